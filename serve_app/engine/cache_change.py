@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.autotune.traffic import Alive, Load, Traffic
 from serve_app.engine.backends.base import Backend, State
 from serve_app.engine.core.admission import Admission
+from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.scheduler.batch import Batch
 from serve_app.engine.core.scheduler.fair_queue import FairQueue
 from serve_app.engine.core.scheduler.scheduler import Scheduler
@@ -20,6 +23,9 @@ from serve_app.engine.kv_cache.opening import min_copy
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import DecodeError
+
+if TYPE_CHECKING:
+    from serve_app.engine.core.engine_core import EngineCore
 
 logger = logging.getLogger("corral.engine")
 
@@ -37,7 +43,7 @@ _EVERY = 64
 _ALIKE = 64
 
 
-class CacheChange:
+class CacheChange(Guest):
     """Watches what steps compute, and has the other kind of cache made when that pays. Decoder thread
     only.
 
@@ -72,6 +78,31 @@ class CacheChange:
         self._looked_at: tuple[int, ...] = ()
         self._n_steps = 0
 
+    def before_schedule(self, core: EngineCore) -> None:
+        """Change the cache if that pays for the live requests, and streams can wait for it."""
+        if not core.is_draining and self.pays(core.backlog.n_generated, core.budget.left_s):
+            self._change(core)
+            core.admit()
+
+    def scheduled(self, core: EngineCore, batches: SequenceOf[Batch]) -> None:
+        """Watch what the step computes."""
+        self.observe(batches, core.cache.table.n_cells)
+
+    @property
+    def has_rest_work(self) -> bool:
+        """Whether to change now that nobody is there."""
+        return self.pays_at_rest()
+
+    def at_rest(self, core: EngineCore) -> None:
+        """Change the cache while nobody waits."""
+        if not core.is_draining:
+            self._change(core)
+
+    def _change(self, core: EngineCore) -> None:
+        core.runner.use_adapters(())  # the new context has none
+        self.carry_out()
+        core.changed = True
+
     def observe(self, batches: SequenceOf[Batch], n_cells: int) -> None:
         """A step is going to compute these; `n_cells` are in use, or would be in a unified cache."""
         if self._traffic is None or not batches:
@@ -86,9 +117,9 @@ class CacheChange:
             return False
         return self._traffic.regret_s() > _AT_REST * max(_LEAST_S, self._cost_s())
 
-    def pays(self, n_answer: float) -> bool:
+    def pays(self, n_answer: float, left_s: float = math.inf) -> bool:
         """Whether to change now, for those that are there and for what was there lately. An answer probably
-        has `n_answer` tokens."""
+        has `n_answer` tokens, and streams can wait for `left_s`."""
         if self._traffic is None or not self._cache.settled or not self._is_news():
             return False
         if time.monotonic() < self._not_before:
@@ -99,7 +130,7 @@ class CacheChange:
         live = [*running, *self._waiting.unordered]
         streams = any(one.n_generated for one in live)
         cost_s = self._cost_s()
-        if streams and cost_s > self._longest_pause_s:
+        if streams and cost_s > min(left_s, self._longest_pause_s):
             return False
         alive = [self._alive(one, n_answer) for one in live]
         coming = [one for one in alive if one is not None]
@@ -216,11 +247,11 @@ class CacheChange:
 
 def _together(batches: SequenceOf[Batch]) -> Iterator[SequenceOf[Batch]]:
     """The batches that a unified cache computes as one: all of a step's but those of tiles."""
-    rest = [one for one in batches if one.tile is None]
+    rest = [one for one in batches if one.span is None]
     if rest:
         yield rest
     for one in batches:
-        if one.tile is not None:
+        if one.span is not None:
             yield [one]
 
 

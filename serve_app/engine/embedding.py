@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from heapq import nsmallest
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend, EmbeddingShape, Row
-from serve_app.engine.core.scheduler.accounts import Accounts
+from serve_app.engine.core.command_queue import Command
+from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.scheduler.fair_queue import Accounts
 from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.health import Progress
-from serve_app.errors import CorralError, DecodeError
+from serve_app.errors import CorralError, DecodeError, QueueFullError
 from serve_app.types import account
+
+if TYPE_CHECKING:
+    from serve_app.engine.core.engine_core import EngineCore
+
+MAX_TEXTS = 2048
+"""Texts that may wait to be embedded before clients are held to their shares."""
+# Those that may wait in all: what comes is bounded, however many clients bring one list each.
+_MOST_TEXTS = 4 * MAX_TEXTS
 
 Vectors = NDArray[np.float32]
 """One row for each text; without pooling, one for each token of one text after the other."""
@@ -114,8 +127,24 @@ def pack(n_pending: Sequence[int], limit: int, *, whole: bool) -> list[int]:
     return packed
 
 
-class EmbeddingQueue:
-    """The texts that wait, and batches over them. Decoder thread only.
+def may_embed(
+    held: Mapping[str, int], client: str, n_texts: int, *, background: bool = False
+) -> bool:
+    """Whether a client's request with so many texts is accepted beside those that wait: as long as they
+    are few; then if the client has none, as a list is never cut; or within its share of them. In the
+    background, only as long as they are half as many."""
+    n_waiting = sum(held.values())
+    if background:
+        return n_waiting < MAX_TEXTS // 2
+    if n_waiting < MAX_TEXTS:
+        return True
+    if client not in held:
+        return n_waiting < _MOST_TEXTS
+    return held[client] + n_texts <= MAX_TEXTS // len(held)
+
+
+class EmbeddingQueue(Guest):
+    """The texts that wait, and batches over them. Decoder thread only, but for `submit`.
 
     Background requests come last, and only while no other sequence runs. Before that, the text goes
     first whose client has least due: what it was charged, and its texts before this one. A client's
@@ -128,7 +157,7 @@ class EmbeddingQueue:
         self,
         backend: Backend,
         costs: CostModel,
-        max_stall_s: float | None,
+        budget: StepBudget,
         progress: Progress,
         accounts: Accounts,
     ) -> None:
@@ -136,11 +165,14 @@ class EmbeddingQueue:
         self._backend = backend
         self._shape: EmbeddingShape = backend.embedding
         self._costs = costs
-        self._max_stall_s = max_stall_s
+        self._budget = budget
         self._progress = progress
         self._accounts = accounts
         self._slowdown = _FIRST_SLOWDOWN
         self._waiting: list[_Text] = []
+        self._held = Counter[str]()
+        """The texts of each client that are not all embedded."""
+        self._held_lock = threading.Lock()
         self._live: set[Texts] = set()
         self._ended: list[tuple[Texts, CorralError | None]] = []
         self._others_ran = -math.inf
@@ -148,9 +180,48 @@ class EmbeddingQueue:
         self._not_before = 0.0
         """When streams of those who have less due have had as much of the decoder as the last batch."""
 
-    def __bool__(self) -> bool:
+    def submit(
+        self, requests: Sequence[Texts], run_between_steps: Callable[[Command], None]
+    ) -> list[CorralError | None]:
+        """Any thread: accept these texts or say, for each request, why not."""
+        refusals = [self._refusal(request) for request in requests]
+        pairs = zip(requests, refusals, strict=True)
+        accepted = [request for request, refusal in pairs if refusal is None]
+        is_urgent = any(not request.background for request in accepted)
+        command = Command(lambda _: self.add(accepted), is_urgent=is_urgent)
+        command.future.add_done_callback(lambda done: _end_all(accepted, done.exception()))
+        run_between_steps(command)
+        closed = command.future.exception() if command.future.done() else None
+        if isinstance(closed, CorralError):
+            return [refusal or closed for refusal in refusals]
+        return refusals
+
+    def _refusal(self, request: Texts) -> CorralError | None:
+        client, n_texts = request.account, len(request.tokens)
+        with self._held_lock:
+            if not may_embed(self._held, client, n_texts, background=request.background):
+                return QueueFullError("Too many texts wait to be embedded.", 1)
+            self._held[client] += n_texts
+        request.future.add_done_callback(lambda _: self._forget(client, n_texts))
+        return None
+
+    def _forget(self, client: str, n_texts: int) -> None:
+        with self._held_lock:
+            self._held[client] -= n_texts
+            if not self._held[client]:
+                del self._held[client]
+
+    @property
+    def has_work(self) -> bool:
         """Whether any text waits."""
         return bool(self._waiting)
+
+    def before_schedule(self, core: EngineCore) -> None:
+        """Compute a batch of texts, and admit the requests that came meanwhile."""
+        if self._waiting:
+            self.step(core.running)
+            core.take_commands()
+            core.admit()
 
     def add(self, requests: Iterable[Texts]) -> None:
         """Queue texts."""
@@ -234,13 +305,13 @@ class EmbeddingQueue:
         n_rows = min(self._shape.n_rows, n_pending)
         among_clients = time.monotonic() < self._others_ran + _AMONG_CLIENTS_S
         may_be_long = not (beside or among_clients or first.owner.background)
-        if may_be_long or not (self._max_stall_s and self._costs):
+        if may_be_long or not (self._budget.max_stall_s and self._costs):
             return n_rows
         share = _SHARE if beside else 1.0  # such a batch is not left, and somebody may come
         share = _SHARE_AMONG_CLIENTS if among_clients else share
-        within_s = share * self._max_stall_s / self._slowdown
+        within_s = min(share * self._budget.max_stall_s, self._budget.left_s) / self._slowdown
         fitting = self._costs.chunk(n_rows, first.n_past, within_s=within_s)
-        return fitting or self._costs.smallest_chunk(n_rows)
+        return fitting or self._costs.smallest_chunk(n_rows, first.n_past)
 
     def _forward(self, batch: list[tuple[_Text, int]]) -> None:
         began, depth = time.monotonic(), batch[0][0].n_past
@@ -283,7 +354,7 @@ class EmbeddingQueue:
             self._live.remove(request)
             self._accounts.leave(request.account)
 
-    def end(self, error: CorralError) -> None:
+    def fail(self, error: CorralError) -> None:
         """End all that wait."""
         self._drop({text.owner for text in self._waiting}, error)
 
@@ -291,4 +362,11 @@ class EmbeddingQueue:
         """Tell those that ended."""
         ended, self._ended = self._ended, []
         for request, error in ended:
+            request.end(error)
+
+
+def _end_all(requests: Iterable[Texts], error: BaseException | None) -> None:
+    """End requests whose command was refused."""
+    if isinstance(error, CorralError):
+        for request in requests:
             request.end(error)

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from serve_app import progress
+from serve_app.engine.backends.adapters import EngineAdapters
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.backends.choice.choosing import open_backend
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.embedding import Texts, Vectors
+from serve_app.engine.embedding import EmbeddingQueue, Texts, Vectors
+from serve_app.engine.guests import make_guests
 from serve_app.engine.health import HangWatch
 from serve_app.engine.kv_cache.shifts import context_shift
 from serve_app.engine.kv_cache.slot_files import SlotFiles
@@ -58,13 +60,16 @@ class Engine:
     def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
         """Opens the backend on the decoder thread and waits for it; raises what that raises."""
         self.options = options
-        self._loop = DecoderLoop(open_backend, options)
-        self._vocabulary = self._loop.vocabulary
+        self._loop = DecoderLoop(open_backend, options, make_guests)
+        core, run_between_steps = self._loop.core, self._loop.run_between_steps
+        self._backend = backend = core.backend
+        self._vocabulary = backend.vocabulary
+        self._embeddings = core.guest(EmbeddingQueue)
         self._callbacks = CallbackRunner()
         self._hang_watch = HangWatch()
-        self.adapters = self._loop.adapters
-        self.slot_files = SlotFiles(options, self._loop.state_key, self._loop.run_between_steps)
-        self.prefixes = PrefixTransfer(options, self._loop.state_key, self._loop.run_between_steps)
+        self.adapters = EngineAdapters(core, run_between_steps)
+        self.slot_files = SlotFiles(options, backend.state_key, run_between_steps)
+        self.prefixes = PrefixTransfer(options, backend.state_key, run_between_steps)
 
     @classmethod
     def load(
@@ -122,7 +127,7 @@ class Engine:
     def on_delivered(self, callback: Callable[[], None]) -> None:
         """Have this called on the decoder thread whenever a step's deltas have been handed to their sinks.
         It must not block or raise."""
-        self._loop.delivered = callback
+        self._loop.core.delivered = callback
 
     def embed(
         self, texts: Sequence[tuple[int, ...]], client: str = "", *, background: bool = False
@@ -140,7 +145,8 @@ class Engine:
         accepted or refused for itself."""
         refused = [self._reason_to_refuse_texts(request.tokens) for request in requests]
         pairs = list(zip(requests, refused, strict=True))
-        entered = iter(self._loop.submit_texts([one for one, refusal in pairs if refusal is None]))
+        checked = [request for request, refusal in pairs if refusal is None]
+        entered = iter(self._embeddings.submit(checked, self._loop.run_between_steps))
         return [refusal or next(entered) or one.future for one, refusal in pairs]
 
     def abort(self, request_id: str) -> None:
@@ -157,7 +163,7 @@ class Engine:
         """How many tokens media of these sizes have in a prompt. The first time, a sound takes some tenths
         of a second for each half minute: submitting it then does not. Raises
         InvalidRequestError."""
-        projector = self._loop.projector
+        projector = self._backend.projector
         if projector is None:
             raise InvalidRequestError("This model reads text only: it has no projector.", "model")
         parts = [part for size in sizes for part in projector.layout(size)]
@@ -169,7 +175,7 @@ class Engine:
 
     def latencies(self) -> dict[str, dict[float, int]]:
         """See `Latencies.recent`: first tokens' times (`ttft_s`) and gaps between tokens (`itl_s`)."""
-        return self._loop.latencies.recent()
+        return self._loop.core.latencies.recent()
 
     def cached_prefixes(self) -> CachedPrefixes:
         """The prefixes that prompts could start from, as of its last step."""
@@ -238,7 +244,7 @@ class Engine:
 
     def _seen(self, request: GenerationRequest) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
         """The request with its media's own tokens. Raises InvalidRequestError."""
-        projector = self._loop.projector
+        projector = self._backend.projector
         if not request.media:
             return request, ()
         if projector is None:
@@ -261,7 +267,7 @@ class Engine:
         return expanded(request, projector, self.options.n_batch)
 
     def _reason_to_refuse_texts(self, texts: Sequence[tuple[int, ...]]) -> CorralError | None:
-        n_vocab, n_text = self._vocabulary.n_vocab, self._loop.embedding.n_text
+        n_vocab, n_text = self._vocabulary.n_vocab, self._backend.embedding.n_text
         if not texts or not all(texts):
             return InvalidRequestError("A text is empty.", "input")
         longest = max(map(len, texts))
@@ -277,7 +283,7 @@ class Engine:
         self, request: GenerationRequest, *, is_expanded: bool
     ) -> CorralError | None:
         n_vocab = self._vocabulary.n_vocab
-        if not self._loop.embedding.causal:
+        if not self._backend.embedding.causal:
             return InvalidRequestError("This model makes embeddings: it cannot generate.", "model")
         if not request.prompt:
             return InvalidRequestError("The prompt is empty.", "prompt")

@@ -15,9 +15,11 @@ SOURCES = sorted(
 PURE = (
     "core.scheduler",
     "core.sequence",
+    "core.postprocessor",
+    "core.outbox",
     "kv_cache.slots",
     "kv_cache.shifts.context_shift",
-    "core.decode",
+    "core.text",
     "autotune.cost_model",
     "autotune.curve",
     "autotune.kalman",
@@ -125,6 +127,55 @@ def test_the_core_of_the_ingress_imports_no_guest_and_no_protocol() -> None:
     guests = [(core, guest) for core, guest in imported if not in_ingress_core(guest)]
     assert [(core, guest) for core, guest in guests if guest != "serve_app.ingress"] == []
     assert imported, "the check found no import at all: it is broken"
+
+
+ENGINE_CORE = "serve_app.engine.core"
+CORE_NEEDS = (
+    "backends.base",
+    "autotune.cost_model",
+    "autotune.sampling_costs",
+    "kv_cache.manager",
+    "kv_cache.opening",
+    "kv_cache.packing",
+    "kv_cache.shifts.context_shift",
+    "kv_cache.slots",
+    "health",
+    "metrics",
+    "options",
+)
+"""The modules beside the core of the engine that it is built on."""
+
+
+def test_the_core_of_the_engine_imports_no_guest_and_no_protocol() -> None:
+    needed = (ENGINE_CORE, *(f"serve_app.engine.{name}" for name in CORE_NEEDS))
+    imported = offenders(ENGINE_CORE, "serve_app")
+    beside = ("serve_app.types", "serve_app.errors", "serve_app.llama.grammars.constraint")
+    shared = (*beside, "serve_app.routing.slot_wait", "serve_app.sampling")
+    assert [
+        (module, name)
+        for module, name in imported
+        if not any(within(name, package) or within(package, name) for package in (*needed, *shared))
+    ] == []
+    assert imported, "the check found no import at all: it is broken"
+
+
+def n_lines(*packages: str) -> int:
+    paths = {path for path in SOURCES for one in packages if within(module_name(path), one)}
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_the_cores_can_be_read_in_two_days() -> None:
+    assert 1000 < n_lines(ENGINE_CORE) < 4000
+    assert n_lines(ENGINE_CORE, *INGRESS_CORE) < 8200
+
+
+def test_a_step_fits_on_a_screen() -> None:
+    tree = ast.parse((ROOT / "serve_app/engine/core/engine_core.py").read_text())
+    (step,) = (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "step"
+    )
+    first = step.body[1]  # behind the docstring
+    assert (step.end_lineno or 0) - first.lineno + 1 <= 15
 
 
 def test_the_engine_knows_nothing_of_prompts_but_the_delimiters_of_answers() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from serve_app.engine.core.step_budget import StepBudget
 
 # Seconds for a byte until that was measured: machines are faster.
 _FIRST_GUESS_S = 2e-9
@@ -32,44 +34,38 @@ class CopySpeed:
         return n_bytes * self.seconds / self.n_bytes
 
 
-@dataclass(slots=True)
 class CopyBudget:
-    """The time that copies may take between two tokens of a stream: `max_stall_s`; None sets no
-    bound."""
+    """The forecasts of copies, and whether a step's budget has time for them."""
 
-    max_stall_s: float | None = None
-    saves: CopySpeed = field(default_factory=CopySpeed)
-    restores: CopySpeed = field(default_factory=CopySpeed)
-    spent_s: float = 0.0
-    """On copies since the last step's end."""
+    def __init__(self, budget: StepBudget) -> None:
+        self._budget = budget
+        self.saves = CopySpeed()
+        self.restores = CopySpeed()
 
     @contextmanager
     def making(self, speed: CopySpeed, n_bytes: int) -> Iterator[None]:
-        """A copy is made: learn how long that takes."""
+        """Learn how long a copy takes, while it is made."""
         began = time.monotonic()
         yield
-        seconds = time.monotonic() - began
-        speed.observe(n_bytes, seconds)
-        self.spent_s += seconds
-
-    def stepped(self) -> None:
-        """All streams have another token."""
-        self.spent_s = 0.0
+        speed.observe(n_bytes, time.monotonic() - began)
 
     def allows(self, speed: CopySpeed, n_bytes: int) -> bool:
         """Whether streams can ever wait for a copy of that size, in a step that makes no other."""
-        if self.max_stall_s is None or speed.forecast_s(n_bytes) <= self.max_stall_s:
+        if self._budget.allows(speed.forecast_s(n_bytes)):
             return True
         speed.seconds *= _FORGIVING
         return False
 
     def fits(self, seconds: float) -> bool:
         """Whether copies of so many seconds fit into what is left of this step."""
-        return self.max_stall_s is None or self.spent_s + seconds <= self.max_stall_s
+        return self._budget.fits(seconds)
 
     def can_wait(self, restore_s: float, save_s: float) -> bool:
         """Whether another step has room for what this one has not: both, or the first one alone if both
-        never fit."""
+        never fit. The next step reserves that time."""
         both_s = restore_s + save_s
-        seconds = both_s if both_s <= (self.max_stall_s or 0.0) else restore_s
-        return seconds > 0 and not self.fits(seconds)
+        seconds = both_s if self._budget.allows(both_s) else restore_s
+        waits = seconds > 0 and not self._budget.fits(seconds)
+        if waits:
+            self._budget.reserved_s = max(self._budget.reserved_s, seconds)
+        return waits

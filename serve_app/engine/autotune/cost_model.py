@@ -16,6 +16,9 @@ from serve_app.engine.autotune.curve import Curve, Speed
 # Up to so many rows, kernels like multiples of the second number; beyond the last one, of _LARGE_STEP.
 _ROW_STEPS = ((64, 4), (128, 8), (256, 16))
 _LARGE_STEP = 32
+# Fewer rows than are measured, for prompts so deep that those would take too long; and how much longer
+# than one row the smallest chunk may take.
+_FEW_ROWS, _HARDLY_LONGER = (1, 2, 4), 1.25
 # A split that gains less than this part is noise.
 _LEAST_GAIN = 0.05
 # Weight of the newest batch with drafts of several sequences.
@@ -143,15 +146,20 @@ class CostModel:
         measured = self._prefill.measured
         if not measured:
             return []
-        sizes, begin = set(measured), measured[0]
+        sizes, begin = {*measured, *(n for n in _FEW_ROWS if n < measured[0])}, measured[0]
         for end, step in (*_ROW_STEPS, (measured[-1], _LARGE_STEP)):
             sizes.update(range(begin, min(end, measured[-1]), step))
             begin = max(begin, end)
         return sorted(sizes)
 
-    def smallest_chunk(self, n_pending: int) -> int:
-        """The fewest of a prompt's rows that are worth a batch."""
-        return min([n_pending, *self._prefill.measured[:1]])
+    def smallest_chunk(self, n_pending: int, n_past: float = 0) -> int:
+        """The fewest of a prompt's rows that are worth a batch: those that take hardly longer than one.
+        Behind many tokens, where each row attends for long, that is less than the fewest measured."""
+        if not self._prefill.measured:
+            return n_pending
+        most_s = _HARDLY_LONGER * self.prefill_s(1, n_past)
+        few = [*_FEW_ROWS, self._prefill.measured[0]]
+        return min(n_pending, max(n for n in few if self.prefill_s(n, n_past) <= most_s))
 
     def split(
         self, slots: tuple[int, ...], n_past: float, blocked: frozenset[int] = frozenset()

@@ -71,10 +71,15 @@ class Curve:
 
     def at(self, n_rows: int, n_past: float) -> float:
         """Seconds of a batch; 0 if none was measured."""
-        parts = _parts(self.measured, n_rows)
+        parts, attending = _parts(self.measured, n_rows), n_past * self._depth_share(n_rows)
         return self._speed.factor * sum(
-            weight * (self._base_s(i) + n_past * self._slope_s(i)) for i, weight in parts
+            weight * (self._base_s(i) + attending * self._slope_s(i)) for i, weight in parts
         )
+
+    def _depth_share(self, n_rows: int) -> float:
+        """The part of the first point's slope that fewer rows have: the weights are read for one row as for
+        eight, but each row attends for itself."""
+        return min(1.0, n_rows / self.measured[0]) if self.measured else 1.0
 
     def learn(self, n_rows: int, n_past: float, seconds: float) -> None:
         """See how long a batch took. Of short batches of one size, one in `_LEARN_S` counts: all tell the
@@ -91,7 +96,8 @@ class Curve:
         shares = {self._speed.index: 1.0}
         for i, weight in _parts(self.measured, n_rows):
             shares[self._bases[i]] = scale * weight * self._base_s(i)
-            shares[self._deeper[i]] = scale * weight * n_past * self._scales[i]
+            attending = n_past * self._depth_share(n_rows)
+            shares[self._deeper[i]] = scale * weight * attending * self._scales[i]
             deeper += shares[self._deeper[i]]
         shares[self._all_deeper] = deeper
         self._speed.estimates.learn(shares, seconds / expected - 1)

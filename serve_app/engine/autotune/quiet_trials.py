@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend, Row
+from serve_app.engine.core.guest import Guest
 from serve_app.engine.kv_cache.slots import SlotTable
 from serve_app.errors import DecodeError
+
+if TYPE_CHECKING:
+    from serve_app.engine.core.engine_core import EngineCore
 
 # How often each doubtful number of rows is tried: somebody who comes waits for one trial at most.
 _TRIALS = 3
@@ -16,7 +21,7 @@ _TRIALS = 3
 _DEEP = 512
 
 
-class QuietTrials:
+class QuietTrials(Guest):
     """Runs doubtful batches behind what idle slots hold, and has it forgotten again. Decoder thread only.
 
     Only where slots can forget rows without a trace, and have cells of their own. Where it is doubted what
@@ -30,9 +35,24 @@ class QuietTrials:
         self._costs = costs
         self._table = table
         self._n_ctx_slot = n_ctx_slot
-        able = backend.fills_gaps
+        self._begin()
+
+    def _begin(self) -> None:
+        self._mode, costs = self._backend.mode, self._costs
+        able = self._backend.fills_gaps
         self._pending = deque(costs.doubts * _TRIALS if able else [])
         self._slopes = deque(costs.doubted_slopes * _TRIALS if able else [])
+
+    @property
+    def has_rest_work(self) -> bool:
+        """Whether there is something to be tried now."""
+        if self._backend.mode != self._mode:
+            self._begin()
+        return bool(self)
+
+    def at_rest(self, core: EngineCore) -> None:
+        """Try one batch."""
+        self.step()
 
     def __bool__(self) -> bool:
         """Whether there is something to be tried now."""

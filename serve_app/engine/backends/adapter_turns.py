@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+from serve_app.engine.core.scheduler.scheduler import Turns
 from serve_app.engine.core.sequence import Sequence
 from serve_app.types import Adapters
 
@@ -21,7 +22,7 @@ _TRIALS, _AGAIN = 4, 16
 _TRIAL_S = 0.1
 
 
-class AdapterTurns:
+class AdapterTurns(Turns):
     """Chooses the adapters of each step: those whose turn it is have one step, or as many as make the price
     of the switch small, and then those go on that have waited longest for a step."""
 

@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from serve_app.engine.backends.base import Backend
-from serve_app.engine.core.commands import Command
+from serve_app.engine.core.command_queue import Command
+from serve_app.engine.core.engine_core import EngineCore
 from serve_app.types import Adapters
 
 
 class EngineAdapters:
     """The adapters that come and go. Any thread but the decoder's; `load` and `free` wait for it.
 
-    `run_between_steps` gives a command to the decoder thread, and `free` is done there. Raises what the
-    engine refuses commands with.
+    `run_between_steps` gives a command to the decoder thread. Raises what the engine refuses commands with.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        run_between_steps: Callable[[Command], None],
-        free: Callable[[str], bool],
-    ) -> None:
-        self._backend = backend
+    def __init__(self, core: EngineCore, run_between_steps: Callable[[Command], None]) -> None:
+        self._core = core
+        self._backend = core.backend
         self._run_between_steps = run_between_steps
-        self._free = free
 
     def check(self, adapters: Adapters) -> None:
         """Raises InvalidRequestError for those that are not here."""
@@ -51,3 +45,11 @@ class EngineAdapters:
         command = Command(lambda _: self._free(key))
         self._run_between_steps(command)
         return bool(command.future.result())
+
+    def _free(self, key: str) -> bool:
+        requests = (sequence.request for sequence in self._core.live)
+        if any(key == adapter.key for request in requests for adapter in request.adapters):
+            return False
+        self._core.runner.use_adapters(())
+        self._backend.free_adapter(key)
+        return True

@@ -6,19 +6,16 @@ import logging
 import time
 from collections.abc import Sequence as SequenceOf
 
-from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.outbox import Outbox
-from serve_app.engine.core.scheduler.accounts import Accounts
-from serve_app.engine.core.scheduler.anticipation import Anticipation
 from serve_app.engine.core.scheduler.fair_queue import FairQueue
-from serve_app.engine.core.scheduler.preemption import PreemptionPolicy
+from serve_app.engine.core.scheduler.preemption import Anticipation, PreemptionPolicy
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import NO_SLOT, Sequence
+from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.slots import PrefixPending
 from serve_app.engine.metrics.stats import Counts
-from serve_app.engine.options import EngineOptions
 from serve_app.errors import DecodeError
 from serve_app.types import FinishReason
 
@@ -32,37 +29,34 @@ class Admission:
 
     def __init__(
         self,
-        options: EngineOptions,
         backend: Backend,
         cache: KVCacheManager,
         scheduler: Scheduler,
-        costs: CostModel,
-        waiting: FairQueue,
-        accounts: Accounts,
+        queue: FairQueue,
+        budget: StepBudget,
         counts: Counts,
         outbox: Outbox,
     ) -> None:
-        self._options = options
         self._backend = backend
         self._cache = cache
         self._scheduler = scheduler
-        self._costs = costs
-        self._waiting = waiting
-        self._accounts = accounts
+        self._queue = queue
+        self._budget = budget
         self._counts = counts
         self._outbox = outbox
         self._preemption_policy = PreemptionPolicy()
-        self._anticipation = Anticipation(options.n_slots)
+        n_slots = sum(not slot.pinned for slot in cache.table.slots)
+        self._anticipation = Anticipation(n_slots)
         self._paused = False
         """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
         self._background_paused = False
-        """The same for what is in the background, as one of it lost its slot."""
+        """Whether nothing in the background is admitted until a sequence ends."""
         self.changed = False
         """Whether a sequence has got a slot or lost one since this was last set to False."""
 
-    def queue(self, sequences: SequenceOf[Sequence]) -> None:
-        """They have come, and wait."""
-        self._waiting.extend(sequences)
+    def enqueue(self, sequences: SequenceOf[Sequence]) -> None:
+        """Have new sequences wait."""
+        self._queue.extend(sequences)
         for sequence in sequences:
             if not sequence.request.background:
                 self._anticipation.came(sequence.request.client)
@@ -70,13 +64,14 @@ class Admission:
     def admit(self) -> list[Sequence]:
         """Move waiting sequences into idle slots, in the order that is fair to their clients; one
         that waits for a prefix lets others pass. Returns those that have got their first slot."""
+        self._budget.reserved_s = 0.0
         for sequence in self._scheduler.running:
             sequence.n_awaited = 0
-        if self._paused or not self._waiting:
+        if self._paused or not self._queue:
             return []
         self._preempt_fairly()
         n_awaiting, started = 0, list[Sequence]()
-        for sequence in self._waiting:
+        for sequence in self._queue:
             if not self._cache.table.has_idle:
                 break
             if sequence.finished or self._is_held_back(sequence):
@@ -110,7 +105,7 @@ class Admission:
                 self._outbox.end(sequence, FinishReason.ERROR, refusal)
                 return False
         self.changed = True
-        self._waiting.admit(sequence)
+        self._queue.admit(sequence)
         sequence.admit(place.slot.id, place.n_cached, sampler)
         self._cache.table.occupy(place.slot, sequence)
         self._scheduler.add(sequence)
@@ -119,9 +114,13 @@ class Admission:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """It has ended, wherever it was, and is in the queue no more."""
+        """Take the slot of a sequence that has ended and is in the queue no more."""
         client, background = sequence.request.client, sequence.request.background
-        if sequence.trace.admitted is not None and client not in self._accounts and not background:
+        if (
+            sequence.trace.admitted is not None
+            and client not in self._queue.accounts
+            and not background
+        ):
             self._anticipation.left(client, time.monotonic())
         if sequence.slot_id == NO_SLOT:
             return
@@ -157,10 +156,10 @@ class Admission:
     def _preempt(
         self, sequence: Sequence, *, for_another: bool = False, stored: bool = True
     ) -> None:
-        """Take its slot away; it waits for another one."""
+        """Take a sequence's slot away; it waits for another one."""
         self._scheduler.remove(sequence)
         self._cache.preempt(sequence, stored=stored)
-        self._waiting.put_back(sequence, for_another=for_another)
+        self._queue.put_back(sequence, for_another=for_another)
         self.changed = True
         self._counts.preemptions += 1
 
@@ -169,7 +168,7 @@ class Admission:
     def _preempt_background(self) -> None:
         """Have as many sequences in the background lose their slots as others lack. Their part of
         the cache is stored, unless that takes too long."""
-        waiting = self._waiting.unordered
+        waiting = self._queue.unordered
         n_lacking = sum(not (one.request.background or one.finished) for one in waiting)
         n_lacking -= self._cache.table.n_idle
         behind = [one for one in self._scheduler.running if one.request.background]
@@ -182,10 +181,10 @@ class Admission:
         """Preempt one sequence for another client's request, if that is fair and pays; those in the
         background always."""
         self._preempt_background()
-        if self._accounts.active < 2 or self._cache.table.has_idle:
+        if self._queue.accounts.active < 2 or self._cache.table.has_idle:
             return
         running, now = self._scheduler.running, time.monotonic()
-        sequence = self._preemption_policy.find(self._waiting, running, self._preemption_s, now)
+        sequence = self._preemption_policy.find(self._queue, running, self._preemption_s, now)
         if sequence is not None:
             self._preempt(sequence, for_another=True)
 
@@ -202,9 +201,9 @@ class Admission:
     def _preemption_s(self, sequence: Sequence) -> float | None:
         """Seconds to store a sequence and have it back; None if streams would wait too long for it."""
         n_kept, save_s = self._cache.would_keep(sequence)
-        if self._options.max_stall_s is not None and save_s > self._options.max_stall_s:
+        if not self._budget.allows(save_s):
             return None
-        return 2 * save_s + self._costs.prefill_s(sequence.n_past - n_kept, n_kept)
+        return 2 * save_s + self._scheduler.costs.prefill_s(sequence.n_past - n_kept, n_kept)
 
 
 def _admitted(sequence: Sequence) -> float:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from serve_app.engine.core.commands import Command
 from serve_app.engine.core.scheduler.backlog import Forecast
-from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity, Verdict, may_embed
+from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity, Verdict
 from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.embedding import Texts
+from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.errors import (
     CorralError,
     EngineClosedError,
@@ -24,18 +24,46 @@ from serve_app.errors import (
 from serve_app.types import GenerationRequest, RequestRecord, account
 
 
+class Command:
+    """Work on the KV cache, or on a guest, between two steps. `future` has the result."""
+
+    def __init__(self, run: Callable[[KVCacheManager], Any], *, is_urgent: bool = False) -> None:
+        """An urgent command does not wait for a batch in the background: that batch is cancelled."""
+        self._run = run
+        self.is_urgent = is_urgent
+        self.future: Future[Any] = Future()
+
+    def run(self, cache: KVCacheManager) -> None:
+        """Decoder thread: do the work, once. `future` raises its exception."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._run(cache))
+        except Exception as error:
+            self.future.set_exception(error)
+
+    def refuse(self, error: CorralError) -> None:
+        """End the command without doing the work; once."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
 @dataclass(frozen=True, slots=True)
 class PendingCommands:
     """The commands of other threads since the last step."""
 
     submitted: list[Sequence]
-    texts: list[Texts]
     commands: list[Command]
     aborted: set[str]
     displaced: dict[str, QueueFullError]
-    """Requests whose place another client's got, and what they end with: those that still wait."""
+    """The requests that still wait and whose place another client's request got, with their errors."""
     deadline: float | None
     """When a drain must be over, on `time.monotonic`; None while the engine is open."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to carry out."""
+        pending = self.submitted or self.commands or self.aborted or self.displaced
+        return bool(pending) or self.deadline is not None
 
 
 class CommandQueue:
@@ -53,18 +81,15 @@ class CommandQueue:
         background: QueueCapacity | None = None,
     ) -> None:
         """Requests in the background have places of their own, and may wait for as long as they like;
-        without any, all are refused."""
+        without such places, all are refused."""
         self._changed = threading.Condition()
         self._capacities = {False: capacity, True: background or QueueCapacity(0, 0)}
         self._displaced: dict[str, QueueFullError] = {}
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._live: dict[str, RequestRecord] = {}
         self._background: set[str] = set()
-        """Of these, those in the background."""
+        """The live requests in the background."""
         self._submitted: list[Sequence] = []
-        self._texts: list[Texts] = []
-        self._held_texts: Counter[str] = Counter()
-        """Texts that are not all embedded, by client."""
         self._commands: list[Command] = []
         self._aborted: set[str] = set()
         self._deadline: float | None = None
@@ -85,40 +110,16 @@ class CommandQueue:
             self._changed.notify()
         return refusals
 
-    def submit_texts(self, requests: list[Texts]) -> list[CorralError | None]:
-        """Any thread: accept these texts or say, for each request, why not."""
-        with self._changed:
-            refusals = [self._accept_texts(request) for request in requests]
-            self._update_cancel()
-            self._changed.notify()
-        return refusals
-
-    def _accept_texts(self, request: Texts) -> CorralError | None:
-        client, n_texts = request.account, len(request.tokens)
-        if not may_embed(self._held_texts, client, n_texts, background=request.background):
-            return QueueFullError("Too many texts wait to be embedded.", 1)
-        if closed := self._closed():
-            return closed
-        self._held_texts[client] += n_texts
-        self._texts.append(request)
-        request.future.add_done_callback(lambda _: self._forget_texts(client, n_texts))
-        return None
-
     def run_between_steps(self, command: Command) -> None:
         """Any thread: have the command run between two steps, or refused."""
         with self._changed:
             refusal = self._closed()
             if refusal is None:
                 self._commands.append(command)
+                self._update_cancel()
                 self._changed.notify()
         if refusal is not None:
             command.refuse(refusal)
-
-    def _forget_texts(self, client: str, n_texts: int) -> None:
-        with self._changed:
-            self._held_texts[client] -= n_texts
-            if not self._held_texts[client]:
-                del self._held_texts[client]
 
     def _closed(self) -> CorralError | None:
         if self._failed:
@@ -178,14 +179,14 @@ class CommandQueue:
         capacity.displace(request_id)
 
     def _account(self, request_id: str) -> str:
-        """Of a live request."""
+        """The account that a live request is charged to."""
         background = request_id in self._background
         return account(self._live[request_id].client, background=background)
 
-    def find(self, wanted: str) -> list[RequestRecord]:
-        """Any thread: what was accepted of that request and has not ended."""
+    def find(self, name: str) -> list[RequestRecord]:
+        """Any thread: the records of that request's sequences that were accepted and have not ended."""
         with self._changed:
-            return [record for record in self._live.values() if record.belongs_to(wanted)]
+            return [record for record in self._live.values() if record.belongs_to(name)]
 
     def abort(self, request_id: str) -> None:
         """Any thread: end that request if it is live."""
@@ -229,8 +230,8 @@ class CommandQueue:
             self._cancel(unwanted)
 
     def _somebody_has_come(self) -> bool:
-        return any(not one.request.background for one in self._submitted) or any(
-            not one.background for one in self._texts
+        return any(not sequence.request.background for sequence in self._submitted) or any(
+            command.is_urgent for command in self._commands
         )
 
     def cancel(self) -> None:
@@ -246,13 +247,12 @@ class CommandQueue:
             self._changed.notify()
 
     def take(self, wait_s: float | None) -> PendingCommands:
-        """Decoder thread: what has arrived. If that is nothing, sleeps until there is something, for
-        `wait_s` at most; None is for ever."""
+        """Decoder thread: take what has arrived; sleep until something has, for `wait_s` at most.
+        None waits for ever."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
                     self._submitted
-                    or self._texts
                     or self._commands
                     or self._aborted
                     or self._displaced
@@ -262,19 +262,18 @@ class CommandQueue:
             )
             pending = PendingCommands(
                 self._submitted,
-                self._texts,
                 self._commands,
                 self._aborted,
                 self._displaced,
                 self._deadline,
             )
-            self._submitted, self._texts, self._commands = [], [], []
+            self._submitted, self._commands = [], []
             self._aborted, self._displaced = set(), {}
             return pending
 
     def started(self, sequences: Iterable[Sequence]) -> None:
-        """Decoder thread: these have got their first slot, and nobody may displace them any more. One that
-        was displaced in the same moment runs all the same."""
+        """Decoder thread: keep the places of sequences that have got their first slot. A sequence that was
+        displaced in the same moment runs all the same."""
         with self._changed:
             for sequence in sequences:
                 request = sequence.request
@@ -282,8 +281,8 @@ class CommandQueue:
                 self._displaced.pop(sequence.id, None)
 
     def forget(self, request_id: str) -> None:
-        """Decoder thread: the request has ended; its place and its id are free. An abort that came
-        too late for it must not hit the next request of that id."""
+        """Decoder thread: free the place and the id of a request that has ended. An abort that came too
+        late for it must not hit the next request of that id."""
         with self._changed:
             if request_id in self._live:
                 capacity = self._capacities[request_id in self._background]

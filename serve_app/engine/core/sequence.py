@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from enum import Enum
-from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from serve_app.engine.autotune.sampling_costs import SamplingCost
-from serve_app.engine.backends.base import Sampler, Vocabulary
-from serve_app.engine.core.decode.detokenizer import Detokenizer
-from serve_app.engine.core.decode.line_limits import LineLimits
-from serve_app.engine.drafts.ngram_proposer import NgramProposer
+from serve_app.engine.backends.base import Backend, Row, Sampler, Vocabulary
+from serve_app.engine.core.text import Detokenizer, LineLimits
 from serve_app.engine.kv_cache.packing import TOKEN_BYTES, TokenArray, n_tokens, packed, token_array
 from serve_app.engine.kv_cache.shifts import context_shift
 from serve_app.engine.metrics.trace import Trace
-from serve_app.engine.pictures.tiles import PlacedTile
 from serve_app.errors import CorralError
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.types import (
@@ -39,6 +36,29 @@ Sink = Callable[[TokenDelta], None]
 
 NO_SLOT = -1
 """`Sequence.slot_id` before it is admitted."""
+
+
+class PromptSpan(Protocol):
+    """A part of a prompt that is computed from a guest's embeddings: a picture's tile, or a sound."""
+
+    @property
+    def start(self) -> int:
+        """The index of its first token in the prompt."""
+
+    @property
+    def end(self) -> int:
+        """The index of the token behind it."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its embeddings are there."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its rows must be computed in one batch."""
+
+    def decode(self, backend: Backend, rows: SequenceOf[Row]) -> None:
+        """Compute its rows, as `Backend.decode` does."""
 
 
 class SequenceState(Enum):
@@ -64,12 +84,12 @@ class Sequence:
         request: GenerationRequest,
         sink: Sink,
         constraint: Constraint | None = None,
-        tiles: tuple[PlacedTile, ...] = (),
+        spans: tuple[PromptSpan, ...] = (),
     ) -> None:
         self.request = request
-        self.tiles = tiles
-        """Where the tiles of its pictures stand in its prompt, in order."""
-        self._borders = tuple(place for one in tiles for place in (one.start, one.end))
+        self.spans = spans
+        """The spans of its prompt, in order."""
+        self._borders = tuple(index for span in spans for index in (span.start, span.end))
         self.constraint = constraint
         self.id = request.id
         self.sink = sink
@@ -99,7 +119,6 @@ class Sequence:
         """The time that picking a token takes with parameters of its kind."""
         self.preempted = False
         """Whether it waits because it was preempted for another client's request."""
-        self.proposer = NgramProposer()
         self.trace = Trace()
         self._sampler: Sampler | None = None
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -124,25 +143,25 @@ class Sequence:
         return min((n for n in stops if n > 0), default=self.n_pending)
 
     @property
-    def tile(self) -> PlacedTile | None:
-        """The tile that its next token is part of."""
+    def span(self) -> PromptSpan | None:
+        """The span that its next token is part of."""
         n_past = self.n_past
-        return next((one for one in self.tiles if one.start <= n_past < one.end), None)
+        return next((span for span in self.spans if span.start <= n_past < span.end), None)
 
     @property
-    def awaits_picture(self) -> bool:
-        """Whether it gets on only when a picture is encoded."""
-        tile = self.tile
-        return tile is not None and tile.embeddings is None
+    def is_blocked(self) -> bool:
+        """Whether it gets on only when the embeddings of a span are there."""
+        span = self.span
+        return span is not None and not span.is_ready
 
     @property
-    def within_tile(self) -> bool:
-        """Whether it has a part of a tile in the cache, and not all of it."""
+    def within_span(self) -> bool:
+        """Whether it has a part of a span in the cache, and not all of it."""
         return self.n_whole(self.n_past) < self.n_past
 
     def n_whole(self, n_tokens: int) -> int:
-        """Of its first tokens, those that end with no part of a tile."""
-        within = (one.start for one in self.tiles if one.start < n_tokens < one.end)
+        """The number of its first `n_tokens` tokens that end with no part of a span."""
+        within = (span.start for span in self.spans if span.start < n_tokens < span.end)
         return next(within, n_tokens)
 
     def stop_at(self, n_tokens: int) -> None:
@@ -228,15 +247,6 @@ class Sequence:
         """Tokens that a draft for it may have at most."""
         room = n_ctx_slot - len(self.tokens) - 1
         return room if self.n_left is None else min(room, self.n_left - 1)
-
-    def draft(self, n_most: int, n_ctx_slot: int, max_indexed: int) -> tuple[int, ...]:
-        """Tokens that may follow its own, so many as it may still have. For `max_indexed`, see
-        `NgramProposer.draft`."""
-        room = self.draft_room(n_ctx_slot)
-        draft = self.proposer.draft(self.tokens, min(n_most, room), max_indexed)
-        if self.tiles:  # what follows may be a picture
-            draft = tuple(takewhile(lambda token: token >= 0, draft))
-        return draft
 
     def give_up(self, n_tokens: int) -> TokenArray:
         """Its first tokens, for its slot to keep: it has ended, and has none any more."""
@@ -326,7 +336,6 @@ class Sequence:
         self.n_past = self.n_past - n_discard if cached else 0
         if cached:
             self.n_exact = n_keep if self.n_exact is None else min(n_keep, self.n_exact)
-        self.proposer.forget()
 
     def _drop(self, n_keep: int, n_discard: int) -> None:
         self.tokens = self.tokens[:n_keep] + self.tokens[n_keep + n_discard :]

@@ -1,15 +1,22 @@
-"""Decides whose drafts are verified in a step. Pure but for the draft model: no threads, no clock."""
+"""Decides whose drafts are verified in a step. Pure but for the draft model and the step's budget."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence as SequenceOf
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.scheduler.batch import Batch
+from serve_app.engine.core.scheduler.scheduler import Drafts
 from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.drafts.ngram_proposer import MAX_INDEXED
+from serve_app.engine.core.step_budget import StepBudget
+from serve_app.engine.drafts.ngram_proposer import MAX_INDEXED, NgramProposer
+from serve_app.engine.kv_cache.packing import TokenArray
 
-Drafts = dict[str, tuple[int, ...]]
-"""By the sequence's id."""
+if TYPE_CHECKING:
+    from serve_app.engine.core.engine_core import EngineCore
 
 # Drafts that are tried, and how many drafted rows one step may have in all.
 _DRAFTS = (1, 2, 3, 5, 7, 11, 15)
@@ -19,8 +26,10 @@ MAX_DRAFTED_ROWS = 16
 _LEAST_GAIN = 0.05
 _LEAST_RETURN = 2.0
 _LEAST_HOPE = 16
-# Of the stall budget, what feeding may take in a step.
+# Of the stall budget, what feeding may take in a step. And how much longer than plain decoding a step with
+# drafts may take, if that is above the budget.
 _FED_PART = 0.4
+_MOST_LONGER = 2.0
 
 
 # Lengths of drafts that are only tried.
@@ -65,6 +74,10 @@ class Proposer(Protocol):
 
     def catch_up(self, sequences: list[Sequence], within_s: float | None) -> None: ...
 
+    def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool: ...
+
+    def take_spent(self) -> list[tuple[Sequence, float]]: ...
+
 
 class _Plan(NamedTuple):
     """Drafts of one length, and what they promise."""
@@ -75,43 +88,83 @@ class _Plan(NamedTuple):
     proposed: tuple[Sequence, ...] = ()
 
 
-class Drafting:
+class Drafting(Guest):
     """Finds the drafts with which a step has most tokens a second, by the cost model. All are of one
-    length, and verified in one batch."""
+    length, and verified in one batch. Their passes run while the step is planned, and neither these nor the
+    verification take more of the step than its budget has left."""
 
     def __init__(
         self,
         costs: CostModel,
         n_ctx_slot: int,
+        budget: StepBudget,
         *,
         lookup: bool,
         proposer: Proposer | None = None,
-        max_stall_s: float | None = None,
     ) -> None:
         self._costs = costs
         self._n_ctx_slot = n_ctx_slot
+        self._budget = budget
         self._lookup = lookup
         self._proposer = proposer
-        self._max_stall_s = max_stall_s
+        self._lookups: dict[str, tuple[TokenArray, NgramProposer]] = {}
+        """The proposers of sequences, with the arrays that their n-grams are of."""
+        self._most_s = 0.0
 
     def drafts(self, decoding: list[Sequence], n_past: float, *, mixed: bool) -> Drafts:
-        """Whose drafts are worth a batch of their own, of sequences that are ordered by slot. `mixed`: the
-        cache is unified, so that all slots are computed together."""
+        """The drafts that are worth a batch of their own, of sequences that are ordered by slot. `mixed`:
+        the cache is unified, so that all slots are computed together."""
         if not self._costs:
             return {}
+        plain_s = self._costs.steps_s(len(decoding), n_past)
+        self._most_s = max(self._budget.left_s, _MOST_LONGER * plain_s)
         looked_up = self._look_up(decoding) if self._lookup else {}
         if self._proposer:
             return self._with_proposer(self._proposer, decoding, looked_up, n_past, mixed)
-        return self._of(looked_up, decoding, n_past) if looked_up else {}
+        return self._best_lookups(looked_up, decoding, n_past) if looked_up else {}
+
+    def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
+        """Learn from a draft of which the first `n_accepted` tokens were right; returns whether the draft
+        model proposed it."""
+        proposer = self._proposer
+        if proposer is not None and proposer.record(sequence, n_drafted, n_accepted):
+            return True
+        self._lookup_of(sequence).record(n_drafted, n_accepted)
+        return False
+
+    def scheduled(self, core: EngineCore, batches: SequenceOf[Batch]) -> None:
+        """Charge the passes of the draft model to the clients whose sequences they were for."""
+        for sequence, seconds in self._proposer.take_spent() if self._proposer is not None else ():
+            core.queue.charge(sequence, seconds)
+            core.counts.draft_s += seconds
+
+    def ended(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        self._lookups.pop(sequence.id, None)
 
     # -- lookup -----------------------------------------------------------------------------------
 
     def _look_up(self, decoding: list[Sequence]) -> Drafts:
         share = MAX_INDEXED // len(decoding) + 1
-        drafts = {one.id: one.draft(_DRAFTS[-1], self._n_ctx_slot, share) for one in decoding}
+        drafts = {sequence.id: self._lookup_draft(sequence, share) for sequence in decoding}
         return drafts if any(drafts.values()) else {}
 
-    def _of(self, drafts: Drafts, decoding: list[Sequence], n_past: float) -> Drafts:
+    def _lookup_draft(self, sequence: Sequence, max_indexed: int) -> tuple[int, ...]:
+        n_most = min(_DRAFTS[-1], sequence.draft_room(self._n_ctx_slot))
+        draft = self._lookup_of(sequence).draft(sequence.tokens, n_most, max_indexed)
+        if sequence.spans:  # what follows may be a picture
+            draft = tuple(takewhile(lambda token: token >= 0, draft))
+        return draft
+
+    def _lookup_of(self, sequence: Sequence) -> NgramProposer:
+        """The proposer of a sequence, which knows nothing any more after a context shift."""
+        source, proposer = self._lookups.get(sequence.id, (sequence.tokens, NgramProposer()))
+        if source is not sequence.tokens:
+            proposer.forget()
+        self._lookups[sequence.id] = sequence.tokens, proposer
+        return proposer
+
+    def _best_lookups(self, drafts: Drafts, decoding: list[Sequence], n_past: float) -> Drafts:
         """With lookup alone."""
         best_rate = (1 + _LEAST_GAIN) * len(decoding) / self._costs.steps_s(len(decoding), n_past)
         best: Drafts = {}
@@ -122,13 +175,13 @@ class Drafting:
             rest = len(decoding) - len(group)
             seconds = self._costs.verify_s(len(group), n_drafted, n_past)
             seconds += self._costs.steps_s(rest, n_past) if rest else 0.0
-            rate = (rest + sum(one.proposer.expected(n_drafted) for one in group)) / seconds
-            if rate > best_rate:
+            rate = (rest + sum(self._lookup_of(one).expected(n_drafted) for one in group)) / seconds
+            if rate > best_rate and seconds <= self._most_s:
                 best_rate = rate
                 best = {one.id: drafts[one.id][:n_drafted] for one in group}
         for one in decoding:
             if drafts[one.id] and one.id not in best:
-                one.proposer.unused()
+                self._lookup_of(one).unused()
         return best
 
     # -- a draft model ----------------------------------------------------------------------------
@@ -141,7 +194,7 @@ class Drafting:
         n_past: float,
         mixed: bool,
     ) -> Drafts:
-        able = [one for one in decoding if not one.tiles and one.draft_room(self._n_ctx_slot) > 0]
+        able = [one for one in decoding if not one.spans and one.draft_room(self._n_ctx_slot) > 0]
         behind = proposer.begin(able, _DRAFTS[-1])
         best = self._best(proposer, decoding, looked_up, behind, n_past, mixed)
         late = [one for one in best.proposed if not proposer.is_ready(behind[one.id])]
@@ -158,7 +211,7 @@ class Drafting:
             drafts = self._try(proposer, decoding, behind, n_past, mixed)
         for one in decoding:
             if one.id not in drafts and looked_up.get(one.id):
-                one.proposer.unused()
+                self._lookup_of(one).unused()
         for one in able:
             if one.id not in drafts:
                 proposer.rate(one).unused()
@@ -167,7 +220,8 @@ class Drafting:
     @property
     def _fed_s(self) -> float | None:
         """Seconds that feeding may take in a step."""
-        return None if self._max_stall_s is None else _FED_PART * self._max_stall_s
+        bound_s = self._budget.max_stall_s
+        return None if bound_s is None else min(_FED_PART * bound_s, self._most_s)
 
     def _try(
         self,
@@ -196,6 +250,8 @@ class Drafting:
         rate = proposer.rate(one)
         n_drafted = min(longer_s, key=lambda n: longer_s[n] - rate.expected(n) * token_s)
         fed_s = 0.0 if proposer.is_ready(n_behind) else proposer.feed_s(n_behind)
+        if plain_s + longer_s[n_drafted] > self._most_s:
+            return {}
         if not allowance.grants(longer_s[n_drafted] + fed_s):
             return {}
         fed_now_s = fed_s if self._fed_s is None else min(fed_s, self._fed_s)
@@ -238,7 +294,7 @@ class Drafting:
             found: list[tuple[float, bool, Sequence]] = []
             for one in decoding:
                 known = len(looked_up.get(one.id, ())) >= n_drafted
-                value = one.proposer.expected(n_drafted) if known else 0.0
+                value = self._lookup_of(one).expected(n_drafted) if known else 0.0
                 proposes = one.id in ready and one.draft_room(self._n_ctx_slot) >= n_drafted
                 own = 0.0
                 if proposes:
@@ -255,7 +311,7 @@ class Drafting:
                     n_fed = sum(min(ready[one.id], 2) for one in proposed)
                     seconds += proposer.draft_s(len(proposed), n_drafted, n_fed)
                 rate = (n - size + sum(value for value, *_ in chosen)) / seconds
-                if rate > max(least, best.tokens_per_s):
+                if rate > max(least, best.tokens_per_s) and seconds <= self._most_s:
                     rest = tuple(one for _, by_model, one in chosen if not by_model)
                     best = _Plan(rate, n_drafted, rest, proposed)
         return best

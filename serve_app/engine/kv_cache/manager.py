@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from serve_app.engine.autotune.copy_budget import CopyBudget
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.kv_cache.checkpoints import Checkpoints
 from serve_app.engine.kv_cache.contents import SlotContents
+from serve_app.engine.kv_cache.disk_tier import DiskTier
 from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
 from serve_app.engine.kv_cache.packing import TokenArray, token_array
 from serve_app.engine.kv_cache.shifts.chunk_reuse import ChunkReuse
@@ -26,6 +29,9 @@ from serve_app.errors import (
     InvalidRequestError,
 )
 
+if TYPE_CHECKING:
+    from serve_app.engine.core.engine_core import EngineCore
+
 
 class Place(NamedTuple):
     """Where a sequence was put."""
@@ -37,6 +43,30 @@ class Place(NamedTuple):
     """Of them, those that came from the memory tier."""
 
 
+class PrefixStorage(Guest):
+    """Stores what idle slots have, while nobody waits for the decoder, and at the end."""
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._cache = cache
+
+    @property
+    def has_rest_work(self) -> bool:
+        """Whether a slot has a prefix that is not stored."""
+        return self._cache.behind is not None
+
+    def at_rest(self, core: EngineCore) -> None:
+        """Store one prefix, unless a request comes meanwhile."""
+        with core.command_queue.resting():
+            self._cache.store_ahead()
+
+    def close(self, core: EngineCore, *, healthy: bool) -> None:
+        """Store everything for the next start, if there is one."""
+        if self._cache.disk_tier is not None:
+            if healthy:
+                self._cache.store_all()
+            self._cache.disk_tier.close()
+
+
 class KVCacheManager:
     """Carries out in the backend what `SlotTable` decides. Decoder thread only."""
 
@@ -45,14 +75,16 @@ class KVCacheManager:
         backend: Backend,
         table: SlotTable,
         memory_tier: MemoryTier,
-        max_stall_s: float | None = None,
+        budget: StepBudget | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
         self.table = table
         self.memory_tier = memory_tier
         self.checkpoints = Checkpoints(backend) if checkpoints is None else checkpoints
+        self.disk_tier: DiskTier | None = None
+        """The files that the memory tier is kept in for the next start."""
         self._backend = backend
-        self.copies = CopyBudget(max_stall_s)
+        self.copies = CopyBudget(budget or StepBudget())
         self._contents = SlotContents(backend, self.checkpoints, self.copies)
         self._chunk_reuse = ChunkReuse(backend, table, self._contents)
         self.exchange = PrefixExchange(backend, table, memory_tier, self._contents, self.copies)
@@ -128,7 +160,7 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence) -> None:
         """A sequence leaves its slot, which keeps what others may start from."""
-        self._drop_part_of_tile(sequence)
+        self._drop_part_of_span(sequence)
         slot = self.table.slots[sequence.slot_id]
         self.table.release(slot)
         if sequence.n_exact is not None:
@@ -153,7 +185,7 @@ class KVCacheManager:
 
     def preempt(self, sequence: Sequence, *, stored: bool = True) -> None:
         """Take a sequence's slot away; what it has in the cache is `stored`."""
-        self._drop_part_of_tile(sequence)
+        self._drop_part_of_span(sequence)
         slot = self.table.slots[sequence.slot_id]
         if stored:
             self.store(slot, slot.tokens[: slot.n_past])
@@ -313,7 +345,7 @@ class KVCacheManager:
         streams would wait too long for it."""
         slot = self.table.slots[sequence.slot_id]
         due = self.checkpoints.is_due(slot, sequence.n_past, sequence.stops)
-        if due and sequence.n_exact is None and not sequence.within_tile:
+        if due and sequence.n_exact is None and not sequence.within_span:
             self._mark(slot, sequence.n_past)
 
     def _mark_end(self, slot: Slot) -> None:
@@ -339,9 +371,9 @@ class KVCacheManager:
         lost, sequence.n_past = n_kept < sequence.n_past, n_kept
         return not lost
 
-    def _drop_part_of_tile(self, sequence: Sequence) -> None:
+    def _drop_part_of_span(self, sequence: Sequence) -> None:
         """A sequence stops here: of a tile that it has not all of, nobody could have a part."""
-        if sequence.within_tile:
+        if sequence.within_span:
             self.drop_rows(sequence)
 
     def _keep_whole(self, sequence: Sequence, slot: Slot, n_kept: int) -> int:

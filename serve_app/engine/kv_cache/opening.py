@@ -6,6 +6,7 @@ import math
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.kv_cache.checkpoints import Checkpoints
 from serve_app.engine.kv_cache.disk_tier import DiskTier
 from serve_app.engine.kv_cache.manager import KVCacheManager
@@ -25,10 +26,10 @@ def min_copy(costs: CostModel) -> int:
 
 
 def open_cache(
-    backend: Backend, costs: CostModel, options: EngineOptions
-) -> tuple[KVCacheManager, DiskTier | None]:
-    """The manager, and the disk tier if there is a folder for one: it is to be closed. Decoder thread only;
-    waits for the disk. Raises ConfigError if the folder cannot be used."""
+    backend: Backend, costs: CostModel, options: EngineOptions, budget: StepBudget
+) -> KVCacheManager:
+    """The manager, with a disk tier if there is a folder for one. Decoder thread only; waits for the disk.
+    Raises ConfigError if the folder cannot be used."""
     index = PrefixIndex()
     checkpoints = Checkpoints(backend, options.n_checkpoints, options.checkpoint_ram_bytes)
     table = SlotTable(
@@ -46,5 +47,6 @@ def open_cache(
     memory_tier = MemoryTier(
         options.cache_ram_bytes, kept, disk_tier, index, forgets=backend.forgets
     )
-    cache = KVCacheManager(backend, table, memory_tier, options.max_stall_s, checkpoints)
-    return cache, disk_tier
+    cache = KVCacheManager(backend, table, memory_tier, budget, checkpoints)
+    cache.disk_tier = disk_tier
+    return cache

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from serve_app.engine.core.commands import Command
+from serve_app.engine.core.command_queue import Command
 from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.options import EngineOptions

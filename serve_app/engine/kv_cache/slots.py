@@ -130,7 +130,7 @@ class SlotTable:
         ends = {
             slot.id: len(slot.idle_tokens) if slot.sequence is None else slot.sequence.n_past
             for slot in self.slots
-            if slot.sequence is None or not slot.sequence.within_tile
+            if slot.sequence is None or not slot.sequence.within_span
         }
         return {slot_id: end for slot_id, end in ends.items() if end < n_ctx_slot}
 

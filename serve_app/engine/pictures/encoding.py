@@ -6,18 +6,23 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.engine.backends.base import Projector
+from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.pictures.node_times import NodeTimes
 from serve_app.engine.pictures.tiles import PlacedTile
 from serve_app.errors import CorralError
 from serve_app.types import Medium
+
+if TYPE_CHECKING:
+    from serve_app.engine.core.engine_core import EngineCore
 
 # Of the stall budget, what a step and a piece of encoding are planned for together; of what the step
 # leaves, what prompts leave to the encoding beside them.
@@ -74,7 +79,7 @@ class TileEmbeddings:
             self.n_bytes -= oldest.nbytes
 
 
-class Encoding:
+class Encoding(Guest):
     """Encodes what running sequences are about to see, in the order in which they got their slots, and each
     tile once for all. Decoder thread only; a thread of its own resizes pictures.
 
@@ -86,14 +91,14 @@ class Encoding:
     def __init__(
         self,
         projector: Projector,
-        max_stall_s: float | None,
+        budget: StepBudget,
         max_bytes: int,
         counts: Counts,
         interlude: Callable[[], None],
     ) -> None:
-        """`interlude` takes in who has come and computes a step."""
+        """`interlude` takes in the requests that have come, and computes a step."""
         self._projector = projector
-        self._max_stall_s = max_stall_s
+        self._budget = budget
         self._counts = counts
         self._interlude = interlude
         self.embeddings = TileEmbeddings(max_bytes)
@@ -101,18 +106,22 @@ class Encoding:
         self._prepared: dict[bytes, Future[Any]] = {}
         self._nodes = NodeTimes()
         self._is_encoding = False
-        self._piece_began = self._ended_s = 0.0
-        """When a piece began; and what the last one of a tile took, until the next step has ended."""
+        self._piece_began = 0.0
 
-    @property
-    def piece_s(self) -> float:
-        """Seconds since the last step, if they went into this."""
-        return time.monotonic() - self._piece_began if self._is_encoding else self._ended_s
+    def before_schedule(self, core: EngineCore) -> None:
+        """Give sequences the embeddings that they need next."""
+        self.resolve(core.running)
+
+    def after_step(self, core: EngineCore, step_s: float, *, idle: bool) -> None:
+        """Encode a piece, in the time that the next step probably leaves."""
+        failure = self.step(lambda: core.running, step_s, idle=idle)
+        if failure is not None:
+            core.end(failure.sequences, failure.error)
 
     def resolve(self, running: Iterable[EngineSequence]) -> None:
         """Give tiles what they were encoded to for others, and take it from those that are computed."""
         for sequence in running:
-            for placed in sequence.tiles:
+            for placed in _tiles(sequence):
                 if placed.end <= sequence.n_past:
                     placed.embeddings = None
                 elif placed.embeddings is None:
@@ -125,7 +134,6 @@ class Encoding:
         `interlude` must not call this: nothing happens then."""
         if self._is_encoding:
             return None
-        self._ended_s = 0.0
         wanted = next(_missing(running()), None)
         if wanted is None:
             return None
@@ -139,7 +147,7 @@ class Encoding:
             return Failure(_who_needs(placed, running()), error)
         return None
 
-    def close(self) -> None:
+    def close(self, core: EngineCore, *, healthy: bool) -> None:
         """End the other thread."""
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
@@ -188,7 +196,6 @@ class Encoding:
             embeddings = self._projector.encode(prepared, placed.number, pause)
         finally:
             self._is_encoding = False
-            self._ended_s = time.monotonic() - self._piece_began
         seconds = time.monotonic() - began - elsewhere_s
         self._counts.encode_s += seconds
         if sequence in running():
@@ -202,17 +209,22 @@ class Encoding:
         """Seconds of the next piece, if the steps beside it take so many."""
         if not any(one.n_generated for one in running):
             return _CALM_S
-        left_s = _MARGIN * (self._max_stall_s or _UNBOUNDED_S) - step_s
-        if any(one.n_pending > 1 and not one.awaits_picture for one in running):
+        bound_s = self._budget.max_stall_s or _UNBOUNDED_S
+        left_s = _MARGIN * bound_s - self._budget.elapsed_s - self._budget.reserved_s - step_s
+        if any(one.n_pending > 1 and not one.is_blocked for one in running):
             left_s *= _BESIDE_PROMPTS
         return max(left_s, _LEAST_S)
+
+
+def _tiles(sequence: EngineSequence) -> list[PlacedTile]:
+    return [span for span in sequence.spans if isinstance(span, PlacedTile)]
 
 
 def _missing(running: Iterable[EngineSequence]) -> Iterator[tuple[EngineSequence, PlacedTile]]:
     """Tiles that are not encoded; those in the background last."""
     for sequence in sorted(running, key=lambda one: one.request.background):
         if not sequence.finished:
-            for placed in sequence.tiles:
+            for placed in _tiles(sequence):
                 if placed.embeddings is None and placed.end > sequence.n_past:
                     yield sequence, placed
 

@@ -9,9 +9,9 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.backends.base import Projector
+from serve_app.engine.backends.base import Backend, Projector, Row
 from serve_app.engine.pictures import runs
-from serve_app.errors import InvalidRequestError
+from serve_app.errors import DecodeError, InvalidRequestError
 from serve_app.llama.vision.tiles import Tile, cannot_be_used
 from serve_app.types import MEDIUM, GenerationRequest, Medium
 
@@ -35,6 +35,24 @@ class PlacedTile:
     def end(self) -> int:
         """The index of the token behind it."""
         return self.start + self.tile.n_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its embeddings are there."""
+        return self.embeddings is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its rows must be computed in one batch: each sees all others."""
+        return not self.tile.causal
+
+    def decode(self, backend: Backend, rows: Sequence[Row]) -> None:
+        """Compute some of its rows, as `Backend.decode` does."""
+        if self.embeddings is None:
+            raise DecodeError("A picture was not encoded yet.")
+        first = rows[0][1] - self.start
+        embeddings = self.embeddings[first : first + len(rows)]
+        backend.decode_tile(rows, embeddings, self.tile, first)
 
 
 def expanded(

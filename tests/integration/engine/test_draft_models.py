@@ -26,6 +26,8 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.engine.backends.draft_model import check_draft
+from serve_app.engine.drafts.drafter import Drafter
+from serve_app.engine.drafts.drafting import Drafting
 from serve_app.llama.model import Model
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
@@ -57,9 +59,9 @@ SEEDS = range(24)
 
 def as_if_drafts_were_free(engine: Engine) -> None:
     """As on a machine on which they cost nothing."""
-    drafter = engine._loop._drafter
-    assert drafter is not None
-    for costs in (engine._loop._costs, drafter._costs):
+    drafter = engine._loop.core.guest(Drafting)._proposer
+    assert isinstance(drafter, Drafter)
+    for costs in (engine._loop.core.costs, drafter._costs):
         mock.patch.object(costs, "verify_s", return_value=1e-6).start()
     for name in ("decode_s", "prefill_s"):
         mock.patch.object(drafter._costs, name, return_value=1e-6).start()

@@ -142,7 +142,7 @@ def test_who_never_asks_pays_nothing(engine: Engine) -> None:
     """Neither memory nor time: the second context is made at the first request."""
     fresh = Engine.load(PATH, OPTIONS)
     try:
-        backend = fresh._loop._backend
+        backend = fresh._loop.core.backend
         assert backend._embedder is None  # type: ignore[attr-defined]
         fresh.embed([(1, 2)]).result(60)
         assert backend._embedder is not None  # type: ignore[attr-defined]

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from serve_app.engine import Engine, InvalidRequestError
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import EmbeddingShape, Row
-from serve_app.engine.core.scheduler.accounts import Accounts
-from serve_app.engine.core.scheduler.queue_capacity import may_embed
+from serve_app.engine.core.scheduler.fair_queue import Accounts
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.embedding import EmbeddingQueue, Texts, pack
+from serve_app.engine.core.step_budget import StepBudget
+from serve_app.engine.embedding import EmbeddingQueue, Texts, may_embed, pack
 from serve_app.engine.health import Progress
 from serve_app.engine.metrics.stats import EmbeddingStats
 from serve_app.errors import (
@@ -88,7 +88,7 @@ def queue(
     backend.embedding = EmbeddingShape(16, 8, n_text=32, pooling=pooling, causal=causal)
     prefill = {n: n * seconds_a_row for n in (1, 2, 4, 8, 16)} if seconds_a_row else {}
     costs = CostModel(Profile(dict(prefill), prefill))
-    made = EmbeddingQueue(backend, costs, 0.25, Progress(), Accounts())
+    made = EmbeddingQueue(backend, costs, StepBudget(0.25, lambda: 0.0), Progress(), Accounts())
     texts = [Texts(tokens) for tokens in requests]
     made.add(texts)
     return made, backend, texts
@@ -96,7 +96,7 @@ def queue(
 
 def batches(made: EmbeddingQueue, backend: FakeBackend, *, beside: bool = False) -> list[list[int]]:
     """Every batch's tokens, until nothing waits."""
-    while made:
+    while made.has_work:
         made.step(RUNNING if beside else ())
     made.deliver()
     return [[row[0] for row in batch] for batch in backend.embed_batches]
@@ -214,7 +214,7 @@ def shared(accounts: Accounts, *requests: Texts) -> tuple[EmbeddingQueue, FakeBa
     backend.embedding = EmbeddingShape(4, 8, n_text=32, pooling="mean", causal=True)
     prefill = {n: n * 0.01 for n in (1, 2, 4)}
     costs = CostModel(Profile(dict(prefill), prefill))
-    made = EmbeddingQueue(backend, costs, 0.25, Progress(), accounts)
+    made = EmbeddingQueue(backend, costs, StepBudget(0.25, lambda: 0.0), Progress(), accounts)
     made.add(requests)
     return made, backend
 
@@ -232,7 +232,7 @@ def firsts(backend: FakeBackend) -> list[int]:
 def test_clients_take_turns() -> None:
     many, few = of("a", 1, 2, 3, 4, 5, 6), of("b", 7, 8)
     made, backend = shared(Accounts(), many, few)
-    while made:
+    while made.has_work:
         made.step(())
     assert firsts(backend)[:4] in ([1, 7, 2, 8], [1, 7, 8, 2])
 
@@ -243,7 +243,7 @@ def test_who_was_served_less_goes_first() -> None:
         accounts.enter(client)
     accounts.charge("a", 100.0)
     made, backend = shared(accounts, of("a", 1, 2, 3), of("b", 7, 8))
-    while made:
+    while made.has_work:
         made.step(())
     assert firsts(backend) == [7, 8, 1, 2, 3]
     assert 0 < accounts["b"] < 100 < accounts["a"]
@@ -256,8 +256,8 @@ def test_texts_are_no_clients_when_they_are_gone() -> None:
     assert accounts.active == 3
     cancelled.future.cancel()
     made.step(())
-    made.end(EngineClosedError("closed"))
-    made.end(EngineClosedError("closed"))
+    made.fail(EngineClosedError("closed"))
+    made.fail(EngineClosedError("closed"))
     made.deliver()
     assert accounts.active == 0
     assert done.future.done()
@@ -373,7 +373,7 @@ def test_requests_that_come_during_a_batch_share_the_next() -> None:
     with running(backend) as engine:
         backend.hold()
         first = engine.embed([(1,)])
-        until(lambda: not engine._loop._command_queue._texts)  # it was taken
+        until(lambda: not engine._loop._command_queue._commands)  # it was taken
         others = [engine.embed([(n,)]) for n in range(2, 9)]
         backend.resume()
         for one in (first, *others):
@@ -467,7 +467,7 @@ def test_what_is_not_done_in_time_ends_with_an_error() -> None:
     backend.hold()
     engine = Engine(lambda: backend, options(1))
     future = engine.embed([text(20)] * 50)
-    until(lambda: not engine._loop._command_queue._texts)
+    until(lambda: not engine._loop._command_queue._commands)
     engine._loop._command_queue.drain(0)
     backend.resume()
     engine.close(0)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from serve_app.engine import GenerationRequest, SamplingParams
 from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.pictures.encoding import Encoding
 from serve_app.engine.pictures.tiles import expanded
@@ -21,10 +22,11 @@ PICTURE = Picture.of(b"abc", 1, 1)
 N_BATCH = 64
 
 
-def test_the_last_piece_of_a_tile_counts_for_the_step_behind_it(
+def test_a_piece_takes_its_time_from_the_budget_of_the_step_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
+    budget = StepBudget(1.0, lambda: now)
     monkeypatch.setattr(time, "monotonic", lambda: now)
 
     class Projector(ScriptedProjector):
@@ -38,19 +40,17 @@ def test_the_last_piece_of_a_tile_counts_for_the_step_behind_it(
             for _ in range(2):
                 now += 0.01
                 assert pause()
-            seen.append(encoding.piece_s)
+            seen.append(budget.elapsed_s)
             return np.zeros((N_SEEN, 4), np.float32)
 
     projector, seen = Projector(), list[float]()
     request = GenerationRequest("p", (1, MEDIUM, 2), SamplingParams(), media=(PICTURE,))
     request, tiles = expanded(request, projector, N_BATCH)
     sequence = Sequence(request, lambda delta: None, None, tiles)
-    encoding = Encoding(projector, 1.0, 10**6, Counts(), lambda: None)
+    encoding = Encoding(projector, budget, 10**6, Counts(), lambda: None)
     assert encoding.step(lambda: [sequence], 0.0, idle=True) is None
     assert seen == [pytest.approx(0.02)]
-    assert encoding.piece_s == pytest.approx(0.02)
-    now += 1.0  # of the next step: that is none of a piece
-    assert encoding.piece_s == pytest.approx(0.02)
+    assert budget.left_s == pytest.approx(0.98)
     assert encoding.step(lambda: [sequence], 1.0, idle=True) is None  # there is nothing more
-    assert encoding.piece_s == 0.0
-    encoding.close()
+    assert seen == [pytest.approx(0.02)]
+    encoding._preparing.shutdown()

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from serve_app.engine.backends.base import Row
-from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.pictures.tiles import PlacedTile
+from serve_app.engine.core.sequence import PromptSpan, Sequence
 from serve_app.types import Adapters
 
 
@@ -51,8 +50,8 @@ class Batch:
     """Whether prompts are."""
     adapters: Adapters = ()
     """All its sequences have these."""
-    tile: PlacedTile | None = None
-    """The tile that its rows belong to: then there is nothing else in it."""
+    span: PromptSpan | None = None
+    """The span that its rows belong to: then there is nothing else in it."""
     fillers: tuple[tuple[int, int], ...] = ()
     """Slots between those of the sequences, and positions of rows there that nobody wants and that are
     dropped again. Only beside decoding sequences."""
@@ -69,7 +68,7 @@ def plan_batch(
     slot_ends: Mapping[int, int] | None = None,
 ) -> Batch:
     """Lay out each sequence's next tokens, and the drafted ones, ordered by slot. There is at least one
-    turn, and only one if it is within a picture; all have the same adapters; `n_cells` are in use, if the
+    turn, and only one if it is within a span; all have the same adapters; `n_cells` are in use, if the
     cache is unified.
 
     llama.cpp computes rows of consecutive slots together and splits the batch at every gap or
@@ -105,6 +104,6 @@ def plan_batch(
         decodes=any(turn.sequence.n_pending == 1 for turn in ordered),
         prefills=any(turn.sequence.n_pending > 1 for turn in ordered),
         adapters=ordered[0].sequence.request.adapters,
-        tile=ordered[0].sequence.tile,
+        span=ordered[0].sequence.span,
         fillers=tuple(fillers),
     )

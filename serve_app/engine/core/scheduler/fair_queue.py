@@ -1,4 +1,9 @@
-"""Decides which request is next for a slot, fairly. Pure: no model, no threads, no clock."""
+"""Decides which request is next for a slot, fairly among clients. Pure: no model, no threads, no clock.
+
+Each client has an account: a virtual token counter whose tokens are seconds of the decoder, and the client
+that had least is served next. Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024
+(arXiv 2401.00588).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,60 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from serve_app.engine.core.scheduler.accounts import Accounts
 from serve_app.engine.core.sequence import Sequence
+
+
+class Accounts:
+    """Seconds of the decoder by client, as far as they can be compared.
+
+    A client is active while it has requests, or texts to embed; waiting costs nothing. One that comes back
+    starts at the least account of the active ones, if its own is below that: nobody saves up by being away,
+    and nobody loses a debt by it while others are active. With the last active client all debts are gone.
+    """
+
+    def __init__(self) -> None:
+        self._n_active: Counter[str] = Counter()
+        self._spent_s: dict[str, float] = {}
+
+    def __getitem__(self, client: str) -> float:
+        return self._spent_s.get(client, 0.0)
+
+    def __contains__(self, client: str) -> bool:
+        """Whether it is active."""
+        return client in self._n_active
+
+    @property
+    def active(self) -> int:
+        """How many clients have something to do."""
+        return len(self._n_active)
+
+    def enter(self, client: str) -> None:
+        """It has one request more."""
+        if client not in self._n_active:
+            self._spent_s[client] = max(self[client], self._least())
+        self._n_active[client] += 1
+
+    def leave(self, client: str) -> None:
+        """It has one request less."""
+        self._n_active[client] -= 1
+        if self._n_active[client]:
+            return
+        del self._n_active[client]
+        least = self._least()
+        self._spent_s = {
+            one: spent_s
+            for one, spent_s in self._spent_s.items()
+            if one in self._n_active or (self._n_active and spent_s > least)
+        }
+
+    def charge(self, client: str, seconds: float) -> None:
+        """It was served for so long. One that is not active is not charged."""
+        if client in self._n_active:
+            self._spent_s[client] += seconds
+
+    def _least(self) -> float:
+        return min((self._spent_s[client] for client in self._n_active), default=0.0)
+
 
 Cost = Callable[[int, int], float]
 """The cost of so many prompt tokens and so many generated ones, in seconds, or in any unit if
@@ -18,7 +75,7 @@ _EXPECTED_TOKENS = 128
 
 
 class _Rank(NamedTuple):
-    """The smallest goes first."""
+    """A sequence's place in the order of admission: the smallest rank goes first."""
 
     background: bool
     """Whether nobody waits for it."""
@@ -45,7 +102,8 @@ class FairQueue:
 
     def __init__(self, cost: Cost, accounts: Accounts) -> None:
         self._cost = cost
-        self._accounts = accounts
+        self.accounts = accounts
+        """The measured seconds of each client."""
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
 
@@ -54,11 +112,11 @@ class FairQueue:
 
     @property
     def unordered(self) -> Iterable[Sequence]:
-        """All that wait."""
+        """The sequences that wait, in any order."""
         return self._waiting
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order of admission."""
+        """Iterate over the waiting sequences in the order of admission."""
         ahead_s: dict[str, float] = {}
         n_running = Counter(one.request.account for one in self._running)
         for sequence in self._running:
@@ -70,7 +128,7 @@ class FairQueue:
             client, request = sequence.request.account, sequence.request
             ahead = ahead_s.get(client, 0.0)
             ahead_s[client] = ahead + sequence.outstanding_s
-            due_s = self._accounts[client] + ahead
+            due_s = self.accounts[client] + ahead
             is_new = sequence.preempted or not (
                 sequence.trace.admitted is not None or request.n_failovers
             )
@@ -85,12 +143,12 @@ class FairQueue:
         cost; as if `without` did not run."""
         running = (one for one in self._running if one.request.account == client)
         outstanding_s = sum(one.outstanding_s for one in running if one is not without)
-        return self._accounts[client] + outstanding_s
+        return self.accounts[client] + outstanding_s
 
     def extend(self, sequences: Iterable[Sequence]) -> None:
-        """Requests came."""
+        """Have new sequences wait."""
         for sequence in sequences:
-            self._accounts.enter(sequence.request.account)
+            self.accounts.enter(sequence.request.account)
             most = sequence.request.sampling.max_tokens
             most = _EXPECTED_TOKENS if most is None else min(most, _EXPECTED_TOKENS)
             sampling_s = most * sequence.sampling_cost.token_s
@@ -98,23 +156,23 @@ class FairQueue:
             self._waiting.append(sequence)
 
     def put_back(self, sequence: Sequence, *, for_another: bool = False) -> None:
-        """It lost its slot, and waits for another one: before everybody new because the cache was full, or
+        """Have a sequence wait that lost its slot: before everybody new because the cache was full, or
         when its client's turn comes, if it was preempted `for_another` client."""
         self._running.remove(sequence)
         sequence.preempted = for_another
         self._waiting.append(sequence)
 
     def admit(self, sequence: Sequence) -> None:
-        """It got a slot."""
+        """Take a sequence that got a slot out of the queue."""
         self._waiting.remove(sequence)
         self._running.append(sequence)
 
     def charge(self, sequence: Sequence, seconds: float) -> None:
-        """The decoder worked for it for so long."""
+        """Charge a sequence's client for seconds of the decoder."""
         sequence.spent_s += seconds
-        self._accounts.charge(sequence.request.account, seconds)
+        self.accounts.charge(sequence.request.account, seconds)
 
     def end(self, sequence: Sequence) -> None:
-        """It ended, with a slot or without."""
+        """Forget a sequence that ended, with a slot or without."""
         (self._waiting if sequence in self._waiting else self._running).remove(sequence)
-        self._accounts.leave(sequence.request.account)
+        self.accounts.leave(sequence.request.account)

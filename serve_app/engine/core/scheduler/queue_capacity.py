@@ -6,11 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MAX_TEXTS = 2048
-"""Texts that may wait to be embedded before clients are held to their shares."""
-# Those that may wait in all: what comes is bounded, however many clients bring one list each.
-_MOST_TEXTS = 4 * MAX_TEXTS
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -44,7 +39,7 @@ class QueueCapacity:
         return self._held
 
     def ask(self, client: str) -> Verdict:
-        """Whether its next request would get a place. Changes nothing."""
+        """Whether the client's next request would get a place. Changes nothing."""
         n_taken, n_own = self._held.total(), self._held[client]
         if n_taken < self._n_places:
             return Verdict(True)
@@ -56,25 +51,25 @@ class QueueCapacity:
         return Verdict(n_own == 0 and several and n_taken < self._n_places + self._n_extra)
 
     def take(self, request_id: str, client: str, *, may_be_displaced: bool = True) -> None:
-        """It gets a place."""
+        """Give a request a place."""
         self._held[client] += 1
         if may_be_displaced:
             self._waiting[request_id] = client
 
     def displace(self, request_id: str) -> None:
-        """It is to end: its place is free."""
+        """Free the place of a request that is to end."""
         self._displaced.add(request_id)
         self._free(self._waiting.pop(request_id))
 
     def started(self, request_id: str, client: str) -> None:
-        """It has got a slot: it keeps its place, even if it was just to lose it."""
+        """Keep the place of a request that has got a slot, even if it was just to lose it."""
         self._waiting.pop(request_id, None)
         if request_id in self._displaced:
             self._displaced.discard(request_id)
             self._held[client] += 1
 
     def leave(self, request_id: str, client: str) -> None:
-        """It has ended."""
+        """Free the place of a request that has ended."""
         self._waiting.pop(request_id, None)
         if request_id in self._displaced:
             self._displaced.discard(request_id)
@@ -85,19 +80,3 @@ class QueueCapacity:
         self._held[client] -= 1
         if not self._held[client]:
             del self._held[client]
-
-
-def may_embed(
-    held: Mapping[str, int], client: str, n_texts: int, *, background: bool = False
-) -> bool:
-    """Whether a client's request with so many texts is accepted beside those that wait: as long as they
-    are few; then if the client has none, as a list is never cut; or within its share of them. In the
-    background, only as long as they are half as many."""
-    n_waiting = sum(held.values())
-    if background:
-        return n_waiting < MAX_TEXTS // 2
-    if n_waiting < MAX_TEXTS:
-        return True
-    if client not in held:
-        return n_waiting < _MOST_TEXTS
-    return held[client] + n_texts <= MAX_TEXTS // len(held)

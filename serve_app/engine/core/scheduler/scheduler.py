@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from itertools import chain
+from typing import Protocol
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.backends.adapter_turns import AdapterTurns
 from serve_app.engine.core.scheduler.batch import Batch, Turn, plan_batch
 from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.drafts.drafting import Drafting, Drafts, Proposer
+from serve_app.engine.core.step_budget import StepBudget
 from serve_app.types import Adapters
 
-# Of the stall budget, what batches are first planned for; and how fast that follows what they take.
-_FIRST_MARGIN = 0.92
-_TOO_LONG, _IN_TIME = 0.97, 1.0003  # balanced when one step in a hundred takes too long
+Drafts = dict[str, tuple[int, ...]]
+"""Drafted tokens by the sequence's id."""
 # How much longer than its fair share a prompt may be held back: shares are forecasts.
 _PATIENCE = 1.5
 SlotEnds = Callable[[], Mapping[int, int]]
@@ -32,6 +32,35 @@ _ENOUGH_ROWS = 128
 _LOST_S, _LOST_PART, _MOST_LOST_S = 0.25, 0.1, 2.0
 # How much longer the others' decoding may take for what is decoded in the background.
 _FREE = 0.02
+
+
+class DraftPlanner(Protocol):
+    """Decides whose drafts are verified in a step: `serve_app.engine.drafts.drafting.Drafting`."""
+
+    def drafts(self, decoding: list[Sequence], n_past: float, *, mixed: bool) -> Drafts:
+        """The drafts that are worth a batch of their own, of sequences that are ordered by slot. `mixed`:
+        the cache is unified, so that all slots are computed together."""
+
+    def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
+        """Learn from a draft of which the first `n_accepted` tokens were right; returns whether a draft
+        model proposed it."""
+
+
+class Turns:
+    """One turn for all sequences, whatever their adapters: for a backend that has none.
+
+    `serve_app.engine.backends.adapter_turns.AdapterTurns` gives each set of adapters its turns."""
+
+    def choose(self, sequences: SequenceOf[Sequence], now: float) -> list[Sequence]:
+        """The sequences of one turn. `now` is on the clock of `Trace.submitted`."""
+        return list(sequences)
+
+    def price_s(self, before: Adapters) -> float:
+        """The additional seconds of the chosen step if the one before had those adapters."""
+        return 0.0
+
+    def observe(self, n_rows: int, seconds: float, *, switched: bool) -> None:
+        """Learn from a batch; `switched` says whether it had other adapters than the one before."""
 
 
 class Scheduler:
@@ -59,7 +88,7 @@ class Scheduler:
     longer then, the longer nobody came. Unless they share batches, decoding ones wait for the prompts, so
     that they are as many as possible.
 
-    Sequences with different adapters take turns, by steps: see `AdapterTurns`.
+    Sequences with different adapters take turns, by steps.
 
     The prompt goes first that has waited longest for what it needs (highest response ratio next): short
     ones overtake, long ones do not starve. Source: Brinch Hansen, "An Analysis of Response Ratio
@@ -70,57 +99,47 @@ class Scheduler:
         self,
         n_batch: int,
         costs: CostModel | None = None,
-        max_stall_s: float | None = None,
+        budget: StepBudget | None = None,
         *,
-        speculate: bool = False,
-        n_ctx_slot: int = 0,
         mixed: bool = False,
         cancellable: bool = False,
-        proposer: Proposer | None = None,
     ) -> None:
         """`mixed` is for a unified cache: with a split one, llama.cpp would cut such a batch into pieces.
         Without anything measured or without a bound, only `n_batch` limits the prompts. `cancellable` says
-        whether a batch in the background ends when somebody comes. `proposer` drafts besides lookup, which
-        `speculate` turns on: its passes run while a step is planned."""
+        whether a batch in the background ends when a request comes."""
+        self.costs = costs or CostModel(Profile())
+        """The costs that steps are planned by."""
         self._n_batch = n_batch
-        self._costs = costs or CostModel(Profile())
-        self._max_stall_s = max_stall_s
-        self._drafting: Drafting | None = None
-        if (speculate or proposer is not None) and self._costs:
-            self._drafting = Drafting(
-                self._costs,
-                n_ctx_slot,
-                lookup=speculate,
-                proposer=proposer,
-                max_stall_s=max_stall_s,
-            )
+        self._budget = budget or StepBudget()
+        self.turns = Turns()
+        """Whose turn it is among sequences with different adapters; a guest may replace it."""
+        self.drafts: DraftPlanner | None = None
+        """The planner of drafts, if a guest is one. It may have passes of its own, which run while a step
+        is planned."""
         self._mixed = mixed
         self._cancellable = cancellable
         self._n_cells = 0
         self._slot_ends: SlotEnds | None = None
-        self._beside_s = 0.0
-        self._margin = _FIRST_MARGIN
         self._running: list[Sequence] = []
-        self.adapter_turns = AdapterTurns(max_stall_s)
         self._adapters: Adapters = ()
-        """Those of the step that was planned last."""
+        """The adapters of the step that was planned last."""
         self._others_stream = False
-        """Whether somebody whose turn it is not waits for a next token."""
+        """Whether a stream waits for its next token whose turn it is not."""
         self._n_prompting = 1
-        """Turns that have prompts then: they share what a stream may wait for those."""
+        """The turns that have prompts then: they share what a stream may wait for prompts."""
         self._all_served = True
         self._together: list[Sequence] = []
-        """Those that take turns,"""
+        """The sequences that take turns."""
         self._served: list[Sequence] = []
-        """and those that may get on in the step that is planned."""
+        """The sequences that may get on in the step that is planned."""
         self._in_background = False
-        """Whether nobody waits for any of them, and the step can be left."""
+        """Whether nobody waits for any of them, and the step can be cancelled."""
         self._has_news = False
-        """Whether somebody came since the last step."""
+        """Whether a sequence came since the last step."""
         self._planned = 0.0
-        """When that was."""
+        """The time when the last step was planned."""
         self._seen_ahead = -math.inf
-        """When somebody who is not in the background was running."""
+        """The time when a sequence ran last that is not in the background."""
 
     def add(self, sequence: Sequence) -> None:
         """A sequence got a slot; it is served in the next step if there is room."""
@@ -144,23 +163,19 @@ class Scheduler:
         return self._all_served
 
     def schedule(
-        self,
-        now: float,
-        n_cells: int = 0,
-        slot_ends: SlotEnds | None = None,
-        beside_s: float = 0.0,
+        self, now: float, n_cells: int = 0, slot_ends: SlotEnds | None = None
     ) -> list[Batch]:
         """Plan the next step: empty if nothing runs. `now` is on the clock of `Trace.submitted`;
         `n_cells` are in use, if the cache is unified. `slot_ends` tells, where it is wanted, the tokens in
         the cache of each slot that has room for one more and could drop it again; None if that does not
-        matter. `beside_s` were spent on embeddings: prompts get less of the step."""
+        matter."""
         self._n_cells = n_cells if self._mixed else 0
-        self._slot_ends, self._beside_s = slot_ends, beside_s
+        self._slot_ends = slot_ends
         served = self._together = self._who_is_served(now)
         self._all_served = len(served) == len(self._running)
-        self._served = self.adapter_turns.choose(self._without_held(now), now)
+        self._served = self.turns.choose(self._without_held(now), now)
         if self._served:
-            self._beside_s += self.adapter_turns.price_s(self._adapters)
+            self._budget.expect(self.turns.price_s(self._adapters))
             self._adapters = self._served[0].request.adapters
         self._others_stream = any(
             one.n_generated and one.request.adapters != self._adapters for one in served
@@ -182,12 +197,12 @@ class Scheduler:
         self._has_news, self._planned = False, now
         if held:
             prompts = self._without_last_tokens(prompts, rest_s, now)
-        tiles = [plan_batch([turn], self._n_cells) for turn in prompts if turn.sequence.tile]
-        prompts = [turn for turn in prompts if not turn.sequence.tile]
+        spans = [plan_batch([turn], self._n_cells) for turn in prompts if turn.sequence.span]
+        prompts = [turn for turn in prompts if not turn.sequence.span]
         if self._mixed and prompts:
-            return [plan_batch([*chain(*groups), *prompts], self._n_cells), *tiles]
+            return [plan_batch([*chain(*groups), *prompts], self._n_cells), *spans]
         batches = [self._plan(turns) for turns in groups]
-        return [*batches, *([plan_batch(prompts)] if prompts else []), *tiles]
+        return [*batches, *([plan_batch(prompts)] if prompts else []), *spans]
 
     def mix(self, mixed: bool) -> None:
         """Another kind of cache is there: see `mixed` above."""
@@ -195,15 +210,14 @@ class Scheduler:
 
     def observe(self, batches: list[Batch], seconds: float) -> None:
         """Learn how well a step that had both decoding sequences and prompts kept to the bound."""
-        both = any(one.decodes for one in batches) and any(one.prefills for one in batches)
-        if self._max_stall_s is not None and both and not self._in_background:
-            change = _IN_TIME if seconds <= self._max_stall_s else _TOO_LONG
-            self._margin = min(1.0, max(0.5, self._margin * change))
+        both = any(batch.decodes for batch in batches) and any(batch.prefills for batch in batches)
+        if both and not self._in_background:
+            self._budget.observe(seconds)
 
     def _depth(self, sequences: Iterable[Sequence]) -> float:
         """Tokens that a row of these attends past."""
         depths = [sequence.n_past for sequence in sequences]
-        return self._costs.attended(sum(depths) / len(depths), self._n_cells)
+        return self.costs.attended(sum(depths) / len(depths), self._n_cells)
 
     # -- in the background ------------------------------------------------------------------------
 
@@ -225,18 +239,18 @@ class Scheduler:
     def _free_riders(self, ahead: list[Sequence]) -> list[Sequence]:
         """As many decoding sequences in the background as cost those ahead next to nothing."""
         decoding = [one for one in ahead if one.n_pending == 1]
-        if not self._costs or not any(one.n_generated for one in decoding):
+        if not self.costs or not any(one.n_generated for one in decoding):
             return []
         behind = [one for one in self._running if one.request.background and one.n_pending == 1]
         behind.sort(key=lambda one: _span([*decoding, one]))
         n_past = self._depth([*decoding, *behind])
-        most_s = (1 + _FREE) * self._costs.steps_s(len(decoding), n_past)
+        most_s = (1 + _FREE) * self.costs.steps_s(len(decoding), n_past)
         n_free = 0
         for n in range(1, len(behind) + 1):
             together = [*decoding, *behind[:n]]
             n_rows = len(together) if self._mixed else _span(together)
             sampling_s = sum(one.sampling_cost.token_s for one in behind[:n])
-            if self._costs.decode_s(n_rows, n_past) + sampling_s <= most_s:
+            if self.costs.decode_s(n_rows, n_past) + sampling_s <= most_s:
                 n_free = n
         return behind[:n_free]
 
@@ -244,16 +258,16 @@ class Scheduler:
 
     def _catch_up_s(self) -> float:
         """Seconds until all prompts are done; 0 if that does not matter, as when somebody streams."""
-        if self._max_stall_s is None or any(
+        if self._budget.max_stall_s is None or any(
             one.n_generated and one.n_pending == 1 for one in self._together
         ):
             return 0.0
-        return sum(one.n_pending for one in self._prompts) * self._costs.prompt_token_s
+        return sum(one.n_pending for one in self._prompts) * self.costs.prompt_token_s
 
     @property
     def _prompts(self) -> list[Sequence]:
         """Whoever's turn it is."""
-        return [one for one in self._together if one.n_pending > 1 and not one.awaits_picture]
+        return [one for one in self._together if one.n_pending > 1 and not one.is_blocked]
 
     def _without_held(self, now: float) -> list[Sequence]:
         """The sequences that may have the next turn: those with finished prompts wait while
@@ -267,7 +281,7 @@ class Scheduler:
     def _can_wait(self, sequence: Sequence, rest_s: float, now: float) -> bool:
         """Whether it would have waited that long if all shared the machine alike. Before it got its slot
         it may have waited for a prefix that it need not compute now: that does not count."""
-        own_s = sequence.n_computed * self._costs.prompt_token_s
+        own_s = sequence.n_computed * self.costs.prompt_token_s
         since = (
             sequence.trace.submitted if sequence.trace.admitted is None else sequence.trace.admitted
         )
@@ -293,8 +307,8 @@ class Scheduler:
             return []
         n_past = self._depth(decoding)
         drafting: Drafts = {}
-        if self._drafting is not None:
-            drafting = self._drafting.drafts(decoding, n_past, mixed=self._mixed)
+        if self.drafts is not None and self.costs:
+            drafting = self.drafts.drafts(decoding, n_past, mixed=self._mixed)
         plain = [sequence for sequence in decoding if sequence.id not in drafting]
         parts = iter(plain)
         groups = [
@@ -308,7 +322,7 @@ class Scheduler:
 
     def _plan(self, turns: list[Turn]) -> Batch:
         """A batch over decoding sequences."""
-        fills = bool(self._costs) and not turns[0].draft
+        fills = bool(self.costs) and not turns[0].draft
         ends = self._slot_ends() if fills and self._slot_ends and _has_gaps(turns) else None
         return plan_batch(turns, self._n_cells, ends)
 
@@ -322,13 +336,13 @@ class Scheduler:
         between = set(range(slots[0], slots[-1])).difference(slots)
         if between and self._slot_ends:
             between.difference_update(self._slot_ends())
-        return self._costs.split(slots, n_past, frozenset(between))
+        return self.costs.split(slots, n_past, frozenset(between))
 
     # -- prompts ----------------------------------------------------------------------------------
 
     @property
     def _ready_prompts(self) -> list[Sequence]:
-        return [one for one in self._served if one.n_pending > 1 and not one.awaits_picture]
+        return [one for one in self._served if one.n_pending > 1 and not one.is_blocked]
 
     def _prompt_turns(self, decoding: list[list[Turn]], now: float) -> list[Turn]:
         """Which prompts get on in this step, and by how many rows."""
@@ -338,11 +352,10 @@ class Scheduler:
         sample_s = sum(map(_sample_s, chain(*decoding)))
         decode_s = spent_s = sample_s + sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
-        bounded = self._max_stall_s is not None and bool(self._costs)
+        bounded = self._budget.max_stall_s is not None and bool(self.costs)
         hurries = bool(decoding) or self._others_stream or self._in_background
         bounded, stretches = bounded and (hurries or self._has_news), not hurries
-        stall_s = self._margin * (self._max_stall_s or 0.0) / self._n_prompting
-        within_s = max(stall_s, 2 * decode_s) - self._beside_s
+        within_s = self._budget.prompts_s(decode_s, self._n_prompting)
         if self._in_background:
             lost_s = max(_LOST_S, _LOST_PART * (now - self._seen_ahead))
             within_s = decode_s + min(_MOST_LOST_S, lost_s)
@@ -368,12 +381,12 @@ class Scheduler:
                 n_rows = -(-n_rows // 2)
             if n_rows == 0 and turns:
                 break
-            n_rows = n_rows or self._costs.smallest_chunk(min(MAX_SCORED_ROWS, to_stop))
-            tile = sequence.tile
-            if tile is not None and not tile.tile.causal:  # all of it, or nothing
-                if turns and n_rows < tile.tile.n_tokens:
+            n_rows = n_rows or self.costs.smallest_chunk(min(MAX_SCORED_ROWS, to_stop), depth)
+            span = sequence.span
+            if span is not None and span.is_whole:  # all of it, or nothing
+                if turns and n_rows < span.end - span.start:
                     continue
-                n_rows = tile.tile.n_tokens
+                n_rows = span.end - span.start
             turns.append(Turn(sequence, n_rows))
             if (
                 n_rows == sequence.n_pending
@@ -383,7 +396,7 @@ class Scheduler:
             if left <= 0:
                 break
             sample_s += _sample_s(turns[-1])
-            spent_s += self._costs.prefill_s(n_rows, depth) + _sample_s(turns[-1])
+            spent_s += self.costs.prefill_s(n_rows, depth) + _sample_s(turns[-1])
         return turns
 
     def _chunk(
@@ -398,17 +411,17 @@ class Scheduler:
         """How many of a prompt's next rows to compute in a step of `within_s`, of which the rest takes
         `beside_s`; 0 if none fit."""
         within_s -= beside_s
-        if stretches and self._costs.prefill_s(n_beside + n_rows, depth) <= _STRETCH * within_s:
+        if stretches and self.costs.prefill_s(n_beside + n_rows, depth) <= _STRETCH * within_s:
             return n_rows
         if self._mixed:
-            return self._costs.mixed_chunk(n_rows, n_beside, depth, within_s=within_s)
-        return self._costs.chunk(n_rows, depth, within_s=within_s, beside_s=beside_s)
+            return self.costs.mixed_chunk(n_rows, n_beside, depth, within_s=within_s)
+        return self.costs.chunk(n_rows, depth, within_s=within_s, beside_s=beside_s)
 
     def _batch_s(self, turns: list[Turn]) -> float:
         n_past = self._depth(turn.sequence for turn in turns)
         if turns[0].draft or self._mixed or self._slot_ends is None:
-            return self._costs.verify_s(len(turns), len(turns[0].draft), n_past)
-        return self._costs.decode_s(
+            return self.costs.verify_s(len(turns), len(turns[0].draft), n_past)
+        return self.costs.decode_s(
             turns[-1].sequence.slot_id - turns[0].sequence.slot_id + 1, n_past
         )
 
@@ -419,7 +432,7 @@ class Scheduler:
         hurry."""
 
         def urgency(sequence: Sequence) -> float:
-            needs_s = self._costs.prefill_s(sequence.n_pending, self._depth([sequence]))
+            needs_s = self.costs.prefill_s(sequence.n_pending, self._depth([sequence]))
             waited_s = now - sequence.trace.submitted
             return waited_s / (needs_s or sequence.n_pending) / n_slots[sequence.request.account]
 

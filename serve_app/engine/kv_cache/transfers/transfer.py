@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.core.commands import Command
+from serve_app.engine.core.command_queue import Command
 from serve_app.engine.kv_cache import state_format
 from serve_app.engine.kv_cache.checkpoints import Checkpoint
 from serve_app.engine.kv_cache.manager import KVCacheManager

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.core.command_queue import CommandQueue
+from serve_app.engine.core.command_queue import Command, CommandQueue
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.embedding import Texts
+from serve_app.engine.guests import make_guests
 from serve_app.errors import QueueFullError
 from serve_app.types import FinishReason, GenerationRequest
 from tests.doubles.backend import FakeBackend
@@ -90,7 +90,7 @@ def test_what_a_line_leaves_takes_no_room_from_what_people_said() -> None:
 def test_a_slot_is_given_back_with_what_it_has() -> None:
     """Its state is stored, and nothing of its answer is computed twice."""
     backend = SteppedBackend(n_slots=1)
-    loop = DecoderLoop(lambda: backend, options(1, cache_ram_bytes=100_000))
+    loop = DecoderLoop(lambda: backend, options(1, cache_ram_bytes=100_000), make_guests)
     (patient,) = start_together(loop, behind("patient", "a" * 19, max_tokens=20))
     backend.wait_for_batch()
     for _ in range(5):
@@ -144,9 +144,9 @@ def test_only_what_nobody_waits_for_is_left() -> None:
     command_queue.take(0.0)
     with command_queue.computing(["a"]):
         assert not said.pop()
-        command_queue.submit_texts([Texts([(1,)], background=True)])
+        command_queue.run_between_steps(Command(lambda _: None))
         assert not any(said)
-        command_queue.submit_texts([Texts([(1,)])])
+        command_queue.run_between_steps(Command(lambda _: None, is_urgent=True))
         assert said.pop()
 
 
@@ -207,7 +207,7 @@ def test_statistics_tell_them_apart() -> None:
 def test_a_prompt_does_not_wait_for_a_prefix_in_the_background() -> None:
     """It computes what is missing itself, from where the other one is."""
     backend = SteppedBackend(n_slots=2)
-    loop = DecoderLoop(lambda: backend, options(2, n_batch=8, max_stall_s=None))
+    loop = DecoderLoop(lambda: backend, options(2, n_batch=8, max_stall_s=None), make_guests)
     (patient,) = start_together(loop, behind("patient", "a" * 40))
     backend.wait_for_batch()
     for _ in range(3):

@@ -15,6 +15,7 @@ from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.guests import make_guests
 from tests.unit.engine.harness import (
     PATIENCE_S,
     WatchedBackend,
@@ -74,7 +75,7 @@ def test_first_token_comes_from_the_prompts_last_row(max_tokens: int, batches: l
 
 def test_long_prompt_leaves_every_decoder_a_row() -> None:
     backend = WatchedBackend(n_slots=2)
-    loop = DecoderLoop(lambda: backend, options(2, n_batch=6))
+    loop = DecoderLoop(lambda: backend, options(2, n_batch=6), make_guests)
     inboxes = start_together(
         loop, request("decoder", "a", max_tokens=8), request("long", "b" * 30, max_tokens=2)
     )
@@ -87,7 +88,7 @@ def test_long_prompt_leaves_every_decoder_a_row() -> None:
 
 def test_prompts_that_do_not_fit_go_one_by_one() -> None:
     backend = WatchedBackend(n_slots=3)
-    loop = DecoderLoop(lambda: backend, options(3, n_batch=4))
+    loop = DecoderLoop(lambda: backend, options(3, n_batch=4), make_guests)
     start_together(loop, *(request(name, name * 10, max_tokens=1) for name in "abc"))
     loop.drain(PATIENCE_S)
     rows = [[row[2] for row in batch] for batch in backend.batches]
@@ -130,7 +131,7 @@ def test_a_long_prompt_keeps_to_the_stall_budget() -> None:
     """A batch of 8 of a prompt's rows fits into the step beside the decoder, one of 16 by far not."""
     backend = WatchedBackend(n_slots=2)
     backend.profile = Profile({1: 0.01, 2: 0.01}, {8: 0.01, 16: 9.0})
-    loop = DecoderLoop(lambda: backend, options(2, max_stall_s=0.1))
+    loop = DecoderLoop(lambda: backend, options(2, max_stall_s=0.1), make_guests)
     inboxes = start_together(
         loop, request("decoder", "a", max_tokens=8), request("long", "b" * 30, max_tokens=2)
     )

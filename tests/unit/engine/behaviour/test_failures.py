@@ -18,6 +18,7 @@ from serve_app.engine import (
 )
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.guests import make_guests
 from serve_app.errors import CorralError
 from serve_app.sampling import SamplingParams
 from tests.doubles.backend import FakeBackend
@@ -38,7 +39,7 @@ from tests.unit.engine.harness import (
 
 def test_decode_error_ends_only_the_sequence_at_fault() -> None:
     backend = WatchedBackend(n_slots=3, fail_on=b"!")
-    loop = DecoderLoop(lambda: backend, options(3))
+    loop = DecoderLoop(lambda: backend, options(3), make_guests)
     good, bad, other = start_together(
         loop, request("a", "abc"), request("b", "xyz!"), request("c", "c")
     )
@@ -55,7 +56,7 @@ def test_decode_error_in_the_middle_of_a_text() -> None:
     letter = continuation(b"abc", 2)[-1]
     innocent = next(bytes([c]) for c in b"XYZQRST" if letter not in continuation(bytes([c]), 4))
     backend = WatchedBackend(n_slots=2, fail_on=[letter])
-    loop = DecoderLoop(lambda: backend, options(2))
+    loop = DecoderLoop(lambda: backend, options(2), make_guests)
     bad, good = start_together(loop, request("a", "abc"), request("b", innocent.decode()))
     loop.drain(PATIENCE_S)
     assert isinstance(bad.end.error, DecodeError)
@@ -169,7 +170,7 @@ def test_backend_that_breaks_while_admitting_forgets_nobody(
 
     backend = WatchedBackend(n_slots=1)
     monkeypatch.setattr(backend, "truncate", fail)
-    loop = DecoderLoop(lambda: backend, options(1))
+    loop = DecoderLoop(lambda: backend, options(1), make_guests)
     inboxes = start_together(loop, request("a"), request("b"))
     for inbox in inboxes:
         assert isinstance(inbox.wait().error, EngineFailedError)
@@ -188,7 +189,7 @@ def test_a_sampler_that_cannot_be_made_ends_its_own_request(
         return make(params, prompt, constraint)
 
     monkeypatch.setattr(backend, "sampler", fail_for_x)
-    loop = DecoderLoop(lambda: backend, options(1))
+    loop = DecoderLoop(lambda: backend, options(1), make_guests)
     good, bad, other = start_together(
         loop, request("a", "abc"), request("b", "x"), request("c", "c")
     )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.core.loop import DecoderLoop
-from serve_app.engine.core.scheduler import anticipation
+from serve_app.engine.core.scheduler import preemption
+from serve_app.engine.guests import make_guests
 from serve_app.errors import CacheFullError
 from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend
@@ -61,7 +62,7 @@ def test_every_answer_is_as_if_it_had_been_alone(
 def test_the_youngest_waits_and_goes_on(cache_ram_bytes: int) -> None:
     backend = FakeBackend(endless, n_slots=2, n_cells=40)
     sizes = options(2, n_ctx_slot=40, cache_ram_bytes=cache_ram_bytes)
-    loop = DecoderLoop(lambda: backend, sizes)
+    loop = DecoderLoop(lambda: backend, sizes, make_guests)
     old, young = start_together(
         loop, request("old", "a" * 9, max_tokens=20), request("young", "b" * 9, max_tokens=20)
     )
@@ -98,7 +99,7 @@ def preempted() -> tuple[SteppedBackend, DecoderLoop, list[Inbox]]:
     """Two sequences, of which the younger has just lost its slot."""
     backend = SteppedBackend(n_slots=2)
     backend._n_cells = 40
-    loop = DecoderLoop(lambda: backend, options(2, n_ctx_slot=40, max_stall_s=None))
+    loop = DecoderLoop(lambda: backend, options(2, n_ctx_slot=40, max_stall_s=None), make_guests)
     inboxes = start_together(
         loop, request("old", "a" * 9, max_tokens=25), request("young", "b" * 9, max_tokens=25)
     )
@@ -150,7 +151,7 @@ def both_slots_of_one_client(
     """Two running sequences of `a`, and a request of another client, or of its own."""
     backend = SteppedBackend(n_slots=2)
     sizes = options(2, n_ctx_slot=64, cache_ram_bytes=100_000, max_stall_s=max_stall_s)
-    loop = DecoderLoop(lambda: backend, sizes)
+    loop = DecoderLoop(lambda: backend, sizes, make_guests)
     inboxes = start_together(
         loop,
         *(replace(request(name, name * 20, max_tokens=30), client="a") for name in ("a", "b")),
@@ -232,7 +233,7 @@ def test_answers_of_many_clients_are_as_if_each_had_been_alone(
 
 
 def test_who_is_back_at_once_finds_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anticipation, "EXPECTED_S", 3600)
+    monkeypatch.setattr(preemption, "EXPECTED_S", 3600)
     backend = SteppedBackend(n_slots=2)
     with running(backend, options(2, max_waiting=8, max_stall_s=None)) as engine:
         greedy = [replace(request(f"m{i}", max_tokens=40), client="m") for i in range(2)]

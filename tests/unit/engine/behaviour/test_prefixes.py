@@ -13,6 +13,7 @@ from serve_app.engine import (
 )
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core.loop import DecoderLoop
+from serve_app.engine.guests import make_guests
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,
@@ -90,7 +91,7 @@ def test_prefix_of_a_running_sequence_is_copied() -> None:
 
 def test_prefix_that_many_bring_at_once_is_computed_once() -> None:
     backend = WatchedBackend(n_slots=4)
-    loop = DecoderLoop(lambda: backend, options(4, n_batch=20, n_ctx_slot=99))
+    loop = DecoderLoop(lambda: backend, options(4, n_batch=20, n_ctx_slot=99), make_guests)
     requests = [request(name, COMMON + name) for name in "abcd"]
     inboxes = start_together(loop, *requests)
     loop.drain(PATIENCE_S)
@@ -114,7 +115,7 @@ def test_slots_for_those_who_wait_are_emptied_at_once(cache_ram_bytes: int) -> N
 
     backend = Counting(endless, n_slots=4, n_cells=999)
     sizes = options(4, n_batch=20, n_ctx_slot=99, cache_ram_bytes=cache_ram_bytes)
-    loop = DecoderLoop(lambda: backend, sizes)
+    loop = DecoderLoop(lambda: backend, sizes, make_guests)
     for inbox in start_together(loop, *(request(name, name * 40) for name in "wxyz")):
         inbox.wait()
     assert min(map(len, backend.slots)) >= 40

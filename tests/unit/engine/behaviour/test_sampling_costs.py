@@ -11,6 +11,7 @@ from serve_app.engine.core import batch_runner
 from serve_app.engine.core import loop as decoder
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.guests import make_guests
 from tests.unit.engine.harness import Inbox, WatchedBackend, endless, options, request
 
 
@@ -34,7 +35,7 @@ def test_measured_and_charged(monkeypatch: pytest.MonkeyPatch) -> None:
         return endless(tokens)
 
     backend = WatchedBackend(script, n_slots=2)
-    loop = DecoderLoop(lambda: backend, options(2))
+    loop = DecoderLoop(lambda: backend, options(2), make_guests)
     dear = request("dear", "dear\n", max_tokens=3)
     dear = replace(dear, sampling=replace(dear.sampling, top_k=0))
     pairs = [(dear, Inbox()), (request("cheap", "cheap\n", max_tokens=3), Inbox())]

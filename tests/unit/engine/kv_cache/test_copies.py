@@ -10,6 +10,7 @@ import pytest
 from serve_app.engine.autotune.copy_budget import CopyBudget, CopySpeed
 from serve_app.engine.backends.base import State
 from serve_app.engine.core.sequence import Sequence, SequenceState
+from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import packed, token_array
@@ -55,9 +56,10 @@ class Cache(KVCacheManager):
     def __init__(self, n_slots: int, max_stall_s: float | None, clock: Clock) -> None:
         index = PrefixIndex()
         self.clock = clock
+        self.budget = StepBudget(max_stall_s, lambda: clock.now)
         table = SlotTable(n_slots, 3, index=index)
         super().__init__(
-            SlowBackend(n_slots, clock), table, MemoryTier(10_000, index=index), max_stall_s
+            SlowBackend(n_slots, clock), table, MemoryTier(10_000, index=index), self.budget
         )
         for speed in (self.copies.saves, self.copies.restores):
             speed.observe(1_000_000, 1_000_000 * BYTE_S)
@@ -146,7 +148,7 @@ def test_what_is_too_much_for_one_step_is_done_in_the_next(clock: Clock) -> None
         assert places[0] is not None
         assert places[0].n_restored == 100
         assert clock.now - began <= 0.5
-        cache.copies.stepped()
+        cache.budget.begin()
 
 
 def test_without_streams_all_is_done_in_one_step(clock: Clock) -> None:
@@ -184,7 +186,7 @@ def test_slots_that_are_emptied_in_one_step_are_saved_as_long_as_there_is_time(
 
 
 def test_a_hiccup_is_forgotten() -> None:
-    budget = CopyBudget(0.25)
+    budget = CopyBudget(StepBudget(0.25))
     budget.saves.observe(1_000_000, 10.0)
     n_refused = 0
     while not budget.allows(budget.saves, 1_000_000):
@@ -193,7 +195,7 @@ def test_a_hiccup_is_forgotten() -> None:
 
 
 def test_a_first_copy_is_tried_before_anything_was_measured() -> None:
-    budget = CopyBudget(0.25)
+    budget = CopyBudget(StepBudget(0.25))
     assert not budget.allows(budget.restores, 1_000_000_000)
     for _ in range(100):
         budget.allows(budget.restores, 1_000_000_000)

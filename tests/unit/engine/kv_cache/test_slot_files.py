@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from serve_app.engine import Engine, InvalidRequestError
-from serve_app.engine.core.commands import Command
+from serve_app.engine.core.command_queue import Command
 from serve_app.errors import (
     EngineClosedError,
     EngineUnavailableError,

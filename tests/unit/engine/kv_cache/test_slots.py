@@ -317,7 +317,7 @@ def test_a_slot_within_a_picture_has_no_end() -> None:
     busy = slots.slots[0].sequence
     assert busy is not None
     picture = Picture.of(b"abc", 1, 1)
-    busy.tiles = (PlacedTile(1, Tile(4), picture, 0, b"key"),)
+    busy.spans = (PlacedTile(1, Tile(4), picture, 0, b"key"),)
     ends = []
     for busy.n_past in (1, 2, 4, 5):
         ends.append(slots.slot_ends(9))

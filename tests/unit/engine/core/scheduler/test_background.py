@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.core.scheduler.accounts import Accounts
 from serve_app.engine.core.scheduler.backlog import Backlog
-from serve_app.engine.core.scheduler.fair_queue import FairQueue
+from serve_app.engine.core.scheduler.fair_queue import Accounts, FairQueue
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.core.step_budget import StepBudget
 from serve_app.types import Sampled
 from tests.doubles.backend import FakeVocabulary
 from tests.unit.engine.core.scheduler.test_scheduler import N_CTX_SLOT, NOW, running, served
@@ -39,7 +39,7 @@ def scheduler(
     decode_s: dict[int, float], *sequences: Sequence, cancellable: bool = True
 ) -> Scheduler:
     costs = CostModel(Profile(decode_s=decode_s, prefill_s=PROMPTS))
-    made = Scheduler(256, costs, 0.25, cancellable=cancellable)
+    made = Scheduler(256, costs, StepBudget(0.25, lambda: 0.0), cancellable=cancellable)
     for one in sequences:
         made.add(one)
     made.schedule(NOW)  # nobody is new any more

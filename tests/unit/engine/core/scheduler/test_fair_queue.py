@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.core.scheduler.accounts import Accounts
-from serve_app.engine.core.scheduler.fair_queue import FairQueue
+from serve_app.engine.core.scheduler.fair_queue import Accounts, FairQueue
 from serve_app.engine.core.sequence import Sequence
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest

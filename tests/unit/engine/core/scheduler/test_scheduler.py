@@ -14,7 +14,8 @@ from serve_app.engine.backends.base import Row
 from serve_app.engine.core.scheduler.batch import Batch
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
+from serve_app.engine.core.step_budget import StepBudget
+from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS, Drafting
 from serve_app.engine.kv_cache.packing import token_array
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest, Sampled, TokenLogprobs
@@ -232,8 +233,14 @@ SLOW = Profile(
 )
 
 
+def still(max_stall_s: float | None, elapsed_s: float = 0.0) -> StepBudget:
+    """A budget of which so much has gone by."""
+    clock = iter([0.0])
+    return StepBudget(max_stall_s, lambda: next(clock, elapsed_s))
+
+
 def stalling(max_stall_s: float | None, *sequences: Sequence, **changed: Any) -> Scheduler:
-    made = Scheduler(256, CostModel(SLOW), max_stall_s, n_ctx_slot=N_CTX_SLOT, **changed)
+    made = Scheduler(256, CostModel(SLOW), still(max_stall_s), **changed)
     for sequence in sequences:
         made.add(sequence)
     return made
@@ -247,9 +254,10 @@ def stalling(max_stall_s: float | None, *sequences: Sequence, **changed: Any) ->
         pytest.param(1.0, 1, [500], [256], id="a wide bound"),
         pytest.param(0.1, 1, [20, 90], [20, 32], id="two prompts"),
         pytest.param(0.085, 1, [500], [32], id="not 40, which cost 64"),
-        pytest.param(0.01, 1, [500], [28], id="as long as decoding takes"),
-        pytest.param(0.01, 2, [500], [32], id="decoding two takes longer, and so may prompts"),
-        pytest.param(0.01, 1, [2000], [28], id="the margin cannot take all"),
+        pytest.param(0.04, 1, [500], [28], id="as long as decoding takes"),
+        pytest.param(0.01, 1, [500], [16], id="but never longer than the bound"),
+        pytest.param(0.04, 2, [500], [32], id="decoding two takes longer, and so may prompts"),
+        pytest.param(0.04, 1, [2000], [28], id="the margin cannot take all"),
     ],
 )
 def test_prompts_get_what_the_stall_budget_leaves(
@@ -265,10 +273,12 @@ def test_prompts_get_what_the_stall_budget_leaves(
     assert served(made.schedule(NOW)) == list(enumerate(rows))
 
 
-def test_what_embeddings_took_is_taken_from_prompts() -> None:
-    def n_rows(beside_s: float) -> int:
-        made = stalling(0.3, streaming(0), running(1, 200))
-        return dict(served(made.schedule(NOW, beside_s=beside_s)))[1]
+def test_what_guests_took_is_taken_from_prompts() -> None:
+    def n_rows(elapsed_s: float) -> int:
+        made = Scheduler(256, CostModel(SLOW), still(0.3, elapsed_s))
+        made.add(streaming(0))
+        made.add(running(1, 200))
+        return dict(served(made.schedule(NOW)))[1]
 
     assert n_rows(0.0) > n_rows(0.1) > n_rows(9.0) > 0
 
@@ -299,7 +309,7 @@ def test_prompts_that_end_leave_less_for_others_if_their_sampling_is_dear() -> N
 
 def test_a_prompt_gets_on_even_if_nothing_fits() -> None:
     costs = CostModel(Profile(decode_s={1: 0.001}, prefill_s={16: 9.0, 32: 9.0}))
-    made = Scheduler(256, costs, 0.1)
+    made = Scheduler(256, costs, still(0.1))
     made.add(streaming(0))
     made.add(running(1, 100))
     assert served(made.schedule(NOW)) == [(0, 1), (1, 16)]
@@ -307,7 +317,7 @@ def test_a_prompt_gets_on_even_if_nothing_fits() -> None:
 
 def test_deep_prompts_get_smaller_chunks() -> None:
     deep = {n: s + n * 1e-3 for n, s in SLOW.prefill_s.items()}
-    made = Scheduler(256, CostModel(replace(SLOW, depth=1000, deep_prefill_s=deep)), 0.1)
+    made = Scheduler(256, CostModel(replace(SLOW, depth=1000, deep_prefill_s=deep)), still(0.1))
     made.add(streaming(0))
     made.add(running(1, 2000, n_cached=1500))
     assert served(made.schedule(NOW)) == [(0, 1), (1, 24)]
@@ -348,7 +358,7 @@ def test_who_waited_for_a_prefix_is_held_back_for_the_others() -> None:
     prompts = [running(slot, 525, n_cached=500) for slot in range(4)]
     for one in prompts:
         one.trace.admitted = NOW
-    made = Scheduler(60, CostModel(SLOW), 1.0, n_ctx_slot=N_CTX_SLOT)
+    made = Scheduler(60, CostModel(SLOW), still(1.0))
     for one in prompts:
         made.add(one)
     assert served(made.schedule(NOW)) == [(0, 24), (1, 24), (2, 10)]
@@ -445,8 +455,31 @@ def repeating(slot_id: int) -> Sequence:
 DRAFTS_PAY = Profile({1: 0.1, 2: 0.2, 4: 0.4}, {8: 0.1}, {2: 0.1, 4: 0.11, 8: 0.3})
 
 
+def drafting(profile: Profile, *, speculate: bool = True, left_s: float | None = None) -> Scheduler:
+    costs, budget = CostModel(profile), still(left_s)
+    made = Scheduler(256, costs, budget)
+    if speculate:
+        made.drafts = Drafting(costs, N_CTX_SLOT, budget, lookup=True)
+    return made
+
+
+def test_drafts_take_no_longer_than_the_budget_or_twice_as_long_as_decoding() -> None:
+    slow = Profile({1: 0.1, 2: 0.2, 4: 0.4}, {8: 0.1}, {2: 0.15, 4: 0.22, 8: 0.3, 16: 0.4})
+
+    def n_drafted(bound_s: float) -> int:
+        made, sequence = drafting(slow, left_s=bound_s), repeating(0)
+        assert isinstance(made.drafts, Drafting)
+        for _ in range(30):
+            made.drafts.record(sequence, 5, 5)
+        made.add(sequence)
+        (plan,) = made.schedule(NOW)
+        return len(plan.chunks[0].draft)
+
+    assert n_drafted(1.0) > 3 == n_drafted(0.25) > 2 == n_drafted(0.01)
+
+
 def test_drafts_are_verified_where_that_pays() -> None:
-    made = Scheduler(256, CostModel(DRAFTS_PAY), None, speculate=True, n_ctx_slot=N_CTX_SLOT)
+    made = drafting(DRAFTS_PAY)
     made.add(repeating(0))
     (plan,) = made.schedule(NOW)
     (chunk,) = plan.chunks
@@ -458,14 +491,14 @@ def test_drafts_are_verified_where_that_pays() -> None:
 @pytest.mark.parametrize("speculate", [True, False])
 def test_no_drafts_where_they_do_not_pay(speculate: bool) -> None:
     costs = Profile({1: 0.1}, {8: 0.1}, {2: 0.2, 8: 0.8}) if speculate else DRAFTS_PAY
-    made = Scheduler(256, CostModel(costs), None, speculate=speculate, n_ctx_slot=N_CTX_SLOT)
+    made = drafting(costs, speculate=speculate)
     made.add(repeating(0))
     assert [len(one.rows) for one in made.schedule(NOW)] == [1]
 
 
 def test_drafts_of_many_are_of_one_length_and_bounded() -> None:
     free = Profile(dict.fromkeys(range(1, 65), 0.1), {8: 0.1})
-    made = Scheduler(256, CostModel(free), None, speculate=True, n_ctx_slot=N_CTX_SLOT)
+    made = drafting(free)
     for slot in range(5):
         made.add(repeating(slot))
     (plan,) = made.schedule(NOW)

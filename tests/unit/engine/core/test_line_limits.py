@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine.core.decode.line_limits import LineLimits
+from serve_app.engine.core.text import LineLimits
 from serve_app.sampling import SamplingParams
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.core.decode.detokenizer import Detokenizer
+from serve_app.engine.core.text import Detokenizer
 
 EURO = "€".encode()
 GRIN = "😀".encode()

@@ -1,0 +1,388 @@
+"""The engine's core: the state of all sequences, and the step that gets them on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import TypeVar
+
+from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.autotune.sampling_costs import SamplingCosts
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.core.admission import Admission
+from serve_app.engine.core.batch_runner import BatchResult, BatchRunner
+from serve_app.engine.core.command_queue import CommandQueue, PendingCommands
+from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.outbox import Outbox
+from serve_app.engine.core.postprocessor import Postprocessor
+from serve_app.engine.core.scheduler.backlog import Backlog
+from serve_app.engine.core.scheduler.batch import Batch, Turn, plan_batch
+from serve_app.engine.core.scheduler.fair_queue import Accounts, FairQueue
+from serve_app.engine.core.scheduler.scheduler import Scheduler
+from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.core.step_budget import StepBudget
+from serve_app.engine.health import Progress
+from serve_app.engine.kv_cache.opening import open_cache
+from serve_app.engine.metrics.latencies import Latencies
+from serve_app.engine.metrics.published import Published, View
+from serve_app.engine.metrics.request_log import RequestLog
+from serve_app.engine.metrics.snapshot import engine_stats
+from serve_app.engine.metrics.stats import CachedPrefixes, CachedPrompt, Counts
+from serve_app.engine.options import EngineOptions
+from serve_app.errors import (
+    CacheFullError,
+    CorralError,
+    DecodeCancelledError,
+    EngineClosedError,
+    EngineFailedError,
+)
+from serve_app.types import FinishReason, RequestRecord, SequenceEnd, adapters_of
+
+logger = logging.getLogger("corral.engine")
+
+G = TypeVar("G", bound=Guest)
+MakeGuests = Callable[["EngineCore"], list[Guest]]
+"""Makes the guests of a core, in the order in which they are called. Decoder thread."""
+
+# Steps in a row in which nothing could be decoded, after which the backend counts as broken.
+_MAX_FAILED_STEPS = 3
+# Requests of which `CachedPrefixes` knows that they were taken in.
+_TAKEN_KEPT = 256
+
+
+class EngineCore:
+    """All sequences of one backend, and the parts that get them on. Decoder thread only, but for what
+    `Published`, `RequestLog`, `Latencies` and `Progress` say of themselves.
+
+    A request waits in `queue`, gets a slot by `admission`, has its rows planned by `scheduler` and computed
+    by `runner`, and its tokens leave through the outbox. Guests do their work between these.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        options: EngineOptions,
+        command_queue: CommandQueue,
+        progress: Progress,
+        make_guests: MakeGuests,
+    ) -> None:
+        self.backend = backend
+        self.options = options
+        self.command_queue = command_queue
+        self.progress = progress
+        self.costs = costs = CostModel(backend.profile)
+        self.budget = StepBudget(options.max_stall_s)
+        self.queue = FairQueue(self._cost, Accounts())
+        self.counts = Counts()
+        self.latencies = Latencies()
+        self.request_log = RequestLog()
+        self.backlog = Backlog(costs, options.n_slots)
+        self.scheduler = Scheduler(
+            options.n_batch,
+            costs,
+            self.budget,
+            mixed=backend.mode.mixes,
+            cancellable=backend.can_rewind,
+        )
+        self.cache = open_cache(backend, costs, options, self.budget)
+        self.cache.pin(options.n_batch)
+        self._outbox = outbox = Outbox()
+        self.admission = Admission(
+            backend, self.cache, self.scheduler, self.queue, self.budget, self.counts, outbox
+        )
+        self.runner = BatchRunner(
+            backend, costs, progress, command_queue, self.queue, self.scheduler
+        )
+        self._postprocessor = Postprocessor(
+            options,
+            backend.vocabulary,
+            self.cache,
+            outbox,
+            self.counts,
+            self.latencies,
+            self.scheduler,
+        )
+        self._sampling_costs = SamplingCosts()
+        self._ended: Counter[str] = Counter()
+        self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
+        self._failed_steps = 0
+        self.is_draining = False
+        self.changed = False
+        """Whether, since the last view, anything has changed but the number of tokens."""
+        self.delivered: Callable[[], None] = lambda: None
+        """Called when a step's deltas have been handed out."""
+        self.worked_at = time.monotonic()
+        """The time when the last step ended, or the backend was open."""
+        self.guests = make_guests(self)
+        self.published = Published(self._view)
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Admit, schedule, decode, sample, postprocess and deliver: one turn of the loop."""
+        began = self._begin()
+        self.admit()
+        for guest in self.guests:
+            guest.before_schedule(self)
+        batches = self._schedule()
+        for batch in batches:
+            result = self.runner.run(batch)  # decode and sample
+            if not self._postprocess(result):
+                break
+        else:
+            self.scheduler.observe(batches, self.budget.elapsed_s)
+        self.deliver()
+        self._account(began)
+        for guest in self.guests:
+            guest.after_step(self, self.worked_at - began, idle=not batches)
+
+    def _begin(self) -> float:
+        if not self.scheduler.running:  # nobody has waited since the last step
+            self.budget.begin()
+        return time.monotonic()
+
+    def admit(self) -> None:
+        """Move waiting sequences into idle slots."""
+        if started := self.admission.admit():
+            self.command_queue.started(started)
+        for sequence in started:
+            if (progress := sequence.progress()) is not None:
+                self._outbox.put(sequence, progress)
+
+    def _schedule(self) -> list[Batch]:
+        ends = self._slot_ends if self.backend.fills_gaps else None
+        batches = self.scheduler.schedule(time.monotonic(), self.cache.table.n_cells, ends)
+        for guest in self.guests:
+            guest.scheduled(self, batches)
+        self.counts.steps += bool(batches)
+        self._before = self.counts.prompt_tokens, self.counts.generated_tokens, self.counts.sample_s
+        return batches
+
+    def _slot_ends(self) -> dict[int, int]:
+        return self.cache.table.slot_ends(self.options.n_ctx_slot)
+
+    def _postprocess(self, result: BatchResult) -> bool:
+        """Apply the result of a batch; False if the rest of the step is to be planned anew."""
+        match result.error:
+            case None:
+                self._failed_steps = 0
+                self._postprocessor.apply(result)
+                return True
+            case CacheFullError():
+                return self._make_room(result.batch, result.error)
+            case DecodeCancelledError():  # the next step ends its sequences, or serves who came first
+                for chunk in result.batch.chunks:
+                    self.cache.drop_rows(chunk.sequence)
+                return False
+            case _:
+                return self._retry_one_by_one(result.batch)
+
+    def _make_room(self, batch: Batch, error: CacheFullError) -> bool:
+        if not self.admission.make_room():
+            self._outbox.end(batch.chunks[0].sequence, FinishReason.ERROR, error)
+        return False
+
+    def _retry_one_by_one(self, batch: Batch) -> bool:
+        """Decode each sequence of a batch that failed alone, so that only the one at fault ends. Raises
+        EngineFailedError if it is never one sequence's fault that nothing can be decoded."""
+        failed_before, self._failed_steps = self._failed_steps, self._failed_steps + 1
+        if failed_before == _MAX_FAILED_STEPS:
+            raise EngineFailedError(f"Nothing could be decoded in {failed_before} steps.")
+        for chunk in batch.chunks:
+            if not self.cache.drop_rows(chunk.sequence):
+                continue
+            result = self.runner.run(plan_batch([Turn(chunk.sequence, chunk.n_rows)]))
+            if result.error is None or isinstance(
+                result.error, CacheFullError | DecodeCancelledError
+            ):
+                if not self._postprocess(result):
+                    return False
+            else:
+                logger.error("Request %s cannot be decoded: %s", chunk.sequence.id, result.error)
+                self._postprocessor.end(chunk, result.error)
+        return True
+
+    def _account(self, began: float) -> None:
+        """Begin the next step's budget, and learn how fast work gets done with all slots busy."""
+        self.budget.begin()
+        self.worked_at = time.monotonic()
+        counts, (n_prompt, n_generated, sample_s) = self.counts, self._before
+        seconds = self.worked_at - began
+        counts.step_s += seconds
+        if not self.cache.table.has_idle and self.scheduler.served_all:
+            self.backlog.progressed(
+                counts.prompt_tokens - n_prompt,
+                counts.generated_tokens - n_generated,
+                seconds - (counts.sample_s - sample_s),
+            )
+
+    def deliver(self) -> None:
+        """Free what ended sequences held, and only then tell anybody: whoever reads a request's end finds
+        its slot free."""
+        for sequence, end in self._outbox.ends:
+            self._release(sequence, end)
+        changed = self.changed or self.admission.changed or not self.has_work
+        self.published.stepped(changed=changed)
+        self.changed = self.admission.changed = False
+        for guest in self.guests:
+            guest.deliver()
+        outbox = self._outbox.take()
+        for sequence, delta in outbox:
+            if delta.end is not None:
+                self.command_queue.forget(sequence.id)
+            sequence.sink(delta)
+        if outbox:
+            self.delivered()
+
+    def _release(self, sequence: Sequence, end: SequenceEnd) -> None:
+        request = sequence.request
+        self.changed = True
+        self.request_log.add(
+            RequestRecord(request.id, request.http_id, request.client, "ended", end)
+        )
+        self._ended[end.reason] += 1
+        self.counts.prefill_s += end.timings.prefill_s
+        self.counts.generation_s += end.timings.decode_s
+        self.counts.n_tokens_max = max(self.counts.n_tokens_max, sequence.n_past)
+        self.queue.end(sequence)
+        sequence.close()
+        if sequence.trace.admitted is not None:
+            self.backlog.ended(sequence)
+        self.admission.release(sequence)
+        for guest in self.guests:
+            guest.ended(sequence)
+
+    # -- between steps ----------------------------------------------------------------------------
+
+    def interlude(self) -> None:
+        """Serve all others in the middle of a guest's work: take in what has come, and compute a step."""
+        self.take_commands()
+        self.step()
+
+    def take_commands(self, wait_s: float | None = 0.0) -> bool:
+        """Carry out what other threads have sent, or send within `wait_s`; False when a drain is over."""
+        return self._carry_out(self.command_queue.take(wait_s))
+
+    def _carry_out(self, pending: PendingCommands) -> bool:
+        if not pending:
+            return True
+        self.changed = True
+        for sequence in pending.submitted:
+            sequence.sampling_cost = self._sampling_costs.of(sequence.request.sampling)
+        self.admission.enqueue(pending.submitted)
+        for command in pending.commands:  # which may look at what is live
+            command.run(self.cache)
+        self._taken.extend(sequence.id for sequence in pending.submitted)
+        self.counts.failovers += sum(one.request.n_failovers > 0 for one in pending.submitted)
+        live = {sequence.id: sequence for sequence in self.live}
+        for request_id in pending.aborted:
+            if request_id in live:
+                self._outbox.end(live[request_id], FinishReason.ABORT)
+        for request_id, refusal in pending.displaced.items():
+            if request_id in live and live[request_id].trace.admitted is None:
+                self._outbox.end(live[request_id], FinishReason.ERROR, refusal)
+        self.is_draining = pending.deadline is not None
+        if pending.deadline is not None and time.monotonic() >= pending.deadline:
+            self._end_all(EngineClosedError("The engine shut down before this request was done."))
+        self.deliver()
+        return self.has_work or not self.is_draining
+
+    def rest(self) -> None:
+        """Do one piece of the work that waits until there are no requests."""
+        self.runner.use_adapters(())
+        for guest in self.guests:
+            if guest.has_rest_work:
+                guest.at_rest(self)
+        self.published.refresh()
+
+    @property
+    def has_rest_work(self) -> bool:
+        """Whether `rest` has something to do."""
+        return any(guest.has_rest_work for guest in self.guests)
+
+    def end(self, sequences: Iterable[Sequence], error: CorralError) -> None:
+        """End sequences that cannot go on, and tell them."""
+        for sequence in sequences:
+            self._outbox.end(sequence, FinishReason.ERROR, error)
+        self.deliver()
+
+    def fail(self, failure: EngineFailedError) -> None:
+        """End everything, and refuse what comes: the backend is broken."""
+        never_taken = self.command_queue.fail()
+        self.queue.extend(never_taken.submitted)
+        for command in never_taken.commands:
+            command.refuse(failure)
+        self._end_all(failure)
+        self.deliver()
+
+    def _end_all(self, error: CorralError) -> None:
+        for guest in self.guests:
+            guest.fail(error)
+        for sequence in self.live:
+            self._outbox.end(sequence, FinishReason.ERROR, error)
+
+    def close(self, *, healthy: bool) -> None:
+        """Close the guests, and then the backend."""
+        with ExitStack() as stack:
+            stack.callback(self.backend.close)
+            for guest in self.guests:
+                stack.callback(guest.close, self, healthy=healthy)
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def guest(self, kind: type[G]) -> G:
+        """Any thread: the guest of that class."""
+        return next(guest for guest in self.guests if isinstance(guest, kind))
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """The sequences that have a slot, in the order in which they got it."""
+        return self.scheduler.running
+
+    @property
+    def live(self) -> list[Sequence]:
+        """The sequences that run or wait."""
+        return [*self.scheduler.running, *self.queue]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has something to do."""
+        if self.queue or self.scheduler.running:
+            return True
+        return any(guest.has_work for guest in self.guests)
+
+    def _cost(self, n_prompt: int, n_generated: int) -> float:
+        """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""
+        n_slots = self.options.n_slots
+        seconds = self.costs.prefill_s(n_prompt, 0)
+        seconds += n_generated * self.costs.decode_s(n_slots) / n_slots
+        return seconds or n_prompt + n_generated
+
+    def _view(self) -> View:
+        forecast = self.backlog.forecast(self.live)
+        guest_counts = Counter[str]()
+        for guest in self.guests:
+            guest_counts.update(guest.counts)
+        stats = engine_stats(
+            self.options,
+            self.backend,
+            self.cache,
+            self.costs,
+            forecast,
+            self.counts,
+            ended=self._ended,
+            embedded=guest_counts,
+            running=self.scheduler.running,
+            waiting=self.queue.unordered,
+            draining=self.is_draining,
+        )
+        return View(stats, self._cached_prefixes(), forecast)
+
+    def _cached_prefixes(self) -> CachedPrefixes:
+        requests = (sequence.request for sequence in self.queue.unordered)
+        waiting = (CachedPrompt(request.content_group, request.given) for request in requests)
+        adapters = frozenset(adapters_of(one.request.content_group) for one in self.live)
+        return CachedPrefixes((*waiting, *self.cache.prompts), tuple(self._taken), adapters)

@@ -1,0 +1,63 @@
+"""The guests of a step: work beside the sequences' own, and the moments at which it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from serve_app.engine.core.scheduler.batch import Batch
+from serve_app.engine.core.sequence import Sequence
+from serve_app.errors import CorralError
+
+if TYPE_CHECKING:
+    from serve_app.engine.core.engine_core import EngineCore
+
+
+class Guest:
+    """Work that shares the steps with the sequences. Decoder thread only.
+
+    The core knows its guests by this class alone, and calls them in the order of their list. Each guest
+    overrides the moments that it needs. What it does takes time from `EngineCore.budget`, which it asks
+    before it begins.
+    """
+
+    counts: Mapping[str, int] = MappingProxyType({})
+    """The guest's own counters, for `EngineStats`."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps are needed for this guest even if no sequence runs or waits."""
+        return False
+
+    @property
+    def has_rest_work(self) -> bool:
+        """Whether `at_rest` has something to do."""
+        return False
+
+    def before_schedule(self, core: EngineCore) -> None:
+        """Work before a step is planned, when waiting sequences have been admitted."""
+
+    def scheduled(self, core: EngineCore, batches: SequenceOf[Batch]) -> None:
+        """Look at the batches that are about to be computed."""
+
+    def after_step(self, core: EngineCore, step_s: float, *, idle: bool) -> None:
+        """Work after a step, which took `step_s` and has delivered its tokens. `idle` steps computed
+        nothing."""
+
+    def at_rest(self, core: EngineCore) -> None:
+        """Do one piece of work while there are no requests."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+
+    def deliver(self) -> None:
+        """Tell others what ended in this step, after its slots are free and before its deltas leave."""
+
+    def fail(self, error: CorralError) -> None:
+        """End all that this guest holds."""
+
+    def close(self, core: EngineCore, *, healthy: bool) -> None:
+        """Free everything; nothing is called afterwards. The backend is still open, and works if
+        `healthy`."""

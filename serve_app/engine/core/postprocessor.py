@@ -1,0 +1,101 @@
+"""Applies what batches computed to their sequences: progress, tokens, text and ends."""
+
+from __future__ import annotations
+
+from serve_app.engine.backends.base import Vocabulary
+from serve_app.engine.core.batch_runner import BatchResult
+from serve_app.engine.core.outbox import Outbox
+from serve_app.engine.core.scheduler.batch import Chunk
+from serve_app.engine.core.scheduler.scheduler import Scheduler
+from serve_app.engine.core.sequence import SequenceState
+from serve_app.engine.kv_cache.manager import KVCacheManager
+from serve_app.engine.kv_cache.shifts import context_shift
+from serve_app.engine.metrics.latencies import Latencies
+from serve_app.engine.metrics.stats import Counts
+from serve_app.engine.options import EngineOptions
+from serve_app.errors import CorralError
+from serve_app.types import FinishReason, Sampled
+
+
+class Postprocessor:
+    """Books the rows of a computed batch, and gives sequences their sampled tokens. Decoder thread only."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        vocabulary: Vocabulary,
+        cache: KVCacheManager,
+        outbox: Outbox,
+        counts: Counts,
+        latencies: Latencies,
+        scheduler: Scheduler,
+    ) -> None:
+        self._options = options
+        self._vocabulary = vocabulary
+        self._cache = cache
+        self._outbox = outbox
+        self._counts = counts
+        self._latencies = latencies
+        self._scheduler = scheduler
+
+    def apply(self, result: BatchResult) -> None:
+        """Give each sequence of a batch that was computed its part of the result."""
+        self._counts.batches += 1
+        self._counts.busy_slots += len(result.batch.chunks)
+        self._counts.decode_s += result.decode_s
+        self._counts.sample_s += result.sample_s
+        for chunk, sampled in zip(result.batch.chunks, result.sampled, strict=True):
+            if isinstance(sampled, CorralError):
+                self.end(chunk, sampled)
+            else:
+                self._advance(chunk, sampled)
+
+    def end(self, chunk: Chunk, error: CorralError) -> None:
+        """End a sequence that cannot go on, and drop its rows of the batch."""
+        self._cache.drop_rows(chunk.sequence)
+        self._outbox.end(chunk.sequence, FinishReason.ERROR, error)
+
+    def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
+        sequence = chunk.sequence
+        sequence.advance(chunk.n_rows)
+        if sequence.state is SequenceState.PREFILL:
+            self._counts.prompt_tokens += chunk.n_rows
+            self._cache.computed(sequence)
+            if (progress := sequence.progress()) is not None:
+                self._outbox.put(sequence, progress)
+        if sampled:
+            self._accept(chunk, sampled)
+        elif not sequence.n_pending:
+            self._outbox.put(sequence, sequence.stop_at_prompt())
+
+    def _accept(self, chunk: Chunk, sampled: list[Sampled]) -> None:
+        sequence, n_ctx_slot = chunk.sequence, self._options.n_ctx_slot
+        n_before = sequence.n_generated
+        n_keep = context_shift.n_kept(sequence.request, self._options)
+        shifts = n_keep is not None
+        delta = sequence.accept(sampled, self._vocabulary, n_ctx_slot, shifts=shifts)
+        n_taken = sequence.n_generated - n_before
+        self._counts.generated_tokens += n_taken
+        if not sequence.request.background:  # nobody waits for those
+            self._latencies.add("itl_s" if n_before else "ttft_s", sequence.trace.gap_s)
+        if chunk.draft:
+            self._check_draft(chunk, n_taken, len(sampled) - 1)
+        self._outbox.put(sequence, delta)
+        full = len(sequence.tokens) >= n_ctx_slot
+        if n_keep is not None and full and not sequence.finished:
+            n_discard = context_shift.n_dropped(sequence.request, n_ctx_slot, n_keep)
+            self._cache.shift(sequence, n_keep, n_discard)
+            self._counts.context_shifts += 1
+
+    def _check_draft(self, chunk: Chunk, n_taken: int, n_confirmed: int) -> None:
+        """Keep the rows of confirmed drafts, whose tokens were taken, and drop the others."""
+        sequence, n_drafted, n_right = chunk.sequence, len(chunk.draft), min(n_taken, n_confirmed)
+        sequence.advance(n_right)
+        self._counts.drafts += 1
+        self._counts.drafted_tokens += n_drafted
+        self._counts.accepted_tokens += n_right
+        drafts = self._scheduler.drafts
+        if drafts is not None and drafts.record(sequence, n_drafted, n_confirmed):
+            self._counts.proposed_tokens += n_drafted
+            self._counts.accepted_proposed_tokens += n_right
+        self._cache.drop_rows(sequence)

@@ -1,0 +1,75 @@
+"""The time of a step that streams can wait. Pure but for its clock: no model, no threads."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+# Of the bound, what decoding and prompts are first planned for; and how fast that follows what steps take.
+_FIRST_MARGIN, _LEAST_MARGIN = 0.92, 0.5
+_TOO_LONG, _IN_TIME = 0.97, 1.0003  # balanced when one step in a hundred takes too long
+
+
+class StepBudget:
+    """The time from one token of the streams to their next, and what is left of it. Decoder thread only.
+
+    The clock begins when a step has delivered its tokens. Whatever the decoder thread does before it
+    delivers the next ones has drawn from the budget when it is done: copies, mode changes, texts, pictures
+    and drafts need not say so. Each part of a step asks before it begins how much is left, and the prompts
+    get what decoding leaves. Time that is known to be needed later in the step is `expected`.
+    """
+
+    def __init__(
+        self, max_stall_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`max_stall_s` is the longest that a stream should wait for others; None sets no bound."""
+        self.max_stall_s = max_stall_s
+        self._clock = clock
+        self._margin = _FIRST_MARGIN
+        self._began = clock()
+        self._expected_s = 0.0
+        self.reserved_s = 0.0
+        """Seconds of the next step that are for a copy which did not fit into this one."""
+
+    def begin(self) -> None:
+        """Restart the clock: all streams have another token, or there are none."""
+        self._began, self._expected_s = self._clock(), 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the clock began."""
+        return self._clock() - self._began
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the bound; infinite without one."""
+        if self.max_stall_s is None:
+            return math.inf
+        return self.max_stall_s - self.elapsed_s - self._expected_s
+
+    def expect(self, seconds: float) -> None:
+        """Keep so many seconds of this step for work that is still to come."""
+        self._expected_s += seconds
+
+    def allows(self, seconds: float) -> bool:
+        """Whether streams can ever wait so long, in a step with nothing else."""
+        return self.max_stall_s is None or seconds <= self.max_stall_s
+
+    def fits(self, seconds: float) -> bool:
+        """Whether so many seconds fit into what is left of this step."""
+        return seconds <= self.left_s
+
+    def prompts_s(self, decode_s: float, n_turns: int = 1) -> float:
+        """Seconds that decoding and prompts may take together in this step, of `n_turns` that share what a
+        stream may wait for prompts. Where decoding alone takes more than half of the bound, prompts get as
+        long as it takes, but never more than the bound."""
+        bound_s = self._margin * (self.max_stall_s or 0.0) / n_turns
+        planned_s = max(bound_s, decode_s + min(decode_s, bound_s))
+        return planned_s - self.elapsed_s - self._expected_s
+
+    def observe(self, seconds: float) -> None:
+        """Learn how well a step that had both decoding sequences and prompts kept to the bound."""
+        if self.max_stall_s is not None:
+            change = _IN_TIME if seconds <= self.max_stall_s else _TOO_LONG
+            self._margin = min(1.0, max(_LEAST_MARGIN, self._margin * change))

@@ -1,0 +1,207 @@
+"""The time that streams wait for others, with all guests of a step at once. Time is simulated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from serve_app.engine import GenerationRequest, SamplingParams, Texts, TokenDelta
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.backends.base import EmbeddingShape, Row
+from serve_app.engine.core.command_queue import CommandQueue
+from serve_app.engine.core.engine_core import EngineCore
+from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity
+from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.core.step_budget import StepBudget
+from serve_app.engine.embedding import EmbeddingQueue
+from serve_app.engine.guests import make_guests
+from serve_app.engine.health import Progress
+from serve_app.engine.pictures.tiles import PlacedTile, expanded
+from serve_app.llama.vision.tiles import Pause
+from serve_app.types import MEDIUM, Picture
+from tests.doubles.backend import FakeBackend
+from tests.doubles.draft import FakeDraft
+from tests.unit.engine.behaviour.test_pictures import N_SEEN, ScriptedProjector
+from tests.unit.engine.harness import endless, options
+
+BOUND_S = 0.25
+# A batch takes 50 ms, and a millisecond for each row. So drafts pay, whose passes are cheap.
+DECODE_S = {n: 0.050 + 0.001 * n for n in (1, 2, 4, 8, 16, 64)}
+PREFILL_S = {n: 0.050 + 0.001 * n for n in (8, 16, 32, 64, 128, 256)}
+VERIFY_S = {n: 0.050 + 0.001 * n for n in (2, 4, 8, 16)}
+PASS_S = 0.006
+NODE_S = 0.01
+
+
+class Clock:
+    """A clock that only the scripted parts move."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedBackend(FakeBackend):
+    """Takes the time of its profile."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(endless, n_slots=4)
+        self.clock = clock
+        self.profile = Profile(DECODE_S, PREFILL_S, VERIFY_S)
+        self.embedding = EmbeddingShape(64, 8, n_text=64, pooling="mean", causal=True)
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        super().decode(rows)
+        self.clock.now += 0.050 + 0.001 * len(rows)
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        self.clock.now += 0.050 + 0.001 * len(rows)
+        return super().embed(rows)
+
+
+class TimedDraft(FakeDraft):
+    """Every pass takes as long."""
+
+    def __init__(self, clock: Clock) -> None:
+        passes = dict.fromkeys((1, 2, 8, 64, 256), PASS_S)
+        super().__init__(endless, n_slots=4, n_ctx=2048, profile=Profile(passes, passes, passes))
+        self.clock = clock
+
+    def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
+        super().decode(rows, places)
+        self.clock.now += PASS_S
+
+
+class TimedProjector(ScriptedProjector):
+    """A picture has a hundred nodes, between which it pauses."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def encode(
+        self, prepared: bytes, tile: int, pause: Pause | None = None
+    ) -> NDArray[np.float32] | None:
+        assert pause is not None
+        for _ in range(100):
+            self.clock.now += NODE_S
+            if not pause():
+                return None
+        self.encoded.append(prepared)
+        return np.zeros((N_SEEN, 4), np.float32)
+
+
+class Stream:
+    """The gaps between a sequence's tokens."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.times: list[float] = []
+
+    def __call__(self, delta: TokenDelta) -> None:
+        if delta.token_ids:
+            self.times.append(self.clock.now)
+
+    @property
+    def longest_s(self) -> float:
+        return max(
+            after - before for before, after in zip(self.times, self.times[1:], strict=False)
+        )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(time, "monotonic", made)
+    monkeypatch.setattr(time, "perf_counter", made)
+    return made
+
+
+@pytest.mark.parametrize("guests", ["none", "drafts", "pictures", "texts", "all"])
+def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
+    clock: Clock, guests: str
+) -> None:
+    backend, projector = TimedBackend(clock), TimedProjector(clock)
+    if guests in ("drafts", "all"):
+        backend.draft = TimedDraft(clock)
+    if guests in ("pictures", "all"):
+        backend.projector = projector
+    queue = CommandQueue(QueueCapacity(9, 0), None)
+    sizes = options(4, n_ctx_slot=2048, n_batch=512, max_stall_s=BOUND_S)
+    core = EngineCore(backend, sizes, queue, Progress(), make_guests)
+    core.budget._clock = clock
+    streams = [Stream(clock) for _ in range(2)]
+
+    def submit(request: GenerationRequest, stream: Stream) -> None:
+        spans: tuple[PlacedTile, ...] = ()
+        if request.media:
+            request, spans = expanded(request, projector, sizes.n_batch)
+        forecast = core.published.view.forecast
+        assert queue.submit([EngineSequence(request, stream, None, spans)], forecast) == [None]
+
+    for i, stream in enumerate(streams):
+        submit(GenerationRequest(f"s{i}", (1, 2, 3, i), SamplingParams(max_tokens=400)), stream)
+    for _ in range(10):
+        core.take_commands()
+        core.step()
+    long = Stream(clock)
+    submit(GenerationRequest("long", tuple(range(3, 1503)), SamplingParams(max_tokens=4)), long)
+    if guests in ("pictures", "all"):
+        seen = GenerationRequest(
+            "p", (5, MEDIUM, 6), SamplingParams(max_tokens=2), media=(Picture.of(b"abc", 1, 1),)
+        )
+        submit(seen, Stream(clock))
+    if guests in ("texts", "all"):
+        texts = [Texts([tuple(range(1, 60))] * 8, "other")]
+        core.guest(EmbeddingQueue).submit(texts, queue.run_between_steps)
+    for _ in range(150):
+        core.take_commands()
+        core.step()
+    assert len(long.times) == 4, "the prompt was computed"
+    assert all(stream.longest_s <= BOUND_S for stream in streams)
+    if guests in ("pictures", "all"):
+        assert projector.encoded == [b"abc"]
+    if guests in ("drafts", "all"):
+        assert core.counts.proposed_tokens > 0
+        assert core.counts.draft_s > 0
+    core.close(healthy=True)
+
+
+def test_a_budget_is_what_the_clock_and_the_forecasts_leave() -> None:
+    now = 5.0
+    budget = StepBudget(0.25, lambda: now)
+    assert budget.left_s == 0.25
+    now += 0.1
+    budget.expect(0.05)
+    assert budget.left_s == pytest.approx(0.1)
+    assert budget.fits(0.09)
+    assert not budget.fits(0.11)
+    assert budget.allows(0.25)
+    assert not budget.allows(0.26)
+    budget.begin()
+    assert budget.left_s == 0.25
+
+
+def test_without_a_bound_all_fits() -> None:
+    budget = StepBudget(None, lambda: 0.0)
+    assert budget.fits(1e9)
+    assert budget.allows(1e9)
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "n_turns", "expected"),
+    [
+        pytest.param(0.02, 1, 0.23, id="the bound, less a margin"),
+        pytest.param(0.02, 2, 0.115, id="turns share it"),
+        pytest.param(0.15, 1, 0.3, id="as long as decoding takes"),
+        pytest.param(0.40, 1, 0.63, id="but prompts never more than the bound"),
+    ],
+)
+def test_prompts_get_what_decoding_leaves(decode_s: float, n_turns: int, expected: float) -> None:
+    budget = StepBudget(0.25, lambda: 0.0)
+    assert budget.prompts_s(decode_s, n_turns) == pytest.approx(expected)
