@@ -226,20 +226,55 @@ def families(models: Mapping[str, M]) -> dict[str, list[M]]:
 
 
 def find(models: Mapping[str, M], name: str | None, beginning: str | None = None) -> M:
-    """The model of that name, with an adapter if it is `MODEL:ADAPTER`, or the first without a name. Of
-    several versions under one name, the one for a conversation with this beginning: see `chosen`. Raises
-    ModelNotFoundError."""
+    """The model of that name, with an adapter if it is `MODEL:ADAPTER`, or the first without a name. A name
+    that is nobody's means the model that Ollama would take: see `full_name`. Of several versions under one
+    name, the one for a conversation with this beginning: see `chosen`. Raises ModelNotFoundError."""
     if name is not None and name in models:
         return models[name]
     if name is None:
         name = family(next(iter(models.values())))
-    if found := [one for one in models.values() if name == family(one) or name in one.aliases]:
-        return chosen(found, beginning)
-    if adapted := list(_adapted(models.values(), name)):
-        return chosen(adapted, beginning)
-    if others := [one for one in models.values() if "*" in one.aliases]:
-        return chosen(others, beginning)
-    raise ModelNotFoundError(name)
+    candidates = (
+        [model for model in models.values() if name in _names(model)]
+        or list(_adapted(models.values(), name))
+        or _named_like(models.values(), name)
+        or [model for model in models.values() if "*" in model.aliases]
+    )
+    if not candidates:
+        raise ModelNotFoundError(name)
+    return chosen(candidates, beginning)
+
+
+def _names(model: ModelInfo) -> tuple[str, ...]:
+    return (family(model), *model.aliases)
+
+
+_DEFAULT_TAG = ":latest"
+_DEFAULT_PLACES = ("registry.ollama.ai/", "library/")
+"""The parts that Ollama reads before a name without them."""
+
+
+def full_name(name: str) -> str:
+    """A name with a tag, as Ollama's clients know it: `name` is `name:latest`. Source: ollama,
+    types/model/name.go."""
+    has_tag = ":" in name.rpartition("/")[2]
+    return name if has_tag else name + _DEFAULT_TAG
+
+
+def _named_like(models: Iterable[M], name: str) -> list[M]:
+    """The models of that name in Ollama's eyes: in any case, and with or without the default parts."""
+    wanted = _canonical(name)
+    return [
+        model
+        for model in models
+        if wanted in {_canonical(known) for known in (model.id, *_names(model))}
+    ]
+
+
+def _canonical(name: str) -> str:
+    canonical = full_name(name).lower()
+    for place in _DEFAULT_PLACES:
+        canonical = canonical.removeprefix(place)
+    return canonical
 
 
 def _adapted(models: Iterable[M], name: str) -> Iterator[M]:

@@ -15,8 +15,7 @@ from typing import Any
 from gguf import LlamaFileType
 
 from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.model_registry import ModelInfo
-from serve_app.ingress.ollama import names
+from serve_app.ingress.model_registry import ModelInfo, find, full_name
 from serve_app.ingress.ollama.protocol import OllamaShowRequest
 from serve_app.ingress.ollama.serving import timestamp
 from serve_app.ingress.workers.bodies import Bodies
@@ -66,7 +65,7 @@ class Description:
         }
 
     def _named(self, alias: str | None = None) -> Json:
-        name = names.displayed(alias or self.id)
+        name = full_name(alias or self.id)
         return {
             "name": name,
             "model": name,
@@ -100,7 +99,7 @@ class Description:
         n_ctx = min(self.n_ctx, self.metadata.get(own, self.n_ctx))
         parameters = f"{'num_ctx':<30} {self.n_ctx}"
         return {
-            "modelfile": f"# {names.displayed(self.id)}\nFROM {self.id}\nPARAMETER num_ctx {self.n_ctx}\n",
+            "modelfile": f"# {full_name(self.id)}\nFROM {self.id}\nPARAMETER num_ctx {self.n_ctx}\n",
             "parameters": parameters,
             "template": self.template,
             "license": str(self.metadata.get("general.license", "")),
@@ -134,7 +133,7 @@ def _quantization(file_type: object) -> str:
 def named(models: Models, body: bytes) -> str:
     """POST /api/show: the model's id. Raises CorralError."""
     request = parsed(OllamaShowRequest, body)
-    return names.find(models, request.name if request.model is None else request.model).id
+    return find(models, request.name if request.model is None else request.model).id
 
 
 def describe(models: Models, nothing: bytes) -> list[Description]:

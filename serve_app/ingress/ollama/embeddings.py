@@ -17,8 +17,7 @@ from serve_app.ingress.embeddings.preparation import (
 )
 from serve_app.ingress.generation.tokenization import refuse_huge
 from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.model_registry import ModelInfo
-from serve_app.ingress.ollama import names
+from serve_app.ingress.model_registry import ModelInfo, find, full_name
 from serve_app.ingress.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from serve_app.ingress.workers.worker import Models
 
@@ -40,11 +39,11 @@ class OllamaTexts:
 def embed(models: Models, body: bytes) -> OllamaTexts:
     """POST /api/embed. Raises CorralError."""
     request = parsed(OllamaEmbedRequest, body)
-    model = names.find(models, request.model)
+    model = find(models, request.model)
     texts = _texts(model, request.texts, "input", cut=request.truncate is not False)
     return OllamaTexts(
         model.id,
-        request.model or names.displayed(model.id),
+        request.model or full_name(model.id),
         texts,
         request.dimensions or None,
         request.user,
@@ -54,9 +53,9 @@ def embed(models: Models, body: bytes) -> OllamaTexts:
 def embeddings(models: Models, body: bytes) -> OllamaTexts:
     """POST /api/embeddings. Raises CorralError."""
     request = parsed(OllamaEmbeddingsRequest, body)
-    model = names.find(models, request.model)
+    model = find(models, request.model)
     texts = _texts(model, [request.prompt] if request.prompt else [], "prompt", cut=True)
-    return OllamaTexts(model.id, request.model or names.displayed(model.id), texts)
+    return OllamaTexts(model.id, request.model or full_name(model.id), texts)
 
 
 def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Texts:

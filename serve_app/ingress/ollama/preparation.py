@@ -14,8 +14,8 @@ from serve_app.ingress.generation.preparation import Chat
 from serve_app.ingress.generation.requests import GenerationParams, TranslatedChat
 from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.model_registry import ModelInfo
-from serve_app.ingress.ollama import messages, names
+from serve_app.ingress.model_registry import ModelInfo, find, full_name
+from serve_app.ingress.ollama import messages
 from serve_app.ingress.ollama.protocol import (
     GenerationRequest,
     OllamaChatRequest,
@@ -59,7 +59,7 @@ def chat(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     """POST /api/chat. Raises CorralError."""
     asked = parsed(OllamaChatRequest, body)
     turns = [message.as_turn() for message in asked.messages]
-    model = names.find(models, asked.model, beginnings.of_chat(turns) or None)
+    model = find(models, asked.model, beginnings.of_chat(turns) or None)
     if not turns:
         return _load(model, asked)
     _check_thinking(model, asked)
@@ -78,7 +78,7 @@ def generate(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     """POST /api/generate. Raises CorralError."""
     asked = parsed(OllamaGenerateRequest, body)
     said = asked.context or f"{asked.system}\n{asked.prompt}"
-    model = names.find(models, asked.model, beginnings.of_text(said) if asked.prompt else None)
+    model = find(models, asked.model, beginnings.of_text(said) if asked.prompt else None)
     if not asked.prompt:
         return _load(model, asked)
     if asked.images and (asked.raw or asked.suffix):
@@ -111,7 +111,7 @@ def _load(model: ModelInfo, asked: GenerationRequest) -> OllamaLoad:
 
 def _name(model: ModelInfo, asked: GenerationRequest) -> str:
     """As it was asked, if it was."""
-    return names.displayed(model.id) if asked.model is None else asked.model
+    return full_name(model.id) if asked.model is None else asked.model
 
 
 def _asked(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from serve_app.errors import InvalidRequestError, ModelNotFoundError
 from serve_app.ingress.generation import beginnings
 from serve_app.ingress.model_registry import ModelInfo, ServedModel, find
-from serve_app.ingress.ollama import names
 from serve_app.ingress.openai.answers import card_of, model_cards
 from serve_app.ingress.versions.choice import before_rollout, changed, given
 from serve_app.ingress.workers.worker import Changes
@@ -105,7 +105,7 @@ def test_only_versions_that_have_an_adapter_are_asked_for_it() -> None:
 def test_ollama_s_names_mean_all_versions() -> None:
     models = versions(old=50, new=50)
     for one in CONVERSATIONS[:50]:
-        assert names.find(models, "M:latest", one) is find(models, "m", one)
+        assert find(models, "M:latest", one) is find(models, "m", one)
 
 
 def chat(*turns: tuple[Any, str]) -> str:
@@ -208,3 +208,20 @@ def test_cards_name_the_versions_behind_a_name() -> None:
     assert not found["m@old"].versions
     assert card_of(models, "m") == found["m"]
     assert card_of(models, "m@new") == found["m@new"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+async def test_every_route_takes_the_names_that_any_lists(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    tags = (await client.get("/api/tags")).json()["models"]
+    cards = (await client.get("/v1/models")).json()["data"]
+    names = [tag["name"] for tag in tags] + [card["id"] for card in cards]
+    assert {"first", "first:latest", "org/second", "org/second:latest"} <= set(names)
+    for name in [*names, "FIRST", "library/first:latest"]:
+        messages = [{"role": "user", "content": "Hi"}]
+        body = {"model": name, "max_tokens": 9, "messages": messages}
+        assert (await client.post(path, json=body)).status_code == 200, name
+        assert (await client.get(f"/v1/models/{name}")).json()["id"] in ("first", "org/second")
+    missing = await client.post(path, json=body | {"model": "first:other"})
+    assert missing.status_code == 404
