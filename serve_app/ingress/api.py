@@ -35,7 +35,7 @@ from serve_app.ingress.openai import routes as openai_routes
 from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
 from serve_app.ingress.responses import stored as stored_responses
-from serve_app.ingress.responses.runs import Runs
+from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.ingress.versions import routes as version_routes
 from serve_app.ingress.versions.control import Versions
@@ -68,7 +68,7 @@ def build_api(
     workers: Workers | None = None,
     sse_ping_interval_s: float = 0.0,
     open_requests: OpenRequests | None = None,
-    runs: Runs | None = None,
+    responses: BackgroundResponses | None = None,
     batches: BatchOptions | None = None,
     versions: Versions | None = None,
 ) -> FastAPI:
@@ -106,7 +106,7 @@ def build_api(
     app.state.verbose, app.state.has_ui = access.verbose, bool(access.ui)
     app.state.sse_ping_interval_s = sse_ping_interval_s
     app.state.versions = versions
-    app.state.runs = runs or Runs(models, Store(Bounds()), open_requests)
+    app.state.responses = responses or BackgroundResponses(models, Store(Bounds()), open_requests)
     app.state.batches, app.state.takes_batches = BatchService(store, executor), batches is not None
     app.state.broadcaster = Broadcaster(models)
     errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)

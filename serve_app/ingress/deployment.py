@@ -28,7 +28,7 @@ from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ModelInfo, ServedModel
 from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.responses.actor import RayStore
-from serve_app.ingress.responses.runs import Runs
+from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import Bounds
 from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.versions.metrics import VersionMetrics
@@ -165,7 +165,7 @@ class Ingress:
         self._watching = [
             asyncio.create_task(one.watch()) for one in (self._adapters, self._versions)
         ]
-        self._runs = Runs(self._models, RayStore(kept_responses), self._open)
+        self._responses = BackgroundResponses(self._models, RayStore(kept_responses), self._open)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for an application that is built in the replica."""
@@ -175,7 +175,7 @@ class Ingress:
             self._workers,
             self._sse_ping_interval_s,
             self._open,
-            self._runs,
+            self._responses,
             self._batches,
             self._versions,
         )
@@ -187,7 +187,7 @@ class Ingress:
 
     async def adopt_response(self, response_id: str) -> bool:
         """Go on with a response whose ingress is gone: the store asks some ingress for that."""
-        return await self._runs.adopt(response_id)
+        return await self._responses.adopt(response_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""

@@ -17,7 +17,14 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
 from serve_app.errors import CorralError
-from serve_app.ingress.responses.store import Bounds, Found, News, Owner, Store, Verdict
+from serve_app.ingress.responses.store import (
+    AppendResult,
+    Bounds,
+    LogAppend,
+    Owner,
+    Store,
+    StoredResponse,
+)
 from serve_app.routing import broadcast
 
 logger = logging.getLogger("corral.ingress")
@@ -111,34 +118,38 @@ class RayStore:
         if self.keeps_any and await self._found() is None:
             await self._made()
 
-    async def put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
+    async def put(
+        self, response_id: str, owner: Owner, stored_request: bytes, append: LogAppend
+    ) -> None:
         """See ResponseStore."""
         if not self.keeps_any:
             return
         for pause_s in _RETRY_S:
             with suppress(ConnectionError):
-                await self._put(response_id, owner, recipe, news)
+                await self._put(response_id, owner, stored_request, append)
                 return
             await asyncio.sleep(pause_s)
-        await self._put(response_id, owner, recipe, news)
+        await self._put(response_id, owner, stored_request, append)
 
-    async def _put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
+    async def _put(
+        self, response_id: str, owner: Owner, stored_request: bytes, append: LogAppend
+    ) -> None:
         actor = await self._found() or await self._made()
-        await self._call(actor, "put", response_id, owner, recipe, news)
+        await self._call(actor, "put", response_id, owner, stored_request, append)
 
-    async def append(self, news: Sequence[News]) -> list[Verdict]:
+    async def append(self, appends: Sequence[LogAppend]) -> list[AppendResult]:
         """See ResponseStore."""
         actor = await self._found()
         if actor is None:
             raise ConnectionError("There is no store of responses.")
-        verdicts: list[Verdict] = await self._call(actor, "append", news)
-        return verdicts
+        results: list[AppendResult] = await self._call(actor, "append", appends)
+        return results
 
     async def find(
         self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
-    ) -> Found | None:
+    ) -> StoredResponse | None:
         """See ResponseStore."""
-        found: Found | None = await self._ask(
+        found: StoredResponse | None = await self._ask(
             "find", response_id, key, since, wait_s, wait_s=wait_s
         )
         return found
@@ -151,9 +162,9 @@ class RayStore:
         """See ResponseStore."""
         await self._ask("cancel", response_id, key)
 
-    async def adopt(self, response_id: str) -> Found | None:
+    async def adopt(self, response_id: str) -> StoredResponse | None:
         """See ResponseStore."""
-        found: Found | None = await self._ask("adopt", response_id)
+        found: StoredResponse | None = await self._ask("adopt", response_id)
         return found
 
     async def _ask(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:

@@ -15,7 +15,7 @@ from serve_app.types import GenerationRequest, TokenDelta
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class StoredRequest:
     """The input that a response is made from."""
 
     model: str
@@ -49,14 +49,14 @@ class Recipe:
         return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
 
     @classmethod
-    def unpacked(cls, packed: bytes) -> Recipe:
-        """Unpacks the recipe that another ingress packed."""
-        found: Recipe = pickle.loads(packed)
+    def unpacked(cls, packed: bytes) -> StoredRequest:
+        """Unpacks the stored_request that another ingress packed."""
+        found: StoredRequest = pickle.loads(packed)
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Event:
     """Something that came of a response. A log of entries has one last."""
 
     what: TokenDelta | CorralError | None
@@ -70,29 +70,29 @@ class Entry:
         return not isinstance(self.what, TokenDelta) or self.what.end is not None
 
 
-def packed(entries: Iterable[Entry]) -> bytes:
+def packed(entries: Iterable[Event]) -> bytes:
     """For `unpacked`."""
     return pickle.dumps(list(entries), pickle.HIGHEST_PROTOCOL)
 
 
-def unpacked(pack: bytes) -> list[Entry]:
+def unpacked(pack: bytes) -> list[Event]:
     """The entries that were packed by another ingress."""
-    found: list[Entry] = pickle.loads(pack)
+    found: list[Event] = pickle.loads(pack)
     return found
 
 
-def merged(entries: Sequence[Entry]) -> list[Entry]:
+def merged(entries: Sequence[Event]) -> list[Event]:
     """All deltas as one, and what else is the last of them: of these, a response is sooner computed, and is
     the same."""
     deltas = [one.what for one in entries if isinstance(one.what, TokenDelta)]
-    found: list[Entry] = []
+    found: list[Event] = []
     if deltas:
         text = "".join(delta.text for delta in deltas)
-        found.append(Entry(TokenDelta(text, (), deltas[-1].end), entries[-1].at))
+        found.append(Event(TokenDelta(text, (), deltas[-1].end), entries[-1].at))
     return found + [one for one in entries[-1:] if not isinstance(one.what, TokenDelta)]
 
 
-def tokens(entries: Iterable[Entry]) -> tuple[int, ...]:
+def tokens(entries: Iterable[Event]) -> tuple[int, ...]:
     """All that was generated."""
     deltas = (one.what for one in entries if isinstance(one.what, TokenDelta))
     return tuple(token for delta in deltas for token in delta.token_ids)

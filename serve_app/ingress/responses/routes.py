@@ -29,17 +29,17 @@ from serve_app.ingress.http.dependencies import ModelsArgument, Prepared
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai.answers import InputTokens
 from serve_app.ingress.responses import preparation, serving, stored
-from serve_app.ingress.responses.log import Entry, Recipe
+from serve_app.ingress.responses.background import BackgroundResponses
+from serve_app.ingress.responses.log import Event, StoredRequest
 from serve_app.ingress.responses.preparation import After, PreparedResponse
-from serve_app.ingress.responses.runs import Runs
 from serve_app.ingress.responses.serving import ResponseAnswer
 from serve_app.ingress.responses.store import Owner
-from serve_app.ingress.responses.stored import RunsArgument
+from serve_app.ingress.responses.stored import ResponsesArgument
 from serve_app.ingress.workers.bodies import Bodies
 from serve_app.ingress.workers.worker import Models
 
 T = TypeVar("T")
-Keep = Callable[[list[Entry]], Awaitable[None]]
+Keep = Callable[[list[Event]], Awaitable[None]]
 
 
 ROUTER = APIRouter()
@@ -60,28 +60,30 @@ class Continued(Prepared[T | After]):
         if not isinstance(result, After):
             return result
         request_context.current().ignored.clear()  # they are told again
-        before, output = await _conversation(request.app.state.runs, result.response_id)
+        before, output = await _conversation(request.app.state.responses, result.response_id)
         pieces = preparation.with_conversation(before, output, pieces)
         return await bodies.work(self.prepare_after, *pieces)
 
 
-async def _conversation(runs: Runs, response_id: str) -> tuple[bytes, Sequence[object]]:
+async def _conversation(
+    responses: BackgroundResponses, response_id: str
+) -> tuple[bytes, Sequence[object]]:
     try:
-        recipe, entries = await runs.found(response_id, stored.key())
-        answer = stored.told(runs.models, recipe, entries)
+        stored_request, entries = await responses.found(response_id, stored.key())
+        answer = stored.told(responses.models, stored_request, entries)
     except ResponseNotFoundError:
         raise PreviousResponseError(response_id) from None
     if not (entries and entries[-1].is_last):
         message = f"The response {response_id!r} is still being made."
         raise InvalidRequestError(message, "previous_response_id")
-    return recipe.items, answer.whole()["output"]
+    return stored_request.items, answer.whole()["output"]
 
 
 @ROUTER.post("/v1/responses", response_model=None)
 @ROUTER.post("/responses", response_model=None)
 async def responses(
     models: ModelsArgument,
-    runs: RunsArgument,
+    responses: ResponsesArgument,
     prepared: Annotated[
         PreparedResponse, Depends(Continued(preparation.response, preparation.response_after))
     ],
@@ -89,16 +91,16 @@ async def responses(
     """Answer a chat as a response, which is kept for some minutes unless `store` is false; `stream`
     sends server-sent events, and `background` does not wait for it."""
     # Kept responses are few, and those of who chats: a batch's would take their places.
-    may_keep = runs.keep_any and not request_context.current().is_batch_line
+    may_keep = responses.keep_any and not request_context.current().is_batch_line
     told = prepared.asked | ({} if may_keep else {"store": False})
     wanted = prepared.chat.generation
-    if told["background"] and not runs.keep_any:
+    if told["background"] and not responses.keep_any:
         raise NotSupportedError(
             "This server keeps no responses, so none can run in the background."
         )
     model = find(models, wanted.model)
     (started,) = generation.requests(f"resp_{uuid.uuid4().hex}", wanted)
-    made = Recipe(
+    made = StoredRequest(
         model.id,
         int(time.time()),
         told,
@@ -120,12 +122,12 @@ async def responses(
         created=made.created,
     )
     if told["background"]:
-        run = await runs.start(made, _owner())
+        response = await responses.start(made, _owner())
         if not wanted.stream:
             return JSONResponse(answer.whole())
-        entries = run.follow(0)
+        entries = response.follow(0)
     else:
-        keep = _keeping(runs, made) if told["store"] else None
+        keep = _keeping(responses, made) if told["store"] else None
         entries = _logged(await generation.start(model, [started]), keep)
     if wanted.stream:
         return sse.EventStream(serving.events(answer, entries), wanted.sse_ping_interval)
@@ -149,26 +151,26 @@ def _owner() -> Owner:
     return Owner(stored.key(), request_context.current().holder)
 
 
-def _keeping(runs: Runs, made: Recipe) -> Keep:
+def _keeping(responses: BackgroundResponses, made: StoredRequest) -> Keep:
     """A function that keeps it for this task's caller."""
-    runs.prepare()
+    responses.prepare()
     owner = _owner()
-    return lambda entries: runs.keep(made, owner, entries)
+    return lambda entries: responses.keep(made, owner, entries)
 
 
-async def _logged(deltas: Deltas, keep: Keep | None) -> AsyncGenerator[Entry]:
+async def _logged(deltas: Deltas, keep: Keep | None) -> AsyncGenerator[Event]:
     """The log of a response that ends when its client leaves. It is kept before its end is told."""
-    entries: list[Entry] = []
+    entries: list[Event] = []
     try:
         async for _, delta in deltas:
-            entry = Entry(delta, time.time())
+            entry = Event(delta, time.time())
             if keep is not None:
                 entries.append(entry)
                 if entry.is_last:
                     await keep(entries)
             yield entry
     except CorralError as error:
-        entry = Entry(error, time.time())
+        entry = Event(error, time.time())
         if keep is not None:
             await keep([*entries, entry])
         yield entry

@@ -19,7 +19,7 @@ from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import unexpected
 from serve_app.ingress.http.timings import Running, prompt_progress, timings
 from serve_app.ingress.responses.items import reasoning_fields
-from serve_app.ingress.responses.log import Entry
+from serve_app.ingress.responses.log import Event
 from serve_app.ingress.responses.tools import CallForm, forms
 from serve_app.prompt.output_parser import OutputParser, Reasoning
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
@@ -80,7 +80,7 @@ class ResponseAnswer:
         begun = response | {"status": "in_progress"}
         return [*events, self._event("in_progress", response=begun)]
 
-    def take(self, entry: Entry) -> list[Json]:
+    def take(self, entry: Event) -> list[Json]:
         """The events of what came of it."""
         self._at, self.status = int(entry.at), "in_progress"
         if isinstance(entry.what, TokenDelta):
@@ -342,7 +342,7 @@ def usage_body(usage: Usage, n_reasoning: int) -> Json:
     }
 
 
-async def collect(answer: ResponseAnswer, entries: AsyncIterator[Entry]) -> Json:
+async def collect(answer: ResponseAnswer, entries: AsyncIterator[Event]) -> Json:
     """Read the response to its end. Raises CorralError."""
     async for entry in entries:
         if isinstance(entry.what, CorralError):
@@ -352,7 +352,7 @@ async def collect(answer: ResponseAnswer, entries: AsyncIterator[Entry]) -> Json
 
 
 async def events(
-    answer: ResponseAnswer, entries: AsyncGenerator[Entry], after: int = -1
+    answer: ResponseAnswer, entries: AsyncGenerator[Event], after: int = -1
 ) -> AsyncIterator[bytes]:
     """The response as server-sent events, those behind that number; the last one tells the whole
     response, or what failed. The entries are closed at the end, whatever happens."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from serve_app.errors import EngineFailedError, KeyLimitError, RateLimitError
 from serve_app.ingress.responses import log
-from serve_app.ingress.responses.log import Entry
+from serve_app.ingress.responses.log import Event
 
 LEASE_S = 10.0
 """A response that is being made, and that its ingress was silent about for so long, goes on in another."""
@@ -49,7 +49,7 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class LogAppend:
     """New output of a response, for its log."""
 
     id: str
@@ -64,7 +64,7 @@ class News:
     has_ended: bool
 
 
-class Verdict(enum.Enum):
+class AppendResult(enum.Enum):
     """The store's instruction to the ingress that makes a response."""
 
     GO_ON = 0
@@ -75,10 +75,10 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredResponse:
     """The stored record of a response."""
 
-    recipe: bytes
+    stored_request: bytes
     """Packed."""
     packs: Sequence[tuple[int, bytes]]
     """Of entries, each with the place of its first one: those asked for, and maybe some before."""
@@ -88,7 +88,7 @@ class Found:
     turn: int
     owner: Owner
 
-    def entries(self, since: int = 0) -> list[Entry]:
+    def entries(self, since: int = 0) -> list[Event]:
         """From that place on."""
         return [
             entry
@@ -109,17 +109,19 @@ class ResponseStore(Protocol):
     async def prepare(self) -> None:
         """Be ready to keep one soon."""
 
-    async def put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
+    async def put(
+        self, response_id: str, owner: Owner, stored_request: bytes, append: LogAppend
+    ) -> None:
         """Keep a response, its log as far as it is. Raises RateLimitError if too many of its owner's are
         being made, KeyLimitError if it is too large."""
 
-    async def append(self, news: Sequence[News]) -> list[Verdict]:
+    async def append(self, appends: Sequence[LogAppend]) -> list[AppendResult]:
         """Add to the logs of responses that are being made; also if there is nothing to add, every few
         seconds, as a sign of life."""
 
     async def find(
         self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
-    ) -> Found | None:
+    ) -> StoredResponse | None:
         """A response of this key's, its log from that place on; waits for so many seconds until there is
         something, or the end."""
 
@@ -129,14 +131,14 @@ class ResponseStore(Protocol):
     async def cancel(self, response_id: str, key: str | None) -> None:
         """Have the making of a response end."""
 
-    async def adopt(self, response_id: str) -> Found | None:
+    async def adopt(self, response_id: str) -> StoredResponse | None:
         """Be the one that goes on with a response whose ingress is gone; None if somebody else does."""
 
 
 @dataclass
-class _Kept:
+class _ResponseLog:
     owner: Owner
-    recipe: bytes
+    stored_request: bytes
     packs: list[tuple[int, bytes]]
     n_entries: int
     has_ended: bool
@@ -144,18 +146,20 @@ class _Kept:
     turn: int = 0
     is_unwanted: bool = False
     progressed_at: float = 0.0
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changes: asyncio.Event = field(default_factory=asyncio.Event)
     n_bytes: int = 0
 
     def changed(self) -> None:
         """Wake all who wait."""
-        self.news.set()
-        self.news = asyncio.Event()
+        self.changes.set()
+        self.changes = asyncio.Event()
 
-    def found(self, since: int) -> Found:
+    def found(self, since: int) -> StoredResponse:
         ends = [*(first for first, _ in self.packs[1:]), self.n_entries]
         packs = [pack for pack, end in zip(self.packs, ends, strict=False) if end > since]
-        return Found(self.recipe, packs, self.n_entries, self.has_ended, self.turn, self.owner)
+        return StoredResponse(
+            self.stored_request, packs, self.n_entries, self.has_ended, self.turn, self.owner
+        )
 
 
 class Store:
@@ -168,9 +172,9 @@ class Store:
     def __init__(self, bounds: Bounds, clock: Callable[[], float] = time.monotonic) -> None:
         self.bounds = bounds
         self._clock = clock
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _ResponseLog] = {}
         """The oldest first."""
-        self._held: dict[str, dict[str, _Kept]] = {}
+        self._held: dict[str, dict[str, _ResponseLog]] = {}
         """The same by holder."""
         self._bytes: Counter[str] = Counter()
         """The bytes of each holder's responses."""
@@ -189,24 +193,26 @@ class Store:
     async def prepare(self) -> None:
         """See ResponseStore."""
 
-    async def put(self, response_id: str, owner: Owner, recipe: bytes, news: News) -> None:
+    async def put(
+        self, response_id: str, owner: Owner, stored_request: bytes, append: LogAppend
+    ) -> None:
         """See ResponseStore."""
         self._expire()
-        n_bytes = len(recipe) + len(news.entries)
+        n_bytes = len(stored_request) + len(append.entries)
         if n_bytes > min(self.bounds.max_bytes_each, self.bounds.max_bytes):
             raise KeyLimitError(f"A response of {n_bytes} bytes is too large to be kept.")
-        if not news.has_ended:
+        if not append.has_ended:
             self._check_running(owner)
         now = self._clock()
-        packs = [(news.first, news.entries)] if news.n else []
-        kept = _Kept(
+        packs = [(append.first, append.entries)] if append.n else []
+        kept = _ResponseLog(
             owner,
-            recipe,
+            stored_request,
             packs,
-            news.n,
-            news.has_ended,
+            append.n,
+            append.has_ended,
             now,
-            news.turn,
+            append.turn,
             progressed_at=now,
         )
         if response_id in self._kept:
@@ -226,35 +232,35 @@ class Store:
                 _RETRY_S,
             )
 
-    async def append(self, news: Sequence[News]) -> list[Verdict]:
+    async def append(self, appends: Sequence[LogAppend]) -> list[AppendResult]:
         """See ResponseStore."""
         self._expire()
-        return [self._append(one) for one in news]
+        return [self._append(append) for append in appends]
 
-    def _append(self, news: News) -> Verdict:
-        kept = self._kept.get(news.id)
-        if kept is None or kept.turn != news.turn or kept.has_ended:
-            return Verdict.LEAVE
+    def _append(self, append: LogAppend) -> AppendResult:
+        kept = self._kept.get(append.id)
+        if kept is None or kept.turn != append.turn or kept.has_ended:
+            return AppendResult.LEAVE
         kept.touched_at = kept.progressed_at = self._clock()
-        if news.n and news.first == kept.n_entries:
-            kept.packs.append((news.first, news.entries))
-            kept.n_entries += news.n
-            self._grow(kept, len(news.entries))
-            kept.has_ended = news.has_ended
+        if append.n and append.first == kept.n_entries:
+            kept.packs.append((append.first, append.entries))
+            kept.n_entries += append.n
+            self._grow(kept, len(append.entries))
+            kept.has_ended = append.has_ended
             kept.changed()
             self._make_room(kept.owner.holder)
-        return Verdict.CANCEL if kept.is_unwanted else Verdict.GO_ON
+        return AppendResult.CANCEL if kept.is_unwanted else AppendResult.GO_ON
 
     async def find(
         self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
-    ) -> Found | None:
+    ) -> StoredResponse | None:
         """See ResponseStore."""
         self._expire()
         kept = self._owned(response_id, key)
         if kept is not None and wait_s and kept.n_entries <= since and not kept.has_ended:
             try:
                 async with asyncio.timeout(wait_s):
-                    await kept.news.wait()
+                    await kept.changes.wait()
             except TimeoutError:
                 pass
             kept = self._owned(response_id, key)
@@ -274,7 +280,7 @@ class Store:
         if kept is not None:
             kept.is_unwanted = True
 
-    async def adopt(self, response_id: str) -> Found | None:
+    async def adopt(self, response_id: str) -> StoredResponse | None:
         """See ResponseStore."""
         kept = self._kept.get(response_id)
         if kept is None or kept.has_ended or not self._is_orphan(kept):
@@ -291,8 +297,8 @@ class Store:
         for response_id, kept in orphans:
             if self._clock() - kept.progressed_at >= ABANDONED_S:
                 error = EngineFailedError("No replica could continue this response.")
-                entries = log.packed([Entry(error, time.time())])
-                self._append(News(response_id, kept.turn, kept.n_entries, entries, 1, True))
+                entries = log.packed([Event(error, time.time())])
+                self._append(LogAppend(response_id, kept.turn, kept.n_entries, entries, 1, True))
         return [response_id for response_id, kept in orphans if not kept.has_ended]
 
     @property
@@ -300,19 +306,19 @@ class Store:
         """Responses that are being made."""
         return sum(not one.has_ended for one in self._kept.values())
 
-    def _is_orphan(self, kept: _Kept) -> bool:
+    def _is_orphan(self, kept: _ResponseLog) -> bool:
         return not kept.has_ended and self._clock() - kept.touched_at >= LEASE_S
 
-    def _owned(self, response_id: str, key: str | None) -> _Kept | None:
+    def _owned(self, response_id: str, key: str | None) -> _ResponseLog | None:
         kept = self._kept.get(response_id)
         if kept is None or kept.owner.key != key or self._is_old(kept):
             return None
         return kept
 
-    def _of(self, holder: str) -> Iterable[_Kept]:
+    def _of(self, holder: str) -> Iterable[_ResponseLog]:
         return self._held.get(holder, {}).values()
 
-    def _is_old(self, kept: _Kept) -> bool:
+    def _is_old(self, kept: _ResponseLog) -> bool:
         return kept.has_ended and self._clock() - kept.touched_at >= self.bounds.kept_s
 
     def _expire(self) -> None:
@@ -324,7 +330,7 @@ class Store:
             if self._is_old(kept):
                 self._forget(response_id)
 
-    def _grow(self, kept: _Kept, n_bytes: int) -> None:
+    def _grow(self, kept: _ResponseLog, n_bytes: int) -> None:
         kept.n_bytes += n_bytes
         self._bytes[kept.owner.holder] += n_bytes
         self._n_bytes += n_bytes

@@ -19,8 +19,8 @@ from serve_app.ingress.http.dependencies import BodiesArgument, written
 from serve_app.ingress.http.limits.bodies import unread
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.responses import log, preparation, serving
-from serve_app.ingress.responses.log import Entry, Recipe
-from serve_app.ingress.responses.runs import Runs
+from serve_app.ingress.responses.background import BackgroundResponses
+from serve_app.ingress.responses.log import Event, StoredRequest
 from serve_app.ingress.responses.serving import ResponseAnswer
 
 
@@ -31,23 +31,26 @@ def key() -> str | None:
 
 
 def told(
-    models: Mapping[str, ServedModel], recipe: Recipe, entries: Sequence[Entry]
+    models: Mapping[str, ServedModel], stored_request: StoredRequest, entries: Sequence[Event]
 ) -> ResponseAnswer:
     """A response as far as it is. Raises ResponseNotFoundError if its model is no more."""
     try:
-        model = find(models, recipe.model)
+        model = find(models, stored_request.model)
     except ModelNotFoundError:
-        raise ResponseNotFoundError(recipe.id) from None
+        raise ResponseNotFoundError(stored_request.id) from None
     answer = ResponseAnswer(
-        recipe.id,
-        recipe.model,
-        dict(recipe.asked),
+        stored_request.id,
+        stored_request.model,
+        dict(stored_request.asked),
         model.tokenizer.output_parser(
-            recipe.request.prompt, recipe.tools, recipe.thinks, in_pieces=True
+            stored_request.request.prompt,
+            stored_request.tools,
+            stored_request.thinks,
+            in_pieces=True,
         ),
         chat.counter(model),
-        return_progress=recipe.return_progress,
-        created=recipe.created,
+        return_progress=stored_request.return_progress,
+        created=stored_request.created,
     )
     if entries:
         answer.opening()
@@ -56,19 +59,19 @@ def told(
     return answer
 
 
-async def _runs(request: Request) -> Runs:
-    runs: Runs = request.app.state.runs
-    return runs
+async def _responses(request: Request) -> BackgroundResponses:
+    responses: BackgroundResponses = request.app.state.responses
+    return responses
 
 
-RunsArgument = Annotated[Runs, Depends(_runs)]
+ResponsesArgument = Annotated[BackgroundResponses, Depends(_responses)]
 ROUTER = APIRouter()
 """Whose API key is another one's finds nothing."""
 
 
 @ROUTER.get("/v1/responses/{response_id}", response_model=None)
 async def get_response(
-    runs: RunsArgument,
+    responses: ResponsesArgument,
     response_id: str,
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=-1)] = -1,
@@ -76,41 +79,41 @@ async def get_response(
 ) -> Response:
     """A response as far as it is; `stream` sends its events, those behind the number
     `starting_after`, from its beginning and then as they come."""
-    recipe, entries = await runs.found(response_id, key())
+    stored_request, entries = await responses.found(response_id, key())
     if not stream:
-        return JSONResponse(told(runs.models, recipe, entries).whole())
-    answer = told(runs.models, recipe, [])
+        return JSONResponse(told(responses.models, stored_request, entries).whole())
+    answer = told(responses.models, stored_request, [])
     answer.obfuscates = include_obfuscation
-    with runs.open_requests.entered(request_context.current().holder):
+    with responses.open_requests.entered(request_context.current().holder):
         pass  # a refusal has a status here
-    following = _held(runs, recipe.id)
+    following = _held(responses, stored_request.id)
     return sse.EventStream(serving.events(answer, following, starting_after))
 
 
 @ROUTER.delete("/v1/responses/{response_id}", response_model=None)
-async def delete_response(runs: RunsArgument, response_id: str) -> dict[str, Any]:
+async def delete_response(responses: ResponsesArgument, response_id: str) -> dict[str, Any]:
     """Forget a response. If it is being made, that ends."""
-    await runs.delete(response_id, key())
+    await responses.delete(response_id, key())
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @ROUTER.post("/v1/responses/{response_id}/cancel", response_model=None)
 @unread
-async def cancel_response(runs: RunsArgument, response_id: str) -> Response:
+async def cancel_response(responses: ResponsesArgument, response_id: str) -> Response:
     """End a response that is made in the background. One that has ended stays as it is."""
-    recipe, entries = await runs.found(response_id, key())
-    if not recipe.is_background:
+    stored_request, entries = await responses.found(response_id, key())
+    if not stored_request.is_background:
         raise InvalidRequestError("Cannot cancel a synchronous response.")
     if not (entries and entries[-1].is_last):
-        await runs.cancel(response_id, key())
-        async for entry in runs.follow(response_id, key(), len(entries)):
+        await responses.cancel(response_id, key())
+        async for entry in responses.follow(response_id, key(), len(entries)):
             entries.append(entry)
-    return JSONResponse(told(runs.models, recipe, entries).whole())
+    return JSONResponse(told(responses.models, stored_request, entries).whole())
 
 
 @ROUTER.get("/v1/responses/{response_id}/input_items", response_model=None)
 async def response_input_items(
-    runs: RunsArgument,
+    responses: ResponsesArgument,
     bodies: BodiesArgument,
     response_id: str,
     after: str | None = None,
@@ -118,14 +121,14 @@ async def response_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The conversation that a response answers, that of `previous_response_id` included."""
-    recipe, _ = await runs.found(response_id, key())
+    stored_request, _ = await responses.found(response_id, key())
     wanted = orjson.dumps([order, limit, after]) + b"\n"
-    return written(await bodies.work(preparation.page, wanted, recipe.items))
+    return written(await bodies.work(preparation.page, wanted, stored_request.items))
 
 
-async def _held(runs: Runs, response_id: str) -> AsyncGenerator[Entry]:
+async def _held(responses: BackgroundResponses, response_id: str) -> AsyncGenerator[Event]:
     """Its entries, for one of the readers that the caller may have."""
     caller = request_context.current()
-    with runs.open_requests.entered(caller.holder):
-        async for entry in runs.follow(response_id, key(), 0):
+    with responses.open_requests.entered(caller.holder):
+        async for entry in responses.follow(response_id, key(), 0):
             yield entry

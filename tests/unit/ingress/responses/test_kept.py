@@ -19,8 +19,8 @@ from serve_app.ingress.api import build_api
 from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.ingress.responses import runs, store
-from serve_app.ingress.responses.runs import Runs
+from serve_app.ingress.responses import background, store
+from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.types import TokenDelta
 from tests.unit.ingress.harness import (
@@ -48,8 +48,10 @@ class Ingress:
         tokenizer: Any = ByteTokenizer()
         models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}
         self.open = OpenRequests(100)
-        self.runs = Runs(models, shared, self.open)
-        self.app: FastAPI = build_api(models, access, open_requests=self.open, runs=self.runs)
+        self.responses = BackgroundResponses(models, shared, self.open)
+        self.app: FastAPI = build_api(
+            models, access, open_requests=self.open, responses=self.responses
+        )
 
     def client(self, name: str = "ann") -> httpx.AsyncClient:
         return httpx.AsyncClient(
@@ -60,11 +62,11 @@ class Ingress:
 
     def die(self) -> None:
         """As a process does: nothing is told to anybody."""
-        for run in self.runs._runs.values():
-            run.is_left = True
-            run.task.cancel()
-        assert self.runs._telling is not None
-        self.runs._telling.cancel()
+        for response in self.responses._responses.values():
+            response.is_left = True
+            response.task.cancel()
+        assert self.responses._telling is not None
+        self.responses._telling.cancel()
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ def access(tmp_path: Path) -> Access:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "TELL_S", 0.001)
+    monkeypatch.setattr(background, "TELL_S", 0.001)
 
 
 @pytest.fixture
@@ -101,8 +103,8 @@ async def ingresses(
 
     yield make
     for one in made:
-        tasks = [run.task for run in one.runs._runs.values()]
-        tasks += [one.runs._telling] if one.runs._telling is not None else []
+        tasks = [response.task for response in one.responses._responses.values()]
+        tasks += [one.responses._telling] if one.responses._telling is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -166,12 +168,12 @@ async def test_a_response_is_found_again_by_any_ingress(
 async def test_what_is_still_on_its_way_to_the_store_can_be_deleted(
     first: Ingress, shared: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "PUT_S", 0.0)
+    monkeypatch.setattr(background, "PUT_S", 0.0)
     answered, put = asyncio.Event(), shared.put
 
-    async def waits(*news: Any) -> None:
+    async def waits(*arguments: Any) -> None:
         await answered.wait()
-        await put(*news)
+        await put(*arguments)
 
     monkeypatch.setattr(shared, "put", waits)
     body = await posted(first)
@@ -303,7 +305,7 @@ async def test_a_background_response_goes_on_when_its_client_leaves(
     engine.scripts = [[HELLO[0], held, *HELLO[1:]]]
     body = await posted(first, background=True)
     assert (body["status"], body["background"], body["output"]) == ("queued", True, [])
-    await until(lambda: first.runs._runs[body["id"]].n_told == 1)
+    await until(lambda: first.responses._responses[body["id"]].n_told == 1)
     for ingress in (first, second):
         now = (await got(ingress, body["id"])).json()
         Response.model_validate(now)
@@ -316,7 +318,7 @@ async def test_a_background_response_goes_on_when_its_client_leaves(
         done = await ended(ingress, body["id"])
         assert (done["status"], done["output"][0]["content"][0]["text"]) == ("completed", "Hello")
         assert done["id"] == body["id"]
-    await until(lambda: not first.runs._runs)
+    await until(lambda: not first.responses._responses)
 
 
 async def got_status(ingress: Ingress, **fields: Any) -> tuple[int, str]:
@@ -370,7 +372,7 @@ async def test_the_place_of_a_background_response_is_its_clients(
 async def test_cancelling(first: Ingress, second: Ingress, engine: ScriptedEngine, by: str) -> None:
     engine.scripts = [[HELLO[0], asyncio.Event()]]
     body = await posted(first, background=True)
-    await until(lambda: first.runs._runs[body["id"]].n_told == 1)
+    await until(lambda: first.responses._responses[body["id"]].n_told == 1)
     ingress = first if by == "itself" else second
     for _ in range(2):
         async with ingress.client() as client:
@@ -395,12 +397,12 @@ async def test_deleting_ends_the_making(
 ) -> None:
     engine.scripts = [[HELLO[0], asyncio.Event()]]
     body = await posted(first, background=True)
-    await until(lambda: first.runs._runs[body["id"]].n_told == 1)
+    await until(lambda: first.responses._responses[body["id"]].n_told == 1)
     async with (first if by == "itself" else second).client() as client:
         path = f"/v1/responses/{body['id']}"
         assert (await client.delete(path)).status_code == 200
         assert (await client.delete(path)).status_code == 404
-    await until(lambda: engine.left_early and not first.runs._runs)
+    await until(lambda: engine.left_early and not first.responses._responses)
     assert (await got(first, body["id"])).status_code == 404
 
 
@@ -409,11 +411,11 @@ async def test_another_ingress_goes_on_where_one_was(
 ) -> None:
     engine.scripts = [[HELLO[0], asyncio.Event()], [TokenDelta("p!", (9,)), HELLO[-1]]]
     body = await posted(first, background=True, top_p=0.5)
-    await until(lambda: first.runs._runs[body["id"]].n_told == 1)
+    await until(lambda: first.responses._responses[body["id"]].n_told == 1)
     first.die()
-    assert await second.runs.adopt(body["id"]) is False, "it may only be slow"
+    assert await second.responses.adopt(body["id"]) is False, "it may only be slow"
     clock.now += store.LEASE_S
-    assert await second.runs.adopt(body["id"]) is True
+    assert await second.responses.adopt(body["id"]) is True
     done = await ended(second, body["id"])
     assert (done["status"], done["output"][0]["content"][0]["text"]) == ("completed", "Help!lo")
     before, after = engine.requests
@@ -431,18 +433,18 @@ async def test_nobody_reads_what_the_store_does_not_know(
     held, answered = asyncio.Event(), asyncio.Event()
     engine.scripts = [[HELLO[0], held, *HELLO[1:]]]
     body = await posted(first, background=True)
-    run = first.runs._runs[body["id"]]
-    await until(lambda: run.n_told == 1)
+    response = first.responses._responses[body["id"]]
+    await until(lambda: response.n_told == 1)
     append = shared.append
 
-    async def waits(*news: Any) -> Any:
+    async def waits(*arguments: Any) -> Any:
         await answered.wait()
-        return await append(*news)
+        return await append(*arguments)
 
     monkeypatch.setattr(shared, "append", waits)
     following = asyncio.create_task(got(first, body["id"], stream=True))
     held.set()
-    await until(lambda: run.is_over)
+    await until(lambda: response.is_over)
     now = (await got(first, body["id"])).json()
     assert (now["status"], now["output"][0]["content"][0]["text"]) == ("in_progress", "Hel")
     assert not following.done()
@@ -458,15 +460,15 @@ async def test_a_lost_store_gets_what_is_being_made(
     held = asyncio.Event()
     engine.scripts = [[HELLO[0], held, *HELLO[1:]]]
     body = await posted(first, background=True)
-    new, lost = Store(Bounds()), first.runs._store
+    new, lost = Store(Bounds()), first.responses._store
 
     async def fails(*_: object) -> None:
         for one in (first, second):
-            one.runs._store = new
+            one.responses._store = new
         raise ConnectionError
 
     monkeypatch.setattr(lost, "append", fails)
-    await until(lambda: first.runs._store is new)
+    await until(lambda: first.responses._store is new)
     held.set()
     done = await ended(second, body["id"])
     assert done["output"][0]["content"][0]["text"] == "Hello"
@@ -489,7 +491,7 @@ async def test_a_refusal_has_a_status_and_leaves_nothing(
     async with first.client() as client:
         answer = await client.post("/v1/responses", json={"input": "Hi", "background": True})
     assert (answer.status_code, answer.headers["Retry-After"]) == (429, "7")
-    assert (len(shared), len(first.open), first.runs._runs) == (0, 0, {})
+    assert (len(shared), len(first.open), first.responses._responses) == (0, 0, {})
 
 
 async def test_a_client_that_leaves_before_it_knows_the_id_ends_it(
@@ -508,7 +510,7 @@ async def test_a_client_that_leaves_before_it_knows_the_id_ends_it(
     posting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await posting
-    await until(lambda: not first.runs._runs and len(first.open) == 0)
+    await until(lambda: not first.responses._responses and len(first.open) == 0)
     assert len(shared) == 0
 
 

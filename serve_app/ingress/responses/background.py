@@ -28,14 +28,14 @@ from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.responses import log
-from serve_app.ingress.responses.log import Entry, Recipe
+from serve_app.ingress.responses.log import Event, StoredRequest
 from serve_app.ingress.responses.store import (
     ABANDONED_S,
-    Found,
-    News,
+    AppendResult,
+    LogAppend,
     Owner,
     ResponseStore,
-    Verdict,
+    StoredResponse,
 )
 from serve_app.types import GenerationRequest
 
@@ -54,11 +54,13 @@ PUT_S = 0.5
 """A store that does not answer holds an answer up for no longer."""
 
 
-class Run:
+class BackgroundResponse:
     """A response that this ingress makes."""
 
-    def __init__(self, recipe: Recipe, owner: Owner, entries: list[Entry], turn: int = 0) -> None:
-        self.recipe = recipe
+    def __init__(
+        self, stored_request: StoredRequest, owner: Owner, entries: list[Event], turn: int = 0
+    ) -> None:
+        self.stored_request = stored_request
         self.owner = owner
         self.entries = entries
         self.turn = turn
@@ -81,7 +83,7 @@ class Run:
         """Whether its log is complete."""
         return bool(self.entries) and self.entries[-1].is_last
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Event) -> None:
         """Something came of it. It can be read when it is kept."""
         self.entries.append(entry)
 
@@ -95,7 +97,7 @@ class Run:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def follow(self, since: int) -> AsyncGenerator[Entry]:
+    async def follow(self, since: int) -> AsyncGenerator[Event]:
         """The entries from that place on, up to the last one, or until the store's count."""
         self.n_readers += 1
         try:
@@ -118,20 +120,22 @@ class Run:
         has_news = len(self.entries) > self.n_told
         return has_news and (self.n_readers > 0 or now - self.told_at >= TELL_S)
 
-    def news(self) -> News:
+    def unsaved(self) -> LogAppend:
         """The changes that the store does not have yet."""
         new = self.entries[self.n_told :]
         pack = log.packed(new) if new else b""
         ended = bool(new) and new[-1].is_last
-        return News(self.recipe.id, self.turn, self.n_told, pack, len(new), ended)
+        return LogAppend(self.stored_request.id, self.turn, self.n_told, pack, len(new), ended)
 
-    def whole(self) -> News:
+    def whole(self) -> LogAppend:
         """All of it."""
         pack = log.packed(self.entries)
-        return News(self.recipe.id, self.turn, 0, pack, len(self.entries), self.has_ended)
+        return LogAppend(
+            self.stored_request.id, self.turn, 0, pack, len(self.entries), self.has_ended
+        )
 
 
-class Runs:
+class BackgroundResponses:
     """All of them in one ingress. For its event loop."""
 
     def __init__(
@@ -143,11 +147,11 @@ class Runs:
         self.models = models
         self.open_requests = open_requests
         self._store = store
-        self._runs: dict[str, Run] = {}
+        self._responses: dict[str, BackgroundResponse] = {}
         self._telling: asyncio.Task[None] | None = None
         self._read = asyncio.Event()
         """There is something new of a response that somebody reads."""
-        self._putting: dict[str, Run] = {}
+        self._putting: dict[str, BackgroundResponse] = {}
         """Complete ones on their way to the store."""
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -156,26 +160,28 @@ class Runs:
         """Whether responses are kept at all."""
         return self._store.keeps_any
 
-    async def start(self, recipe: Recipe, owner: Owner) -> Run:
+    async def start(self, stored_request: StoredRequest, owner: Owner) -> BackgroundResponse:
         """Make a response for this task's caller; it goes on when that one leaves. Returns when an engine
         has accepted it. Raises CorralError."""
         caller = request_context.current()
-        run = Run(recipe, owner, [])
+        response = BackgroundResponse(stored_request, owner, [])
         with ExitStack() as held:
             held.enter_context(self.open_requests.entered(caller.holder))
             try:
-                await self._store.put(recipe.id, owner, recipe.packed(), run.whole())
+                await self._store.put(
+                    stored_request.id, owner, stored_request.packed(), response.whole()
+                )
             except ConnectionError:
                 raise EngineUnavailableError("Responses cannot be kept now.") from None
             held.enter_context(caller.handed_over())
-            self._begin(run, caller, held.pop_all())
+            self._begin(response, caller, held.pop_all())
         try:
-            await asyncio.shield(run.accepted)
+            await asyncio.shield(response.accepted)
         except BaseException:  # refused, or its client has left without its id
-            run.task.cancel()
-            await self._forget(run)
+            response.task.cancel()
+            await self._forget(response)
             raise
-        return run
+        return response
 
     async def adopt(self, response_id: str) -> bool:
         """Go on with a response whose ingress is gone. Returns whether there is something to do.
@@ -186,60 +192,62 @@ class Runs:
             return False
         if found is None:
             return False
-        recipe = Recipe.unpacked(found.recipe)
-        logger.warning("%s continues in this ingress, after %d entries", recipe.id, found.n_entries)
-        run = Run(recipe, found.owner, found.entries(), found.turn)
-        caller = Caller(request_id=recipe.request.http_id, is_operator=False)
-        self._begin(run, caller, ExitStack())
+        stored_request = StoredRequest.unpacked(found.stored_request)
+        logger.warning(
+            "%s continues in this ingress, after %d entries", stored_request.id, found.n_entries
+        )
+        response = BackgroundResponse(stored_request, found.owner, found.entries(), found.turn)
+        caller = Caller(request_id=stored_request.request.http_id, is_operator=False)
+        self._begin(response, caller, ExitStack())
         return True
 
-    def _begin(self, run: Run, caller: Caller, held: ExitStack) -> None:
-        self._runs[run.recipe.id] = run
+    def _begin(self, response: BackgroundResponse, caller: Caller, held: ExitStack) -> None:
+        self._responses[response.stored_request.id] = response
         # In a context of its own: Serve cancels what a request has called when its client leaves.
-        making = self._make(run, caller, held)
-        run.task = asyncio.create_task(making, context=contextvars.Context())
+        making = self._make(response, caller, held)
+        response.task = asyncio.create_task(making, context=contextvars.Context())
         if self._telling is None or self._telling.done():
             telling = self._tell_on()
             self._telling = asyncio.create_task(telling, context=contextvars.Context())
 
-    async def _make(self, run: Run, caller: Caller, held: ExitStack) -> None:
+    async def _make(self, response: BackgroundResponse, caller: Caller, held: ExitStack) -> None:
         request_context.enter(caller)
         try:
             with held:
-                await self._generate(run)
+                await self._generate(response)
         except asyncio.CancelledError:
-            if not run.has_ended:
-                run.add(Entry(None, time.time()))
+            if not response.has_ended:
+                response.add(Event(None, time.time()))
         except CorralError as error:
-            self._fail(run, error)
+            self._fail(response, error)
         except Exception:
-            logger.exception("%s failed", run.recipe.id)
-            self._fail(run, unexpected())
+            logger.exception("%s failed", response.stored_request.id)
+            self._fail(response, unexpected())
         finally:
-            run.is_over = True
-            run.wake()
+            response.is_over = True
+            response.wake()
 
     @staticmethod
-    def _fail(run: Run, error: CorralError) -> None:
-        if run.accepted.done():
-            run.add(Entry(error, time.time()))
+    def _fail(response: BackgroundResponse, error: CorralError) -> None:
+        if response.accepted.done():
+            response.add(Event(error, time.time()))
         else:
-            run.accepted.set_exception(error)
-            run.accepted.exception()  # where nobody waits for it, nobody is warned
+            response.accepted.set_exception(error)
+            response.accepted.exception()  # where nobody waits for it, nobody is warned
 
-    async def _generate(self, run: Run) -> None:
-        model = find(self.models, run.recipe.model)
-        request = run.recipe.request
-        if run.turn:
-            request = continued(request, log.tokens(run.entries), run.turn)
-            run.accepted.set_result(None)
-        deltas = await self._started(model, request, patiently=run.turn > 0)
+    async def _generate(self, response: BackgroundResponse) -> None:
+        model = find(self.models, response.stored_request.model)
+        request = response.stored_request.request
+        if response.turn:
+            request = continued(request, log.tokens(response.entries), response.turn)
+            response.accepted.set_result(None)
+        deltas = await self._started(model, request, patiently=response.turn > 0)
         async with aclosing(deltas):
-            if not run.accepted.done():
-                run.accepted.set_result(None)
+            if not response.accepted.done():
+                response.accepted.set_result(None)
             async for _, delta in deltas:
-                run.add(Entry(delta, time.time()))
-                if run.n_readers:
+                response.add(Event(delta, time.time()))
+                if response.n_readers:
                     self._read.set()
 
     async def _started(
@@ -257,7 +265,7 @@ class Runs:
 
     async def _tell_on(self) -> None:
         """Tell the store, as long as there are some."""
-        while self._runs:
+        while self._responses:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._read.wait(), TELL_S)
             self._read.clear()
@@ -271,50 +279,59 @@ class Runs:
 
     async def _tell(self) -> None:
         now = time.monotonic()
-        due = [run for run in self._runs.values() if run.is_due(now)]
-        news = [run.news() for run in due]
-        if not news:
+        due = [response for response in self._responses.values() if response.is_due(now)]
+        appends = [response.unsaved() for response in due]
+        if not appends:
             return
-        verdicts = await self._store.append(news)
-        for run, one, verdict in zip(due, news, verdicts, strict=True):
-            run.n_told, run.told_at = one.first + one.n, now
-            run.is_left = verdict is Verdict.LEAVE and not one.has_ended
-            if not run.is_left:
-                run.show(run.n_told)
-            if verdict is not Verdict.GO_ON:
-                run.task.cancel()
-                run.wake()
-            if verdict is Verdict.LEAVE or (run.is_over and run.n_told == len(run.entries)):
-                self._runs.pop(one.id, None)
+        results = await self._store.append(appends)
+        for response, append, result in zip(due, appends, results, strict=True):
+            response.n_told, response.told_at = append.first + append.n, now
+            response.is_left = result is AppendResult.LEAVE and not append.has_ended
+            if not response.is_left:
+                response.show(response.n_told)
+            if result is not AppendResult.GO_ON:
+                response.task.cancel()
+                response.wake()
+            if result is AppendResult.LEAVE or (
+                response.is_over and response.n_told == len(response.entries)
+            ):
+                self._responses.pop(append.id, None)
 
     async def _put_again(self) -> None:
         """The store was lost: a new one gets all that this ingress has."""
         logger.warning("The kept responses were lost. Those that still run are kept again.")
-        for run in list(self._runs.values()):
-            whole = run.whole()
+        for response in list(self._responses.values()):
+            whole = response.whole()
             try:
-                await self._store.put(run.recipe.id, run.owner, run.recipe.packed(), whole)
-                run.n_told = whole.n
-                run.show(whole.n)
+                await self._store.put(
+                    response.stored_request.id,
+                    response.owner,
+                    response.stored_request.packed(),
+                    whole,
+                )
+                response.n_told = whole.n
+                response.show(whole.n)
             except ConnectionError:  # nobody else can go on with them
-                for one in self._runs.values():
+                for one in self._responses.values():
                     one.show(len(one.entries))
                 await asyncio.sleep(_PAUSE_S)
                 return
             except CorralError:
-                logger.exception("%s could not be kept again", run.recipe.id)
+                logger.exception("%s could not be kept again", response.stored_request.id)
 
-    async def _forget(self, run: Run) -> None:
-        self._runs.pop(run.recipe.id, None)
+    async def _forget(self, response: BackgroundResponse) -> None:
+        self._responses.pop(response.stored_request.id, None)
         with suppress(ConnectionError):
-            await self._store.delete(run.recipe.id, run.owner.key)
+            await self._store.delete(response.stored_request.id, response.owner.key)
 
-    async def keep(self, recipe: Recipe, owner: Owner, entries: list[Entry]) -> None:
+    async def keep(self, stored_request: StoredRequest, owner: Owner, entries: list[Event]) -> None:
         """Keep a response that is complete. Waits a moment at most, and raises nothing: its client has an
         answer anyway."""
-        run = self._putting[recipe.id] = Run(recipe, owner, entries)
-        run.task = self._aside(self._keep(run))
-        await asyncio.wait([run.task], timeout=PUT_S)
+        response = self._putting[stored_request.id] = BackgroundResponse(
+            stored_request, owner, entries
+        )
+        response.task = self._aside(self._keep(response))
+        await asyncio.wait([response.task], timeout=PUT_S)
 
     def prepare(self) -> None:
         """A response will be kept soon."""
@@ -332,31 +349,31 @@ class Runs:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _keep(self, run: Run) -> None:
-        run.is_over = True
-        packed, whole = run.recipe.packed(), run.whole()
+    async def _keep(self, response: BackgroundResponse) -> None:
+        response.is_over = True
+        packed, whole = response.stored_request.packed(), response.whole()
         try:
-            await self._store.put(run.recipe.id, run.owner, packed, whole)
+            await self._store.put(response.stored_request.id, response.owner, packed, whole)
         except Exception as error:
-            logger.warning("%s is not kept: %s", run.recipe.id, error)
-        self._putting.pop(run.recipe.id, None)
+            logger.warning("%s is not kept: %s", response.stored_request.id, error)
+        self._putting.pop(response.stored_request.id, None)
 
-    async def found(self, response_id: str, key: str | None) -> tuple[Recipe, list[Entry]]:
+    async def found(self, response_id: str, key: str | None) -> tuple[StoredRequest, list[Event]]:
         """A response of this key's, as far as it is. Raises ResponseNotFoundError."""
-        run = self._own(response_id, key)
-        if run is not None:
-            return run.recipe, run.entries[: run.n_readable]
+        response = self._own(response_id, key)
+        if response is not None:
+            return response.stored_request, response.entries[: response.n_readable]
         kept = await self._ask(response_id, key)
-        return Recipe.unpacked(kept.recipe), kept.entries()
+        return StoredRequest.unpacked(kept.stored_request), kept.entries()
 
-    async def follow(self, response_id: str, key: str | None, since: int) -> AsyncGenerator[Entry]:
+    async def follow(self, response_id: str, key: str | None, since: int) -> AsyncGenerator[Event]:
         """Its entries from that place on, up to the last one. Ends early if it is deleted."""
-        run = self._own(response_id, key)
-        if run is not None:
-            async for entry in run.follow(since):
+        response = self._own(response_id, key)
+        if response is not None:
+            async for entry in response.follow(since):
                 since += 1
                 yield entry
-            if not run.is_left:
+            if not response.is_left:
                 return
         while True:
             try:
@@ -373,10 +390,10 @@ class Runs:
 
     async def cancel(self, response_id: str, key: str | None) -> None:
         """Have the making of a response end, and wait for that."""
-        run = self._own(response_id, key, only_made=True)
-        if run is not None:
-            run.task.cancel()
-            await asyncio.wait([run.task])
+        response = self._own(response_id, key, only_made=True)
+        if response is not None:
+            response.task.cancel()
+            await asyncio.wait([response.task])
             return
         try:
             await self._store.cancel(response_id, key)
@@ -385,31 +402,33 @@ class Runs:
 
     async def delete(self, response_id: str, key: str | None) -> None:
         """Forget a response; its making ends. Raises ResponseNotFoundError."""
-        run = self._own(response_id, key)
-        if run is not None and response_id in self._putting:
-            await asyncio.wait([run.task])  # else it would be kept after this
-            run = None
+        response = self._own(response_id, key)
+        if response is not None and response_id in self._putting:
+            await asyncio.wait([response.task])  # else it would be kept after this
+            response = None
         try:
             was_kept = await self._store.delete(response_id, key)
         except ConnectionError:
             was_kept = False
-        if run is not None:
-            self._runs.pop(response_id, None)
-            run.task.cancel()
+        if response is not None:
+            self._responses.pop(response_id, None)
+            response.task.cancel()
         elif not was_kept:
             raise ResponseNotFoundError(response_id)
 
-    def _own(self, response_id: str, key: str | None, *, only_made: bool = False) -> Run | None:
-        run = self._runs.get(response_id)
-        if run is None and not only_made:
-            run = self._putting.get(response_id)
-        if run is None or run.is_left or run.owner.key != key:
+    def _own(
+        self, response_id: str, key: str | None, *, only_made: bool = False
+    ) -> BackgroundResponse | None:
+        response = self._responses.get(response_id)
+        if response is None and not only_made:
+            response = self._putting.get(response_id)
+        if response is None or response.is_left or response.owner.key != key:
             return None
-        return run
+        return response
 
     async def _ask(
         self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
-    ) -> Found:
+    ) -> StoredResponse:
         try:
             kept = await self._store.find(response_id, key, since, wait_s)
         except ConnectionError:
