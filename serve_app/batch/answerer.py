@@ -24,10 +24,10 @@ from serve_app.config.resolved import ResolvedModel
 from serve_app.engine import Engine
 from serve_app.errors import EngineFailedError
 from serve_app.folders import cache_folder
+from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.batch.client import LineResponse, post
 from serve_app.ingress.batch.preparation import prefix_of
-from serve_app.ingress.http.auth import Access
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.openvino.exported.header import vocabulary_file

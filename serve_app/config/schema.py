@@ -36,8 +36,8 @@ from serve_app.config.sources import (
 )
 from serve_app.engine.options import BackendName
 from serve_app.errors import ConfigError
+from serve_app.ingress.access.addresses import is_loopback
 from serve_app.ingress.generation.sampling_fields import takes_sampling
-from serve_app.ingress.http.addresses import is_loopback
 from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy
 from serve_app.sampling import Api
 

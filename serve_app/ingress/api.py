@@ -8,6 +8,10 @@ from fastapi import FastAPI
 
 from serve_app import __version__
 from serve_app.ingress import information
+from serve_app.ingress.access.api_keys import KeyAccounts
+from serve_app.ingress.access.auth import IGNORED, Access, AccessMiddleware
+from serve_app.ingress.access.cors import Cors
+from serve_app.ingress.access.limits.open_requests import OpenRequests
 from serve_app.ingress.anthropic import routes as anthropic_routes
 from serve_app.ingress.anthropic import serving as anthropic_serving
 from serve_app.ingress.batch import routes as batch_routes
@@ -19,11 +23,7 @@ from serve_app.ingress.dashboard.broadcaster import Broadcaster
 from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors
-from serve_app.ingress.http.api_keys import KeyAccounts
-from serve_app.ingress.http.auth import IGNORED, Access, AccessMiddleware
-from serve_app.ingress.http.cors import Cors
 from serve_app.ingress.http.dependencies import add_routes, worker_modules
-from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.llama_server import slots
 from serve_app.ingress.media.fetching import Fetcher, FetchingWorkers

@@ -18,12 +18,12 @@ from ray.serve.handle import DeploymentHandle
 from serve_app import heap
 from serve_app.channel.listener import Listener
 from serve_app.config.resolved import ResolvedModel
+from serve_app.ingress.access.auth import Access
+from serve_app.ingress.access.limits.open_requests import OpenRequests
 from serve_app.ingress.adapters import AdapterControl, numbered
 from serve_app.ingress.api import WORKER_MODULES, build_api
 from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.handle_client import HandleClient
-from serve_app.ingress.http.auth import Access
-from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ModelInfo, ServedModel
 from serve_app.ingress.others import OtherIngresses

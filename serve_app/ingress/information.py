@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from serve_app.errors import RequestNotFoundError
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import ModelsArgument
-from serve_app.ingress.http.timings import explained
+from serve_app.ingress.openai.timings import explained
 from serve_app.types import ReplicaStats
 
 ROUTER = APIRouter()

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from serve_app.ingress.http.addresses import is_loopback
+from serve_app.ingress.access.addresses import is_loopback
 
 HERE = Path(__file__).parent
 _HAPROXY = "RAY_SERVE_HAPROXY_"

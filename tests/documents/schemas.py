@@ -15,9 +15,9 @@ from ray.serve.schema import HTTPOptionsSchema
 from serve_app.config import schema
 from serve_app.config.sources import ModelSource
 from serve_app.errors import ConfigError
+from serve_app.ingress.access.api_keys import KeyFile
 from serve_app.ingress.api import build_api
 from serve_app.ingress.batch.objects import Endpoint
-from serve_app.ingress.http.api_keys import KeyFile
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.types import FetchingReplica
 

@@ -23,8 +23,8 @@ from schemathesis.core.result import Ok
 
 from serve_app.batch.local_client import LocalClient
 from serve_app.engine import Engine, EngineOptions
+from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
-from serve_app.ingress.http.auth import Access
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
 

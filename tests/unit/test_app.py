@@ -13,7 +13,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 
 from serve_app.app import build
-from serve_app.ingress.http.auth import Access
+from serve_app.ingress.access.auth import Access
 
 MODELS = [{"id": "demo", "source": {"builtin": True}, "engine": {"n_slots": 1, "n_ctx_slot": 256}}]
 

@@ -24,8 +24,8 @@ from serve_app.config.schema import (
 from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.engine.metrics.stats import EngineStats
 from serve_app.errors import ConfigError, CorralError
+from serve_app.ingress.access.api_keys import KeyFile
 from serve_app.ingress.api import build_api
-from serve_app.ingress.http.api_keys import KeyFile
 from serve_app.prompt.tool_calls import FORMATS
 from tests.documents import configuration, pages, parameters
 

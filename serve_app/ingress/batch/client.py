@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Scope
 
-from serve_app.ingress.http.auth import BATCH_LINE
+from serve_app.ingress.access.auth import BATCH_LINE
 from serve_app.ingress.http.request_context import Caller
 
 logger = logging.getLogger("corral.ingress")

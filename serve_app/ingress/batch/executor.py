@@ -17,6 +17,7 @@ import orjson
 from starlette.types import ASGIApp
 
 from serve_app.errors import CorralError, EngineClosedError, QueueFullError
+from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.batch import preparation
 from serve_app.ingress.batch.client import LineResponse, post
 from serve_app.ingress.batch.journal import (
@@ -32,7 +33,6 @@ from serve_app.ingress.batch.pace import BatchPace
 from serve_app.ingress.batch.preparation import CheckedLine
 from serve_app.ingress.batch.store import BatchStore, ClaimedBatch, is_full
 from serve_app.ingress.batch.window import LineWindow
-from serve_app.ingress.http.api_keys import KeyAccounts
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.workers.pool import Workers
 from serve_app.types import account

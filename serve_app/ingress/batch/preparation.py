@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from serve_app.ingress.access.limits.bodies import MAX_BODY_BYTES
 from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.http.limits.bodies import MAX_BODY_BYTES
 from serve_app.ingress.workers.worker import Models
 
 _PREFIX_BYTES = 512

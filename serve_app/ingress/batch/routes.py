@@ -16,6 +16,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from serve_app.errors import InvalidRequestError, StorageFullError
+from serve_app.ingress.access.limits.bodies import streamed, unread
 from serve_app.ingress.batch import preparation
 from serve_app.ingress.batch.multipart import UploadForm
 from serve_app.ingress.batch.objects import (
@@ -31,7 +32,6 @@ from serve_app.ingress.batch.service import BatchService
 from serve_app.ingress.batch.store import BatchStore, is_full
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import prepared
-from serve_app.ingress.http.limits.bodies import streamed, unread
 
 _BUFFER_BYTES = 2**20
 _EXPIRES_S = 3600, 2_592_000

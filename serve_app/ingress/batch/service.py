@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from serve_app.errors import NotSupportedError
+from serve_app.ingress.access.limits.bodies import BodyLimits, BodyReader
 from serve_app.ingress.batch.executor import BatchExecutor
 from serve_app.ingress.batch.store import BatchLimits, BatchStore
-from serve_app.ingress.http.limits.bodies import BodyLimits, BodyReader
 
 MOST_UPLOADS, MOST_UPLOADS_EACH = 32, 4
 """The most files that one ingress receives at once, and those of one client."""

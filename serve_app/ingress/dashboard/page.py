@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.ingress.http.network import NetworkPolicy
+from serve_app.ingress.access.network import NetworkPolicy
 
 FOLDER = Path(__file__).parents[2] / "ui"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from serve_app.errors import PermissionDeniedError
-from serve_app.ingress.http.api_keys import Account
+from serve_app.ingress.http.account import Account
 from serve_app.types import account
 
 # Statuses of answers that say: nothing was done for this request.

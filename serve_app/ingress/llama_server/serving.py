@@ -13,10 +13,10 @@ from serve_app.ingress.generation import generation, sampling_fields
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
-from serve_app.ingress.http.timings import Running, prompt_progress, timings
 from serve_app.ingress.llama_server.preparation import LlamaCompletion
 from serve_app.ingress.openai import logprobs
 from serve_app.ingress.openai.logprobs import Piece
+from serve_app.ingress.openai.timings import Running, prompt_progress, timings
 from serve_app.sampling import CHAIN, Api, SamplingParams
 from serve_app.types import FinishReason, PromptProgress, SequenceEnd, TokenDelta
 

@@ -14,13 +14,13 @@ from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.generation.messages import input_of
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
-from serve_app.ingress.http.timings import (
+from serve_app.ingress.openai import logprobs
+from serve_app.ingress.openai.timings import (
     Running,
     llama_timings,
     prompt_progress,
     timings,
 )
-from serve_app.ingress.openai import logprobs
 from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage

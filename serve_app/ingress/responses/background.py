@@ -21,10 +21,10 @@ from serve_app.errors import (
     QueueFullError,
     ResponseNotFoundError,
 )
+from serve_app.ingress.access.limits.open_requests import OpenRequests
 from serve_app.ingress.generation import generation
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.errors import unexpected
-from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.responses import log

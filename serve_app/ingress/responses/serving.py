@@ -17,7 +17,7 @@ from serve_app.errors import CorralError
 from serve_app.ingress.generation import chat
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import unexpected
-from serve_app.ingress.http.timings import Running, prompt_progress, timings
+from serve_app.ingress.openai.timings import Running, prompt_progress, timings
 from serve_app.ingress.responses.items import reasoning_fields
 from serve_app.ingress.responses.log import Event
 from serve_app.ingress.responses.tools import CallForm, forms

@@ -13,10 +13,10 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from serve_app.errors import InvalidRequestError, ModelNotFoundError, ResponseNotFoundError
+from serve_app.ingress.access.limits.bodies import unread
 from serve_app.ingress.generation import chat
 from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.http.dependencies import BodiesArgument, written
-from serve_app.ingress.http.limits.bodies import unread
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.responses import log, preparation, serving
 from serve_app.ingress.responses.background import BackgroundResponses

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from serve_app.errors import CorralError, DecodeError, QueueFullError
+from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
-from serve_app.ingress.http.auth import Access
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import FetchingReplica
 from tests.unit.ingress.harness import (

@@ -20,6 +20,7 @@ import pytest
 from fastapi import FastAPI
 
 from serve_app.errors import DecodeError, InvalidRequestError, QueueFullError
+from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.batch import executor as executors
 from serve_app.ingress.batch import preparation
@@ -28,7 +29,6 @@ from serve_app.ingress.batch.journal import BatchJournal
 from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.batch.service import BatchOptions
 from serve_app.ingress.batch.store import BatchLimits, BatchStore
-from serve_app.ingress.http.auth import Access
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.workers.bodies import InProcess
 from serve_app.ingress.workers.pool import Workers

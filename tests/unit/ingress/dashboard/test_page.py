@@ -9,9 +9,9 @@ from typing import Literal
 import httpx
 import pytest
 
+from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.dashboard.page import FOLDER
-from serve_app.ingress.http.auth import Access
 
 Switch = bool | Literal["auto"]
 

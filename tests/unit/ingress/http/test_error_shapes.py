@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from serve_app.errors import DecodeError
+from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
-from serve_app.ingress.http.auth import Access
 from serve_app.ingress.openapi.spec import ROUTES
 from tests.unit.ingress.harness import HELLO, ByteTokenizer, ScriptedEngine
 from tests.unit.ingress.openapi.test_spec import DESCRIPTION, OPERATIONS, POSTS, body_of

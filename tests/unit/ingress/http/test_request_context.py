@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from serve_app.ingress.http.api_keys import Account, ApiKey
+from serve_app.ingress.http.account import Account, ApiKey
 from serve_app.ingress.http.request_context import Caller
 from serve_app.types import SHARED_GROUP
 

@@ -9,8 +9,8 @@ import pytest
 from pydantic import Field
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.access.auth import MOST_IGNORED, Access
 from serve_app.ingress.api import build_api
-from serve_app.ingress.http.auth import MOST_IGNORED, Access
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.http.request_model import RequestModel, ignored_fields
 from serve_app.ingress.model_registry import ServedModel

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from serve_app.errors import EngineClosedError
+from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.generation.failover import unbroken
-from serve_app.ingress.http.auth import Access
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import Accepted, GenerationRequest, TokenDelta
 from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ByteTokenizer, ScriptedEngine, ndjson

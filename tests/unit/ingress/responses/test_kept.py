@@ -15,9 +15,9 @@ from fastapi import FastAPI
 from openai.types.responses import Response, ResponseItemList
 
 from serve_app.errors import DecodeError, QueueFullError
+from serve_app.ingress.access.auth import Access
+from serve_app.ingress.access.limits.open_requests import OpenRequests
 from serve_app.ingress.api import build_api
-from serve_app.ingress.http.auth import Access
-from serve_app.ingress.http.limits.open_requests import OpenRequests
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.responses import background, store
 from serve_app.ingress.responses.background import BackgroundResponses

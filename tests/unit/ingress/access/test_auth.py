@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from serve_app.errors import CorralError
+from serve_app.ingress.access.auth import Access
+from serve_app.ingress.access.limits import bodies
+from serve_app.ingress.access.limits.bodies import MAX_BODY_BYTES
 from serve_app.ingress.api import build_api
-from serve_app.ingress.http.auth import Access
-from serve_app.ingress.http.limits import bodies
-from serve_app.ingress.http.limits.bodies import MAX_BODY_BYTES
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import (
     Accepted,

@@ -9,8 +9,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from serve_app.errors import AuthenticationError, CorralError, CrossSiteError, HostNotAllowedError
-from serve_app.ingress.http.addresses import host_name, is_loopback, network_of
-from serve_app.ingress.http.network import NetworkPolicy
+from serve_app.ingress.access.addresses import host_name, is_loopback, network_of
+from serve_app.ingress.access.network import NetworkPolicy
 
 LOCAL = NetworkPolicy()
 OPEN = NetworkPolicy(allow_anonymous=True)

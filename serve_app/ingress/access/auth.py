@@ -23,19 +23,20 @@ from serve_app.errors import (
     NotSupportedError,
     SlowRequestError,
 )
-from serve_app.ingress.http import errors, request_context
-from serve_app.ingress.http.addresses import network_of
-from serve_app.ingress.http.api_keys import RETRY_S, KeyAccounts
-from serve_app.ingress.http.limits.bodies import (
+from serve_app.ingress.access.addresses import network_of
+from serve_app.ingress.access.api_keys import KeyAccounts
+from serve_app.ingress.access.limits.bodies import (
     BodyLimits,
     BodyReader,
     is_streamed,
     is_unread,
     replay,
 )
-from serve_app.ingress.http.limits.open_requests import OpenRequests
-from serve_app.ingress.http.limits.turnstile import Turnstile
-from serve_app.ingress.http.network import NetworkPolicy
+from serve_app.ingress.access.limits.open_requests import OpenRequests
+from serve_app.ingress.access.limits.turnstile import Turnstile
+from serve_app.ingress.access.network import NetworkPolicy
+from serve_app.ingress.http import errors, request_context
+from serve_app.ingress.http.account import RETRY_S
 from serve_app.ingress.http.request_context import Caller
 
 # What load balancers ask for, by any name and without keys.
@@ -59,7 +60,7 @@ class Access:
     """The access rules."""
 
     api_key_file: Path | None = None
-    """See `serve_app.ingress.http.api_keys`; without one, nobody needs a key."""
+    """See `serve_app.ingress.access.api_keys`; without one, nobody needs a key."""
     allow_anonymous: bool = False
     """Whether that holds for other machines, too."""
     ui: bool | Literal["auto"] = "auto"

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 
-from serve_app.ingress.http.addresses import host_name, is_loopback
+from serve_app.ingress.access.addresses import host_name, is_loopback
 
 LOCALHOST = "localhost"
 """llama-server's word for all pages that this machine serves, on any port."""

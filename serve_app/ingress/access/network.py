@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from serve_app.errors import AuthenticationError, CrossSiteError, HostNotAllowedError
-from serve_app.ingress.http.addresses import host_name, is_loopback
-from serve_app.ingress.http.cors import is_allowed
+from serve_app.ingress.access.addresses import host_name, is_loopback
+from serve_app.ingress.access.cors import is_allowed
 
 # What reverse proxies add. (nginx adds none of them unless it is told to, but asks by HTTP/1.0.)
 _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
@@ -29,7 +29,7 @@ class NetworkPolicy:
     allowed_hosts: tuple[str, ...] = ()
     """Names besides those of loopback; `*.example.com` is all names below, `*` is all."""
     cors_origins: tuple[str, ...] = ()
-    """Web sites whose pages may ask: see `serve_app.ingress.http.cors`."""
+    """Web sites whose pages may ask: see `serve_app.ingress.access.cors`."""
 
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raises AuthenticationError for requests from other machines, HostNotAllowedError for a

@@ -16,7 +16,8 @@ from serve_app.errors import (
     NoRoomError,
     RateLimitError,
 )
-from serve_app.ingress.http.api_keys import FORGIVEN_S, RETRY_S, Account, ApiKey, KeyAccounts
+from serve_app.ingress.access.api_keys import KeyAccounts
+from serve_app.ingress.http.account import FORGIVEN_S, RETRY_S, Account, ApiKey
 from serve_app.ingress.http.request_context import Caller
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"

@@ -1,0 +1,1 @@
+"""Who may ask, from where, and how much at once: the middleware before all routes."""
