@@ -195,8 +195,8 @@ def measure(settings: argparse.Namespace) -> None:
     )
     began = time.perf_counter()
     backend = LlamaBackend(settings.model, options)
-    print(f"Opened in {time.perf_counter() - began:.1f} s: {backend.mode_reason}.")
-    profile, flash_attn = backend.profile, backend.mode.flash_attn
+    print(f"Opened in {time.perf_counter() - began:.1f} s: {backend.setup.mode_reason}.")
+    profile, flash_attn = backend.setup.profile, backend.setup.mode.flash_attn
     backend.close()
     costs = CostModel(profile)
     machine = Machine(settings.model, settings.slots, settings.depth, settings.threads, flash_attn)

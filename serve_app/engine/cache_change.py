@@ -71,9 +71,12 @@ class CacheChange(Guest):
         self._waiting = waiting
         self._admission = admission
         self._longest_pause_s = options.max_stall_s or _LONGEST_PAUSE_S
-        own, other = (backend.mode, backend.profile), backend.other
-        can_change = backend.profile.decode_s and not backend.forgets
-        self._traffic = Traffic(own, other) if other and can_change else None
+        setup, modes = backend.setup, backend.modes
+        can_change = setup.profile.decode_s and not backend.traits.forgets
+        self._modes = modes if can_change else None
+        self._traffic = (
+            Traffic((setup.mode, setup.profile), self._modes.other) if self._modes else None
+        )
         self._not_before = 0.0
         self._looked_at: tuple[int, ...] = ()
         self._n_steps = 0
@@ -172,7 +175,7 @@ class CacheChange(Guest):
         """Seconds until all is as it was: the cache is made, what is worth it is stored, and what running
         sequences had, and what is pinned, is there again."""
         copies, tier = self._cache.copies, self._cache.memory_tier
-        seconds, n_kept = self._backend.change_s, 0
+        seconds, n_kept = self._modes.change_s if self._modes else 0.0, 0
         for slot in reversed(self._in_turn):  # what is stored last does not give way to others
             n_bytes = self._backend.memory.state_bytes(slot.n_past)
             is_saved = slot.pinned or (self._is_worth_storing(slot) and tier.fits(n_bytes))
@@ -197,14 +200,14 @@ class CacheChange(Guest):
     def _is_worth_storing(self, slot: Slot) -> bool:
         """In a unified cache, what comes back from a store shares no cells: what is mostly another slot's
         is better copied from there."""
-        turns_unified = not self._backend.mode.kv_unified
+        turns_unified = not self._backend.setup.mode.kv_unified
         mostly_shared = turns_unified and 2 * slot.n_shared > slot.n_past
         return bool(slot.n_past) and not (slot.pinned or mostly_shared)
 
     def carry_out(self) -> None:
         """Have the other kind of cache. Running sequences lose their slots, and wait for others. Raises
         ConfigError if there is no memory for either kind: the backend is broken then."""
-        if self._traffic is None:
+        if self._traffic is None or self._modes is None:
             return
         began = time.monotonic()
         cache, table = self._cache, self._cache.table
@@ -215,30 +218,30 @@ class CacheChange(Guest):
         at_rest = not (self._scheduler.running or self._waiting)
         reason = self._traffic.turn(at_rest=at_rest)
         self._admission.interrupt()
-        self._backend.change(reason)
-        if self._backend.other is None:
-            self._traffic = None
-        self._costs.begin(self._backend.profile)
-        unified = self._backend.mode.kv_unified
+        self._modes.change(reason)
+        if self._backend.modes is None:
+            self._modes = self._traffic = None
+        self._costs.begin(self._backend.setup.profile)
+        unified = self._backend.setup.mode.kv_unified
         self._scheduler.mix(unified)
         table.begin(min_copy(self._costs), consecutive=not unified)
         for slot_id, state in pinned.items():
             self._restore_pinned(slot_id, state)
         took_s = time.monotonic() - began
         self._not_before = time.monotonic() + _PAUSE * took_s
-        logger.info("%s. The change took %.2f s.", self._backend.mode_reason, took_s)
+        logger.info("%s. The change took %.2f s.", self._backend.setup.mode_reason, took_s)
 
     def _pinned_state(self, slot: Slot) -> State | None:
         return (
             None
             if slot.id in self._backend.slots_with_pending_copy
-            else self._backend.save(slot.id)
+            else self._backend.states.save(slot.id)
         )
 
     def _restore_pinned(self, slot_id: int, state: State | None) -> None:
         try:
             if state is not None:
-                self._backend.restore(slot_id, state)
+                self._backend.states.restore(slot_id, state)
                 return
         except DecodeError as error:
             logger.warning("A system prompt is computed again: %s", error)

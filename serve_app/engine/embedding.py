@@ -163,7 +163,7 @@ class EmbeddingQueue(Guest):
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._backend = backend
-        self._shape: EmbeddingShape = backend.embedding
+        self._shape: EmbeddingShape = backend.embeddings.shape
         self._costs = costs
         self._budget = budget
         self._progress = progress
@@ -318,7 +318,7 @@ class EmbeddingQueue(Guest):
         # Only sequence 0 outlives a batch, and only the first text may be cut.
         rows = [row for seq_id, (text, n) in enumerate(batch) for row in text.rows(seq_id, n)]
         with self._progress.computing(self._slowdown * self._costs.batch_s(len(rows), depth)):
-            vectors = self._backend.embed(rows)
+            vectors = self._backend.embeddings.embed(rows)
         ended = time.monotonic()
         self._not_before = ended + (ended - began)
         self._learn(len(rows), depth, ended - began)

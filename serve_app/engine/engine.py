@@ -68,8 +68,8 @@ class Engine:
         self._callbacks = CallbackRunner()
         self._hang_watch = HangWatch()
         self.adapters = EngineAdapters(core, run_between_steps)
-        self.slot_files = SlotFiles(options, backend.state_key, run_between_steps)
-        self.prefixes = PrefixTransfer(options, backend.state_key, run_between_steps)
+        self.slot_files = SlotFiles(options, backend.states.key, run_between_steps)
+        self.prefixes = PrefixTransfer(options, backend.states.key, run_between_steps)
 
     @classmethod
     def load(
@@ -163,9 +163,10 @@ class Engine:
         """How many tokens media of these sizes have in a prompt. The first time, a sound takes some tenths
         of a second for each half minute: submitting it then does not. Raises
         InvalidRequestError."""
-        projector = self._backend.projector
-        if projector is None:
+        pictures = self._backend.pictures
+        if pictures is None:
             raise InvalidRequestError("This model reads text only: it has no projector.", "model")
+        projector = pictures.projector
         parts = [part for size in sizes for part in projector.layout(size)]
         return sum(part.n_tokens if isinstance(part, Tile) else len(part) for part in parts)
 
@@ -244,11 +245,12 @@ class Engine:
 
     def _seen(self, request: GenerationRequest) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
         """The request with its media's own tokens. Raises InvalidRequestError."""
-        projector = self._backend.projector
+        pictures = self._backend.pictures
         if not request.media:
             return request, ()
-        if projector is None:
+        if pictures is None:
             raise InvalidRequestError("This model reads text only: it has no projector.", "model")
+        projector = pictures.projector
         for kind, able in ((Picture, projector.sees), (Sound, projector.hears)):
             if not able and any(isinstance(one, kind) for one in request.media):
                 raise InvalidRequestError(f"This model takes no {kind.__name__.lower()}s.", "model")
@@ -267,7 +269,7 @@ class Engine:
         return expanded(request, projector, self.options.n_batch)
 
     def _reason_to_refuse_texts(self, texts: Sequence[tuple[int, ...]]) -> CorralError | None:
-        n_vocab, n_text = self._vocabulary.n_vocab, self._backend.embedding.n_text
+        n_vocab, n_text = self._vocabulary.n_vocab, self._backend.embeddings.shape.n_text
         if not texts or not all(texts):
             return InvalidRequestError("A text is empty.", "input")
         longest = max(map(len, texts))
@@ -283,7 +285,7 @@ class Engine:
         self, request: GenerationRequest, *, is_expanded: bool
     ) -> CorralError | None:
         n_vocab = self._vocabulary.n_vocab
-        if not self._backend.embedding.causal:
+        if not self._backend.embeddings.shape.causal:
             return InvalidRequestError("This model makes embeddings: it cannot generate.", "model")
         if not request.prompt:
             return InvalidRequestError("The prompt is empty.", "prompt")

@@ -26,7 +26,7 @@ def make_guests(core: EngineCore) -> list[Guest]:
         PrefixStorage(core.cache),
         QuietTrials(backend, costs, core.cache.table, options.n_ctx_slot),
     ]
-    if backend.can_rewind and (options.speculate or backend.draft is not None):
+    if backend.traits.can_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft
         drafter = None if model is None else Drafter(model, options.n_slots, core.progress)
         drafting = Drafting(
@@ -34,10 +34,10 @@ def make_guests(core: EngineCore) -> list[Guest]:
         )
         core.scheduler.drafts = drafting
         guests.append(drafting)
-    if backend.projector is not None:
+    if backend.pictures is not None:
         guests.append(
             Encoding(
-                backend.projector,
+                backend.pictures.projector,
                 core.budget,
                 options.picture_ram_bytes,
                 core.counts,

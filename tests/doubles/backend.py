@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import (
+    CacheTraits,
     DraftModel,
     EmbeddingShape,
     MemoryUse,
     Projector,
     Row,
+    Setup,
     State,
 )
-from serve_app.engine.options import KernelsName
 from serve_app.errors import CacheFullError, DecodeCancelledError, DecodeError, InvalidRequestError
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.threads import Threads
@@ -60,6 +61,85 @@ class FakeVocabulary:
         raise InvalidRequestError("A scripted vocabulary has no grammars.", "grammar")
 
 
+class FakeAdapters:
+    """Adapters that are only names."""
+
+    def __init__(self) -> None:
+        self.ids: set[str] = set()
+        self.hidden: set[str] = set()
+        self.used: Adapters = ()
+
+    def check(self, adapters: Adapters) -> None:
+        """Refuse names that are not in `ids`, or hidden."""
+        for one in adapters:
+            if one.key not in self.ids - self.hidden:
+                raise InvalidRequestError(f"There is no adapter {one.id}.", "lora")
+
+    def use(self, adapters: Adapters) -> None:
+        """Have the batches that follow computed with these adapters."""
+        if not {one.key for one in adapters} <= self.ids:
+            raise DecodeError("scripted adapter is gone")
+        self.used = adapters
+
+    def load(self, key: str, path: Path) -> None:
+        """Add the name; no file is read."""
+        self.ids.add(key)
+        self.hidden.discard(key)
+
+    def hide(self, key: str) -> None:
+        self.hidden.add(key)
+
+    def hides(self, key: str) -> bool:
+        return key in self.hidden
+
+    def free(self, key: str) -> None:
+        assert key not in {one.key for one in self.used}
+        self.ids.discard(key)
+        self.hidden.discard(key)
+
+
+class FakeStates:
+    """Saved slots of a scripted backend."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self.key = backend.state_key
+        self.save, self.restore = backend.save, backend.restore
+        self.checkpoint, self.rewind = backend.checkpoint, backend.rewind
+
+
+class FakeEmbeddings:
+    """Texts of a scripted backend."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self.shape, self.embed = backend.embedding, backend.embed
+
+
+class FakePictures:
+    """Pictures of a scripted backend."""
+
+    def __init__(self, backend: FakeBackend, projector: Projector) -> None:
+        self.projector, self.decode = projector, backend.decode_tile
+
+
+class FakeModes:
+    """The other kind of cache of a scripted backend."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self._backend, self.change = backend, backend.change
+
+    @property
+    def other(self) -> tuple[Mode, Profile]:
+        """The other mode, which must be set."""
+        if self._backend.other is None:
+            raise AssertionError("there is no other mode")
+        return self._backend.other
+
+    @property
+    def change_s(self) -> float:
+        """Seconds that a change takes, as the test says."""
+        return self._backend.change_s
+
+
 class FakeBackend:
     """Keeps what every slot was fed, and samples from a script.
 
@@ -82,9 +162,6 @@ class FakeBackend:
         n_cells: int | None = None,
         forgets: bool = False,
     ) -> None:
-        self.name: KernelsName = "llama.cpp"
-        self.backend_reason = "scripted"
-        self.undisturbed = True
         self.forgets = forgets
         self.memory = MemoryUse(0, 0, 0, 4, 0)
         self.mode = Mode(flash_attn=False, kv_unified=n_cells is not None)
@@ -107,9 +184,7 @@ class FakeBackend:
         self.positions = Positions(several=False)
         """With several dimensions, slots cannot be cut within tiles, as with M-RoPE."""
         self.draft: DraftModel | None = None
-        self.adapter_ids: set[str] = set()
-        self.hidden_adapters: set[str] = set()
-        self._adapters: Adapters = ()
+        self.adapters = FakeAdapters()
         self.embedding = EmbeddingShape(16, 8, n_text=32, pooling="mean", causal=True)
         self.embed_batches: list[list[Row]] = []
         """Every batch of texts to be embedded."""
@@ -154,43 +229,52 @@ class FakeBackend:
             self.n_waiting -= 1
             return self._cancelled
 
-    def check_adapters(self, adapters: Adapters) -> None:
-        """It has those of `adapter_ids`."""
-        for one in adapters:
-            if one.key not in self.adapter_ids - self.hidden_adapters:
-                raise InvalidRequestError(f"There is no adapter {one.id}.", "lora")
+    # -- capabilities -----------------------------------------------------------------------------
 
-    def use_adapters(self, adapters: Adapters) -> None:
-        """The batches that follow have these."""
-        if not {one.key for one in adapters} <= self.adapter_ids:
-            raise DecodeError("scripted adapter is gone")
-        self._adapters = adapters
+    @property
+    def setup(self) -> Setup:
+        """The attributes `mode`, `profile` and others, which tests set."""
+        return Setup(
+            "llama.cpp", self.mode, self.threads, self.profile, "scripted", self.mode_reason
+        )
 
-    def load_adapter(self, key: str, path: Path) -> None:
-        """It reads no file."""
-        self.adapter_ids.add(key)
-        self.hidden_adapters.discard(key)
+    @setup.setter
+    def setup(self, setup: Setup) -> None:
+        self.mode, self.profile, self.mode_reason = setup.mode, setup.profile, setup.mode_reason
 
-    def hide_adapter(self, key: str) -> None:
-        """See Backend.hide_adapter."""
-        self.hidden_adapters.add(key)
+    @property
+    def traits(self) -> CacheTraits:
+        """The attributes of the same names, which tests set."""
+        return CacheTraits(self.can_rewind, self.can_shift, self.fills_gaps, self.forgets)
 
-    def hides_adapter(self, key: str) -> bool:
-        """See Backend.hides_adapter."""
-        return key in self.hidden_adapters
+    @property
+    def states(self) -> FakeStates:
+        """Saved slots."""
+        return FakeStates(self)
 
-    def free_adapter(self, key: str) -> None:
-        """See Backend.free_adapter."""
-        assert key not in {one.key for one in self._adapters}
-        self.adapter_ids.discard(key)
-        self.hidden_adapters.discard(key)
+    @property
+    def embeddings(self) -> FakeEmbeddings:
+        """Vectors of texts."""
+        return FakeEmbeddings(self)
+
+    @property
+    def pictures(self) -> FakePictures | None:
+        """Pictures, if a test set a `projector`."""
+        return None if self.projector is None else FakePictures(self, self.projector)
+
+    @property
+    def modes(self) -> FakeModes | None:
+        """The other kind of cache, if a test set `other`."""
+        return None if self.other is None else FakeModes(self)
+
+    # -- running ----------------------------------------------------------------------------------
 
     def decode(self, rows: Sequence[Row]) -> None:
         """Feed the rows to their slots."""
         left = self._wait()
         time.sleep(self._step_s)
         self.batches.append(list(rows))
-        self.used_adapters.append(self._adapters)
+        self.used_adapters.append(self.adapters.used)
         if self._break_after is not None and len(self.batches) > self._break_after:
             raise RuntimeError("scripted break")
         if self._n_cells is not None and sum(map(len, self.slots)) + len(rows) > self._n_cells:

@@ -38,15 +38,15 @@ class QuietTrials(Guest):
         self._begin()
 
     def _begin(self) -> None:
-        self._mode, costs = self._backend.mode, self._costs
-        able = self._backend.fills_gaps
+        self._mode, costs = self._backend.setup.mode, self._costs
+        able = self._backend.traits.fills_gaps
         self._pending = deque(costs.doubts * _TRIALS if able else [])
         self._slopes = deque(costs.doubted_slopes * _TRIALS if able else [])
 
     @property
     def has_rest_work(self) -> bool:
         """Whether there is something to be tried now."""
-        if self._backend.mode != self._mode:
+        if self._backend.setup.mode != self._mode:
             self._begin()
         return bool(self)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from serve_app.engine.core.command_queue import Command
 from serve_app.engine.core.engine_core import EngineCore
+from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.types import Adapters
 
 
@@ -18,27 +19,34 @@ class EngineAdapters:
 
     def __init__(self, core: EngineCore, run_between_steps: Callable[[Command], None]) -> None:
         self._core = core
-        self._backend = core.backend
+        self._adapters = core.backend.adapters
         self._run_between_steps = run_between_steps
 
     def check(self, adapters: Adapters) -> None:
-        """Raises InvalidRequestError for those that are not here."""
-        self._backend.check_adapters(adapters)
+        """Raises InvalidRequestError for adapters that are not here."""
+        if self._adapters is not None:
+            self._adapters.check(adapters)
+        elif adapters:
+            raise InvalidRequestError(f"There is no adapter {adapters[0].id!r} here.", "lora")
 
     def load(self, key: str, path: Path) -> None:
-        """Have the adapter in a file, under this key; nothing if there is one. Streams wait while it is
-        copied. Raises ConfigError for a file that cannot be used."""
-        command = Command(lambda _: self._backend.load_adapter(key, path))
+        """Load an adapter from a file under this key; nothing happens if there is one. Streams wait
+        while it is copied. Raises ConfigError for a file that cannot be used."""
+        loaded = self._adapters
+        if loaded is None:
+            raise ConfigError("A model with engine.backend: openvino takes no adapters.")
+        command = Command(lambda _: loaded.load(key, path))
         self._run_between_steps(command)
         command.future.result()
 
     def hide(self, key: str) -> None:
         """Refuse new requests with it. Idempotent."""
-        self._backend.hide_adapter(key)
+        if self._adapters is not None:
+            self._adapters.hide(key)
 
     def is_hidden(self, key: str) -> bool:
-        """Whether it is to be freed."""
-        return self._backend.hides_adapter(key)
+        """Whether the adapter is to be freed."""
+        return self._adapters is not None and self._adapters.hides(key)
 
     def free(self, key: str) -> bool:
         """Give its memory back, unless requests use it: False then. It must be hidden. Idempotent."""
@@ -51,5 +59,6 @@ class EngineAdapters:
         if any(key == adapter.key for request in requests for adapter in request.adapters):
             return False
         self._core.runner.use_adapters(())
-        self._backend.free_adapter(key)
+        if self._adapters is not None:
+            self._adapters.free(key)
         return True

@@ -6,7 +6,7 @@ Except for `Vocabulary`, which is immutable, and `cancel`, everything is used by
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,8 +40,7 @@ class Vocabulary(Protocol):
 
     @property
     def vocabulary_key(self) -> bytes:
-        """A key that tells this vocabulary from others; see
-        `serve_app.llama.model.Model.vocabulary_key`."""
+        """A key that tells this vocabulary from others."""
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes that the token stands for: not always whole characters, empty for control tokens, or
@@ -51,11 +50,10 @@ class Vocabulary(Protocol):
         """Whether the token ends a generation."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of a text; see `serve_app.llama.model.Model.tokenize`."""
+        """Token ids of a text."""
 
     def constraint(self, grammar: str, triggers: Triggers | None = None) -> Constraint:
-        """A constraint that keeps a sequence to a grammar; see
-        `serve_app.llama.model.Model.constraint`."""
+        """A constraint that keeps a sequence to a grammar. Raises InvalidRequestError for a bad grammar."""
 
 
 class Sampler(Protocol):
@@ -78,26 +76,26 @@ class MemoryUse:
 
     weights_bytes: int
     cache_bytes: int
-    """Of all slots' keys and values."""
+    """Keys and values of all slots."""
     cache_bytes_per_slot: int
     """The bytes that one more slot would add."""
     cache_bytes_per_token: int
-    """In layers that see everything."""
+    """The bytes of a token in layers that see everything."""
     compute_bytes: int
     """Buffers that batches are computed in."""
     window: int = 0
-    """Tokens that the other layers look back on, ..."""
+    """Tokens that layers with a window look back on."""
     window_bytes_per_token: int = 0
-    """... and what each takes there."""
+    """The bytes of a token in layers with a window."""
     recurrent_bytes: int = 0
     """The states of one slot's recurrent layers."""
 
     def state_bytes(self, n_tokens: int) -> int:
-        """Of a saved slot with so many tokens."""
+        """The size of a saved slot with so many tokens."""
         return n_tokens * self.cache_bytes_per_token + self.checkpoint_bytes(n_tokens)
 
     def checkpoint_bytes(self, n_tokens: int) -> int:
-        """Of a checkpoint of it."""
+        """The size of a checkpoint of a slot with so many tokens."""
         in_window = min(n_tokens, self.window)
         return in_window * self.window_bytes_per_token + self.recurrent_bytes * bool(n_tokens)
 
@@ -119,7 +117,7 @@ class EmbeddingShape:
 
 
 class Projector(Protocol):
-    """Makes embeddings of pictures and sounds; see `serve_app.llama.vision.projector.MtmdProjector`."""
+    """Makes embeddings of pictures and sounds."""
 
     @property
     def sees(self) -> bool:
@@ -189,44 +187,120 @@ class DraftModel(Protocol):
         """Drop the slot's cached tokens from index n_past on."""
 
 
-class Backend(Protocol):
-    """A model and a context in which each slot has a `seq_id`: its own id."""
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The way a backend computes, with the reasons for it."""
 
-    name: KernelsName
-    """Whose kernels these are, ..."""
-    backend_reason: str
-    """... and why, in one line."""
-    undisturbed: bool
-    """Whether its threads had their time when the profile was made, now or at an earlier start."""
+    kernels: KernelsName
+    mode: Mode
+    """The kind of attention and of cache."""
+    threads: Threads
+    profile: Profile = field(default_factory=Profile)
+    """The cost of batches; empty if that was not measured."""
+    kernels_reason: str = "as configured"
+    mode_reason: str = ""
+    undisturbed: bool = True
+    """Whether the threads had their time when the profile was made, now or at an earlier start."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTraits:
+    """The abilities of a model's cache."""
+
+    can_rewind: bool
+    """Whether the last few tokens of a slot can always be dropped."""
+    can_shift: bool
+    """Whether `Backend.shift` works."""
+    fills_gaps: bool
+    """Whether only consecutive slots are computed together, and rows can be added to those between and
+    dropped again without a trace."""
+    forgets: bool
+    """Whether slots keep less than all of their tokens, in layers with a window or recurrent ones: they
+    can be cut only where `can_cut` says so, or put back to a checkpoint."""
+
+
+class AdapterSupport(Protocol):
+    """LoRA adapters, by their keys. At first, `decode` computes with none."""
+
+    def check(self, adapters: Adapters) -> None:
+        """Any thread. Raises InvalidRequestError for adapters that are not loaded, or hidden."""
+
+    def use(self, adapters: Adapters) -> None:
+        """Have `decode` compute with these adapters from now on. Raises DecodeError for adapters that
+        are not loaded."""
+
+    def load(self, key: str, path: Path) -> None:
+        """Load an adapter from a file. Nothing changes if there is one of that key. Raises ConfigError for
+        a file that cannot be used."""
+
+    def hide(self, key: str) -> None:
+        """Any thread. Have `check` refuse the adapter from now on. Idempotent."""
+
+    def hides(self, key: str) -> bool:
+        """Any thread. Whether the adapter is hidden."""
+
+    def free(self, key: str) -> None:
+        """Unload the adapter, which `decode` does not compute with. Idempotent."""
+
+
+class PictureSupport(Protocol):
+    """Pictures and sounds as rows of a batch."""
 
     @property
-    def vocabulary(self) -> Vocabulary:
-        """The model's vocabulary."""
+    def projector(self) -> Projector:
+        """The projector, which makes embeddings."""
+
+    def decode(
+        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
+    ) -> None:
+        """Decode like `Backend.decode` rows of one slot that are those of one tile from its `first` token
+        on: `embeddings` are computed in the places of their tokens."""
+
+
+class EmbeddingSupport(Protocol):
+    """Vectors of texts, in a cache apart from the slots'."""
 
     @property
-    def memory(self) -> MemoryUse:
-        """The memory that it holds."""
+    def shape(self) -> EmbeddingShape:
+        """Any thread. The limits of `embed`."""
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """A vector for each row; what the batch needs is made at the first call. Of a reranking model, one
+        number: the score of the row's text up to here.
+
+        A `seq_id` has one text, which begins at position 0. Only 0 keeps it for the next batch. Raises
+        DecodeError, or ConfigError without memory for it; the texts are to be begun anew then."""
+
+
+class StateSupport(Protocol):
+    """Saved slots. A slot with a pending copy can be neither saved nor restored."""
 
     @property
-    def mode(self) -> Mode:
-        """The kind of attention and of cache that it uses."""
+    def key(self) -> bytes:
+        """A key of all that saved states depend on: they can be restored wherever it is the same."""
+
+    def save(self, seq_id: int, *, cancellable: bool = False) -> State:
+        """The slot's cached tokens as a state that `restore` takes. If `cancellable`, raises
+        DecodeCancelledError when it was cancelled."""
+
+    def restore(self, seq_id: int, state: State) -> None:
+        """Make the slot what it was when the state was saved, of this slot or another one, whatever
+        it held. Raises DecodeError if it cannot; the slot is then in no known state."""
+
+    def checkpoint(self, seq_id: int) -> State:
+        """The part of the slot's present state that could not be restored later."""
+
+    def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
+        """Put a slot back to a checkpoint, of itself or another one, that had just its first `n_past`
+        tokens then. Raises DecodeError if it cannot; the slot is then in no known state."""
+
+
+class ModeSupport(Protocol):
+    """The other kind of cache, which was measured too."""
 
     @property
-    def mode_reason(self) -> str:
-        """Why, in one line."""
-
-    @property
-    def threads(self) -> Threads:
-        """The threads that it computes with."""
-
-    @property
-    def profile(self) -> Profile:
-        """The cost of batches; empty if that was not measured."""
-
-    @property
-    def other(self) -> tuple[Mode, Profile] | None:
-        """The best mode with the other kind of cache, and what batches cost there; None if the kind is not
-        to be changed, or nothing was measured."""
+    def other(self) -> tuple[Mode, Profile]:
+        """The best mode with the other kind of cache, and what batches cost there."""
 
     @property
     def change_s(self) -> float:
@@ -237,73 +311,34 @@ class Backend(Protocol):
         can still be restored. Raises ConfigError if there is no memory for any cache; nothing may
         be decoded then."""
 
-    @property
-    def can_rewind(self) -> bool:
-        """Whether the last few tokens of a slot can always be dropped."""
+
+class Backend(Protocol):
+    """A model and a context in which each slot has a `seq_id`: its own id."""
+
+    setup: Setup
 
     @property
-    def can_shift(self) -> bool:
-        """Whether `shift` works."""
+    def vocabulary(self) -> Vocabulary:
+        """Any thread. The model's vocabulary."""
 
     @property
-    def fills_gaps(self) -> bool:
-        """Whether only consecutive slots are computed together, and rows can be added to those between and
-        dropped again without a trace."""
+    def memory(self) -> MemoryUse:
+        """The memory that it holds."""
 
     @property
-    def forgets(self) -> bool:
-        """Whether slots keep less than all of their tokens, in layers with a window or recurrent ones: they
-        can be cut only where `can_cut` says so, or put back to a checkpoint."""
-
-    @property
-    def state_key(self) -> bytes:
-        """A key of all that saved states depend on: they can be restored wherever it is the
-        same."""
-
-    def check_adapters(self, adapters: Adapters) -> None:
-        """Any thread. Raises InvalidRequestError for adapters that it does not have."""
-
-    def use_adapters(self, adapters: Adapters) -> None:
-        """Have `decode` compute with these from now on; at first, it has none. Raises DecodeError for those
-        that it does not have."""
-
-    def load_adapter(self, key: str, path: Path) -> None:
-        """Have one more adapter, from a file. Nothing changes if it has one of that key. Raises ConfigError
-        for a file that cannot be used."""
-
-    def hide_adapter(self, key: str) -> None:
-        """Any thread. Have `check_adapters` refuse it from now on. Idempotent."""
-
-    def hides_adapter(self, key: str) -> bool:
-        """Any thread. Whether it is hidden."""
-
-    def free_adapter(self, key: str) -> None:
-        """Have it no more; `decode` does not compute with it. Idempotent."""
+    def traits(self) -> CacheTraits:
+        """The abilities of its cache."""
 
     def decode(self, rows: Sequence[Row]) -> None:
         """One forward pass. Raises CacheFullError, having changed nothing, if the cache has no room for
-        these rows; DecodeCancelledError after `cancel(True)`, and another DecodeError if they cannot be
+        these rows; DecodeCancelledError if it was cancelled, and another DecodeError if they cannot be
         decoded, with some of them in the cache, for the caller to `truncate`; any other exception means
         that the backend is broken."""
 
-    @property
-    def projector(self) -> Projector | None:
-        """The projector, if the model sees or hears."""
-
-    @property
-    def draft(self) -> DraftModel | None:
-        """The draft model, if there is one."""
-
-    def decode_tile(
-        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
-    ) -> None:
-        """Like `decode`, for rows of one slot that are those of one tile from its `first` token on:
-        `embeddings` are computed in the places of their tokens."""
-
     def cancel(self, cancelled: bool) -> None:
-        """Any thread: have the `decode` that runs, and those to come, end early with
-        DecodeCancelledError; or, with False, have them compute again. The same holds for a `cancellable`
-        `save`. A backend that could not forget half of a pass need not."""
+        """Any thread: have the `decode` that runs, and those to come, end early with DecodeCancelledError;
+        or, with False, have them compute again. The same holds for a cancellable `save`. A backend that
+        could not forget half of a pass need not."""
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
@@ -318,18 +353,6 @@ class Backend(Protocol):
     def can_cut(self, seq_id: int, n_past: int) -> bool:
         """Whether `truncate` can."""
 
-    def checkpoint(self, seq_id: int) -> State:
-        """The part of the slot's present state that could not be restored later."""
-
-    def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
-        """Put a slot back to a checkpoint, of itself or another one, that had just its first `n_past`
-        tokens then. Raises DecodeError if it cannot; the slot is then in no known state."""
-
-    @property
-    def slots_with_pending_copy(self) -> Set[int]:
-        """Slots that the next `decode` will read or write besides, for a copy or a shift: until then, they
-        may be neither saved nor restored."""
-
     def copy(self, source: int, target: int) -> None:
         """Make the target slot a copy of the source, whatever it held."""
 
@@ -338,24 +361,34 @@ class Backend(Protocol):
         those behind the positions before theirs. Raises DecodeError if it cannot; the slot is then in no
         known state."""
 
-    def save(self, seq_id: int, *, cancellable: bool = False) -> State:
-        """The slot's cached tokens as a state that `restore` takes. With `cancellable`, raises
-        DecodeCancelledError after `cancel(True)`."""
-
-    def restore(self, seq_id: int, state: State) -> None:
-        """Make the slot what it was when the state was saved, of this slot or another one, whatever
-        it held. Raises DecodeError if it cannot; the slot is then in no known state."""
-
     @property
-    def embedding(self) -> EmbeddingShape:
-        """The limits of `embed`."""
-
-    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        """A vector for each row, from a batch in a cache of its own; what it needs is made at the first
-        call. Of a reranking model, one number: the score of the row's text up to here.
-
-        A `seq_id` has one text, which begins at position 0. Only 0 keeps it for the next batch. Raises
-        DecodeError, or ConfigError without memory for it; the texts are to be begun anew then."""
+    def slots_with_pending_copy(self) -> Set[int]:
+        """Slots that the next `decode` will read or write besides, for a copy or a shift: until then, they
+        may be neither saved nor restored."""
 
     def close(self) -> None:
         """Free everything; nothing is called afterwards."""
+
+    @property
+    def states(self) -> StateSupport:
+        """Saved slots."""
+
+    @property
+    def embeddings(self) -> EmbeddingSupport:
+        """Vectors of texts."""
+
+    @property
+    def adapters(self) -> AdapterSupport | None:
+        """LoRA adapters; None if it takes none."""
+
+    @property
+    def pictures(self) -> PictureSupport | None:
+        """Pictures and sounds, if the model sees or hears."""
+
+    @property
+    def draft(self) -> DraftModel | None:
+        """The draft model, if there is one."""
+
+    @property
+    def modes(self) -> ModeSupport | None:
+        """The other kind of cache; None if the kind is not to be changed, or nothing was measured."""

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,15 +16,23 @@ from numpy.typing import NDArray
 
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.backends.base import EmbeddingShape, MemoryUse, Row, State
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.modes import Mode, ModeChoice
+from serve_app.engine.backends.base import (
+    CacheTraits,
+    EmbeddingShape,
+    MemoryUse,
+    Row,
+    Setup,
+    State,
+)
 from serve_app.engine.backends.draft_model import LlamaDraft, open_draft
 from serve_app.engine.backends.mode_chooser import ModeChooser
 from serve_app.engine.backends.own_layers import OwnLayers
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
 from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
-from serve_app.engine.options import EngineOptions, KernelsName
+from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.context import Adapter, Context
@@ -53,15 +61,204 @@ _TEXTS_AT_ONCE = 64
 _LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
 
 
+class LlamaAdapters:
+    """LoRA adapters of one model. `use` has the context compute with adapters and their scales."""
+
+    def __init__(
+        self,
+        model: Model,
+        options: EngineOptions,
+        use: Callable[[list[tuple[Adapter, float]]], None],
+    ) -> None:
+        self._model, self._use = model, use
+        self._loaded = {one.id: Adapter(model, one.path) for one in options.adapters}
+        self._hidden = set[str]()
+        configured = [(one.id, self._loaded[one.id].fingerprint) for one in options.adapters]
+        self.fingerprints = tuple(sorted(configured))
+        """The configured adapters by name; loaded adapters have their fingerprints in their keys."""
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(adapter.n_bytes for adapter in self._loaded.values())
+
+    def check(self, adapters: Adapters) -> None:
+        for one in adapters:
+            if one.key not in self._loaded or one.key in self._hidden:
+                raise InvalidRequestError(f"There is no adapter {one.id!r} here.", "lora")
+
+    def use(self, adapters: Adapters) -> None:
+        try:
+            self._use([(self._loaded[one.key], one.scale) for one in adapters])
+        except KeyError as error:
+            raise DecodeError(f"The adapter {error} is not loaded any more.") from None
+
+    def load(self, key: str, path: Path) -> None:
+        if key not in self._loaded:
+            self._loaded[key] = Adapter(self._model, path)
+        self._hidden.discard(key)
+
+    def hide(self, key: str) -> None:
+        self._hidden.add(key)
+
+    def hides(self, key: str) -> bool:
+        return key in self._hidden
+
+    def free(self, key: str) -> None:
+        self._hidden.discard(key)
+        adapter = self._loaded.pop(key, None)
+        if adapter is not None:
+            adapter.free()
+
+
+class LlamaPictures:
+    """A projector beside a context. `positions` learn where pictures stand."""
+
+    def __init__(self, projector: MtmdProjector, context: Context, positions: Positions) -> None:
+        self.projector = projector
+        self._context, self._positions = context, positions
+
+    def decode(
+        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
+    ) -> None:
+        _, index, seq_id, _ = rows[0]
+        positions = self._positions.take(seq_id, index - first, tile, first, len(rows))
+        self._context.decode_tile(seq_id, embeddings, positions, causal=tile.causal)
+
+
+class LlamaEmbeddings:
+    """Vectors of texts, in a context that is made when the first text comes."""
+
+    def __init__(self, model: Model, options: EngineOptions, *, flash_attn: bool) -> None:
+        self._model, self._options, self._flash_attn = model, options, flash_attn
+        self._embedder: Embedder | None = None
+
+    @property
+    def shape(self) -> EmbeddingShape:
+        model, options = self._model, self._options
+        rows = max(_ENOUGH_ROWS, _LOGITS_BYTES // (4 * model.n_vocab))
+        n_text = options.n_ctx_slot
+        if not model.is_causal:  # all of a text goes into one batch, and its positions are a table
+            n_text = rows = min(n_text, model.n_ctx_train)
+        n_rows = min(rows, options.n_batch) if model.is_causal else rows
+        # Each sequence of recurrent layers takes memory of its own.
+        n_seq_max = _TEXTS_AT_ONCE if model.can_rewind else options.n_slots
+        pooling = model.pooling_with(options.embedding_pooling)
+        if pooling == "rank" != model.pooling:
+            # Of several texts, llama.cpp finds the scores where a classifier would put them.
+            n_seq_max = 1
+        return EmbeddingShape(
+            n_rows=n_rows,
+            n_seq_max=min(n_rows, n_seq_max),  # llama.cpp has an output for each sequence
+            n_text=n_text,
+            pooling=pooling,
+            causal=model.is_causal,
+        )
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        if self._embedder is None:
+            shape = self.shape
+            self._embedder = Embedder(
+                self._model,
+                n_text=shape.n_text,
+                n_rows=shape.n_rows,
+                n_seq_max=shape.n_seq_max,
+                threads=self._options.threads,
+                flash_attn=self._flash_attn,
+                ranks=shape.pooling == "rank",
+            )
+        return self._embedder.run(rows)
+
+    def close(self) -> None:
+        if self._embedder is not None:
+            self._embedder.close()
+
+
+class LlamaStates:
+    """Saved slots of one context. Pictures' positions are a part of a state."""
+
+    def __init__(self, backend: LlamaBackend, context: Context, positions: Positions) -> None:
+        self._backend, self._context, self._positions = backend, context, positions
+
+    def save(self, seq_id: int, *, cancellable: bool = False) -> State:
+        return self._context.save(seq_id, self._positions.packed(seq_id), cancellable=cancellable)
+
+    def restore(self, seq_id: int, state: State) -> None:
+        self._backend.forget_hidden_states(seq_id)
+        state, tiles = self._positions.parted(state)
+        if self._context.portable:
+            try:
+                state = converted(state, self._layout)
+            except ValueError as error:
+                raise DecodeError(f"The saved state cannot be used: {error}") from error
+        self._context.restore(seq_id, state)
+        self._positions.put(seq_id, tiles)
+
+    def checkpoint(self, seq_id: int) -> State:
+        return self._context.checkpoint(seq_id)
+
+    def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
+        self._backend.forget_hidden_states(seq_id)
+        self._context.rewind(seq_id, checkpoint, self._positions.of(seq_id, n_past))
+        self._positions.cut(seq_id, n_past)
+
+    @property
+    def _layout(self) -> Layout:
+        """The layout of the states that the cache takes."""
+        backend, mode = self._backend, self._backend.setup.mode
+        n_streams = 1 if mode.kv_unified else backend.n_sequences
+        several = backend.vocabulary.n_dimensions > 1
+        return Layout(n_streams, transposed=not mode.flash_attn, several_dimensions=several)
+
+    @property
+    def key(self) -> bytes:
+        backend = self._backend
+        parts: tuple[object, ...] = (library.version(), backend.cache_types)
+        if backend.pictures is not None:
+            parts += (backend.pictures.projector.fingerprint,)
+        parts += backend.adapters.fingerprints
+        if not self._context.portable:
+            parts += (self._layout.n_streams, backend.setup.mode.flash_attn)
+        return hashlib.blake2b(backend.vocabulary.fingerprint() + repr(parts).encode()).digest()
+
+
+class LlamaModes:
+    """The kind of cache that the context does not have now. The next start finds the choice, with the costs
+    that were learned."""
+
+    def __init__(self, backend: LlamaBackend, choice: ModeChoice, kept_as: str | None) -> None:
+        self._backend, self._choice, self._kept_as = backend, choice, kept_as
+        self.change_s = backend.opened_s
+
+    @property
+    def other(self) -> tuple[Mode, Profile]:
+        if self._choice.other is None:
+            raise ValueError("There is no other mode.")
+        return self._choice.other
+
+    def change(self, reason: str) -> None:
+        began = time.perf_counter()
+        backend, choice = self._backend, self._choice.turned(reason)
+        try:
+            backend.remake_cache(choice.mode)
+        except ConfigError:
+            backend.remake_cache(self._choice.mode)
+            logger.exception("The cache stays as it is.")
+            choice = replace(self._choice, other=None)
+            backend.modes = None
+        self._choice = choice
+        backend.setup = replace(
+            backend.setup, mode=choice.mode, mode_reason=choice.reason, profile=choice.profile
+        )
+        self.change_s = time.perf_counter() - began
+        backend.save_choice(self._kept_as, choice)
+
+
 class LlamaBackend:
     """A GGUF model and one context over it. Raises ConfigError if it cannot be loaded.
 
     If the options leave flash attention or the kind of cache open, each kind is measured on this
     machine, now or at an earlier start.
     """
-
-    name: KernelsName = "llama.cpp"
-    backend_reason = "as configured"
 
     def __init__(
         self,
@@ -73,7 +270,7 @@ class LlamaBackend:
             os.sched_setaffinity(0, options.computing_cpus)
         if options.numa:
             library.init_numa(options.numa)
-        self.vocabulary = Model(
+        self.vocabulary = model = Model(
             path,
             load_mode=options.load_mode,
             delimiters=DELIMITERS,
@@ -81,32 +278,40 @@ class LlamaBackend:
             own_layers=options.own_layers,
         )
         self._options = options
-        self._adapters = {one.id: Adapter(self.vocabulary, one.path) for one in options.adapters}
-        self._hidden_adapters = set[str]()
-        self.projector = _open_projector(self.vocabulary, options)
-        self._positions = Positions(several=self.vocabulary.n_dimensions > 1)
-        self._embedder: Embedder | None = None
+        self.n_sequences = options.n_slots + len(options.pinned)
+        self.cache_types = (options.cache_type_k, options.cache_type_v)
+        self.adapters = LlamaAdapters(
+            model, options, lambda adapters: self._context.use_adapters(adapters)
+        )
+        self._projector = projector = _open_projector(model, options)
+        self._positions = Positions(several=model.n_dimensions > 1)
         try:
-            found = ModeChooser(self.vocabulary, options, self._open, report).choose()
-            self.undisturbed, self._kept_as = found.undisturbed, found.kept_as
-            choice = found.choice
-            self.mode, self.mode_reason = choice.mode, choice.reason
-            self.profile, self.other = choice.profile, choice.other
-            self._choice = choice
-            self.threads = choice.threads or Threads.alike(options.threads, options.threads_batch)
+            chosen = ModeChooser(model, options, self._open, report).choose()
+            choice = chosen.choice
+            self.setup = Setup(
+                "llama.cpp",
+                choice.mode,
+                choice.threads or Threads.alike(options.threads, options.threads_batch),
+                choice.profile,
+                mode_reason=choice.reason,
+                undisturbed=chosen.undisturbed,
+            )
             began = time.perf_counter()
-            self._context = self._open(self.mode, options.n_ctx_slot, self._n_ctx)
-            self.change_s = time.perf_counter() - began
-            self._context.use_threads(self.threads)
+            self._context = self._open(choice.mode, options.n_ctx_slot, self._n_ctx)
+            self.opened_s = time.perf_counter() - began
+            self._context.use_threads(self.setup.threads)
             self.draft = self._open_draft()
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
-        self.can_rewind = self.vocabulary.can_rewind
-        self.forgets, self.can_shift = self._context.forgets, self._context.can_shift
-        self.fills_gaps = self.can_rewind and not (self.mode.kv_unified or self._context.window)
-        logger.info("%s.", self.mode_reason)
+        self.states = LlamaStates(self, self._context, self._positions)
+        self.embeddings = LlamaEmbeddings(model, options, flash_attn=choice.mode.flash_attn)
+        self.pictures = (
+            None if projector is None else LlamaPictures(projector, self._context, self._positions)
+        )
+        self.modes = None if choice.other is None else LlamaModes(self, choice, chosen.kept_as)
+        logger.info("%s.", choice.reason)
         if choice.threads is not None:
-            logger.info("Of %d threads, %s.", self.threads.many_rows, self.threads.reason)
+            logger.info("Of %d threads, %s.", choice.threads.many_rows, choice.threads.reason)
 
     # -- opening ----------------------------------------------------------------------------------
 
@@ -121,11 +326,11 @@ class LlamaBackend:
         options = self._options
         n_decoding = options.n_slots + MAX_DRAFTED_ROWS
         # Layers with a window keep a batch's cells; pictures that are not causal go into one.
-        at_once = self.vocabulary.window or (self.projector and not self.projector.causal)
+        at_once = self.vocabulary.window or (self._projector and not self._projector.causal)
         n_ubatch = max(options.n_batch, n_decoding) if at_once else None
         context = Context(
             self.vocabulary,
-            n_seq_max=options.n_slots + len(options.pinned) + n_more,
+            n_seq_max=self.n_sequences + n_more,
             n_ctx_slot=n_ctx_slot,
             n_batch=options.n_batch + n_decoding,
             n_ubatch=n_ubatch,
@@ -143,241 +348,101 @@ class LlamaBackend:
         return context
 
     def _open_draft(self) -> LlamaDraft | None:
-        options = self._options
+        options, threads = self._options, self.setup.threads
         if options.own_layers:
-            return OwnLayers(self.vocabulary, options, self.threads)
+            return OwnLayers(self.vocabulary, options, threads)
         if options.draft is not None:
-            return open_draft(self.vocabulary, options.draft, options, self.threads)
+            return open_draft(self.vocabulary, options.draft, options, threads)
         return None
 
-    @property
-    def _states(self) -> HiddenStates | None:
-        """Of the slots, if the model's own layers want them."""
-        return self.draft.states if isinstance(self.draft, OwnLayers) else None
-
-    # -- changing ---------------------------------------------------------------------------------
-
-    def change(self, reason: str) -> None:
-        """See Backend.change. The next start finds the costs that were learned."""
-        began = time.perf_counter()
-        choice = self._choice.turned(reason)
-        try:
-            self._become(choice.mode)
-        except ConfigError:
-            self._become(self.mode)
-            logger.exception("The cache stays as it is.")
-            choice = replace(self._choice, other=None)
-        self._choice, self.mode, self.mode_reason = choice, choice.mode, choice.reason
-        self.profile, self.other = choice.profile, choice.other
-        self.fills_gaps = not self.mode.kv_unified
-        self.change_s = time.perf_counter() - began
-        if self._options.profile_folder and self._kept_as:
-            profile_cache.save(self._options.profile_folder, self._kept_as, choice)
-
-    def _become(self, mode: Mode) -> None:
+    def remake_cache(self, mode: Mode) -> None:
+        """Free the cache, and make one of that mode. Raises ConfigError if there is no memory for it."""
         self._context.become(flash_attn=mode.flash_attn, kv_unified=mode.kv_unified)
         self._positions.clear()
-        self._context.use_threads(self.threads)
+        self._context.use_threads(self.setup.threads)
         self._context.warm_up()
         for seq_id in range(self._options.n_slots):
-            self._moves(seq_id)
+            self.forget_hidden_states(seq_id)
+
+    def save_choice(self, name: str | None, choice: ModeChoice) -> None:
+        """Keep the choice of a mode for the next start, if it was kept at all."""
+        if self._options.profile_folder and name:
+            profile_cache.save(self._options.profile_folder, name, choice)
 
     # -- running ----------------------------------------------------------------------------------
 
-    def check_adapters(self, adapters: Adapters) -> None:
-        """See Backend.check_adapters."""
-        for one in adapters:
-            if one.key not in self._adapters or one.key in self._hidden_adapters:
-                raise InvalidRequestError(f"There is no adapter {one.id!r} here.", "lora")
+    @property
+    def traits(self) -> CacheTraits:
+        model, context = self.vocabulary, self._context
+        consecutive = not (self.setup.mode.kv_unified or context.window)
+        return CacheTraits(
+            model.can_rewind, context.can_shift, model.can_rewind and consecutive, context.forgets
+        )
 
-    def use_adapters(self, adapters: Adapters) -> None:
-        """See Backend.use_adapters."""
-        try:
-            wanted = [(self._adapters[one.key], one.scale) for one in adapters]
-        except KeyError as error:
-            raise DecodeError(f"The adapter {error} is not loaded any more.") from None
-        self._context.use_adapters(wanted)
+    @property
+    def _hidden_states(self) -> HiddenStates | None:
+        """The hidden states of the slots, if the model's own layers want them."""
+        return self.draft.states if isinstance(self.draft, OwnLayers) else None
 
-    def load_adapter(self, key: str, path: Path) -> None:
-        """See Backend.load_adapter."""
-        if key not in self._adapters:
-            self._adapters[key] = Adapter(self.vocabulary, path)
-        self._hidden_adapters.discard(key)
-
-    def hide_adapter(self, key: str) -> None:
-        """See Backend.hide_adapter."""
-        self._hidden_adapters.add(key)
-
-    def hides_adapter(self, key: str) -> bool:
-        """See Backend.hides_adapter."""
-        return key in self._hidden_adapters
-
-    def free_adapter(self, key: str) -> None:
-        """See Backend.free_adapter."""
-        self._hidden_adapters.discard(key)
-        adapter = self._adapters.pop(key, None)
-        if adapter is not None:
-            adapter.free()
+    def forget_hidden_states(self, seq_id: int) -> None:
+        """The slot's tokens are others now, or stand elsewhere."""
+        if self._hidden_states:
+            self._hidden_states.moved(seq_id)
 
     def decode(self, rows: Sequence[Row]) -> None:
-        """See Backend.decode."""
         self._context.decode(self._positions.placed(rows))
-        if self._states:
-            self._states.computed(rows, self._context.hidden(len(rows)))
-
-    def decode_tile(
-        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
-    ) -> None:
-        """See Backend.decode_tile."""
-        _, index, seq_id, _ = rows[0]
-        positions = self._positions.take(seq_id, index - first, tile, first, len(rows))
-        self._context.decode_tile(seq_id, embeddings, positions, causal=tile.causal)
+        if self._hidden_states:
+            self._hidden_states.computed(rows, self._context.hidden(len(rows)))
 
     def cancel(self, cancelled: bool) -> None:
-        """See Backend.cancel. Recurrent layers could not forget half of a pass: theirs are computed."""
-        self._context.cancel(cancelled and self.can_rewind)
+        """Recurrent layers could not forget half of a pass: theirs are computed."""
+        self._context.cancel(cancelled and self.vocabulary.can_rewind)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
     ) -> SequenceSampler:
-        """A llama.cpp sampler chain."""
-        words = [token for token in prompt if token >= 0] if self.projector else prompt
+        words = [token for token in prompt if token >= 0] if self._projector else prompt
         return SequenceSampler(self._context, params, words, constraint)
 
     def truncate(self, seq_id: int, n_past: int) -> None:
-        """See Backend.truncate."""
         self._context.truncate(seq_id, self._positions.of(seq_id, n_past))
         self._positions.cut(seq_id, n_past)
-        if self._states:
-            self._states.cut(seq_id, n_past)
+        if self._hidden_states:
+            self._hidden_states.cut(seq_id, n_past)
 
     def can_cut(self, seq_id: int, n_past: int) -> bool:
-        """See Backend.can_cut."""
         if self._positions.divides(seq_id, n_past):
             return False
         return self._context.can_cut(seq_id, self._positions.of(seq_id, n_past))
 
-    def checkpoint(self, seq_id: int) -> State:
-        """See Backend.checkpoint."""
-        return self._context.checkpoint(seq_id)
-
-    def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
-        """See Backend.rewind."""
-        self._moves(seq_id)
-        self._context.rewind(seq_id, checkpoint, self._positions.of(seq_id, n_past))
-        self._positions.cut(seq_id, n_past)
-
     @property
     def slots_with_pending_copy(self) -> Set[int]:
-        """See Backend.slots_with_pending_copy."""
         return self._context.slots_with_pending_copy
 
     def copy(self, source: int, target: int) -> None:
-        """See Backend.copy."""
-        self._moves(target)
+        self.forget_hidden_states(target)
         self._context.copy(source, target)
         self._positions.copy(source, target)
 
-    def _moves(self, seq_id: int) -> None:
-        if self._states:
-            self._states.moved(seq_id)
-
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
-        """See Backend.shift."""
-        if not self.can_shift:
+        if not self._context.can_shift:
             raise DecodeError("This model's positions cannot be shifted.")
-        self._moves(seq_id)
-        if self.mode.kv_unified:  # cells may be shared with other slots, which must not see this
+        self.forget_hidden_states(seq_id)
+        if (
+            self.setup.mode.kv_unified
+        ):  # cells may be shared with other slots, which must not see this
             self._context.restore(seq_id, self._context.save(seq_id))
         for n_keep, n_discard in cuts:
             self._context.shift(seq_id, n_keep, n_discard)
 
-    def save(self, seq_id: int, *, cancellable: bool = False) -> State:
-        """See Backend.save."""
-        return self._context.save(seq_id, self._positions.packed(seq_id), cancellable=cancellable)
-
-    @property
-    def _layout(self) -> Layout:
-        """Of the states that the cache takes."""
-        options, mode = self._options, self.mode
-        n_streams = 1 if mode.kv_unified else options.n_slots + len(options.pinned)
-        several = self.vocabulary.n_dimensions > 1
-        return Layout(n_streams, transposed=not mode.flash_attn, several_dimensions=several)
-
-    def restore(self, seq_id: int, state: State) -> None:
-        """See Backend.restore."""
-        self._moves(seq_id)
-        state, tiles = self._positions.parted(state)
-        if self._context.portable:
-            try:
-                state = converted(state, self._layout)
-            except ValueError as error:
-                raise DecodeError(f"The saved state cannot be used: {error}") from error
-        self._context.restore(seq_id, state)
-        self._positions.put(seq_id, tiles)
-
-    @property
-    def embedding(self) -> EmbeddingShape:
-        """See Backend.embedding."""
-        model, options = self.vocabulary, self._options
-        rows = max(_ENOUGH_ROWS, _LOGITS_BYTES // (4 * model.n_vocab))
-        n_text = options.n_ctx_slot
-        if not model.is_causal:  # all of a text goes into one batch, and its positions are a table
-            n_text = rows = min(n_text, model.n_ctx_train)
-        n_rows = min(rows, options.n_batch) if model.is_causal else rows
-        # Each sequence of recurrent layers takes memory of its own.
-        n_seq_max = _TEXTS_AT_ONCE if model.can_rewind else options.n_slots
-        pooling = model.pooling_with(options.embedding_pooling)
-        if pooling == "rank" != model.pooling:
-            n_seq_max = (
-                1  # of several texts, llama.cpp finds the scores where a classifier would put them
-            )
-        return EmbeddingShape(
-            n_rows=n_rows,
-            n_seq_max=min(n_rows, n_seq_max),  # llama.cpp has an output for each sequence
-            n_text=n_text,
-            pooling=pooling,
-            causal=model.is_causal,
-        )
-
-    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        """See Backend.embed."""
-        if self._embedder is None:
-            shape = self.embedding
-            self._embedder = Embedder(
-                self.vocabulary,
-                n_text=shape.n_text,
-                n_rows=shape.n_rows,
-                n_seq_max=shape.n_seq_max,
-                threads=self._options.threads,
-                flash_attn=self.mode.flash_attn,
-                ranks=shape.pooling == "rank",
-            )
-        return self._embedder.run(rows)
-
-    @property
-    def state_key(self) -> bytes:
-        """See Backend.state_key."""
-        options = self._options
-        types = (options.cache_type_k, options.cache_type_v)
-        parts: tuple[object, ...] = (library.version(), types)
-        if self.projector:
-            parts += (self.projector.fingerprint,)
-        configured = [(one.id, self._adapters[one.id].fingerprint) for one in options.adapters]
-        parts += tuple(sorted(configured))  # the others have their fingerprints in their keys
-        if not self._context.portable:
-            parts += (self._layout.n_streams, self.mode.flash_attn)
-        return hashlib.blake2b(self.vocabulary.fingerprint() + repr(parts).encode()).digest()
-
     @property
     def memory(self) -> MemoryUse:
-        """See Backend.memory."""
         context = self._context
         draft = self.draft.memory if self.draft else MemoryUse(0, 0, 0, 0, 0)
         return MemoryUse(
             weights_bytes=self.vocabulary.n_bytes
-            + sum(one.n_bytes for one in self._adapters.values())
-            + (self.projector.n_bytes if self.projector else 0)
+            + self.adapters.n_bytes
+            + (self._projector.n_bytes if self._projector else 0)
             + draft.weights_bytes,
             cache_bytes=context.layout.cache_bytes + draft.cache_bytes,
             cache_bytes_per_slot=context.cache_bytes_per_seq + draft.cache_bytes_per_slot,
@@ -393,8 +458,7 @@ class LlamaBackend:
         self._context.close()
         if self.draft is not None:
             self.draft.close()
-        if self._embedder is not None:
-            self._embedder.close()
+        self.embeddings.close()
 
 
 def _open_projector(model: Model, options: EngineOptions) -> MtmdProjector | None:

@@ -10,9 +10,6 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
@@ -20,22 +17,22 @@ from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, Depth
 from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.engine.autotune.profiler import ALONE, Profiler
 from serve_app.engine.backends.base import (
+    CacheTraits,
     EmbeddingShape,
     MemoryUse,
-    Projector,
     Row,
+    Setup,
     State,
 )
 from serve_app.engine.backends.draft_model import LlamaDraft, open_draft
 from serve_app.engine.backends.paged_depth import measure_depth
-from serve_app.engine.options import EngineOptions, KernelsName
-from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
+from serve_app.engine.options import EngineOptions
+from serve_app.errors import ConfigError
 from serve_app.folders import cache_folder
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model, fingerprint_of
 from serve_app.llama.sampler import SequenceSampler
 from serve_app.llama.threads import Threads
-from serve_app.llama.vision.tiles import Tile
 from serve_app.openvino.convert import converted, versions
 from serve_app.openvino.exported.files import WEIGHTS, is_graph
 from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_file
@@ -46,7 +43,6 @@ from serve_app.openvino.paged.context import PagedContext
 from serve_app.progress import Report, Stage
 from serve_app.prompt.output_parser import DELIMITERS
 from serve_app.sampling import SamplingParams
-from serve_app.types import Adapters
 
 logger = logging.getLogger("corral.engine")
 
@@ -60,6 +56,27 @@ _DEEP = 0.2
 _TEXTS_AT_ONCE = 16
 
 
+class PagedStates:
+    """Saved slots of a paged cache. Nothing is forgotten, so a checkpoint has nothing to keep."""
+
+    def __init__(self, context: PagedContext, key: bytes) -> None:
+        self._context, self.key = context, key
+        self.save, self.restore = context.save, context.restore
+
+    def checkpoint(self, seq_id: int) -> State:
+        return b""
+
+    def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
+        self._context.truncate(seq_id, n_past)
+
+
+class PagedEmbeddings:
+    """Vectors of texts, in blocks of the same cache."""
+
+    def __init__(self, context: PagedContext, shape: EmbeddingShape) -> None:
+        self.shape, self.embed = shape, context.embed
+
+
 class OpenVinoBackend:
     """A model that OpenVINO computes. The vocabulary and the samplers are llama.cpp's. Raises ConfigError
     if OpenVINO cannot read it, or the model needs what this backend lacks.
@@ -68,17 +85,8 @@ class OpenVinoBackend:
     OpenVINO's exporter wrote is taken as it is.
     """
 
-    projector: Projector | None = None
-    can_rewind = True
-    can_shift = False
-    forgets = False
-    fills_gaps = False
-    other: tuple[Mode, Profile] | None = None
-    change_s = 0.0
-    mode, mode_reason = _MODE, _REASON
-    name: KernelsName = "openvino"
-    backend_reason = "as configured"
-    undisturbed = True
+    adapters = pictures = modes = None
+    traits = CacheTraits(can_rewind=True, can_shift=False, fills_gaps=False, forgets=False)
 
     def __init__(
         self,
@@ -118,11 +126,16 @@ class OpenVinoBackend:
             frequencies=frequencies,
             cache_type=cache_type,
         )
-        self.threads = Threads.alike(options.threads, options.threads)
         self._context.warm_up()
-        self.profile = self._profile(report)
+        threads = Threads.alike(options.threads, options.threads)
+        profile, undisturbed = self._profile(report)
+        self.setup = Setup(
+            "openvino", _MODE, threads, profile, mode_reason=_REASON, undisturbed=undisturbed
+        )
         self.draft = self._open_draft()
-        logger.info("%s.", self.mode_reason)
+        self.states = PagedStates(self._context, self._state_key)
+        self.embeddings = PagedEmbeddings(self._context, self._embedding_shape)
+        logger.info("%s.", _REASON)
 
     @property
     def _n_shared(self) -> int:
@@ -135,7 +148,7 @@ class OpenVinoBackend:
         options = self._options
         if options.draft is None:
             return None
-        return open_draft(self.vocabulary, options.draft, options, self.threads)
+        return open_draft(self.vocabulary, options.draft, options, self.setup.threads)
 
     def _check_model(self) -> None:
         model = self.vocabulary
@@ -152,15 +165,15 @@ class OpenVinoBackend:
                     "Use llama.cpp."
                 )
 
-    def _profile(self, report: Report) -> Profile:
-        """The cost of batches, as measured now or at an earlier start."""
+    def _profile(self, report: Report) -> tuple[Profile, bool]:
+        """The cost of batches, as measured now or at an earlier start, and whether that was undisturbed."""
         options = self._options
         if options.profile_limit_s <= 0:
-            return Profile()
+            return Profile(), True
         name = profile_cache.key(
             model=self._fingerprint.hex(),
             llama_cpp=versions(),
-            modes=[self.mode],
+            modes=[_MODE],
             threads=(options.threads,),
             slots=(options.n_slots, options.n_ctx_slot),
             max_stall_s=options.max_stall_s,
@@ -171,7 +184,7 @@ class OpenVinoBackend:
         folder = options.profile_folder
         known = profile_cache.load(folder, name) if folder else None
         if known is not None:
-            return known.profile
+            return known.profile, True
         report(Stage("measuring", limit_s=options.profile_limit_s))
         began, computed = time.perf_counter(), time.process_time()
         profiler = Profiler(
@@ -187,10 +200,10 @@ class OpenVinoBackend:
         profile = depth.added_to(replace(profiler.profile, copy_s=0.0), unified=False)
         took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
         logger.info("Measured batches in %.1f s.", took_s)
-        self.undisturbed = computed_s >= ALONE * took_s * options.threads
-        if folder and self.undisturbed:
-            profile_cache.save(folder, name, ModeChoice(self.mode, self.mode_reason, profile))
-        return profile
+        undisturbed = computed_s >= ALONE * took_s * options.threads
+        if folder and undisturbed:
+            profile_cache.save(folder, name, ModeChoice(_MODE, _REASON, profile))
+        return profile, undisturbed
 
     def _measure_depth(self, profile: Profile) -> Depth:
         options = self._options
@@ -200,50 +213,12 @@ class OpenVinoBackend:
             return Depth()
         return measure_depth(self._context, profile, n_tokens, _DEEP * options.profile_limit_s)
 
-    # -- what it has not --------------------------------------------------------------------------
-
-    def change(self, reason: str) -> None:
-        """There is no other kind of cache."""
-        raise ConfigError("A paged cache stays as it is.")
-
-    def check_adapters(self, adapters: Adapters) -> None:
-        """It has none."""
-        if adapters:
-            raise InvalidRequestError(f"There is no adapter {adapters[0].id!r} here.", "lora")
-
-    def use_adapters(self, adapters: Adapters) -> None:
-        """See Backend.use_adapters: there are none."""
-        if adapters:
-            raise DecodeError("OpenVINO's backend has no adapters.")
-
-    def load_adapter(self, key: str, path: Path) -> None:
-        """It has none."""
-        raise ConfigError("A model with engine.backend: openvino takes no adapters.")
-
-    def hide_adapter(self, key: str) -> None:
-        """There is none to hide."""
-
-    def hides_adapter(self, key: str) -> bool:
-        """None is hidden."""
-        return False
-
-    def free_adapter(self, key: str) -> None:
-        """There is none to free."""
-
-    def decode_tile(
-        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
-    ) -> None:
-        """Without a projector, nobody asks."""
-        raise DecodeError("OpenVINO's backend sees no pictures.")
-
     # -- running ----------------------------------------------------------------------------------
 
     def decode(self, rows: Sequence[Row]) -> None:
-        """See Backend.decode."""
         self._context.decode(rows)
 
     def cancel(self, cancelled: bool) -> None:
-        """See Backend.cancel."""
         self._context.cancel(cancelled)
 
     def sampler(
@@ -253,20 +228,10 @@ class OpenVinoBackend:
         return SequenceSampler(self._context, params, prompt, constraint)
 
     def truncate(self, seq_id: int, n_past: int) -> None:
-        """See Backend.truncate."""
         self._context.truncate(seq_id, n_past)
 
     def can_cut(self, seq_id: int, n_past: int) -> bool:
-        """Everywhere."""
         return True
-
-    def checkpoint(self, seq_id: int) -> State:
-        """Nothing is forgotten."""
-        return b""
-
-    def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
-        """See Backend.rewind."""
-        self._context.truncate(seq_id, n_past)
 
     @property
     def slots_with_pending_copy(self) -> Set[int]:
@@ -274,16 +239,14 @@ class OpenVinoBackend:
         return frozenset()
 
     def copy(self, source: int, target: int) -> None:
-        """See Backend.copy: the blocks are shared."""
+        """The slots share the blocks."""
         self._context.copy(source, target)
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
-        """See Backend.shift."""
         self._context.shift(seq_id, cuts)
 
     @property
-    def embedding(self) -> EmbeddingShape:
-        """See Backend.embedding."""
+    def _embedding_shape(self) -> EmbeddingShape:
         options = self._options
         return EmbeddingShape(
             n_rows=options.n_batch,
@@ -293,27 +256,15 @@ class OpenVinoBackend:
             causal=True,
         )
 
-    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        """See Backend.embed."""
-        return self._context.embed(rows)
-
-    def save(self, seq_id: int, *, cancellable: bool = False) -> State:
-        """See Backend.save."""
-        return self._context.save(seq_id, cancellable=cancellable)
-
-    def restore(self, seq_id: int, state: State) -> None:
-        """See Backend.restore."""
-        self._context.restore(seq_id, state)
-
     @property
-    def state_key(self) -> bytes:
-        """See Backend.state_key: a state of llama.cpp's is none of OpenVINO's."""
+    def _state_key(self) -> bytes:
+        """A state of llama.cpp's is none of OpenVINO's."""
         parts = (versions(), BLOCK, self._options.cache_type_k)
         return hashlib.blake2b(self._fingerprint + repr(parts).encode()).digest()
 
     @property
     def memory(self) -> MemoryUse:
-        """See Backend.memory. The size of OpenVINO's work buffers is not known."""
+        """The size of OpenVINO's work buffers is not known."""
         context = self._context
         draft = self.draft.memory if self.draft else MemoryUse(0, 0, 0, 0, 0)
         per_slot = self._n_blocks_slot * context.block_bytes

@@ -90,11 +90,12 @@ class BatchRunner:
 
     def use_adapters(self, adapters: Adapters) -> bool:
         """Have the next batches computed with these adapters; returns whether that is a change."""
-        changes = adapters != self._adapters
-        if changes:
-            self._backend.use_adapters(adapters)
-            self._adapters = adapters
-        return changes
+        loaded = self._backend.adapters
+        if loaded is None or adapters == self._adapters:
+            return False
+        loaded.use(adapters)
+        self._adapters = adapters
+        return True
 
     def _charge(self, batch: Batch, computed_s: float) -> None:
         for chunk, seconds in zip(batch.chunks, batch.shared_s(computed_s), strict=True):
@@ -106,7 +107,7 @@ class BatchRunner:
         if not batch.prefills:
             n_sequences = len(batch.chunks) + len(batch.fillers)
             self._costs.observe_decode(n_sequences, len(batch.rows), depth, seconds)
-        elif len(batch.chunks) == 1 or self._backend.mode.mixes:
+        elif len(batch.chunks) == 1 or self._backend.setup.mode.mixes:
             self._costs.observe_prefill(len(batch.rows), depth, seconds)
 
     def _sample(self, chunk: Chunk) -> list[Sampled] | CorralError:

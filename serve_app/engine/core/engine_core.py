@@ -73,7 +73,7 @@ class EngineCore:
         self.options = options
         self.command_queue = command_queue
         self.progress = progress
-        self.costs = costs = CostModel(backend.profile)
+        self.costs = costs = CostModel(backend.setup.profile)
         self.budget = StepBudget(options.max_stall_s)
         self.queue = FairQueue(self._cost, Accounts())
         self.counts = Counts()
@@ -84,8 +84,8 @@ class EngineCore:
             options.n_batch,
             costs,
             self.budget,
-            mixed=backend.mode.mixes,
-            cancellable=backend.can_rewind,
+            mixed=backend.setup.mode.mixes,
+            cancellable=backend.traits.can_rewind,
         )
         self.cache = open_cache(backend, costs, options, self.budget)
         self.cache.pin(options.n_batch)
@@ -153,7 +153,7 @@ class EngineCore:
                 self._outbox.put(sequence, progress)
 
     def _schedule(self) -> list[Batch]:
-        ends = self._slot_ends if self.backend.fills_gaps else None
+        ends = self._slot_ends if self.backend.traits.fills_gaps else None
         batches = self.scheduler.schedule(time.monotonic(), self.cache.table.n_cells, ends)
         for guest in self.guests:
             guest.scheduled(self, batches)

@@ -58,7 +58,7 @@ class Checkpoints:
     @property
     def needed(self) -> bool:
         """Whether slots cannot be cut anywhere."""
-        return self._backend.forgets
+        return self._backend.traits.forgets
 
     def of(self, slot_id: int) -> tuple[Checkpoint, ...]:
         """A slot's, the shortest first."""
@@ -110,7 +110,7 @@ class Checkpoints:
 
     def make(self, slot_id: int, n_tokens: int) -> None:
         """Keep what a slot is now, with so many tokens. It must be settled."""
-        self._add(slot_id, Checkpoint(n_tokens, self._backend.checkpoint(slot_id)))
+        self._add(slot_id, Checkpoint(n_tokens, self._backend.states.checkpoint(slot_id)))
         self._trim()
 
     def give(self, slot_id: int, checkpoints: Iterable[Checkpoint]) -> None:

@@ -33,14 +33,14 @@ class SlotContents:
         """All that a slot has: these tokens. For `cancellable`, see `Backend.save`."""
         memory = self._backend.memory
         with self._copies.making(self._copies.saves, memory.state_bytes(len(tokens))):
-            state = self._backend.save(slot.id, cancellable=cancellable)
+            state = self._backend.states.save(slot.id, cancellable=cancellable)
         return StoredPrefix(tokens, state, slot.group, self.checkpoints.of(slot.id))
 
     def restore(self, slot: Slot, prefix: StoredPrefix) -> None:
         """Have a prefix in a slot, whatever it had. Raises DecodeError if the backend does not take it; the
         slot is then in no known state."""
         with self._copies.making(self._copies.restores, len(prefix.state)):
-            self._backend.restore(slot.id, prefix.state)
+            self._backend.states.restore(slot.id, prefix.state)
         self.checkpoints.give(slot.id, prefix.checkpoints)
 
     def fill(self, choice: SlotChoice, stored: StoredPrefix | None) -> int:
@@ -62,13 +62,13 @@ class SlotContents:
 
     def _copy(self, source: Slot, slot: Slot, n_cached: int) -> None:
         """Have what another slot has. Raises DecodeError."""
-        unified = self._backend.mode.kv_unified
+        unified = self._backend.setup.mode.kv_unified
         pending = self._backend.slots_with_pending_copy
         if self.checkpoints.needed and n_cached < source.n_past and not unified:
             # Otherwise, the next decode would copy over what a checkpoint puts back.
             if not pending.isdisjoint((source.id, slot.id)):
                 raise DecodeError("The slot is still to be written.")
-            self._backend.restore(slot.id, self._backend.save(source.id))
+            self._backend.states.restore(slot.id, self._backend.states.save(source.id))
         else:
             self._backend.copy(source.id, slot.id)
         slot.n_shared = n_cached
@@ -90,7 +90,7 @@ class SlotContents:
         if found is not None and slot.id not in self._backend.slots_with_pending_copy:
             try:
                 with self._copies.making(self._copies.restores, len(found.state)):
-                    self._backend.rewind(slot.id, found.state, found.n_tokens)
+                    self._backend.states.rewind(slot.id, found.state, found.n_tokens)
                 self.checkpoints.used(slot.id, found)
                 return found.n_tokens
             except DecodeError as error:

@@ -178,7 +178,7 @@ class KVCacheManager:
     def make_way(self, n_sequences: int) -> None:
         """Empty the idle slots that so many sequences will get, if the cache is unified: until then every
         row would be computed with what is there."""
-        if self._backend.mode.kv_unified:
+        if self._backend.setup.mode.kv_unified:
             n_empty = sum(slot.idle and not slot.idle_tokens for slot in self.table.slots)
             while n_empty < n_sequences and self.evict_idle():
                 n_empty += 1

@@ -36,16 +36,16 @@ def open_cache(
         options.n_slots,
         min_copy(costs),
         options.pinned,
-        consecutive=not backend.mode.mixes,
+        consecutive=not backend.setup.mode.mixes,
         index=index,
         resumable=checkpoints.resumable,
     )
     disk_tier = None
     if options.prefix_folder is not None and options.cache_ram_bytes:
-        disk_tier = DiskTier(options.prefix_folder, backend.state_key)
+        disk_tier = DiskTier(options.prefix_folder, backend.states.key)
     kept = disk_tier.load(options.cache_ram_bytes) if disk_tier else ()
     memory_tier = MemoryTier(
-        options.cache_ram_bytes, kept, disk_tier, index, forgets=backend.forgets
+        options.cache_ram_bytes, kept, disk_tier, index, forgets=backend.traits.forgets
     )
     cache = KVCacheManager(backend, table, memory_tier, budget, checkpoints)
     cache.disk_tier = disk_tier

@@ -50,7 +50,8 @@ def engine_stats(
 ) -> EngineStats:
     """A snapshot: it does not change with its parts. `ended` are requests by the reason of their end,
     `embedded` the counts of `EmbeddingQueue`."""
-    mode, memory, threads = backend.mode, backend.memory, backend.threads
+    setup, memory = backend.setup, backend.memory
+    mode, threads = setup.mode, setup.threads
     transferred = cache.exchange.transferred
     n_running, n_waiting = (
         Counter(one.request.background for one in them) for them in (running, waiting)
@@ -60,11 +61,11 @@ def engine_stats(
         n_slots=options.n_slots,
         n_ctx_slot=options.n_ctx_slot,
         compute=ComputeStats(
-            backend=backend.name,
-            backend_reason=backend.backend_reason,
+            backend=setup.kernels,
+            backend_reason=setup.kernels_reason,
             flash_attn=mode.flash_attn,
             kv_unified=mode.kv_unified,
-            mode_reason=backend.mode_reason,
+            mode_reason=setup.mode_reason,
             threads=threads.one_row,
             threads_few=threads.few_rows,
             threads_batch=threads.many_rows,

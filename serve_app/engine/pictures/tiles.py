@@ -48,11 +48,12 @@ class PlacedTile:
 
     def decode(self, backend: Backend, rows: Sequence[Row]) -> None:
         """Compute some of its rows, as `Backend.decode` does."""
-        if self.embeddings is None:
+        pictures = backend.pictures
+        if self.embeddings is None or pictures is None:
             raise DecodeError("A picture was not encoded yet.")
         first = rows[0][1] - self.start
         embeddings = self.embeddings[first : first + len(rows)]
-        backend.decode_tile(rows, embeddings, self.tile, first)
+        pictures.decode(rows, embeddings, self.tile, first)
 
 
 def expanded(

@@ -118,8 +118,9 @@ async def test_prompts_of_their_own_change_nothing(path: Path) -> None:
 async def test_what_was_learned_is_kept_for_the_next_start(path: Path, tmp_path: Path) -> None:
     backend = LlamaBackend(path, replace(OPTIONS, profile_folder=tmp_path))
     try:
-        backend._kept_as = "a"
-        backend.change("learned")
+        assert backend.modes is not None
+        backend.modes._kept_as = "a"
+        backend.modes.change("learned")
     finally:
         backend.close()
     assert profile_cache.load(tmp_path, "a") == ModeChoice(

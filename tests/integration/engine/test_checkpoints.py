@@ -260,8 +260,8 @@ async def test_after_profiling_and_with_drafts(
 def test_the_kind_of_cache_never_changes(models: dict[str, Path], kind: str) -> None:
     options = replace(OPTIONS, kv_unified=None, profile_limit_s=1.0)
     with closing(LlamaBackend(models[kind], options)) as backend:
-        assert backend.profile.decode_s
-        assert backend.other is None
+        assert backend.setup.profile.decode_s
+        assert backend.modes is None
 
 
 @pytest.mark.parametrize("seed", range(2))

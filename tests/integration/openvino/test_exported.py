@@ -181,7 +181,7 @@ def test_the_header_has_template_sizes_and_recommendations(qwen3: Path) -> None:
 
 def test_auto_takes_openvino_and_llama_cpp_is_refused(qwen3: Path) -> None:
     backend = open_backend(qwen3 / GRAPH, replace(OPTIONS, backend="auto"))
-    assert (backend.name, backend.backend_reason) == (
+    assert (backend.setup.kernels, backend.setup.kernels_reason) == (
         "openvino",
         "the model is in OpenVINO's format",
     )
@@ -311,7 +311,7 @@ def test_other_weights_of_the_same_size_are_another_model(tmp_path: Path) -> Non
     keys = []
     for _ in range(2):
         backend = OpenVinoBackend(folder / GRAPH, OPTIONS)
-        keys.append(backend.state_key)
+        keys.append(backend.states.key)
         backend.close()
         weights = folder / "openvino_model.bin"
         content = bytearray(weights.read_bytes())

@@ -112,12 +112,12 @@ def test_attention_with_bf16_differs_by_rounding(name: str, tmp_path: Path) -> N
 def test_a_state_with_bf16_is_restored_bit_by_bit_and_only_where_it_fits(tmp_path: Path) -> None:
     backend = OpenVinoBackend(Made("llama").write(tmp_path / "model.gguf"), _BF16)
     backend.decode([(token, token, 0, False) for token in range(_N_TOKENS)])
-    backend.restore(1, backend.save(0))
+    backend.states.restore(1, backend.states.save(0))
     backend.decode([(7, _N_TOKENS, slot, True) for slot in (0, 1)])
     first, second = (backend._context.logits(i) for i in (0, 1))
     np.testing.assert_array_equal(first, second)
     other = OpenVinoBackend(backend.vocabulary.path, _OPTIONS)
-    assert backend.state_key != other.state_key
+    assert backend.states.key != other.states.key
     backend.close()
     other.close()
 

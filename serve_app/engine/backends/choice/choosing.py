@@ -45,7 +45,7 @@ def open_backend(
         choice = KernelsChoice(LLAMA_CPP, f"OpenVINO could not be started: {_said(error)}")
         logger.warning("Backend %s: %s.", choice.name, choice.reason)
         backend = open_named(LLAMA_CPP, path, replace(options, backend=LLAMA_CPP), report)
-    backend.backend_reason = choice.reason
+    backend.setup = replace(backend.setup, kernels_reason=choice.reason)
     return backend
 
 

@@ -55,7 +55,8 @@ def main(result: Path) -> None:
     name, path, options = pickle.load(sys.stdin.buffer)
     try:
         with closing(open_named(name, path, replace(options, backend=name))) as backend:
-            found: object = Measured(backend.mode, backend.profile, backend.undisturbed)
+            setup = backend.setup
+            found: object = Measured(setup.mode, setup.profile, setup.undisturbed)
     except ConfigError as error:
         found = error
     result.write_bytes(pickle.dumps(found))

@@ -102,7 +102,8 @@ class ChunkReuse:
         return self._contents.keep(slot, reuse.n_cached)
 
     def _applies(self, sequence: Sequence) -> bool:
-        able = self._backend.can_shift and not self._backend.forgets
+        traits = self._backend.traits
+        able = traits.can_shift and not traits.forgets
         return sequence.request.n_cache_reuse > 0 and able
 
     def _plan(self, sequence: Sequence, slot: Slot, tokens: bytes) -> Reuse:

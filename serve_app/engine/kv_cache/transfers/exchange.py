@@ -108,7 +108,10 @@ class PrefixExchange:
         self._contents.restore(slot, prefix)
         n_kept = self._contents.keep(slot, n_wanted)
         if n_kept:
-            state, marks = self._backend.save(slot.id), self._contents.checkpoints.of(slot.id)
+            state, marks = (
+                self._backend.states.save(slot.id),
+                self._contents.checkpoints.of(slot.id),
+            )
             prefix = StoredPrefix(prefix.tokens[:n_kept], state, prefix.group, marks)
             self._contents.keep(slot, 0)
         return prefix
