@@ -54,7 +54,7 @@ class Texts:
     ) -> None:
         self.tokens = tokens
         self.background = background
-        """See GenerationRequest."""
+        """Whether nobody waits for the texts."""
         self.account = account(client, background=background)
         self.future: Future[Vectors] = Future()
         self._vectors: dict[int, NDArray[np.float64]] = {}
@@ -294,11 +294,11 @@ class EmbeddingQueue(Guest):
         every other time for their streams, which cannot use all of the decoder however little they have
         had."""
         spent_s, now = self._accounts[client], time.monotonic()
-        others = [one for one in running if one.request.account != client]
+        others = [seq for seq in running if seq.request.account != client]
         if others:
             self._others_ran = now
-        behind = [one for one in others if self._accounts[one.request.account] <= spent_s]
-        prompts = any(one.n_pending > 1 for one in behind)
+        behind = [seq for seq in others if self._accounts[seq.request.account] <= spent_s]
+        prompts = any(seq.n_pending > 1 for seq in behind)
         return prompts or (bool(behind) and now < self._not_before)
 
     def _limit(self, first: _Text, n_pending: int, beside: bool) -> int:

@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def vocabulary_key(self) -> bytes:
-        """See `serve_app.llama.model.Model.vocabulary_key`."""
+        """A key that tells this vocabulary from others."""
         return self._vocabulary.vocabulary_key
 
     def prepare(self, grammar: str) -> None:
@@ -141,7 +141,7 @@ class Engine:
         return outcome
 
     def embed_many(self, requests: Sequence[Texts]) -> list[Future[Vectors] | CorralError]:
-        """The same for several requests, so that one batch computes what fits of them all; each is
+        """Embed several requests' texts, so that one batch computes what fits of them all; each request is
         accepted or refused for itself."""
         refused = [self._reason_to_refuse_texts(request.tokens) for request in requests]
         pairs = list(zip(requests, refused, strict=True))
@@ -154,10 +154,10 @@ class Engine:
         unknown id is ignored."""
         self._loop.abort(request_id)
 
-    def explain(self, wanted: str) -> list[RequestRecord]:
+    def explain(self, name: str) -> list[RequestRecord]:
         """The records of a request, live or ended lately, by its id, its answer's or its HTTP
         request's; empty if it is unknown."""
-        return self._loop.explain(wanted)
+        return self._loop.explain(name)
 
     def media_tokens(self, sizes: Sequence[Size]) -> int:
         """How many tokens media of these sizes have in a prompt. The first time, a sound takes some tenths
@@ -175,7 +175,8 @@ class Engine:
         return self._loop.stats
 
     def latencies(self) -> dict[str, dict[float, int]]:
-        """See `Latencies.recent`: first tokens' times (`ttft_s`) and gaps between tokens (`itl_s`)."""
+        """Histograms of first tokens' times (`ttft_s`) and of gaps between tokens (`itl_s`): see
+        `Latencies.recent`."""
         return self._loop.core.latencies.recent()
 
     def cached_prefixes(self) -> CachedPrefixes:

@@ -167,6 +167,7 @@ def n_lines(*packages: str) -> int:
 def test_the_cores_can_be_read_in_two_days() -> None:
     assert 1000 < n_lines(ENGINE_CORE) < 4000
     assert 1000 < n_lines(*INGRESS_CORE) < 4100
+    assert n_lines(ENGINE_CORE, *INGRESS_CORE) < 8000
 
 
 def test_a_step_fits_on_a_screen() -> None:

@@ -1,4 +1,4 @@
-"""Whose turn it is among sequences with different adapters. Pure: no model, no threads, no clock.
+"""The turns of sequences with different adapters. Pure: no model, no threads, no clock.
 
 llama.cpp applies adapters to a whole batch. So a step is for those sequences that have the same ones, and
 steps take turns.
@@ -45,7 +45,7 @@ class AdapterTurns(Turns):
         return max(0.0, self._extra_s)
 
     def choose(self, sequences: SequenceOf[Sequence], now: float) -> list[Sequence]:
-        """Those of one turn: all, if all have the same adapters. `now` is on the clock of
+        """The sequences of one turn: all, if all have the same adapters. `now` is on the clock of
         `Trace.submitted`."""
         sets: dict[Adapters, list[Sequence]] = {}
         for sequence in sequences:

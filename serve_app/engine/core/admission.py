@@ -135,12 +135,12 @@ class Admission:
         those in the background if there are any, which waits then. False if there is but one sequence."""
         if self._cache.evict_idle():
             return True
-        running = [one for one in self._scheduler.running if not one.finished]
+        running = [seq for seq in self._scheduler.running if not seq.finished]
         if len(running) < len(self._scheduler.running):
             return True  # some have just ended
         if len(running) == 1:
             return False
-        behind = [one for one in running if one.request.background]
+        behind = [seq for seq in running if seq.request.background]
         self._preempt(max(behind or running, key=_admitted))
         self._background_paused = True
         self._paused = not behind
@@ -169,10 +169,10 @@ class Admission:
         """Have as many sequences in the background lose their slots as others lack. Their part of
         the cache is stored, unless that takes too long."""
         waiting = self._queue.unordered
-        n_lacking = sum(not (one.request.background or one.finished) for one in waiting)
+        n_lacking = sum(not (seq.request.background or seq.finished) for seq in waiting)
         n_lacking -= self._cache.table.n_idle
-        behind = [one for one in self._scheduler.running if one.request.background]
-        behind = sorted((one for one in behind if not one.finished), key=_admitted)
+        behind = [seq for seq in self._scheduler.running if seq.request.background]
+        behind = sorted((seq for seq in behind if not seq.finished), key=_admitted)
         for sequence in behind[len(behind) - max(0, min(n_lacking, len(behind))) :]:
             is_stored = self._preemption_s(sequence) is not None
             self._preempt(sequence, for_another=True, stored=is_stored)

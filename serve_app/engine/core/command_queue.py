@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.engine.core.scheduler.backlog import Forecast
-from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity, Verdict
+from serve_app.engine.core.scheduler.queue_capacity import CapacityVerdict, QueueCapacity
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.errors import (
@@ -153,7 +153,7 @@ class CommandQueue:
         return None
 
     def _overload(
-        self, request: GenerationRequest, verdict: Verdict, forecast: Forecast
+        self, request: GenerationRequest, verdict: CapacityVerdict, forecast: Forecast
     ) -> QueueFullError | None:
         client, held = request.account, self._capacities[request.background].held
         if not verdict.accepted:

@@ -19,7 +19,7 @@ from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.core.postprocessor import Postprocessor
 from serve_app.engine.core.scheduler.backlog import Backlog
-from serve_app.engine.core.scheduler.batch import Batch, Turn, plan_batch
+from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
 from serve_app.engine.core.scheduler.fair_queue import Accounts, FairQueue
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
@@ -194,7 +194,7 @@ class EngineCore:
         for chunk in batch.chunks:
             if not self.cache.drop_rows(chunk.sequence):
                 continue
-            result = self.runner.run(plan_batch([Turn(chunk.sequence, chunk.n_rows)]))
+            result = self.runner.run(plan_batch([SequenceRows(chunk.sequence, chunk.n_rows)]))
             if result.error is None or isinstance(
                 result.error, CacheFullError | DecodeCancelledError
             ):
@@ -276,7 +276,7 @@ class EngineCore:
         for command in pending.commands:  # which may look at what is live
             command.run(self.cache)
         self._taken.extend(sequence.id for sequence in pending.submitted)
-        self.counts.failovers += sum(one.request.n_failovers > 0 for one in pending.submitted)
+        self.counts.failovers += sum(seq.request.n_failovers > 0 for seq in pending.submitted)
         live = {sequence.id: sequence for sequence in self.live}
         for request_id in pending.aborted:
             if request_id in live:
@@ -384,5 +384,5 @@ class EngineCore:
     def _cached_prefixes(self) -> CachedPrefixes:
         requests = (sequence.request for sequence in self.queue.unordered)
         waiting = (CachedPrompt(request.content_group, request.given) for request in requests)
-        adapters = frozenset(adapters_of(one.request.content_group) for one in self.live)
+        adapters = frozenset(adapters_of(seq.request.content_group) for seq in self.live)
         return CachedPrefixes((*waiting, *self.cache.prompts), tuple(self._taken), adapters)

@@ -13,14 +13,14 @@ _TOGETHER = 16
 
 
 class Outbox:
-    """Deltas that nobody was told of yet, in their order. Those that may be `told_together` are: to tell
-    each one takes others' time. Decoder thread only."""
+    """Deltas that nobody was told of yet, in their order. Deltas that may be `told_together` are: each
+    delivery takes others' time. Decoder thread only."""
 
     def __init__(self) -> None:
         self._deltas: list[tuple[Sequence, TokenDelta]] = []
 
     def put(self, sequence: Sequence, delta: TokenDelta) -> None:
-        """Its newest tokens, or its end."""
+        """Take a sequence's newest tokens, or its end."""
         if sequence.untold is not None:
             delta = sequence.untold.then(delta)
         sequence.untold = delta if self._waits(sequence, delta) else None

@@ -126,9 +126,9 @@ class Sequence:
         is_limited = request.sampling.n_indent > 0 or request.sampling.t_max_predict_ms > 0
         self._line_limits = LineLimits(request.sampling) if is_limited else None
         self._n_told = -1
-        """Of its prompt's tokens, those that its progress was told of."""
+        """The prompt's tokens that the last progress reported."""
         self.untold: TokenDelta | None = None
-        """Its tokens that its reader was not told of yet."""
+        """The newest tokens, which the reader was not told of yet."""
 
     @property
     def n_pending(self) -> int:
@@ -137,8 +137,8 @@ class Sequence:
 
     @property
     def n_to_stop(self) -> int:
-        """Of these, how many until others can start from its slot, a checkpoint is to be made, or a picture
-        begins or ends."""
+        """Pending tokens until others can start from its slot, a checkpoint is to be made, or a span begins
+        or ends."""
         stops = (stop - self.n_past for stop in (*self.stops, self.n_awaited, *self._borders))
         return min((n for n in stops if n > 0), default=self.n_pending)
 
@@ -165,7 +165,7 @@ class Sequence:
         return next(within, n_tokens)
 
     def stop_at(self, n_tokens: int) -> None:
-        """Have a checkpoint there, too."""
+        """Have a checkpoint made there, too."""
         self.stops = tuple(sorted({*self.stops, n_tokens}))
 
     @property
@@ -176,7 +176,7 @@ class Sequence:
 
     @property
     def n_reusable(self) -> int:
-        """Its tokens, up to the first that must be computed: what is cached has no logits."""
+        """The number of tokens up to the first that must be computed: what is cached has no logits."""
         unscored = self.unscored
         return unscored.start + 1 if unscored else len(self.tokens)
 
@@ -249,13 +249,13 @@ class Sequence:
         return room if self.n_left is None else min(room, self.n_left - 1)
 
     def give_up(self, n_tokens: int) -> TokenArray:
-        """Its first tokens, for its slot to keep: it has ended, and has none any more."""
+        """Hand over the first tokens, for its slot to keep: it has ended, and has none any more."""
         tokens, self.tokens, self._packed = self.tokens, token_array(), b""
         del tokens[n_tokens:]
         return tokens
 
     def advance(self, n_rows: int) -> None:
-        """Its next `n_rows` tokens are in the cache now."""
+        """Count the next `n_rows` tokens as cached."""
         self.n_past += n_rows
 
     def progress(self) -> TokenDelta | None:
@@ -265,13 +265,13 @@ class Sequence:
             return None
         self._n_told = n_done
         n_cached = min(self.n_cached, self.n_prompt)
-        told = PromptProgress(
+        done = PromptProgress(
             self.n_prompt, n_cached, n_done, self.trace.prefill_s if n_done > n_cached else 0.0
         )
-        return TokenDelta("", (), progress=(told,))
+        return TokenDelta("", (), progress=(done,))
 
     def score(self, rows: range) -> None:
-        """These rows of the last batch tell of the prompt's next tokens."""
+        """Score the prompt's next tokens by these rows of the last batch."""
         known = 1 + len(self._prompt_logprobs)
         tokens = self.tokens[known : known + len(rows)]
         self._prompt_logprobs += map(self.sampler.score, rows, tokens)
@@ -290,13 +290,13 @@ class Sequence:
         self.state = SequenceState.DECODE
         of_prompt = () if self.n_generated else tuple(self._prompt_logprobs)
         text, taken, reason = "", list[Sampled](), None
-        for one in sampled:
-            taken.append(one)
-            self.tokens.append(one.token)
+        for sample in sampled:
+            taken.append(sample)
+            self.tokens.append(sample.token)
             self.n_generated += 1
-            reason, shown = self._take(one.token, vocabulary)
+            reason, shown = self._take(sample.token, vocabulary)
             text += shown
-            if reason is None and one.complete:
+            if reason is None and sample.complete:
                 reason = FinishReason.STOP
             full = len(self.tokens) >= n_ctx_slot and not shifts
             if reason is None and (full or self.n_left == 0):
@@ -304,8 +304,8 @@ class Sequence:
             if reason is not None:
                 break
         self.trace.tokens(len(taken))
-        ids = tuple(one.token for one in taken)
-        logprobs = tuple(one.logprobs for one in taken if one.logprobs is not None)
+        ids = tuple(sample.token for sample in taken)
+        logprobs = tuple(sample.logprobs for sample in taken if sample.logprobs is not None)
         if reason is None:
             return TokenDelta(text, ids, None, logprobs, of_prompt)
         end = self.finish(reason, text)

@@ -82,7 +82,7 @@ class LineLimits:
         self._n_indent = sampling.n_indent
         self._max_s = sampling.t_max_predict_ms / 1000
         self._blanks: int | None = None
-        """That the line begins with; None in its middle, and in the first line."""
+        """Blanks that the line begins with; None in its middle, and in the first line."""
 
     def cut(self, text: str, elapsed_s: float) -> str | None:
         """The rest of the newest text, so many seconds after the first token, if the sequence ends

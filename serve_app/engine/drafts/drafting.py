@@ -169,19 +169,19 @@ class Drafting(Guest):
         best_rate = (1 + _LEAST_GAIN) * len(decoding) / self._costs.steps_s(len(decoding), n_past)
         best: Drafts = {}
         for n_drafted in _DRAFTS:
-            group = [one for one in decoding if len(drafts[one.id]) >= n_drafted]
+            group = [seq for seq in decoding if len(drafts[seq.id]) >= n_drafted]
             if not group or len(group) * n_drafted > MAX_DRAFTED_ROWS:
                 continue
             rest = len(decoding) - len(group)
             seconds = self._costs.verify_s(len(group), n_drafted, n_past)
             seconds += self._costs.steps_s(rest, n_past) if rest else 0.0
-            rate = (rest + sum(self._lookup_of(one).expected(n_drafted) for one in group)) / seconds
+            rate = (rest + sum(self._lookup_of(seq).expected(n_drafted) for seq in group)) / seconds
             if rate > best_rate and seconds <= self._most_s:
                 best_rate = rate
-                best = {one.id: drafts[one.id][:n_drafted] for one in group}
-        for one in decoding:
-            if drafts[one.id] and one.id not in best:
-                self._lookup_of(one).unused()
+                best = {seq.id: drafts[seq.id][:n_drafted] for seq in group}
+        for seq in decoding:
+            if drafts[seq.id] and seq.id not in best:
+                self._lookup_of(seq).unused()
         return best
 
     # -- a draft model ----------------------------------------------------------------------------
@@ -194,27 +194,27 @@ class Drafting(Guest):
         n_past: float,
         mixed: bool,
     ) -> Drafts:
-        able = [one for one in decoding if not one.spans and one.draft_room(self._n_ctx_slot) > 0]
+        able = [seq for seq in decoding if not seq.spans and seq.draft_room(self._n_ctx_slot) > 0]
         behind = proposer.begin(able, _DRAFTS[-1])
         best = self._best(proposer, decoding, looked_up, behind, n_past, mixed)
-        late = [one for one in best.proposed if not proposer.is_ready(behind[one.id])]
+        late = [seq for seq in best.proposed if not proposer.is_ready(behind[seq.id])]
         if late:
             ready = {name: n for name, n in behind.items() if proposer.is_ready(n)}
             now = self._best(proposer, decoding, looked_up, ready, n_past, mixed)
-            if self._pays(late, best, now, sum(proposer.feed_s(behind[one.id]) for one in late)):
+            if self._pays(late, best, now, sum(proposer.feed_s(behind[seq.id]) for seq in late)):
                 proposer.catch_up(late, self._fed_s)
             best = now
-        drafts = {one.id: looked_up[one.id][: best.n_drafted] for one in best.looked_up}
+        drafts = {seq.id: looked_up[seq.id][: best.n_drafted] for seq in best.looked_up}
         if best.proposed:
             drafts |= proposer.propose(list(best.proposed), best.n_drafted)
         elif not late and not drafts:
             drafts = self._try(proposer, decoding, behind, n_past, mixed)
-        for one in decoding:
-            if one.id not in drafts and looked_up.get(one.id):
-                self._lookup_of(one).unused()
-        for one in able:
-            if one.id not in drafts:
-                proposer.rate(one).unused()
+        for seq in decoding:
+            if seq.id not in drafts and looked_up.get(seq.id):
+                self._lookup_of(seq).unused()
+        for seq in able:
+            if seq.id not in drafts:
+                proposer.rate(seq).unused()
         return drafts
 
     @property
@@ -233,21 +233,21 @@ class Drafting(Guest):
     ) -> Drafts:
         """A short draft of one sequence that is not thought to pay, or some of its text fed for one. It is
         made now and then: what is never tried is never known to be good."""
-        able = [one for one in decoding if one.id in behind]
+        able = [seq for seq in decoding if seq.id in behind]
         plain_s, allowance = self._costs.steps_s(len(decoding), n_past), proposer.allowance
         allowance.passed(plain_s)
         if not able:
             return {}
-        one = max(able, key=lambda one: proposer.rate(one).expected(1) - behind[one.id])
-        n_behind, token_s = behind[one.id], plain_s / len(decoding)
+        seq = max(able, key=lambda seq: proposer.rate(seq).expected(1) - behind[seq.id])
+        n_behind, token_s = behind[seq.id], plain_s / len(decoding)
         rest_s = self._costs.steps_s(len(decoding) - 1, n_past) if len(decoding) > 1 else 0.0
         longer_s = {
-            n: max(0.0, self._verify_s([one], n, n_past, mixed) + rest_s - plain_s)
+            n: max(0.0, self._verify_s([seq], n, n_past, mixed) + rest_s - plain_s)
             + proposer.draft_s(1, n, min(n_behind, 2))
             for n in _TRIED
-            if n <= one.draft_room(self._n_ctx_slot)
+            if n <= seq.draft_room(self._n_ctx_slot)
         }
-        rate = proposer.rate(one)
+        rate = proposer.rate(seq)
         n_drafted = min(longer_s, key=lambda n: longer_s[n] - rate.expected(n) * token_s)
         fed_s = 0.0 if proposer.is_ready(n_behind) else proposer.feed_s(n_behind)
         if plain_s + longer_s[n_drafted] > self._most_s:
@@ -257,20 +257,20 @@ class Drafting(Guest):
         fed_now_s = fed_s if self._fed_s is None else min(fed_s, self._fed_s)
         allowance.changes(-fed_now_s or -longer_s[n_drafted])
         sure = self._best(proposer, decoding, {}, behind, n_past, mixed, sure=True)
-        if not sure.proposed or not self._pays([one], sure, _Plan(1 / token_s), fed_s):
+        if not sure.proposed or not self._pays([seq], sure, _Plan(1 / token_s), fed_s):
             return {}
         if fed_s:
-            proposer.catch_up([one], self._fed_s)
+            proposer.catch_up([seq], self._fed_s)
             return {}
-        return proposer.propose([one], n_drafted, token_s)
+        return proposer.propose([seq], n_drafted, token_s)
 
     def _pays(self, late: list[Sequence], then: _Plan, now: _Plan, price_s: float) -> bool:
         """Whether to feed these. They are thought to go on for as long as they did, which is right half the
         time where nothing is known."""
         n_left = 0
-        for one in late:
-            hope = max(_LEAST_HOPE, one.n_generated)
-            n_left += hope if one.n_left is None else min(hope, one.n_left)
+        for seq in late:
+            hope = max(_LEAST_HOPE, seq.n_generated)
+            n_left += hope if seq.n_left is None else min(hope, seq.n_left)
         saved_s = 1 / now.tokens_per_s - 1 / then.tokens_per_s
         return n_left * saved_s > _LEAST_RETURN * price_s
 
@@ -291,28 +291,28 @@ class Drafting(Guest):
         best = _Plan(n / plain_s)
         least = (1 + _LEAST_GAIN) * best.tokens_per_s
         for n_drafted in _DRAFTS:
-            found: list[tuple[float, bool, Sequence]] = []
-            for one in decoding:
-                known = len(looked_up.get(one.id, ())) >= n_drafted
-                value = self._lookup_of(one).expected(n_drafted) if known else 0.0
-                proposes = one.id in ready and one.draft_room(self._n_ctx_slot) >= n_drafted
+            options: list[tuple[float, bool, Sequence]] = []
+            for seq in decoding:
+                known = len(looked_up.get(seq.id, ())) >= n_drafted
+                value = self._lookup_of(seq).expected(n_drafted) if known else 0.0
+                proposes = seq.id in ready and seq.draft_room(self._n_ctx_slot) >= n_drafted
                 own = 0.0
                 if proposes:
-                    own = n_drafted + 1 if sure else proposer.rate(one).expected(n_drafted)
+                    own = n_drafted + 1 if sure else proposer.rate(seq).expected(n_drafted)
                 if known or proposes:
-                    found.append((max(value, own), own > value, one))
-            found.sort(key=lambda option: -option[0])
-            for size in _sizes(min(len(found), MAX_DRAFTED_ROWS // n_drafted)):
-                chosen = sorted(found[:size], key=lambda option: option[2].slot_id)
-                proposed = tuple(one for _, by_model, one in chosen if by_model)
-                seconds = self._verify_s([one for *_, one in chosen], n_drafted, n_past, mixed)
+                    options.append((max(value, own), own > value, seq))
+            options.sort(key=lambda option: -option[0])
+            for size in _sizes(min(len(options), MAX_DRAFTED_ROWS // n_drafted)):
+                chosen = sorted(options[:size], key=lambda option: option[2].slot_id)
+                proposed = tuple(seq for _, by_model, seq in chosen if by_model)
+                seconds = self._verify_s([seq for *_, seq in chosen], n_drafted, n_past, mixed)
                 seconds += self._costs.steps_s(n - size, n_past) if n > size else 0.0
                 if proposed:
-                    n_fed = sum(min(ready[one.id], 2) for one in proposed)
+                    n_fed = sum(min(ready[seq.id], 2) for seq in proposed)
                     seconds += proposer.draft_s(len(proposed), n_drafted, n_fed)
                 rate = (n - size + sum(value for value, *_ in chosen)) / seconds
                 if rate > max(least, best.tokens_per_s) and seconds <= self._most_s:
-                    rest = tuple(one for _, by_model, one in chosen if not by_model)
+                    rest = tuple(seq for _, by_model, seq in chosen if not by_model)
                     best = _Plan(rate, n_drafted, rest, proposed)
         return best
 
@@ -321,8 +321,8 @@ class Drafting(Guest):
         if mixed:
             return self._costs.verify_s(len(group), n_drafted, n_past)
         seconds, n_run = 0.0, 1
-        for before, one in zip(group, [*group[1:], None], strict=True):
-            if one is not None and one.slot_id == before.slot_id + 1:
+        for before, seq in zip(group, [*group[1:], None], strict=True):
+            if seq is not None and seq.slot_id == before.slot_id + 1:
                 n_run += 1
                 continue
             seconds += self._costs.verify_s(n_run, n_drafted, n_past)

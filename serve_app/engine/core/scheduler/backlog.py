@@ -31,9 +31,9 @@ class Forecast:
     """Until all sequences of that moment have ended, but for those in the background."""
 
     prefill_s: float = 0.0
-    """Of it, what is missing of prompts."""
+    """The part of `work_s` that is missing of prompts."""
     work_by_client: Mapping[str, float] = field(default_factory=dict)
-    """Of it, what is each client's; and what each has in the background, by the names of the accounts."""
+    """The work of each account: of clients, and of what each has in the background."""
     background_s: float = 0.0
     """The background's part of the backlog, in all."""
 
@@ -42,7 +42,7 @@ class Forecast:
         return sum(self.parts_of(sequences))
 
     def parts_of(self, sequences: Iterable[Sequence]) -> tuple[float, float]:
-        """The same: seconds for what is missing of prompts, and for answers."""
+        """Seconds for what is missing of these sequences' prompts, and for their answers."""
         n_prompt, answers_s = 0, 0.0
         for sequence in sequences:
             n_prompt += max(0, sequence.n_pending - 1)
@@ -71,14 +71,14 @@ class Forecast:
         return max(1, math.ceil(self._part_s(n_ahead, live, arrived) / max(1, n_ends)))
 
     def _part_s(
-        self, wanted: Mapping[str, int], live: Mapping[str, int], arrived: Iterable[Sequence]
+        self, counts: Mapping[str, int], live: Mapping[str, int], arrived: Iterable[Sequence]
     ) -> float:
         """The work of so many requests of each client, of those that are live."""
         work = dict(self.work_by_client)
         for sequence in arrived:
             client = sequence.request.account
             work[client] = work.get(client, 0.0) + self.work_of([sequence])
-        return sum(work.get(client, 0.0) * n / live[client] for client, n in wanted.items())
+        return sum(work.get(client, 0.0) * n / live[client] for client, n in counts.items())
 
 
 class Backlog:

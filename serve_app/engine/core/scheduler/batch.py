@@ -11,7 +11,7 @@ from serve_app.engine.core.sequence import PromptSpan, Sequence
 from serve_app.types import Adapters
 
 
-class Turn(NamedTuple):
+class SequenceRows(NamedTuple):
     """The tokens of one sequence in a step: its next ones, and drafted ones behind them."""
 
     sequence: Sequence
@@ -25,7 +25,7 @@ class Chunk:
 
     sequence: Sequence
     n_rows: int
-    """Its own tokens; drafted ones come on top."""
+    """The sequence's own tokens; drafted ones come on top."""
     draft: tuple[int, ...]
     sample_row: int | None
     """Index of the row to sample from, when this chunk completes the sequence's tokens. Those of drafted
@@ -43,7 +43,7 @@ class Batch:
     depth: float
     """Tokens that a row's own sequence has in the cache before the batch, on average."""
     n_cells: int
-    """Those of all sequences, in a unified cache; else 0."""
+    """Tokens of all sequences in the cache, if it is unified; else 0."""
     decodes: bool
     """Whether decoding sequences are in it."""
     prefills: bool
@@ -57,13 +57,13 @@ class Batch:
     dropped again. Only beside decoding sequences."""
 
     def shared_s(self, seconds: float) -> list[float]:
-        """Of the seconds that it took, what each chunk's rows did; fillers are on all."""
+        """Each chunk's share of the seconds that the batch took; fillers are on all."""
         n_rows = [chunk.n_rows + len(chunk.draft) for chunk in self.chunks]
         return [seconds * n / sum(n_rows) for n in n_rows]
 
 
 def plan_batch(
-    turns: Iterable[Turn],
+    turns: Iterable[SequenceRows],
     n_cells: int = 0,
     slot_ends: Mapping[int, int] | None = None,
 ) -> Batch:

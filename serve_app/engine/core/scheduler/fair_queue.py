@@ -30,7 +30,7 @@ class Accounts:
         return self._spent_s.get(client, 0.0)
 
     def __contains__(self, client: str) -> bool:
-        """Whether it is active."""
+        """Whether the client is active."""
         return client in self._n_active
 
     @property
@@ -39,26 +39,26 @@ class Accounts:
         return len(self._n_active)
 
     def enter(self, client: str) -> None:
-        """It has one request more."""
+        """Count one more request of a client."""
         if client not in self._n_active:
             self._spent_s[client] = max(self[client], self._least())
         self._n_active[client] += 1
 
     def leave(self, client: str) -> None:
-        """It has one request less."""
+        """Count one request less of a client."""
         self._n_active[client] -= 1
         if self._n_active[client]:
             return
         del self._n_active[client]
         least = self._least()
         self._spent_s = {
-            one: spent_s
-            for one, spent_s in self._spent_s.items()
-            if one in self._n_active or (self._n_active and spent_s > least)
+            seq: spent_s
+            for seq, spent_s in self._spent_s.items()
+            if seq in self._n_active or (self._n_active and spent_s > least)
         }
 
     def charge(self, client: str, seconds: float) -> None:
-        """It was served for so long. One that is not active is not charged."""
+        """Add seconds of service to a client's account, if it is active."""
         if client in self._n_active:
             self._spent_s[client] += seconds
 
@@ -118,12 +118,12 @@ class FairQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over the waiting sequences in the order of admission."""
         ahead_s: dict[str, float] = {}
-        n_running = Counter(one.request.account for one in self._running)
+        n_running = Counter(seq.request.account for seq in self._running)
         for sequence in self._running:
             client = sequence.request.account
             ahead_s[client] = ahead_s.get(client, 0.0) + sequence.outstanding_s
         ranked: list[tuple[_Rank, Sequence]] = []
-        had_slot_first = sorted(self._waiting, key=lambda one: one.trace.admitted is None)
+        had_slot_first = sorted(self._waiting, key=lambda seq: seq.trace.admitted is None)
         for arrival, sequence in enumerate(had_slot_first):
             client, request = sequence.request.account, sequence.request
             ahead = ahead_s.get(client, 0.0)
@@ -141,8 +141,8 @@ class FairQueue:
     def due_s(self, client: str, without: Sequence | None = None) -> float:
         """The seconds charged to a client, and those that its running requests will probably still
         cost; as if `without` did not run."""
-        running = (one for one in self._running if one.request.account == client)
-        outstanding_s = sum(one.outstanding_s for one in running if one is not without)
+        running = (seq for seq in self._running if seq.request.account == client)
+        outstanding_s = sum(seq.outstanding_s for seq in running if seq is not without)
         return self.accounts[client] + outstanding_s
 
     def extend(self, sequences: Iterable[Sequence]) -> None:

@@ -45,15 +45,15 @@ class PreemptionPolicy:
         first = next(iter(waiting), None)
         if first is None or now < self._quiet_until:
             return None
-        held = Counter(one.request.account for one in running if not one.finished)
+        held = Counter(seq.request.account for seq in running if not seq.finished)
         own = first.request.account
         due_s = waiting.due_s(own)
         for client in sorted(held, key=waiting.due_s, reverse=True):
             n_more = held[client] - held[own]
-            found = self._youngest(client, first, running, cost_s) if n_more > 0 else None
-            if found is None:
+            candidate = self._youngest(client, first, running, cost_s) if n_more > 0 else None
+            if candidate is None:
                 continue
-            sequence, seconds = found
+            sequence, seconds = candidate
             ahead_s = waiting.due_s(client, without=sequence) - due_s
             if ahead_s > (0.0 if n_more > 1 else max(_QUANTUM_S, _PAUSE * seconds)):
                 self._quiet_until = now + _PAUSE * seconds
@@ -69,17 +69,17 @@ class PreemptionPolicy:
     ) -> tuple[Sequence, float] | None:
         """The client's newest sequence that may be preempted, and what that costs."""
         may = [
-            one
-            for one in running
-            if one.request.account == client
-            and one.request.background == first.request.background
-            and one.request.priority >= first.request.priority
-            and not one.finished
+            seq
+            for seq in running
+            if seq.request.account == client
+            and seq.request.background == first.request.background
+            and seq.request.priority >= first.request.priority
+            and not seq.finished
         ]
-        for one in sorted(may, key=lambda one: one.trace.admitted or 0.0, reverse=True):
-            seconds = cost_s(one)
+        for seq in sorted(may, key=lambda seq: seq.trace.admitted or 0.0, reverse=True):
+            seconds = cost_s(seq)
             if seconds is not None:
-                return one, seconds
+                return seq, seconds
         return None
 
 
@@ -98,20 +98,20 @@ class Anticipation:
         self._left: dict[str, float] = {}
 
     def came(self, client: str) -> None:
-        """It has a request."""
+        """Note that a client has a request."""
         self._left.pop(client, None)
 
     def left(self, client: str, now: float) -> None:
-        """The last one of its requests has ended, and had a slot."""
+        """Note that a client's last request has ended, and had a slot."""
         self._left[client] = now
 
     def n_kept(self, client: str, running: SequenceOf[Sequence], now: float) -> int:
         """How many idle slots are not for this client's next request."""
-        self._left = {one: at for one, at in self._left.items() if now < at + EXPECTED_S}
+        self._left = {seq: at for seq, at in self._left.items() if now < at + EXPECTED_S}
         if not self._left:
             return 0
         held = Counter(
-            one.request.client for one in running if not one.finished and not one.request.background
+            seq.request.client for seq in running if not seq.finished and not seq.request.background
         )
         n_clients = len(held.keys() | self._left.keys() | {client})
         if held[client] < max(1, self._n_slots // n_clients):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CapacityVerdict:
     """Whether a request gets a place, and who loses one for that."""
 
     accepted: bool
@@ -38,17 +38,17 @@ class QueueCapacity:
         """How many places each client has; only those that have one."""
         return self._held
 
-    def ask(self, client: str) -> Verdict:
+    def ask(self, client: str) -> CapacityVerdict:
         """Whether the client's next request would get a place. Changes nothing."""
         n_taken, n_own = self._held.total(), self._held[client]
         if n_taken < self._n_places:
-            return Verdict(True)
+            return CapacityVerdict(True)
         newest = {owner: request_id for request_id, owner in self._waiting.items()}
         greediest = max(newest, key=lambda owner: self._held[owner], default=None)
         if greediest is not None and self._held[greediest] >= n_own + 2:
-            return Verdict(True, newest[greediest])
+            return CapacityVerdict(True, newest[greediest])
         several = max(self._held.values(), default=0) >= 2
-        return Verdict(n_own == 0 and several and n_taken < self._n_places + self._n_extra)
+        return CapacityVerdict(n_own == 0 and several and n_taken < self._n_places + self._n_extra)
 
     def take(self, request_id: str, client: str, *, may_be_displaced: bool = True) -> None:
         """Give a request a place."""

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Protocol
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.core.scheduler.batch import Batch, Turn, plan_batch
+from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.types import Adapters
@@ -112,7 +112,7 @@ class Scheduler:
         self._n_batch = n_batch
         self._budget = budget or StepBudget()
         self.turns = Turns()
-        """Whose turn it is among sequences with different adapters; a guest may replace it."""
+        """The turns of sequences with different adapters; a guest may replace them."""
         self.drafts: DraftPlanner | None = None
         """The planner of drafts, if a guest is one. It may have passes of its own, which run while a step
         is planned."""
@@ -142,14 +142,14 @@ class Scheduler:
         """The time when a sequence ran last that is not in the background."""
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence got a slot; it is served in the next step if there is room."""
+        """Take a sequence that got a slot; it is served in the next step if there is room."""
         self._running.append(sequence)
         self._has_news |= (
             sequence.trace.submitted > self._planned and not sequence.request.background
         )
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence ended, or lost its slot."""
+        """Forget a sequence that ended, or lost its slot."""
         self._running.remove(sequence)
 
     @property
@@ -178,20 +178,20 @@ class Scheduler:
             self._budget.expect(self.turns.price_s(self._adapters))
             self._adapters = self._served[0].request.adapters
         self._others_stream = any(
-            one.n_generated and one.request.adapters != self._adapters for one in served
+            seq.n_generated and seq.request.adapters != self._adapters for seq in served
         )
         if self._others_stream:
-            prompting = {one.request.adapters for one in served if one.n_pending > 1}
+            prompting = {seq.request.adapters for seq in served if seq.n_pending > 1}
             self._n_prompting = max(1, len(prompting))
         else:
             self._n_prompting = 1
         self._in_background = self._cancellable and all(
-            one.request.background for one in self._served
+            seq.request.background for seq in self._served
         )
         decoding = [sequence for sequence in self._served if sequence.n_pending == 1]
         decoding.sort(key=lambda sequence: sequence.slot_id)
         rest_s = self._catch_up_s()
-        held = bool(rest_s) and all(self._can_wait(one, rest_s, now) for one in decoding)
+        held = bool(rest_s) and all(self._can_wait(seq, rest_s, now) for seq in decoding)
         groups = [] if held or self._prompts_first else self._decode_turns(decoding)
         prompts = self._prompt_turns(groups, now)
         self._has_news, self._planned = False, now
@@ -205,7 +205,7 @@ class Scheduler:
         return [*batches, *([plan_batch(prompts)] if prompts else []), *spans]
 
     def mix(self, mixed: bool) -> None:
-        """Another kind of cache is there: see `mixed` above."""
+        """Plan for another kind of cache, as `mixed` says in the constructor."""
         self._mixed = mixed
 
     def observe(self, batches: list[Batch], seconds: float) -> None:
@@ -229,7 +229,7 @@ class Scheduler:
 
     def _who_is_served(self, now: float) -> list[Sequence]:
         """All; or all that somebody waits for, and what is as good as free beside them."""
-        ahead = [one for one in self._running if not one.request.background]
+        ahead = [seq for seq in self._running if not seq.request.background]
         if ahead:
             self._seen_ahead = now
         if not ahead or len(ahead) == len(self._running):
@@ -238,18 +238,18 @@ class Scheduler:
 
     def _free_riders(self, ahead: list[Sequence]) -> list[Sequence]:
         """As many decoding sequences in the background as cost those ahead next to nothing."""
-        decoding = [one for one in ahead if one.n_pending == 1]
-        if not self.costs or not any(one.n_generated for one in decoding):
+        decoding = [seq for seq in ahead if seq.n_pending == 1]
+        if not self.costs or not any(seq.n_generated for seq in decoding):
             return []
-        behind = [one for one in self._running if one.request.background and one.n_pending == 1]
-        behind.sort(key=lambda one: _span([*decoding, one]))
+        behind = [seq for seq in self._running if seq.request.background and seq.n_pending == 1]
+        behind.sort(key=lambda seq: _span([*decoding, seq]))
         n_past = self._depth([*decoding, *behind])
         most_s = (1 + _FREE) * self.costs.steps_s(len(decoding), n_past)
         n_free = 0
         for n in range(1, len(behind) + 1):
             together = [*decoding, *behind[:n]]
             n_rows = len(together) if self._mixed else _span(together)
-            sampling_s = sum(one.sampling_cost.token_s for one in behind[:n])
+            sampling_s = sum(seq.sampling_cost.token_s for seq in behind[:n])
             if self.costs.decode_s(n_rows, n_past) + sampling_s <= most_s:
                 n_free = n
         return behind[:n_free]
@@ -259,15 +259,15 @@ class Scheduler:
     def _catch_up_s(self) -> float:
         """Seconds until all prompts are done; 0 if that does not matter, as when somebody streams."""
         if self._budget.max_stall_s is None or any(
-            one.n_generated and one.n_pending == 1 for one in self._together
+            seq.n_generated and seq.n_pending == 1 for seq in self._together
         ):
             return 0.0
-        return sum(one.n_pending for one in self._prompts) * self.costs.prompt_token_s
+        return sum(seq.n_pending for seq in self._prompts) * self.costs.prompt_token_s
 
     @property
     def _prompts(self) -> list[Sequence]:
-        """Whoever's turn it is."""
-        return [one for one in self._together if one.n_pending > 1 and not one.is_blocked]
+        """The prompts that can get on, whatever their adapters."""
+        return [seq for seq in self._together if seq.n_pending > 1 and not seq.is_blocked]
 
     def _without_held(self, now: float) -> list[Sequence]:
         """The sequences that may have the next turn: those with finished prompts wait while
@@ -275,20 +275,22 @@ class Scheduler:
         prompts, rest_s = self._prompts, self._catch_up_s()
         if not rest_s or len(prompts) == len(self._together):
             return self._together
-        done = (one for one in self._together if one.n_pending == 1)
-        return prompts if all(self._can_wait(one, rest_s, now) for one in done) else self._together
+        done = (seq for seq in self._together if seq.n_pending == 1)
+        return prompts if all(self._can_wait(seq, rest_s, now) for seq in done) else self._together
 
     def _can_wait(self, sequence: Sequence, rest_s: float, now: float) -> bool:
-        """Whether it would have waited that long if all shared the machine alike. Before it got its slot
-        it may have waited for a prefix that it need not compute now: that does not count."""
+        """Whether a sequence would have waited that long if all shared the machine alike. Before it got its
+        slot it may have waited for a prefix that it need not compute now: that does not count."""
         own_s = sequence.n_computed * self.costs.prompt_token_s
         since = (
             sequence.trace.submitted if sequence.trace.admitted is None else sequence.trace.admitted
         )
         return now - since + rest_s <= _PATIENCE * len(self._together) * own_s
 
-    def _without_last_tokens(self, prompts: list[Turn], rest_s: float, now: float) -> list[Turn]:
-        """The same, but prompts that can wait stop before their last token; unless all are done now."""
+    def _without_last_tokens(
+        self, prompts: list[SequenceRows], rest_s: float, now: float
+    ) -> list[SequenceRows]:
+        """Have prompts that can wait stop before their last token, unless all are done now."""
         n_done = sum(turn.n_rows == turn.sequence.n_pending for turn in prompts)
         if n_done == len(self._prompts):
             return prompts
@@ -301,7 +303,7 @@ class Scheduler:
 
     # -- decoding ---------------------------------------------------------------------------------
 
-    def _decode_turns(self, decoding: list[Sequence]) -> list[list[Turn]]:
+    def _decode_turns(self, decoding: list[Sequence]) -> list[list[SequenceRows]]:
         """The batches for the decoding sequences' next tokens."""
         if not decoding:
             return []
@@ -312,15 +314,16 @@ class Scheduler:
         plain = [sequence for sequence in decoding if sequence.id not in drafting]
         parts = iter(plain)
         groups = [
-            [Turn(next(parts), 1) for _ in range(size)] for size in self._split(plain, n_past)
+            [SequenceRows(next(parts), 1) for _ in range(size)]
+            for size in self._split(plain, n_past)
         ]
         if drafting:
             groups.append(
-                [Turn(one, 1, drafting[one.id]) for one in decoding if one.id in drafting]
+                [SequenceRows(seq, 1, drafting[seq.id]) for seq in decoding if seq.id in drafting]
             )
         return groups
 
-    def _plan(self, turns: list[Turn]) -> Batch:
+    def _plan(self, turns: list[SequenceRows]) -> Batch:
         """A batch over decoding sequences."""
         fills = bool(self.costs) and not turns[0].draft
         ends = self._slot_ends() if fills and self._slot_ends and _has_gaps(turns) else None
@@ -342,10 +345,10 @@ class Scheduler:
 
     @property
     def _ready_prompts(self) -> list[Sequence]:
-        return [one for one in self._served if one.n_pending > 1 and not one.is_blocked]
+        return [seq for seq in self._served if seq.n_pending > 1 and not seq.is_blocked]
 
-    def _prompt_turns(self, decoding: list[list[Turn]], now: float) -> list[Turn]:
-        """Which prompts get on in this step, and by how many rows."""
+    def _prompt_turns(self, decoding: list[list[SequenceRows]], now: float) -> list[SequenceRows]:
+        """The prompts that get on in this step, and by how many rows."""
         prompts = self._ready_prompts
         if not prompts:
             return []
@@ -360,8 +363,8 @@ class Scheduler:
             lost_s = max(_LOST_S, _LOST_PART * (now - self._seen_ahead))
             within_s = decode_s + min(_MOST_LOST_S, lost_s)
         left, left_scored = self._n_batch, MAX_SCORED_ROWS
-        turns: list[Turn] = []
-        n_slots = Counter(one.request.account for one in self._served)
+        turns: list[SequenceRows] = []
+        n_slots = Counter(seq.request.account for seq in self._served)
         n_most = len(self._served)
         for sequence in _in_fair_parts(self._most_urgent_first(prompts, n_slots, now), n_slots):
             if n_slots[sequence.request.account] > n_most:
@@ -387,7 +390,7 @@ class Scheduler:
                 if turns and n_rows < span.end - span.start:
                     continue
                 n_rows = span.end - span.start
-            turns.append(Turn(sequence, n_rows))
+            turns.append(SequenceRows(sequence, n_rows))
             if (
                 n_rows == sequence.n_pending
             ):  # a first token, which waits for no client with more slots
@@ -417,7 +420,7 @@ class Scheduler:
             return self.costs.mixed_chunk(n_rows, n_beside, depth, within_s=within_s)
         return self.costs.chunk(n_rows, depth, within_s=within_s, beside_s=beside_s)
 
-    def _batch_s(self, turns: list[Turn]) -> float:
+    def _batch_s(self, turns: list[SequenceRows]) -> float:
         n_past = self._depth(turn.sequence for turn in turns)
         if turns[0].draft or self._mixed or self._slot_ends is None:
             return self.costs.verify_s(len(turns), len(turns[0].draft), n_past)
@@ -440,19 +443,19 @@ class Scheduler:
 
 
 def _in_fair_parts(prompts: list[Sequence], n_slots: Mapping[str, int]) -> list[Sequence]:
-    """Those that may get on in one step. Beside other clients, one that has several prompts makes the step
-    hardly longer than one of them would: its next one joins only behind short ones."""
+    """The prompts that may get on in one step. Beside other clients, a client's step is hardly longer than
+    with one of its prompts: its next one joins only behind short ones."""
     if len(n_slots) == 1:
         return prompts
     n_rows, parts = Counter[str](), []
-    for one in prompts:
-        if n_rows[one.request.account] < _ENOUGH_ROWS:
-            parts.append(one)
-        n_rows[one.request.account] += one.n_pending
+    for seq in prompts:
+        if n_rows[seq.request.account] < _ENOUGH_ROWS:
+            parts.append(seq)
+        n_rows[seq.request.account] += seq.n_pending
     return parts
 
 
-def _has_gaps(turns: list[Turn]) -> bool:
+def _has_gaps(turns: list[SequenceRows]) -> bool:
     """Whether slots lie between those of the sequences, which are ordered by them."""
     return turns[-1].sequence.slot_id - turns[0].sequence.slot_id >= len(turns)
 
@@ -463,7 +466,7 @@ def _span(sequences: Iterable[Sequence]) -> int:
     return max(slots) - min(slots) + 1
 
 
-def _sample_s(turn: Turn) -> float:
+def _sample_s(turn: SequenceRows) -> float:
     """Seconds that picking tokens behind these rows takes, if the drafted ones are right."""
     if turn.n_rows < turn.sequence.n_pending:
         return 0.0

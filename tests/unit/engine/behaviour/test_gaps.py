@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.core.scheduler.batch import Turn, plan_batch
+from serve_app.engine.core.scheduler.batch import SequenceRows, plan_batch
 from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.core.scheduler.test_scheduler import streaming
@@ -19,7 +19,7 @@ LETTERS = "abcdef"
 
 
 def test_a_gap_gets_a_row_at_the_end_of_its_slot() -> None:
-    turns = [Turn(streaming(slot, n_past=3), 1) for slot in (0, 3)]
+    turns = [SequenceRows(streaming(slot, n_past=3), 1) for slot in (0, 3)]
     plan = plan_batch(turns, slot_ends={0: 3, 1: 7, 2: 0, 3: 3})
     assert [(row[1:]) for row in plan.rows] == [
         (3, 0, True),

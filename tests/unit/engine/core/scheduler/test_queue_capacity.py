@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity, Verdict
+from serve_app.engine.core.scheduler.queue_capacity import CapacityVerdict, QueueCapacity
 
-ACCEPTED, REFUSED = Verdict(True), Verdict(False)
+ACCEPTED, REFUSED = CapacityVerdict(True), CapacityVerdict(False)
 
 
 def filled(taken: str, running: str = "", *, n_places: int = 6, n_extra: int = 1) -> QueueCapacity:
@@ -26,14 +26,22 @@ def filled(taken: str, running: str = "", *, n_places: int = 6, n_extra: int = 1
     [
         pytest.param("a0 a1 a2 a3 a4", "", "a", ACCEPTED, id="not full"),
         pytest.param("a0 a1 a2 a3 a4 a5", "", "a", REFUSED, id="its own are the most"),
-        pytest.param("a0 a1 a2 a3 a4 a5", "", "b", Verdict(True, "a5"), id="a first one"),
-        pytest.param("a0 a1 a2 a3 b0 b1", "", "b", Verdict(True, "a3"), id="fewer by two"),
+        pytest.param("a0 a1 a2 a3 a4 a5", "", "b", CapacityVerdict(True, "a5"), id="a first one"),
+        pytest.param("a0 a1 a2 a3 b0 b1", "", "b", CapacityVerdict(True, "a3"), id="fewer by two"),
         pytest.param("a0 a1 a2 b0 b1 b2", "", "b", REFUSED, id="as many"),
         pytest.param("a0 a1 a2 b0 b1 c0", "", "b", REFUSED, id="it would have more"),
-        pytest.param("a0 a1 a2 b0 b1 c0", "", "c", Verdict(True, "a2"), id="of who has most"),
-        pytest.param("a0 a1 a2 a3 b0 b1", "a3 a2", "c", Verdict(True, "a1"), id="only who waits"),
         pytest.param(
-            "a0 a1 a2 a3 b0 b1", "a0 a1 a2 a3", "c", Verdict(True, "b1"), id="of the next greedy"
+            "a0 a1 a2 b0 b1 c0", "", "c", CapacityVerdict(True, "a2"), id="of who has most"
+        ),
+        pytest.param(
+            "a0 a1 a2 a3 b0 b1", "a3 a2", "c", CapacityVerdict(True, "a1"), id="only who waits"
+        ),
+        pytest.param(
+            "a0 a1 a2 a3 b0 b1",
+            "a0 a1 a2 a3",
+            "c",
+            CapacityVerdict(True, "b1"),
+            id="of the next greedy",
         ),
         pytest.param("a0 a1 a2 a3 a4 a5", "a0 a1 a2 a3 a4 a5", "b", ACCEPTED, id="an extra place"),
         pytest.param(
@@ -42,7 +50,7 @@ def filled(taken: str, running: str = "", *, n_places: int = 6, n_extra: int = 1
         pytest.param("a0 b0 c0 d0 e0 f0", "", "g", REFUSED, id="all have one"),
     ],
 )
-def test_who_gets_a_place(taken: str, running: str, client: str, verdict: Verdict) -> None:
+def test_who_gets_a_place(taken: str, running: str, client: str, verdict: CapacityVerdict) -> None:
     assert filled(taken, running).ask(client) == verdict
 
 
@@ -60,7 +68,7 @@ def test_one_that_gets_a_slot_in_the_same_moment_keeps_its_place() -> None:
     assert capacity.held == {"a": 5, "b": 1}
     capacity.started("a5", "a")
     assert capacity.held == {"a": 6, "b": 1}
-    assert capacity.ask("c") == Verdict(True, "a4")
+    assert capacity.ask("c") == CapacityVerdict(True, "a4")
     capacity.leave("a5", "a")
     assert capacity.held == {"a": 5, "b": 1}
 
