@@ -31,6 +31,7 @@ RUN = (
 """How commands begin that are run."""
 LEFT_OUT: Mapping[str, str] = {
     "apt-get": "installs packages",
+    "claude": "is a client; tests/clients/agents runs it",
     "buildah": "needs root and half an hour",
     "corral batch": "starts a Ray of its own; tests/e2e/batch runs it",
     "corral capacity": "measures for minutes; tests/integration/loadtests measure",

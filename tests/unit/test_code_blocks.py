@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,16 +16,17 @@ from typing import Any
 import pytest
 
 from serve_app import sampling
+from tests.clients.agents.agents import AGENTS
 from tests.documents import blocks as documents
 from tests.documents import options, schemas
 from tests.documents.blocks import ROOT, blocks, commands
 
 PAGES = documents.PAGES
-LANGUAGES = {"sh", "python", "yaml", "json", ""}
+LANGUAGES = {"sh", "python", "yaml", "json", "toml", ""}
 FOREIGN = {
     "curl", "docker", "export", "git", "kubectl", "make", "pip", "pre-commit", "pytest", "python3",
     "cp", "sh", "apt-get", "systemctl", "buildah", "useradd", "install", "chown", "chmod", "sed",
-    "nginx", "ufw",
+    "nginx", "ufw", "claude",
 }  # fmt: skip
 """Programs that a reader has from elsewhere. Of ours among their words, `check` looks at files, targets and
 units; their options are not checked."""
@@ -34,6 +36,10 @@ EXCERPTS = {
     "docs/openvino.md": "tests/unit/engine/test_kernels.py compares it with the log line",
 }
 """Pages with one block without a language, and what checks it."""
+AGENTS_BLOCKS = [
+    block.text for block in blocks(ROOT / "docs/agents.md") if block.language in ("toml", "json")
+]
+"""The configuration files of agents, in the order of their page."""
 NAMED = r"(?:\.venv/bin/)?(?:corral|python -m|ray|serve|locust) \S"
 """How code in a sentence begins that is a command of one of `options.PROGRAMS`."""
 
@@ -210,7 +216,19 @@ def test_yaml_is_valid(text: str) -> None:
 
 @pytest.mark.parametrize("text", of("json"))
 def test_json_is_valid(text: str) -> None:
-    schemas.check_json(text)
+    if text not in AGENTS_BLOCKS:
+        schemas.check_json(text)
+
+
+def test_configurations_of_agents_are_the_tested_ones() -> None:
+    """The page has the reader's model and address where the tests have theirs."""
+    files = {agent.name: agent.files for agent in AGENTS}
+    address = "http://127.0.0.1:8000"
+    codex, opencode = (text.replace("MODEL", "demo") for text in AGENTS_BLOCKS)
+    tested = files["codex"][".codex/config.toml"].format(url=address)
+    assert tomllib.loads(codex) == tomllib.loads(tested)
+    tested = files["opencode"]["./opencode.json"].format(url=address)
+    assert json.loads(opencode).items() <= json.loads(tested).items()
 
 
 @pytest.mark.parametrize(

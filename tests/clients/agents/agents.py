@@ -54,8 +54,10 @@ model_provider = "corral"
 name = "Corral"
 base_url = "{url}/v1"
 wire_api = "responses"
+env_key = "CORRAL_API_KEY"
 """
         },
+        environment={"CORRAL_API_KEY": "none"},
     ),
     Agent(
         "claude",
