@@ -14,7 +14,7 @@ from serve_app.application.resolving import names_its_share, resolve
 from serve_app.application.serve_options import engine_options, ingress_options
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import AppConfig
+from serve_app.config.schema import AppConfig, ModelConfig
 from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
 from serve_app.placement import machine
@@ -35,31 +35,37 @@ def build(args: dict[str, Any]) -> Application:
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     engines = [
-        rollout.keep(
-            _replica(model).options(**engine_options(configured, model)).bind(model),
-            model,
-        )
-        for configured, model in zip(app.models, models, strict=True)
+        _engine(configured, model) for configured, model in zip(app.models, models, strict=True)
     ]
     ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
-    settings = access(app.ingress), app.ingress.sse_ping_interval_s, kept_responses(app.ingress)
-    kept = batches(app.ingress.batch)
-    return ingress.bind(models, engines, *settings, kept)  # type: ignore[no-any-return]
+    return ingress.bind(  # type: ignore[no-any-return]
+        models,
+        engines,
+        access(app.ingress),
+        app.ingress.sse_ping_interval_s,
+        kept_responses(app.ingress),
+        batches(app.ingress.batch),
+    )
 
 
 def _resolved(app: AppConfig) -> list[ResolvedModel]:
     """All models, with nothing left open. Raises ConfigError."""
-    found = resolve(app.models, downloads=app.downloads, max_loaded=app.max_loaded_models)
+    may_scale, max_load_s = app.ingress.batch.may_scale, app.max_load_s
     models = [
-        replace(model, batches_may_scale=app.ingress.batch.may_scale, max_load_s=app.max_load_s)
-        for model in found
+        replace(model, batches_may_scale=may_scale, max_load_s=max_load_s)
+        for model in resolve(app.models, downloads=app.downloads, max_loaded=app.max_loaded_models)
     ]
-    rollout.check_memory(
-        [one for one, given in zip(models, app.models, strict=True) if not names_its_share(given)],
-        machine.read().total_bytes,
-    )
+    here_alone = [
+        model
+        for model, configured in zip(models, app.models, strict=True)
+        if not names_its_share(configured)
+    ]
+    rollout.check_memory(here_alone, machine.read().total_bytes)
     return models
 
 
-def _replica(model: ResolvedModel) -> Any:
-    return EngineReplica if model.on_demand is None else OnDemandReplica
+def _engine(configured: ModelConfig, model: ResolvedModel) -> Application:
+    """The deployment of a model's engines."""
+    deployment: Any = EngineReplica if model.on_demand is None else OnDemandReplica
+    bound = deployment.options(**engine_options(configured, model)).bind(model)
+    return rollout.keep(bound, model)

@@ -75,8 +75,8 @@ def pinned_adapter(adapter: AdapterConfig, downloads: DownloadsConfig) -> Adapte
 def pinned_source(
     name: str, source: ModelSource | None, downloads: DownloadsConfig
 ) -> ModelSource | None:
-    """The same bytes on every node, of a file that llama.cpp reads. Raises ConfigError that begins with the
-    name."""
+    """Pin a source that llama.cpp reads, so that every node gets the same bytes. Raises ConfigError that
+    begins with the name."""
     if source is None:
         return None
     try:
@@ -105,19 +105,19 @@ def _projector(
 ) -> ProjectorSource | None:
     """The projector that is configured, or that the model's repository has, if that can be asked: `source`
     is pinned, and `opened` its model, None if it cannot. Raises ConfigError."""
-    wanted = model.projector
+    projector = model.projector
     backends = ("llama.cpp",) if source.builtin else ("llama.cpp", "auto")
-    if wanted is False or (wanted is None and model.engine.backend not in backends):
+    if projector is False or (projector is None and model.engine.backend not in backends):
         return None
-    if wanted is not None:
-        _check_readable("projector", wanted)
+    if projector is not None:
+        _check_readable("projector", projector)
     try:
-        if wanted is not None:
-            return store.pinned_projector(wanted, downloads)
+        if projector is not None:
+            return store.pinned_projector(projector, downloads)
         return None if opened is None else _projector_beside(model.id, source, opened, downloads)
     except UnreachableError as error:
-        if wanted and store.names_a_file(wanted):
-            return wanted  # replicas look for themselves
+        if projector and store.names_a_file(projector):
+            return projector  # replicas look for themselves
         raise ConfigError(f"projector: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"projector: {error}") from None
@@ -129,16 +129,18 @@ def _projector_beside(
     """The projector that the model's repository has. If that cannot be used, a warning says so: nobody
     asked for it. Raises UnreachableError."""
     try:
-        found = store.projector_beside(source, downloads)
-        if found is None or found.builtin:
-            return found
-        reason = why_unusable(_vocabulary(found, downloads), opened.meta_int("embedding_length", 0))
+        projector = store.projector_beside(source, downloads)
+        if projector is None or projector.builtin:
+            return projector
+        reason = why_unusable(
+            _vocabulary(projector, downloads), opened.meta_int("embedding_length", 0)
+        )
     except UnreachableError:
         raise
     except ConfigError as error:
-        found, reason = None, str(error)
+        projector, reason = None, str(error)
     if reason is None:
-        return found
+        return projector
     logger.warning(
         "Model %s reads text only, as the projector beside it cannot be used: %s To have another one, name "
         "it in `projector`. To have none, and not this warning: `projector: false`.",
@@ -185,6 +187,6 @@ def _with_draft(
 
 
 def _vocabulary(source: ModelSource, downloads: DownloadsConfig) -> Path:
-    """See `store.vocabulary`; replicas and ingresses may have it from here."""
+    """The model's vocabulary, which replicas and ingresses may copy from here."""
     sharing = ClusterSharing() if ray.is_initialized() else ALONE
     return store.vocabulary(source, downloads, sharing)

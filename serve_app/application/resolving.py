@@ -169,19 +169,19 @@ def _num_cpus(model: ModelConfig, share: Share, here: Machine) -> float:
     """The CPUs that Ray reserves for a replica, unless the deployment says otherwise: a core for
     each thread. Raises ConfigError for threads that cannot have a CPU each; the replica looks
     again, on its node."""
-    engine, given = model.engine, model.deployment.ray_actor_options.num_cpus
+    engine, reserved = model.engine, model.deployment.ray_actor_options.num_cpus
     threads, cpus = max(engine.threads or 0, engine.threads_batch or 0), here.n_cpus
     complaint = None
-    if given is None:
+    if reserved is None:
         whose = (
             "all that this machine may use (if replicas run on others, set "
             "deployment.ray_actor_options.num_cpus)"
         )
         complaint = oversubscription(threads, cpus, whose)
-    elif given > 0:
+    elif reserved > 0:
         whose = "which deployment.ray_actor_options.num_cpus reserves"
-        complaint = oversubscription(threads, max(1, math.floor(given)), whose)
+        complaint = oversubscription(threads, max(1, math.floor(reserved)), whose)
     if complaint and not engine.allow_oversubscription:
         raise ConfigError(complaint)
-    wanted = plan.cpus_for(here, threads)
-    return max(share.num_cpus, wanted) if engine.threads is None else wanted
+    cpus_of_threads = plan.cpus_for(here, threads)
+    return max(share.num_cpus, cpus_of_threads) if engine.threads is None else cpus_of_threads

@@ -43,10 +43,10 @@ def versions(models: Sequence[ModelConfig]) -> dict[str, Version]:
 
 def shared_aliases(models: Sequence[ModelConfig]) -> dict[str, tuple[str, ...]]:
     """By the names of models: other names, which are all versions'."""
-    found: dict[str, dict[str, None]] = {}
+    of_names: dict[str, dict[str, None]] = {}
     for model in models:
-        found.setdefault(model.id, {}).update(dict.fromkeys(model.aliases))
-    return {name: tuple(aliases) for name, aliases in found.items()}
+        of_names.setdefault(model.id, {}).update(dict.fromkeys(model.aliases))
+    return {name: tuple(aliases) for name, aliases in of_names.items()}
 
 
 def check_memory(models: Sequence[ResolvedModel], total_bytes: int) -> None:

@@ -60,7 +60,7 @@ class _Asked(NamedTuple):
 
     row: Any
     question: Question | str
-    """Or what is wrong with it."""
+    """The question, or a text that says what is wrong with the line."""
     prefix: bytes
     """The beginning of its prompt."""
 
@@ -105,11 +105,11 @@ class Answerer:
     async def _answer(self, part: str, lines: list[bytes]) -> dict[str, int]:
         counts = dict.fromkeys(("lines", "errors", "prompt", "cached", "generated"), 0)
         if lines:  # else it was done before
-            asked = [self._read(line) for line in lines]
-            found: dict[int, bytes] = {}
-            alike = sorted(range(len(lines)), key=lambda n: asked[n].prefix)
-            await asyncio.gather(*(self._line(n, asked[n], found, counts) for n in alike))
-            content = b"".join(found[n] for n in range(len(lines)))
+            lines_read = [self._read(line) for line in lines]
+            answers: dict[int, bytes] = {}
+            alike = sorted(range(len(lines)), key=lambda n: lines_read[n].prefix)
+            await asyncio.gather(*(self._line(n, lines_read[n], answers, counts) for n in alike))
+            content = b"".join(answers[n] for n in range(len(lines)))
             await asyncio.to_thread(parts.write, self._work.folder, part, content)
         return counts
 
@@ -123,16 +123,16 @@ class Answerer:
         return _Asked(row, question, prefix_of(orjson.dumps(question.body)))
 
     async def _line(
-        self, n: int, asked: _Asked, found: dict[int, bytes], counts: dict[str, int]
+        self, n: int, line: _Asked, answers: dict[int, bytes], counts: dict[str, int]
     ) -> None:
         """Whatever goes wrong with a line, the others go on."""
         try:
-            status, answer = await self._answered(asked.question)
-            found[n] = self._work.reading.line(asked.row, status, answer)
+            status, answer = await self._answered(line.question)
+            answers[n] = self._work.reading.line(line.row, status, answer)
         except Exception as error:
             logger.exception("A line could not be answered")
             status, answer = 500, _refusal(f"An unexpected error: {error!r}", "internal_error")
-            found[n] = self._work.reading.line(asked.row, status, answer)
+            answers[n] = self._work.reading.line(line.row, status, answer)
         counts["lines"] += 1
         counts["errors"] += status >= 400
         usage = answer.get("usage") or {}
@@ -155,10 +155,10 @@ class Answerer:
         give_up_at = time.monotonic() + _PATIENCE_S
         while True:
             caller = Caller(request_id=uuid.uuid4().hex, is_batch_line=True)
-            told = await post(self._app, path, body, caller)
+            answer = await post(self._app, path, body, caller)
             self._end_if_broken()
-            if told.status not in _BUSY or time.monotonic() > give_up_at:
-                return told
+            if answer.status not in _BUSY or time.monotonic() > give_up_at:
+                return answer
             await asyncio.sleep(_PAUSE_S)
 
     def _end_if_broken(self) -> None:

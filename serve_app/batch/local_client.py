@@ -23,7 +23,6 @@ class LocalClient:
         self._engine = engine
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
-        """See EngineClient."""
         stream = self._engine.submit(request)
         try:
             async for delta in stream:
@@ -32,54 +31,44 @@ class LocalClient:
             self._engine.abort(request.id)
 
     async def media_tokens(self, sizes: Sequence[Size]) -> int:
-        """See EngineClient."""
         return self._engine.media_tokens(sizes)
 
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:
-        """See EngineClient."""
         return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
 
-    async def explain(self, wanted: str) -> Answers[RequestRecord]:
-        """See EngineClient."""
-        return Answers(tuple(self._engine.explain(wanted)))
+    async def explain(self, request_id: str) -> Answers[RequestRecord]:
+        return Answers(tuple(self._engine.explain(request_id)))
 
     async def embed(
         self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
     ) -> NDArray[np.float32]:
-        """See EngineClient."""
         return await asyncio.wrap_future(self._engine.embed(texts, client, background=background))
 
     @property
     def is_loaded(self) -> bool:
-        """See EngineClient."""
         return True
 
     async def load(self) -> None:
-        """See EngineClient."""
+        """Do nothing: the engine is loaded."""
 
     async def release(self) -> None:
-        """See EngineClient: this one stays."""
+        """Do nothing: the engine stays."""
 
     async def load_adapter(self, adapter: AdapterConfig) -> None:
-        """See EngineClient."""
         raise NotSupportedError("Adapters are loaded by servers only.", "load")
 
     async def unload_adapter(self, adapter_id: str) -> None:
-        """See EngineClient."""
         raise NotSupportedError("Adapters are unloaded by servers only.", "unload")
 
     async def replica_states(self) -> dict[str, int]:
-        """See EngineClient."""
         return {"RUNNING": 1}
 
     async def fetching(self) -> Sequence[FetchingReplica]:
-        """See EngineClient."""
         return ()
 
     async def stats(self) -> Answers[ReplicaStats]:
-        """See EngineClient."""
         engine = dataclasses.asdict(self._engine.stats())
         told = ReplicaStats("bare", "bare", engine, latencies=self._engine.latencies())
         return Answers((told,))

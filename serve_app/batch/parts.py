@@ -18,7 +18,7 @@ _ABOUT = "job.json"
 
 
 def name(n_file: int, n_part: int) -> str:
-    """Of this part of this input file; names sort as the input."""
+    """File name of a part of an input file. Names sort as the input."""
     return f"part-{n_file:05d}-{n_part:07d}.jsonl"
 
 

@@ -94,10 +94,10 @@ def _short(answer: Mapping[str, Any]) -> dict[str, Any]:
         return {"embedding": vectors[0] if len(vectors) == 1 else vectors}
     choice = answer["choices"][0]
     message = choice.get("message")
-    found: dict[str, Any] = {"answer": choice["text"] if message is None else message["content"]}
+    fields: dict[str, Any] = {"answer": choice["text"] if message is None else message["content"]}
     if message is not None and message.get("tool_calls"):
-        found["tool_calls"] = message["tool_calls"]
-    return found | {
+        fields["tool_calls"] = message["tool_calls"]
+    return fields | {
         "finish_reason": choice["finish_reason"],
         "prompt_tokens": usage.get("prompt_tokens"),
         "completion_tokens": usage.get("completion_tokens"),

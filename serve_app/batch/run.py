@@ -28,9 +28,9 @@ class Done:
     lines: int = 0
     errors: int = 0
     prompt: int = 0
-    """Tokens of prompts, ..."""
+    """Tokens of prompts."""
     cached: int = 0
-    """... of which so many were not computed again."""
+    """Tokens of prompts that were not computed again."""
     generated: int = 0
     read: int = 0
     """Bytes of the input, with those of parts that were done before."""
@@ -41,13 +41,13 @@ class Done:
             setattr(self, name, getattr(self, name) + int(row[name]))
 
 
-def inputs(given: Path) -> dict[str, int]:
+def inputs(folder: Path) -> dict[str, int]:
     """The input's files, numbered in the order of their names. Raises ConfigError."""
-    found = [given] if given.is_file() else sorted(given.rglob("*") if given.is_dir() else [])
+    found = [folder] if folder.is_file() else sorted(folder.rglob("*") if folder.is_dir() else [])
     files = [str(path.resolve()) for path in found if path.suffix in FORMATS]
     if not files:
         raise ConfigError(
-            f"{given} is neither a file nor a folder with files of {', '.join(FORMATS)}."
+            f"{folder} is neither a file nor a folder with files of {', '.join(FORMATS)}."
         )
     return {path: number for number, path in enumerate(files)}
 

@@ -17,7 +17,7 @@ from serve_app.batch import parts
 
 FORMATS = (".jsonl", ".ndjson", ".parquet", ".csv")
 _ROWS = 1024
-"""Of Parquet, that are read at once."""
+"""Rows of Parquet that are read at once."""
 _SCHEMA = pyarrow.schema(
     [
         ("name", pyarrow.string()),
@@ -54,7 +54,7 @@ class Parts(FileBasedDatasource):
             yield pyarrow.table({"name": [name], "lines": [wanted], "read": [read]}, schema=_SCHEMA)
 
     def _number(self, path: str) -> int:
-        """Of the file that pyarrow calls so."""
+        """The number of the file that pyarrow calls so."""
         found = [n for name, n in self._files.items() if name == path or name.endswith(f"/{path}")]
         return found[0] if found else self._files[f"/{path}"]
 
@@ -67,7 +67,7 @@ def batched(lines: Iterable[bytes], n: int) -> Iterator[list[bytes]]:
 
 
 def _lines(f: pyarrow.NativeFile, path: str) -> Iterator[bytes]:
-    """Its rows as JSON."""
+    """The rows of a file as JSON."""
     if path.endswith(".parquet"):
         batches = pyarrow.parquet.ParquetFile(f).iter_batches(_ROWS)
         yield from itertools.chain.from_iterable(map(_dumped, batches))

@@ -22,10 +22,10 @@ class Address:
     node_id: str
     """Ray's, of the node that it is on."""
     path: str
-    """Of a Unix socket in the abstract namespace, for those on the same node. No other listener has it."""
+    """Name of a Unix socket in the abstract namespace, for replicas on the same node."""
     host: str
     port: int
-    """For all others."""
+    """Port for replicas on other nodes."""
     secret: str = field(repr=False)
     """Proves that a connection comes from the receiver of this address."""
 

@@ -238,7 +238,7 @@ class Channels:
 
     @property
     def open(self) -> tuple[Channel, ...]:
-        """Those that there are. Any thread."""
+        """The open channels. Any thread."""
         return tuple(self._channels.copy().values())  # copying is atomic, and one may open now
 
     def flush(self) -> None:

@@ -84,12 +84,12 @@ class Client:
 
     def _parsed(self, data: bytes) -> Json:
         try:
-            found = json.loads(data)
+            body = json.loads(data)
         except ValueError:
             raise ServerError(f"{self.url} answered with something that is not JSON.") from None
-        if not isinstance(found, dict):
+        if not isinstance(body, dict):
             raise ServerError(f"{self.url} answered with JSON that is not an object.")
-        return found
+        return body
 
 
 def _said(error: urllib.error.HTTPError) -> str:

@@ -85,5 +85,5 @@ def _distinct(models: Sequence[NamedModel]) -> list[str]:
 
 
 def text(content: dict[str, Any]) -> str:
-    """The same as YAML."""
+    """The configuration as YAML."""
     return yaml.safe_dump(content, sort_keys=False, width=100)

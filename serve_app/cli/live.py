@@ -48,16 +48,16 @@ def views(client: Client) -> Iterator[Json]:
 def processes(view: Json) -> Table:
     """A row for each replica: what it serves, and where."""
     table = _table("model", "replica", "state", "slots", "context", "threads", "cores", "node")
-    for key, one in _replicas(view):
+    for key, replica in _replicas(view):
         table.add_row(
-            one["model"],
+            replica["model"],
             key,
-            _state(one["state"]),
-            f"{one['running']}/{one['n_slots']}",
-            f"{one['n_ctx_slot']:,}",
-            str(one["threads"]),
-            _cores(one.get("cores")),
-            str(one["node"])[:8],
+            _state(replica["state"]),
+            f"{replica['running']}/{replica['n_slots']}",
+            f"{replica['n_ctx_slot']:,}",
+            str(replica["threads"]),
+            _cores(replica.get("cores")),
+            str(replica["node"])[:8],
         )
     _add_missing(table, view)
     return table
@@ -77,17 +77,17 @@ def statistics(view: Json) -> Table:
         "wait",
     )
     table.collapse_padding = True  # 80 columns hold it so
-    for _, one in _replicas(view):
+    for _, replica in _replicas(view):
         table.add_row(
-            one["model"],
-            f"{one['running']}/{one['n_slots']}",
-            str(one["waiting"]),
-            f"{one['generated_per_s']:,.1f}",
-            f"{one['prompt_per_s']:,.0f}",
-            _share(one.get("hits")),
-            _quantiles(one["ttft"]),
-            _quantiles(one["itl"]),
-            f"{one['wait_s']:.1f} s",
+            replica["model"],
+            f"{replica['running']}/{replica['n_slots']}",
+            str(replica["waiting"]),
+            f"{replica['generated_per_s']:,.1f}",
+            f"{replica['prompt_per_s']:,.0f}",
+            _share(replica.get("hits")),
+            _quantiles(replica["ttft"]),
+            _quantiles(replica["itl"]),
+            f"{replica['wait_s']:.1f} s",
         )
     _add_missing(table, view)
     return table
@@ -172,9 +172,9 @@ def _share(part: float | None) -> str:
     return "-" if part is None else f"{part:.0%}"
 
 
-def _quantiles(found: list[float | None]) -> str:
+def _quantiles(quantiles_ms: list[float | None]) -> str:
     """Median and p95, in the unit that reads best, which is said once if it is the same."""
-    texts = ["-" if ms is None else _duration(ms) for ms in found[:2]]
+    texts = ["-" if ms is None else _duration(ms) for ms in quantiles_ms[:2]]
     units = {text.partition(" ")[2] for text in texts}
     if len(units) == 1:
         texts[:-1] = [text.partition(" ")[0] for text in texts[:-1]]

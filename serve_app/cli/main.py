@@ -107,8 +107,8 @@ _PIPE_WIDTH = 160
 """Columns of tables that go to a file or another program, which cut nothing off."""
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_shown: bool) -> None:
+    if is_shown:
         typer.echo(f"corral {__version__}")
         raise typer.Exit
 
@@ -211,10 +211,10 @@ def check(
     from serve_app.errors import ConfigError
 
     try:
-        found = schema.load(file)
+        application = schema.load(file)
     except ConfigError as error:
         _fail(str(error))
-    typer.echo(f"{file} is valid. Models: {', '.join(model.id for model in found.models)}")
+    typer.echo(f"{file} is valid. Models: {', '.join(model.id for model in application.models)}")
 
 
 @app.command(rich_help_panel=_LOOK)

@@ -27,7 +27,7 @@ class NamedModel:
     source: dict[str, str | bool]
     """The fields of `serve_app.config.schema.ModelSource`."""
     engine: Mapping[str, str] = field(default_factory=dict)
-    """Those of `engine` without which it cannot be served."""
+    """Settings of `engine` without which the model cannot be served."""
 
 
 def named(model: str | None) -> NamedModel:
@@ -50,18 +50,18 @@ def named(model: str | None) -> NamedModel:
             )
         raise ConfigError(f"There is no file {model}.")
     try:
-        wanted = names.parse(model)
+        name = names.parse(model)
     except ConfigError:
         raise ConfigError(
             f"{model} is neither a GGUF file nor a Hugging Face repository: OWNER/NAME or "
             "OWNER/NAME:QUANT."
         ) from None
-    if not (wanted.choice or "").endswith(".gguf"):
-        first, *_ = names.chosen(_files(wanted), wanted)
-        wanted = replace(wanted, choice=first)
-    if wanted.choice == GRAPH:
-        return NamedModel(_id_of(wanted.repo), {"repo": str(wanted)}, _OPENVINO)
-    return NamedModel(_id_of(wanted.choice or ""), {"repo": str(wanted)})
+    if not (name.choice or "").endswith(".gguf"):
+        first, *_ = names.chosen(_files(name), name)
+        name = replace(name, choice=first)
+    if name.choice == GRAPH:
+        return NamedModel(_id_of(name.repo), {"repo": str(name)}, _OPENVINO)
+    return NamedModel(_id_of(name.choice or ""), {"repo": str(name)})
 
 
 def _id_of(filename: str) -> str:
@@ -70,5 +70,5 @@ def _id_of(filename: str) -> str:
     return stem[:128] or "model"
 
 
-def _files(wanted: HubName) -> list[str]:
-    return hub.files(wanted, folders.cache_folder() / "models" / ".names")
+def _files(name: HubName) -> list[str]:
+    return hub.files(name, folders.cache_folder() / "models" / ".names")

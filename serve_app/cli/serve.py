@@ -38,7 +38,7 @@ _LOG_BYTES, _LOG_FILES = 10 * 2**20, 5
 _REMOTE = {"repo", "repo_id", "url"}
 """Fields of a source that name something to download."""
 _TOLD_LINES = 15
-"""Of the log's end, where the server ends without a word."""
+"""Lines of the log's end that are shown where the server ends without a word."""
 STEPS = {
     "ray": "Starting Ray",
     "serve": "Starting the server",
@@ -302,7 +302,7 @@ class _Lines:
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def read(self, timeout_s: float) -> list[Json]:
-        """Those that have come, after so long at most."""
+        """The lines that have come, after so long at most."""
         if not self._selector.select(timeout_s):
             return []
         data = os.read(self._descriptor, 2**16)

@@ -105,17 +105,17 @@ def _deploy(config: Path, beside: ThreadPoolExecutor, events: int) -> str | None
     from ray.serve.schema import ServeDeploySchema
 
     content = yaml.safe_load(config.read_text())
-    wanted = ServeDeploySchema.model_validate(content)
+    deployment = ServeDeploySchema.model_validate(content)
     starting = beside.submit(
         api.serve_start,
-        http_options=wanted.http_options.model_dump(),
-        proxy_location=wanted.proxy_location,
-        grpc_options=gRPCOptions(**wanted.grpc_options.model_dump()),
-        controller_options=wanted.controller_options,
+        http_options=deployment.http_options.model_dump(),
+        proxy_location=deployment.proxy_location,
+        grpc_options=gRPCOptions(**deployment.grpc_options.model_dump()),
+        controller_options=deployment.controller_options,
     )
     client = _client(starting)
     if not is_plain(content):
-        client.deploy_apps(wanted, _blocking=False)
+        client.deploy_apps(deployment, _blocking=False)
         _tell(events, "deployed")
         return None
     return _deploy_here(client, content["applications"][0], events)

@@ -17,10 +17,10 @@ _SLO = "ttft_p95=2s,itl_p95=150ms"
 
 def bench(arguments: Sequence[str]) -> int:
     """`python -m loadtests.engine`, of the built-in model where none is given; its exit status."""
-    given = [*arguments]
-    if not _has(given, "--model", "-h", "--help"):
-        given += ["--model", str(BUILTIN_MODEL)]
-    return _run("loadtests.engine", given)
+    options = [*arguments]
+    if not _has(options, "--model", "-h", "--help"):
+        options += ["--model", str(BUILTIN_MODEL)]
+    return _run("loadtests.engine", options)
 
 
 def batch(arguments: Sequence[str]) -> int:
@@ -35,13 +35,13 @@ def tune(arguments: Sequence[str]) -> int:
 
 def capacity(arguments: Sequence[str]) -> int:
     """`python -m loadtests.load.capacity`; its exit status."""
-    given = [*arguments]
-    if not _has(given, "-h", "--help"):
-        if not _has(given, "--url", "--configs"):
-            given += ["--url", DEFAULT_URL]
-        if not _has(given, "--slo"):
-            given += ["--slo", _SLO]
-    return _run("loadtests.load.capacity", given, needs=("locust", "httpx"))
+    options = [*arguments]
+    if not _has(options, "-h", "--help"):
+        if not _has(options, "--url", "--configs"):
+            options += ["--url", DEFAULT_URL]
+        if not _has(options, "--slo"):
+            options += ["--slo", _SLO]
+    return _run("loadtests.load.capacity", options, needs=("locust", "httpx"))
 
 
 def _has(arguments: Sequence[str], *names: str) -> bool:

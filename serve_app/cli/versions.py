@@ -16,23 +16,23 @@ class WeightError(ValueError):
 
 def parsed(texts: Sequence[str]) -> dict[str, float]:
     """Percent by the names of versions, from texts as `new=10`. Raises WeightError."""
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for text in texts:
         name, _, percent = text.partition("=")
         try:
-            found[name] = float(percent.removesuffix("%"))
+            weights[name] = float(percent.removesuffix("%"))
         except ValueError:
             raise WeightError(f"{text!r} is no weight: write VERSION=PERCENT, as new=10.") from None
-    return found
+    return weights
 
 
-def weights(client: Client, console: Console, model: str, asked: dict[str, float]) -> None:
+def weights(client: Client, console: Console, model: str, changes: dict[str, float]) -> None:
     """Change weights, if some are given, and print them. Raises ServerError."""
-    if asked:
-        told = client.post("/models/weights", {"model": model, "weights": asked})
+    if changes:
+        card = client.post("/models/weights", {"model": model, "weights": changes})
     else:
-        told = client.get(f"/v1/models/{model}")
-    _print(console, model, told["versions"])
+        card = client.get(f"/v1/models/{model}")
+    _print(console, model, card["versions"])
 
 
 def rollback(client: Client, console: Console, model: str) -> None:

@@ -27,7 +27,7 @@ class ModelDefaults:
     """As in requests."""
 
     def over(self, recommended: Mapping[str, Any]) -> ModelDefaults:
-        """The same before what the model's file recommends for sampling."""
+        """The defaults before the sampling parameters that the model's file recommends."""
         return replace(self, sampling={**recommended, **self.sampling})
 
 

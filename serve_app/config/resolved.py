@@ -41,16 +41,16 @@ class ResolvedModel:
     """One model, decided where the configuration was read, the same in every replica."""
 
     id: str
-    """Of its engines: of versions, all but one without a name, `MODEL@VERSION`."""
+    """Id of the engines: `MODEL@VERSION` for a version with a name."""
     aliases: tuple[str, ...]
     tags: tuple[str, ...]
     defaults: ModelDefaults
     source: ModelSource
-    """Of a repository, the commit: each replica gets the same file."""
+    """Source of the file, a repository at one commit: each replica gets the same file."""
     downloads: DownloadsConfig
     options: EngineOptions
     system_prompts: tuple[str, ...]
-    """Which of their tokens are pinned, each replica finds out: it has the vocabulary."""
+    """System prompts whose tokens each replica pins: it has the vocabulary."""
     threads: int | None
     """Configured threads; None lets each replica count its own cores."""
     allow_oversubscription: bool
@@ -65,21 +65,19 @@ class ResolvedModel:
     max_load_s: float = 120.0
     """Longest time that a request waits for the model to be loaded."""
     weight_bytes: int = 0
-    """Of its files, if they were found where the configuration was read."""
+    """Bytes of the model's files, if they were found where the configuration was read."""
     on_demand: OnDemandSettings | None = None
     """Settings of a model that is loaded when somebody asks for it."""
     batches_may_scale: bool = False
     """Whether autoscaling counts what is in the background."""
     memory_shares: tuple[str, ...] = ()
-    """See `serve_app.config.sizing.shares_of_memory`: each replica bounds these by its node's memory."""
+    """Options that each replica bounds by its node's memory: see `sizing.shares_of_memory`."""
     adapters: tuple[AdapterConfig, ...] = ()
-    """Of a repository, the commit, too."""
+    """LoRA adapters, each from a pinned source."""
     projector: ProjectorSource | None = None
-    """The same."""
     draft: ModelSource | None = None
-    """The same."""
     version: Version | None = None
-    """Which one it is, if there are several under one name, and the configuration's weight."""
+    """The version with the configuration's weight, if there are several under one name."""
 
     @property
     def name(self) -> str:

@@ -141,7 +141,7 @@ class EngineConfig(Section):
     """Most that all files in `slot_folder` may take, in MiB. If a save needs more, or more than
     the disk has, it is refused with 507 before anything is written."""
     backend: BackendName = "llama.cpp"
-    """Whose kernels compute the model. `openvino` is faster for several sequences at once, slower
+    """The kernels that compute the model. `openvino` is faster for several sequences at once, slower
     for a single one, and has fewer features: see [OpenVINO](openvino.md). `auto` measures both,
     and takes the faster one for the slots."""
     load_mode: LoadMode = "auto"
@@ -447,10 +447,10 @@ class AppConfig(Section):
     def _distinct_names(self) -> AppConfig:
         names: list[str] = []
         for model_id, versions in self.versions.items():
-            names += {name for one in versions for name in (model_id, *one.aliases)}
+            names += {name for version in versions for name in (model_id, *version.aliases)}
             adapters: Counter[str] = Counter()
-            for one in versions:  # each may have the same ones
-                adapters |= Counter(f"{model_id}:{adapter.id}" for adapter in one.adapters)
+            for version in versions:  # each may have the same ones
+                adapters |= Counter(f"{model_id}:{adapter.id}" for adapter in version.adapters)
             names += adapters.elements()
         if len(set(names)) != len(names):
             raise ValueError(f"models: two models have the same name ({', '.join(sorted(names))})")
@@ -472,10 +472,10 @@ class AppConfig(Section):
     @property
     def versions(self) -> dict[str, list[ModelConfig]]:
         """The entries of each id."""
-        found: dict[str, list[ModelConfig]] = {}
+        entries: dict[str, list[ModelConfig]] = {}
         for model in self.models:
-            found.setdefault(model.id, []).append(model)
-        return found
+            entries.setdefault(model.id, []).append(model)
+        return entries
 
 
 def parse(args: object) -> AppConfig:

@@ -47,7 +47,7 @@ class ModelNeeds:
     n_ctx_train: int
     """Tokens."""
     cache_elements: tuple[int, int]
-    """Of one token's keys and values in the KV cache."""
+    """Elements of one token's keys and values in the KV cache."""
     head_sizes: tuple[int, int]
     """Elements of one head's key and value."""
     weight_bytes: int
@@ -58,9 +58,9 @@ class ModelNeeds:
     window_share: float = 0.0
     """The part of the layers that do; what is not known counts as seeing everything."""
     recurrent_elements: int = 0
-    """Of one slot's recurrent layers, of four bytes."""
+    """Elements of one slot's recurrent layers, four bytes each."""
     draft_bytes: int = 0
-    """Of one slot of what proposes tokens; a draft model's weights are among `weight_bytes`."""
+    """Bytes that a draft takes for one slot. A draft model's weights are among `weight_bytes`."""
 
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
@@ -78,7 +78,7 @@ class ModelNeeds:
         )
 
     def with_draft(self, draft: ModelNeeds, n_ctx: int) -> ModelNeeds:
-        """The same beside a draft model, of which each slot holds so many tokens."""
+        """The needs together with a draft model's, of which each slot holds so many tokens."""
         return replace(
             self,
             weight_bytes=self.weight_bytes + draft.weight_bytes,
@@ -110,13 +110,13 @@ class CacheNeeds:
     """The bytes that a KV cache takes: layers with a window have cells for that and for a batch."""
 
     full: float
-    """Of a token, in layers that see everything."""
+    """Bytes of a token in the layers that see everything."""
     windowed: float
-    """And in the others."""
+    """Bytes of a token in the layers with a window."""
     n_window: int
-    """Tokens that those have cells for."""
+    """Tokens that the layers with a window have cells for."""
     of_slot: int
-    """Of each slot, whatever it has."""
+    """Bytes of each slot, whatever it holds."""
 
     @classmethod
     def of(cls, config: EngineConfig, needs: ModelNeeds) -> CacheNeeds:
@@ -128,12 +128,12 @@ class CacheNeeds:
         return cls(per_token - windowed, windowed, n_window, of_slot)
 
     def n_bytes(self, n_slots: int, n_tokens: int) -> float:
-        """Of so many slots that have so many tokens together."""
+        """Bytes of so many slots that hold so many tokens together."""
         in_window = min(n_tokens, n_slots * self.n_window)
         return n_slots * self.of_slot + n_tokens * self.full + in_window * self.windowed
 
     def n_tokens(self, n_bytes: float) -> float:
-        """That a slot of so many bytes holds."""
+        """Tokens that a slot of so many bytes holds."""
         left, of_all = max(0.0, n_bytes - self.of_slot), self.full + self.windowed
         if not of_all:
             return math.inf
@@ -215,7 +215,7 @@ def resolve(
 
 
 def shares_of_memory(config: EngineConfig) -> tuple[str, ...]:
-    """Which of the options that `resolve` makes are shares of its machine's memory, and not configured."""
+    """The options that `resolve` makes from the machine's memory, and not from the configuration."""
     configured = {
         "cache_ram_bytes": config.cache_ram_mib,
         "checkpoint_ram_bytes": config.checkpoint_ram_mib,

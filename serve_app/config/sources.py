@@ -94,7 +94,7 @@ class AdapterConfig(Section):
     """A LoRA adapter of a model, as a model name of its own: `MODEL:ADAPTER`."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-    """Its name. Clients write it after the model's name and a colon."""
+    """The adapter's name. Clients write it after the model's name and a colon."""
     source: ModelSource
     """The adapter's GGUF file, from any kind of source except `builtin`."""
     scale: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)] = 1.0

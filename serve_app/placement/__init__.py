@@ -1,1 +1,1 @@
-"""Which of the machine's resources this process may use."""
+"""The resources of the machine that this process may use."""

@@ -22,7 +22,7 @@ class CoreLease:
     cpus: tuple[int, ...]
     """Ascending."""
     one_of_each: tuple[int, ...]
-    """Of them, one for each physical core; ascending."""
+    """One of these CPUs for each physical core; ascending."""
     numa_node: int | None
     """The node that has all of them, if one has and the kernel tells."""
     _locks: tuple[int, ...]

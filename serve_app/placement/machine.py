@@ -24,9 +24,9 @@ class Machine:
 
     topology: Topology
     quota: float | None
-    """See `cpu_quota`; None also if it is no less than all CPUs."""
+    """The CPU quota in cores; None if it allows all CPUs."""
     memory_bytes: int
-    """See `available_memory`."""
+    """Bytes that are free for this process."""
     total_bytes: int
     """The memory that would be available if nothing used any."""
 
@@ -44,10 +44,10 @@ class Machine:
 
 def read(root: Path = _ROOT) -> Machine:
     """The machine whose /proc and /sys are in `root`."""
-    found, quota = topology.read(root), cpu_quota(root)
-    if quota is not None and quota >= len(found.cpus):
+    cores, quota = topology.read(root), cpu_quota(root)
+    if quota is not None and quota >= len(cores.cpus):
         quota = None
-    return Machine(found, quota, available_memory(root), total_memory(root))
+    return Machine(cores, quota, available_memory(root), total_memory(root))
 
 
 def own_cpus(machine: Machine, reserved: float) -> int:
@@ -149,8 +149,8 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """This process's group and its ancestors, nearest first, in the hierarchy of a v1 controller,
-    or in v2's for ""."""
+    """The control group of this process and its ancestors, nearest first, in the hierarchy of a v1
+    controller, or in v2's for ""."""
     mount = root / "sys/fs/cgroup" / controller
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

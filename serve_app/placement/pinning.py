@@ -32,7 +32,7 @@ class CorePinning:
 
     @property
     def one_of_each(self) -> tuple[int, ...] | None:
-        """Of them, one for each physical core."""
+        """One leased CPU for each physical core."""
         return None if self.lease is None else self.lease.one_of_each
 
     @property

@@ -24,7 +24,7 @@ class Share:
 
     n_replicas: int
     num_cpus: float
-    """Of each replica, hyper-threads counted; a fraction if there are fewer than models."""
+    """CPUs of each replica, hyper-threads counted; a fraction if there are fewer than models."""
     n_cores: int
     """Physical cores of each: its threads."""
     reason: str

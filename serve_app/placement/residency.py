@@ -30,7 +30,7 @@ class Residency:
         """When it began to wait, if it waits."""
         self._own: Path | None = None
         self._lock = -1
-        """Of its place, if it has one."""
+        """Descriptor that holds the lock of the place, if the process has one."""
 
     def take(self, now: float) -> bool:
         """Take a free place, if there is one, and nobody has waited for longer; it counts as used now."""

@@ -21,9 +21,9 @@ class PhysicalCore:
     """Hyper-threads that share execution units."""
 
     cpus: tuple[int, ...]
-    """Those that this process may run on, by the numbers that the kernel and taskset(1) use; ascending."""
+    """Hyper-threads that this process may run on, ascending, by the kernel's and taskset(1)'s numbers."""
     node: int | None
-    """Its NUMA node, if the kernel tells."""
+    """The NUMA node, if the kernel tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def read(root: Path = Path("/"), allowed: Set[int] | None = None) -> Topology:
 
 
 def allowed_cpus(root: Path = Path("/")) -> set[int]:
-    """This thread's affinity mask, which a container's cpuset bounds; all CPUs where there is none."""
+    """The affinity mask of this thread, which a container's cpuset bounds; all CPUs where there is none."""
     with suppress(OSError):
         for line in (root / "proc/thread-self/status").read_text().splitlines():
             if line.startswith("Cpus_allowed_list:"):

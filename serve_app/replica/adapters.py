@@ -72,12 +72,12 @@ class ReplicaAdapters:
             return False
         return True
 
-    async def _find(self, wanted: AdapterUse) -> LoadedAdapter:
+    async def _find(self, adapter: AdapterUse) -> LoadedAdapter:
         found = await asyncio.to_thread(self._all_loaded.read, self._model.id)
-        for one in found:
-            if one.use.key == wanted.key:
-                return one
-        raise InvalidRequestError(f"The adapter {wanted.id!r} was unloaded.", "model")
+        for loaded in found:
+            if loaded.use.key == adapter.key:
+                return loaded
+        raise InvalidRequestError(f"The adapter {adapter.id!r} was unloaded.", "model")
 
     async def _load(self, config: AdapterConfig, adapter: AdapterUse) -> None:
         async with self._changing[adapter.key]:

@@ -86,10 +86,10 @@ class LoadedModel:
             files = Files(model.downloads, tell)
             find = files.find
             path = await find(model.source)
-            adapters = [AdapterFile(one.id, await find(one.source)) for one in model.adapters]
+            adapters = [AdapterFile(part.id, await find(part.source)) for part in model.adapters]
             projector = None if model.projector is None else await find(model.projector)
             draft = None if model.draft is None else await find(model.draft)
-        weights = sum(n_bytes(one) for one in (path, projector, draft) if one is not None)
+        weights = sum(n_bytes(part) for part in (path, projector, draft) if part is not None)
         on_demand = model.on_demand
         reserved = _reserved_cpus() if on_demand is None else on_demand.num_cpus
         self._cpus, self._sizing = place_on_cpus(model, reserved), model.sizing
@@ -201,8 +201,8 @@ class LoadedModel:
         vocabulary_key: bytes,
         background: bool = False,  # by its place: see prompt_of
     ) -> NDArray[np.float32] | CorralError:
-        """See Engine.embed; the texts' tokens are of that vocabulary. Cancelling it spares what was not yet
-        computed. Errors are returned."""
+        """Compute embeddings: see Engine.embed. The texts' tokens are of that vocabulary. Cancelling the
+        call spares what was not yet computed. Errors are returned."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
             return await self._embed(Texts(texts, client, background=background))
@@ -249,7 +249,7 @@ class LoadedModel:
         )
 
     async def media_tokens(self, sizes: Sequence[Size]) -> int | CorralError:
-        """See Engine.media_tokens. Errors are returned."""
+        """Tokens of pictures of these sizes. Errors are returned."""
         try:
             return await asyncio.to_thread(self._engine.media_tokens, sizes)
         except CorralError as error:
@@ -258,7 +258,7 @@ class LoadedModel:
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction | CorralError | None:
-        """See SlotFiles; None if another replica is meant. Errors are returned."""
+        """Save, restore or erase a slot; None if another replica is meant. Errors are returned."""
         if replica_id != _whereabouts()[0]:
             return None
         try:
@@ -267,40 +267,36 @@ class LoadedModel:
             return error
 
     async def load_adapter(self, config: AdapterConfig) -> str | CorralError:
-        """See ReplicaAdapters.load. Errors are returned."""
+        """Load an adapter, and return its version. Errors are returned."""
         try:
             return await self._adapters.load(config)
         except CorralError as error:
             return error
 
     async def unload_adapter(self, adapter_id: str, version: str) -> bool:
-        """See ReplicaAdapters.unload."""
+        """Unload an adapter when nobody uses it any more."""
         self._adapters.unload(adapter_id, version)
         return True
 
-    async def explain(self, wanted: str) -> ReplicaRecords:
-        """See Engine.explain."""
+    async def explain(self, request_id: str) -> ReplicaRecords:
+        """The records of a request."""
         replica_id, node_id = _whereabouts()
         records = (
             dataclasses.replace(record, replica_id=replica_id, node_id=node_id)
-            for record in self._engine.explain(wanted)
+            for record in self._engine.explain(request_id)
         )
         return ReplicaRecords(replica_id, tuple(records))
 
     async def offer_prefixes(self, asker: str) -> Offer | None:
-        """See KVTransfer.offer."""
         return await self._kv_transfer.offer(asker)
 
-    async def send_prefix(self, source: str, wanted: Prefix) -> list[Any] | None:
-        """See KVTransfer.send."""
-        return await self._kv_transfer.send(source, wanted)
+    async def send_prefix(self, source: str, prefix: Prefix) -> list[Any] | None:
+        return await self._kv_transfer.send(source, prefix)
 
     async def lack_prefixes(self, asker: str, prefixes: list[Prefix]) -> TransferTarget | None:
-        """See KVTransfer.lacks."""
         return await self._kv_transfer.lacks(asker, prefixes)
 
     async def take_prefix(self, target: str, sent: list[Any]) -> int | None:
-        """See KVTransfer.take."""
         return await self._kv_transfer.take(target, sent)
 
     async def attach(self, address: Address) -> bool:

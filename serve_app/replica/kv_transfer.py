@@ -38,7 +38,7 @@ class Offer:
 
     replica_id: str
     key: bytes
-    """See `Payload.key`."""
+    """The key of the payload."""
     prefixes: list[HotPrefix]
 
 
@@ -117,10 +117,10 @@ class KVTransfer:
         asked = "lack_prefixes", self._id, prefixes
         answers = await broadcast.ask_all(peers, *asked, timeout_s=_OFFERS_S)
         sent: list[Prefix] = []
-        for wanted, target in plan_push(offered, self._usable(answers, TransferTarget)):
-            if any(one.serves(wanted.prefix) for one in sent):
+        for hot, target in plan_push(offered, self._usable(answers, TransferTarget)):
+            if any(one.serves(hot.prefix) for one in sent):
                 continue
-            payload = await asyncio.to_thread(self._prefixes.export_prefix, wanted.prefix)
+            payload = await asyncio.to_thread(self._prefixes.export_prefix, hot.prefix)
             if payload is not None:
                 reference = await asyncio.to_thread(ray.put, payload)
                 n_bytes = await broadcast.ask_one(
@@ -138,13 +138,13 @@ class KVTransfer:
         prefixes = await asyncio.to_thread(self._prefixes.offers, _SHARED_BY)
         return Offer(self._id, self._prefixes.key, prefixes)
 
-    async def send(self, source: str, wanted: Prefix) -> list[Any] | None:
+    async def send(self, source: str, prefix: Prefix) -> list[Any] | None:
         """As the source: a reference to a payload that begins with that prefix, for a replica that starts.
         It is in a list, as Ray would otherwise fetch it for every replica that gets the call; the list is
         empty if there is none any more."""
         if source != self._id:
             return None
-        payload = await asyncio.to_thread(self._prefixes.export_prefix, wanted)
+        payload = await asyncio.to_thread(self._prefixes.export_prefix, prefix)
         return [] if payload is None else [await asyncio.to_thread(ray.put, payload)]
 
     async def lacks(self, asker: str, prefixes: list[Prefix]) -> TransferTarget | None:
@@ -167,11 +167,11 @@ class KVTransfer:
 
     # ---------------------------------------------------------------------------------------------
 
-    async def _import(self, payload: Payload, wanted: Prefix) -> int:
+    async def _import(self, payload: Payload, prefix: Prefix) -> int:
         """Store what is wanted of a payload; returns the bytes of what is kept."""
         try:
             return await asyncio.to_thread(
-                self._prefixes.import_prefix, payload, packing.n_tokens(wanted.tokens)
+                self._prefixes.import_prefix, payload, packing.n_tokens(prefix.tokens)
             )
         except RefusedPrefixError as error:
             logger.warning("Another replica's prefix is refused: %s.", error)
@@ -223,12 +223,12 @@ def plan_pull(
     that have it, the one with the smallest state."""
     n_begun, smallest = Counter[Prefix](), dict[Prefix, tuple[int, str]]()
     for offer in offers:
-        for one in offer.prefixes:
-            n_begun[one.prefix] += one.n_begun
-            here = one.n_bytes, offer.replica_id
-            smallest[one.prefix] = min(smallest.get(one.prefix, here), here)
-    offered = [HotPrefix(one, n_begun[one], n_bytes) for one, (n_bytes, _) in smallest.items()]
-    return [(one, smallest[one.prefix][1]) for one in hottest(offered, held, room_bytes)]
+        for hot in offer.prefixes:
+            n_begun[hot.prefix] += hot.n_begun
+            here = hot.n_bytes, offer.replica_id
+            smallest[hot.prefix] = min(smallest.get(hot.prefix, here), here)
+    offered = [HotPrefix(hot, n_begun[hot], n_bytes) for hot, (n_bytes, _) in smallest.items()]
+    return [(hot, smallest[hot.prefix][1]) for hot in hottest(offered, held, room_bytes)]
 
 
 def plan_push(
@@ -240,11 +240,11 @@ def plan_push(
     for target in targets:
         lacks = [all(both) for both in zip(lacks, target.lacks, strict=True)]
         room[target.replica_id] = target.room_bytes
-    lacked = [one for one, missing in zip(offered, lacks, strict=True) if missing]
+    lacked = [hot for hot, missing in zip(offered, lacks, strict=True) if missing]
     given = []
-    for one in hottest(lacked, (), sum(room.values())):
+    for hot in hottest(lacked, (), sum(room.values())):
         target_id = max(room, key=lambda replica_id: room[replica_id])
-        if one.n_bytes <= room[target_id]:
-            room[target_id] -= one.n_bytes
-            given.append((one, target_id))
+        if hot.n_bytes <= room[target_id]:
+            room[target_id] -= hot.n_bytes
+            given.append((hot, target_id))
     return given

@@ -16,15 +16,15 @@ from serve_app.placement.residency import Residency
 logger = logging.getLogger("corral.replica")
 
 _LOOK_S = 0.1
-"""How often a model that is loaded looks whether it is to go, ..."""
+"""Seconds between two looks of a loaded model whether it is to go."""
 _PLACE_S = 0.02
-"""... and one that waits for a place whether there is one."""
+"""Seconds between two looks of a model that waits whether there is a place."""
 _TURN_S = 60.0
 """A model that is never idle gives way to one that is waited for after so long."""
 _END_S = 30.0
 """Answers that run then get so long to end. The others go on when it is loaded again."""
 _CUT_OFF_S = 1.0
-"""These end within so many seconds after the model is closed."""
+"""Longest time in which calls end after the model is closed."""
 
 
 class Loaded(Protocol):
@@ -62,7 +62,7 @@ class ModelLifecycle(Generic[LoadedT]):
         self._changing = asyncio.Lock()
         self._coming: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        """Of the model that is loaded: it looks whether it is to go, and tells ingresses that it came."""
+        """Tasks of a loaded model: one looks whether it is to go, one tells ingresses that it came."""
         self._n_wanted = self._n_live = 0
         """Calls that want the model, and, of these, those that it works on."""
         self._is_quiet = asyncio.Event()
@@ -70,7 +70,7 @@ class ModelLifecycle(Generic[LoadedT]):
         self._came_at = self._used_at = 0.0
         self._is_released = False
         self._addresses: dict[str, Address] = {}
-        """Of ingresses: they are told what it holds when it is loaded."""
+        """Addresses of ingresses, which are told what the model holds when it is loaded."""
 
     @asynccontextmanager
     async def present(self) -> AsyncIterator[LoadedT]:
@@ -93,7 +93,7 @@ class ModelLifecycle(Generic[LoadedT]):
             self._used_at = time.monotonic()
 
     def release(self) -> None:
-        """It may go as soon as nobody uses it, unless somebody asks for it before."""
+        """Unload the model as soon as nobody uses it, unless somebody asks for it before."""
         self._is_released = True
 
     async def attach(self, address: Address) -> None:
@@ -209,6 +209,6 @@ class ModelLifecycle(Generic[LoadedT]):
 
 
 def _take_note(coming: asyncio.Task[None]) -> None:
-    """Those who wait for it get its error; if nobody does any more, that is no news."""
+    """Read the error of a load that nobody waits for any more, so that asyncio does not log it."""
     if not coming.cancelled():
         coming.exception()

@@ -150,9 +150,9 @@ class OnDemandReplica:
         offer: Offer | None = await self._call_if_loaded("offer_prefixes", asker)
         return offer
 
-    async def send_prefix(self, source: str, wanted: Prefix) -> list[Any] | None:
+    async def send_prefix(self, source: str, prefix: Prefix) -> list[Any] | None:
         """Send a prefix, if the model is loaded."""
-        sent: list[Any] | None = await self._call_if_loaded("send_prefix", source, wanted)
+        sent: list[Any] | None = await self._call_if_loaded("send_prefix", source, prefix)
         return sent
 
     async def lack_prefixes(self, asker: str, prefixes: list[Prefix]) -> TransferTarget | None:

@@ -1,1 +1,1 @@
-"""Which engine replica gets a request, and how many replicas a load needs."""
+"""Routing: the engine replica for each request, and the number of replicas for a load."""

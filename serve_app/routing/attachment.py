@@ -21,7 +21,7 @@ _AGAIN_S, _AGAIN_MOST_S = 1.0, 30.0
 ReplicaT = TypeVar("ReplicaT")
 
 
-class Attachment(Generic[ReplicaT]):
+class ReplicaAttachment(Generic[ReplicaT]):
     """Keeps one deployment's replicas attached to this process. Used in one event loop."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Attachment(Generic[ReplicaT]):
         reports.watch(self._left)
 
     def update(self, replicas: Mapping[str, ReplicaT]) -> None:
-        """These are the replicas, by their ids."""
+        """Take the present replicas, by their ids."""
         self._replicas = dict(replicas)
         for replica_id in self._replicas:
             self._attach(replica_id)

@@ -45,9 +45,9 @@ class IngressLoad:
     """The work of one ingress replica."""
 
     open_requests: float
-    """Of as many as it takes."""
+    """Open requests as a part of the most that it takes."""
     cpu: float
-    """Of one core."""
+    """CPU time as a part of one core."""
 
     @property
     def pressure(self) -> float:

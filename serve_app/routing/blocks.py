@@ -33,9 +33,9 @@ def chain(tokens: Sequence[int], group: str = SHARED_GROUP) -> Chain:
     return tuple(hashes)
 
 
-def n_leading(wanted: Chain, held: Container[int]) -> int:
+def n_leading(blocks: Chain, held: Container[int]) -> int:
     """How many of the first blocks are held. A replica that holds a block holds all blocks before it."""
-    return bisect_left(wanted, True, key=lambda block: block not in held)
+    return bisect_left(blocks, True, key=lambda block: block not in held)
 
 
 def request_key(request_id: str) -> int:
@@ -68,15 +68,15 @@ class Inventory:
     def blocks(self, prompts: Iterable[tuple[str, Sequence[int]]]) -> list[int]:
         """The blocks of these prompts, each with its cache group, the most important one first: as many as
         may be reported. Nobody may change a prompt after it was seen here."""
-        known, found = {}, dict[int, None]()
+        known, reported = {}, dict[int, None]()
         for group, tokens in prompts:
-            room = MAX_BLOCKS - len(found)
+            room = MAX_BLOCKS - len(reported)
             if room <= 0:
                 break
             key = group, id(tokens)
             entry = self._known.get(key) or (tokens, chain(tokens, group))
             known[key] = entry
-            new = [block for block in entry[1] if block not in found]
-            found.update(dict.fromkeys(new[:room]))
+            new = [block for block in entry[1] if block not in reported]
+            reported.update(dict.fromkeys(new[:room]))
         self._known = known
-        return list(found)
+        return list(reported)

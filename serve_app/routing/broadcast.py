@@ -99,14 +99,14 @@ async def _answers(
             )
             if not done:
                 return
-            for one in done:
-                if not one.cancelled() and one.exception() is None:
-                    yield one.result()
+            for answer in done:
+                if not answer.cancelled() and answer.exception() is None:
+                    yield answer.result()
     finally:
-        for one in waiting:
-            one.cancel()
+        for answer in waiting:
+            answer.cancel()
             with suppress(Exception):  # or questions pile up at a replica that does not answer
-                asked[one].cancel()
+                asked[answer].cancel()
 
 
 async def _sent(

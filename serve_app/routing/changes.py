@@ -16,7 +16,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     updated, versions meet."""
 
     figures: dict[str, int | float] = {}
-    """Those that have changed."""
+    """Figures that have changed."""
     added: dict[str, bytes] = {}
     """Hashes; see `serve_app.routing.blocks.pack`."""
     removed: dict[str, bytes] = {}

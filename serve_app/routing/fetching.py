@@ -65,8 +65,8 @@ def _told(stage: Stage, replica_id: str, node_id: str) -> FetchingReplica:
 
 
 def read(app: str, deployment: str) -> tuple[FetchingReplica, ...]:
-    """Those of a deployment that fetch their model now. Asks Ray's head, and blocks meanwhile. Raises what
-    that raises."""
+    """The replicas of a deployment that fetch their model now. Asks Ray's head, blocks, and raises its
+    errors."""
     found = []
     now = time.time()
     for key in internal_kv._internal_kv_list(_prefix(app, deployment), namespace=_NAMESPACE):

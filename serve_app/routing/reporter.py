@@ -16,7 +16,7 @@ class Reporter:
         self._last: tuple[EngineStats, CachedPrefixes, Report] | None = None
 
     def report(self, stats: EngineStats, cached_prefixes: CachedPrefixes) -> Report:
-        """The same one for the same objects: an engine that rests has nothing new to say."""
+        """The report; the same object for the same arguments, as an idle engine has nothing new to say."""
         last = self._last
         if last is None or last[0] is not stats or last[1] is not cached_prefixes:
             last = self._last = stats, cached_prefixes, self._made(stats, cached_prefixes)

@@ -76,4 +76,4 @@ class Reports:
 
 
 HERE = Reports()
-"""This process's: Serve makes the routers, and nothing can be handed to them."""
+"""The reports of this process. Serve makes the routers, and nothing can be handed to them."""

@@ -18,14 +18,14 @@ from ray.serve.request_router import (
 
 from serve_app.channel.address import Address
 from serve_app.routing import reports
-from serve_app.routing.attachment import Attachment
+from serve_app.routing.attachment import ReplicaAttachment
 from serve_app.routing.blocks import BLOCK_TOKENS, chain, request_key, turn_key
 from serve_app.routing.broadcast import note_running
 from serve_app.routing.score import Fleet, RoutedPrompt
 from serve_app.types import GenerationRequest, adapters_of
 
 _SYSTEM_TOKENS = 64 * BLOCK_TOKENS
-"""Of a prompt, the first tokens that are looked for among system prompts: longer ones are rare."""
+"""First tokens of a prompt that are looked for among system prompts: longer ones are rare."""
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):
@@ -40,7 +40,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
     def initialize_state(self, **kwargs: Any) -> None:
         """Serve calls this first."""
         self._fleet = Fleet[ReplicaID]()
-        self._attachment = Attachment(reports.HERE, attach)
+        self._attachment = ReplicaAttachment(reports.HERE, attach)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve calls this whenever a replica comes or goes."""
@@ -58,12 +58,14 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         """The best ones, each a rank of its own, as Serve would take the shortest queue of a rank."""
         self._hear()
         now, prompt = _now(), prompt_of(pending_request)
-        found = [entry for entry in self._fleet.rank(prompt, now) if entry[0] in self.curr_replicas]
+        ranked = [
+            entry for entry in self._fleet.rank(prompt, now) if entry[0] in self.curr_replicas
+        ]
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # or Serve asks again at once
-            for replica, forecast in found[:1]:
+            for replica, forecast in ranked[:1]:
                 self._fleet.book(replica, prompt, forecast.missing, now)
-        return [[self.curr_replicas[replica]] for replica, _ in found]
+        return [[self.curr_replicas[replica]] for replica, _ in ranked]
 
     def _hear(self) -> None:
         for replica in self.curr_replicas:
@@ -80,7 +82,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         self._fleet.went(replica_id, _key(pending_request), _now())
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It was answered, refused or cancelled."""
+        """Count a request as ended that was answered, refused or cancelled."""
         self._fleet.ended(replica_id, internal_request_id)
 
 
@@ -97,21 +99,21 @@ def prompt_of(pending: PendingRequest | None) -> RoutedPrompt:
     """The prompt of a call of `EngineReplica.generate` or `.embed`; other calls cost next to nothing."""
     if pending is None:
         return RoutedPrompt(0)
-    group, asked = pending.metadata.internal_request_id, _argument(pending)
-    if isinstance(asked, GenerationRequest):
-        most = math.inf if asked.sampling.max_tokens is None else asked.sampling.max_tokens
+    group, argument = pending.metadata.internal_request_id, _argument(pending)
+    if isinstance(argument, GenerationRequest):
+        most = math.inf if argument.sampling.max_tokens is None else argument.sampling.max_tokens
         return RoutedPrompt(
             _key(pending),
-            len(asked.given),
-            chain(asked.given, asked.content_group),
-            most - len(asked.generated),
+            len(argument.given),
+            chain(argument.given, argument.content_group),
+            most - len(argument.generated),
             group,
-            () if asked.adapters else chain(asked.given[:_SYSTEM_TOKENS]),
-            asked.background,
-            turn_key(adapters_of(asked.content_group)),
+            () if argument.adapters else chain(argument.given[:_SYSTEM_TOKENS]),
+            argument.background,
+            turn_key(adapters_of(argument.content_group)),
         )
     embeds = pending.metadata.call_method == "embed"
-    n_tokens = sum(len(text) for text in asked) if embeds else 0
+    n_tokens = sum(len(text) for text in argument) if embeds else 0
     background = embeds and any(pending.args[3:])
     return RoutedPrompt(
         _key(pending), 1 + n_tokens, max_tokens=0, group=group, background=background

@@ -71,7 +71,7 @@ class RoutedPrompt:
     chain: Chain = ()
     max_tokens: float = float("inf")
     group: str = ""
-    """Its HTTP request, by whose id Serve says that one of its parts has ended."""
+    """The HTTP request, by whose id Serve says that one of its parts has ended."""
     shared: Chain = ()
     """The chain that it would have if all cache groups could start from it: system prompts are held so."""
     background: bool = False
@@ -198,7 +198,7 @@ class Fleet(Generic[ReplicaT]):
         return self._views[replica]
 
     def update(self, replicas: Iterable[ReplicaT]) -> None:
-        """These are the replicas. The reports of all others are forgotten."""
+        """Take the present replicas. The reports of all others are forgotten."""
         self._views = {one: self._views.get(one) or ReplicaView() for one in replicas}
 
     def hear(self, replica: ReplicaT, report: Report, at: float) -> None:
@@ -221,13 +221,13 @@ class Fleet(Generic[ReplicaT]):
         found = [(one, self._views[one].forecast(prompt, now)) for one in sample]
         return sorted(found, key=lambda entry: entry[1].cost_s)
 
-    def _holders(self, wanted: Chain) -> list[ReplicaT]:
-        if not wanted:
+    def _holders(self, blocks: Chain) -> list[ReplicaT]:
+        if not blocks:
             return []
         found = [
             (n, self._rng.random(), replica)
             for replica, view in self._views.items()
-            if (n := n_leading(wanted, view.held))
+            if (n := n_leading(blocks, view.held))
         ]
         longest = heapq.nlargest(_HOLDERS, found, key=lambda entry: entry[:2])
         return [replica for _, _, replica in longest]

@@ -26,12 +26,6 @@ LEADING = re.compile(
 """The first words of a docstring that lacks its subject."""
 PENDING = frozenset(
     {
-        "app.py",
-        "application",
-        "batch",
-        "channel",
-        "cli",
-        "config",
         "engine",
         "errors.py",
         "folders.py",
@@ -41,11 +35,8 @@ PENDING = frozenset(
         "locks.py",
         "logs.py",
         "openvino",
-        "placement",
         "progress.py",
         "prompt",
-        "replica",
-        "routing",
         "sampling.py",
         "store",
         "types.py",

@@ -8,7 +8,7 @@ import pytest
 
 from serve_app.channel.address import Address
 from serve_app.routing import attachment
-from serve_app.routing.attachment import Attachment
+from serve_app.routing.attachment import ReplicaAttachment
 from serve_app.routing.reports import ReplicaConnection, Reports
 from tests.unit.channel.harness import settle
 
@@ -61,7 +61,7 @@ async def until_asked(fleet: Fleet, n_times: int) -> None:
 
 async def test_each_replica_is_asked_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attachment, "_ANSWER_S", 30.0)
-    kept = Attachment(fleet.reports, fleet.ask)
+    kept = ReplicaAttachment(fleet.reports, fleet.ask)
     kept.update(members("a", "b"))
     kept.update(members("a", "b"))
     await settle()
@@ -72,14 +72,14 @@ async def test_each_replica_is_asked_once(fleet: Fleet, monkeypatch: pytest.Monk
 
 async def test_who_is_attached_already_is_not_asked(fleet: Fleet) -> None:
     fleet.reports.connection("a")
-    Attachment(fleet.reports, fleet.ask).update(members("a"))
+    ReplicaAttachment(fleet.reports, fleet.ask).update(members("a"))
     await settle()
     assert fleet.asked == []
 
 
 async def test_who_fails_or_hangs_is_asked_again(fleet: Fleet) -> None:
     fleet.failing, fleet.hanging = {"a"}, {"b"}
-    Attachment(fleet.reports, fleet.ask).update(members("a", "b"))
+    ReplicaAttachment(fleet.reports, fleet.ask).update(members("a", "b"))
     await until_asked(fleet, 6)
     assert min(fleet.asked.count(one) for one in "ab") >= 2
     fleet.failing, fleet.hanging = set(), set()
@@ -89,7 +89,7 @@ async def test_who_fails_or_hangs_is_asked_again(fleet: Fleet) -> None:
 
 
 async def test_a_broken_channel_is_asked_for_again(fleet: Fleet) -> None:
-    Attachment(fleet.reports, fleet.ask).update(members("a"))
+    ReplicaAttachment(fleet.reports, fleet.ask).update(members("a"))
     await until_asked(fleet, 1)
     fleet.connections["a"].end()
     await until_asked(fleet, 2)
@@ -98,7 +98,7 @@ async def test_a_broken_channel_is_asked_for_again(fleet: Fleet) -> None:
 
 
 async def test_one_that_breaks_in_another_thread_is_asked_for_again(fleet: Fleet) -> None:
-    Attachment(fleet.reports, fleet.ask).update(members("a"))
+    ReplicaAttachment(fleet.reports, fleet.ask).update(members("a"))
     await until_asked(fleet, 1)
     await asyncio.to_thread(fleet.connections["a"].end)
     await until_asked(fleet, 2)
@@ -106,7 +106,7 @@ async def test_one_that_breaks_in_another_thread_is_asked_for_again(fleet: Fleet
 
 async def test_who_is_no_member_any_more_is_not_asked(fleet: Fleet) -> None:
     fleet.failing = {"a"}
-    kept = Attachment(fleet.reports, fleet.ask)
+    kept = ReplicaAttachment(fleet.reports, fleet.ask)
     kept.update(members("a", "b"))
     await until_asked(fleet, 3)
     kept.update({})
@@ -119,6 +119,6 @@ async def test_who_is_no_member_any_more_is_not_asked(fleet: Fleet) -> None:
 
 async def test_where_no_ingress_listens_nobody_is_asked(fleet: Fleet) -> None:
     fleet.reports.address = None
-    Attachment(fleet.reports, fleet.ask).update(members("a"))
+    ReplicaAttachment(fleet.reports, fleet.ask).update(members("a"))
     await settle()
     assert fleet.asked == []
