@@ -11,7 +11,8 @@ from pathlib import Path
 
 import ray
 
-from serve_app.config.schema import ModelConfig
+from serve_app.config.defaults import ModelDefaults
+from serve_app.config.schema import DefaultsConfig, ModelConfig
 from serve_app.config.sizing import ModelNeeds
 from serve_app.config.sources import (
     AdapterConfig,
@@ -22,9 +23,12 @@ from serve_app.config.sources import (
 from serve_app.engine.backends.draft_model import N_CTX, check_draft
 from serve_app.engine.backends.own_layers import check_own_layers, slot_bytes
 from serve_app.errors import ConfigError
+from serve_app.ingress.generation.sampling_fields import given
 from serve_app.llama.model import Model
 from serve_app.llama.vision.usable import why_unusable
 from serve_app.openvino.exported.files import ONLY_OPENVINO
+from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.sampling import Api
 from serve_app.store import models as store
 from serve_app.store.pieces import ALONE
 from serve_app.store.remote import UnreachableError
@@ -48,7 +52,7 @@ def looked_up(
         source = store.pinned(model.source, downloads)
         if model.engine.backend == "llama.cpp" and store.is_in_openvinos_format(source):
             raise ConfigError(ONLY_OPENVINO)
-        opened = Model(_vocabulary(source, downloads), vocab_only=True)
+        opened = _opened(model, source, downloads)
         needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
         projector = _projector(model, source, opened, downloads)
         if projector is not None and not is_sized:
@@ -59,6 +63,41 @@ def looked_up(
         if not is_sized:
             raise
         return model.source, _projector(model, model.source, None, downloads), None
+
+
+def _opened(model: ModelConfig, source: ModelSource, downloads: DownloadsConfig) -> Model:
+    """The model without its weights, of which everything is read that a worker is going to need. Raises
+    ConfigError, also for a chat template or recommended sampling parameters that cannot be used."""
+    defaults = model_defaults(model.defaults)
+    path, pooling = _vocabulary(source, downloads), model.engine.embedding_pooling
+    tokenizer = Tokenizer(path, defaults.chat_template, None if pooling == "auto" else pooling)
+    try:
+        tokenizer.recommended  # noqa: B018  # is read here
+    except ValueError as error:
+        raise ConfigError(f"the sampling parameters that the file recommends: {error}") from None
+    return tokenizer.model
+
+
+def model_defaults(configured: DefaultsConfig) -> ModelDefaults:
+    """The configured defaults of requests. Raises ConfigError for a template that cannot be read."""
+    template, kwargs = configured.chat_template, dict(configured.chat_template_kwargs)
+    if configured.chat_template_file is not None:
+        try:
+            template = configured.chat_template_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"defaults.chat_template_file: {error}") from None
+    if configured.reasoning != "auto":
+        kwargs["enable_thinking"] = configured.reasoning == "on"
+    return ModelDefaults(
+        given(configured, Api.OPENAI),
+        configured.max_tokens,
+        configured.system_prompt,
+        template,
+        kwargs,
+        configured.reasoning_budget,
+        configured.reasoning_budget_message,
+        configured.reasoning_format,
+    )
 
 
 def _names_its_slots(model: ModelConfig) -> bool:

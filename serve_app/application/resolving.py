@@ -9,17 +9,14 @@ from dataclasses import replace
 
 from serve_app.application import lookup, rollout
 from serve_app.config import sizing
-from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import OnDemandSettings, ResolvedModel
-from serve_app.config.schema import DefaultsConfig, DeploymentConfig, EngineConfig, ModelConfig
+from serve_app.config.schema import DeploymentConfig, EngineConfig, ModelConfig
 from serve_app.config.sizing import ModelNeeds
 from serve_app.config.sources import NO_DOWNLOADS, DownloadsConfig
 from serve_app.errors import ConfigError
-from serve_app.ingress.generation.sampling_fields import given
 from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
-from serve_app.sampling import Api
 
 
 def resolve(
@@ -91,7 +88,7 @@ def _resolve(
         id=rollout.engine_id(model),
         aliases=tuple(model.aliases),
         tags=tuple(model.tags),
-        defaults=_defaults(model.defaults),
+        defaults=lookup.model_defaults(model.defaults),
         source=source,
         downloads=downloads,
         options=options,
@@ -111,28 +108,6 @@ def _resolve(
         on_demand=None
         if model.keep_alive is None
         else OnDemandSettings(model.keep_alive, reserved, n_together, has_peers=has_peers),
-    )
-
-
-def _defaults(configured: DefaultsConfig) -> ModelDefaults:
-    """Raises ConfigError for a template that cannot be read."""
-    template, kwargs = configured.chat_template, dict(configured.chat_template_kwargs)
-    if configured.chat_template_file is not None:
-        try:
-            template = configured.chat_template_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"defaults.chat_template_file: {error}") from None
-    if configured.reasoning != "auto":
-        kwargs["enable_thinking"] = configured.reasoning == "on"
-    return ModelDefaults(
-        given(configured, Api.OPENAI),
-        configured.max_tokens,
-        configured.system_prompt,
-        template,
-        kwargs,
-        configured.reasoning_budget,
-        configured.reasoning_budget_message,
-        configured.reasoning_format,
     )
 
 

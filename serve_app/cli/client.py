@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +36,9 @@ class Client:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
         # A server of this machine is asked directly, whatever proxy the environment names.
-        handlers = [urllib.request.ProxyHandler({})] if "://127." in self.url else []
+        host = urllib.parse.urlsplit(self.url).hostname or ""
+        is_here = host in ("localhost", "::1") or host.startswith("127.")
+        handlers = [urllib.request.ProxyHandler({})] if is_here else []
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, path: str) -> Json:

@@ -43,7 +43,8 @@ def named(model: str | None) -> NamedModel:
         return NamedModel(_id_of(path.name), {"path": str(path.resolve())})
     if "://" in model and not names.is_hub_url(model):
         return NamedModel(_id_of(model.rpartition("/")[2]), {"url": model})
-    if (model.endswith(".gguf") and model.count("/") != 1) or model.startswith((".", "/", "~")):
+    is_file = model.endswith(".gguf") and ":" not in model and not names.is_hub_url(model)
+    if is_file or model.startswith((".", "/", "~")):
         if path.is_dir():
             raise ConfigError(
                 f"There is no {GRAPH} in the folder {model}. Of a GGUF model, name the file."

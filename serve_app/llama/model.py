@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +68,17 @@ def _progress(on_loaded: Callable[[float], None]) -> Any:
     return llama_cpp.llama_progress_callback(loaded)
 
 
+def _reason(lines: Sequence[str]) -> str:
+    """Why a file cannot be loaded, in llama.cpp's own words, which are in its log lines only."""
+    errors = [line.partition("error loading model: ")[2] for line in lines]
+    of_file = [line.partition(": ")[2] for line in lines if line.startswith("gguf_init")]
+    reasons = [error for error in errors if error and "failed to load model from" not in error]
+    reason = next(iter(reasons + of_file), "no reason is known")
+    if "CLIP cannot be used" in reason:
+        return "it is a projector. Name it in `projector`, and the model itself in `source`"
+    return reason.rstrip(".")
+
+
 class Model:
     """An open model. Immutable: any thread may call. Freed when nobody holds it any more.
 
@@ -91,8 +102,15 @@ class Model:
         own prediction layers, too."""
         library.init()
         self.path = Path(path)
-        if not self.path.is_file():
-            raise ConfigError(f"There is no model file at {self.path}.")
+        try:
+            with self.path.open("rb"):
+                pass
+        except FileNotFoundError:
+            raise ConfigError(f"There is no model file at {self.path}.") from None
+        except OSError as error:
+            raise ConfigError(
+                f"The model file {self.path} cannot be read: {error.strerror}."
+            ) from None
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = vocab_only
         params.n_gpu_layers = 0
@@ -102,11 +120,12 @@ class Model:
             params.progress_callback = _progress(
                 on_loaded
             )  # which ctypes keeps as long as `params`
-        pointer = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+        with library.captured() as lines:
+            pointer = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not pointer:
             raise ConfigError(
-                f"llama.cpp cannot load {self.path}: it is damaged, not a GGUF file, or of an "
-                f"architecture that llama-cpp-python {library.version()} does not know."
+                f"llama.cpp of llama-cpp-python {library.version()} cannot load {self.path}: "
+                f"{_reason(lines)}."
             )
         self.pointer = pointer
         # Not at exit: a decoder thread may still be running then.

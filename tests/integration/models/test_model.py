@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from gguf import GGUFReader
 from ray.serve.exceptions import RayServeException
 
 from serve_app.app import build
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.errors import ConfigError
 from serve_app.llama import library
 from serve_app.llama.model import Model
@@ -129,6 +130,65 @@ def test_they_stop_the_start(tmp_path: Path, engine: dict[str, int]) -> None:
         RayServeException, match=r"models \(m\): .* architecture t5, with an encoder"
     ):
         build({"models": [entry]})
+
+
+WHOLE = BUILTIN_MODEL.read_bytes()
+TRUNCATED = "data is not within the file bounds, model is corrupted or incomplete"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (WHOLE[: len(WHOLE) // 2], TRUNCATED),
+        (WHOLE[:3000], "failed to read key-value pairs"),
+        (b"junk" * 1000, "invalid magic characters: 'junk', expected 'GGUF'"),
+        (b"", "failed to read magic"),
+        (WHOLE.replace(b"\0gpt2", b"\0gptX", 1), "unknown tokenizer: 'gptX'"),
+        (BUILTIN_PROJECTOR.read_bytes(), "it is a projector. Name it in `projector`"),
+    ],
+    ids=["truncated", "truncated header", "no GGUF", "empty", "tokenizer", "projector"],
+)
+def test_a_file_that_cannot_be_loaded_stops_the_start_in_llama_cpps_words(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    with pytest.raises(RayServeException, match=re.escape(reason)):
+        build({"models": [{"id": "m", "source": {"path": str(path)}}]})
+
+
+def test_a_file_that_may_not_be_read_stops_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(WHOLE)
+    path.chmod(0)
+    user = os.geteuid()
+    try:
+        if not user:
+            os.seteuid(65534)  # root may read all
+        with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+            Model(path, vocab_only=True)
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("engine", [{}, {"n_slots": 1, "n_ctx_slot": 64}], ids=["open", "sized"])
+def test_a_broken_chat_template_stops_the_start(engine: dict[str, int]) -> None:
+    entry = {"id": "m", "source": {"builtin": True}, "engine": engine}
+    entry |= {"defaults": {"chat_template": "{% if %}"}}
+    with pytest.raises(RayServeException, match=r"models \(m\): .*chat template is not valid"):
+        build({"models": [entry]})
+
+
+def test_a_recommendation_that_is_no_number_stops_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meta(model: Model, key: str) -> str | None:
+        return "hot" if key == "general.sampling.temp" else read(model, key)
+
+    read = Model.meta
+    monkeypatch.setattr(Model, "meta", meta)
+    with pytest.raises(RayServeException, match="sampling parameters that the file recommends"):
+        build({"models": [{"id": "m", "source": {"builtin": True}}]})
 
 
 def test_how_the_numbers_are_stored() -> None:

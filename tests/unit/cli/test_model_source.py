@@ -37,6 +37,7 @@ def test_a_file_is_served_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ("nothing.gguf", "There is no file nothing.gguf."),
         ("./nothing", "There is no file ./nothing."),
+        ("models/nothing.gguf", "There is no file models/nothing.gguf."),
         ("/a/b/c.gguf", "There is no file /a/b/c.gguf."),
         ("qwen", "qwen is neither a GGUF file nor a Hugging Face repository"),
         ("a/b/c", "a/b/c is neither"),
