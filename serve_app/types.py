@@ -7,6 +7,8 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import msgspec
+
 from serve_app.errors import CorralError
 from serve_app.sampling import SamplingParams
 
@@ -73,8 +75,7 @@ Size = tuple[int, ...]
 """Width and height of a picture, or how many samples a sound has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(msgspec.Struct, frozen=True, tag=True):
     """A picture that is decoded."""
 
     key: bytes
@@ -96,8 +97,7 @@ class Picture:
         return self.width, self.height
 
 
-@dataclass(frozen=True, slots=True)
-class Sound:
+class Sound(msgspec.Struct, frozen=True, tag=True):
     """A sound that is decoded."""
 
     key: bytes

@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from serve_app.errors import InvalidRequestError, MediaError, PromptTooLongError
 from serve_app.ingress.generation.requests import ChatRequest, GenerationParams
 from serve_app.ingress.generation.tokenization import (
@@ -138,8 +140,7 @@ def _adapters(model: ModelInfo, params: GenerationParams) -> Adapters:
     return active(model.adapters[i]._replace(scale=scale) for i, scale in scales.items())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PromptLength:
+class PromptLength(msgspec.Struct, frozen=True, tag=True):
     """How long a prompt is."""
 
     model: str

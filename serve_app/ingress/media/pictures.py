@@ -50,7 +50,7 @@ class WithFiles:
 
     def __init__(self, work: Work, sizes: Sequence[tuple[str, int]]) -> None:
         """`sizes` are the files' URLs and numbers of bytes, in their order."""
-        self._work, self._sizes = work, tuple(sizes)
+        self.work, self._sizes = work, tuple(sizes)
         # What it is called where it fails.
         self.__module__, self.__qualname__ = work.__module__, work.__qualname__
 
@@ -63,7 +63,7 @@ class WithFiles:
             end -= n_bytes
         token = _files.set(files)
         try:
-            return self._work(models, body[:end])
+            return self.work(models, body[:end])
         finally:
             _files.reset(token)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.generation import beginnings, preparation
@@ -31,8 +32,7 @@ _ANSWERS_SHARE = 4
 """A prompt that is cut leaves one part in so many of the context to the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class OllamaLoad:
+class OllamaLoad(msgspec.Struct, frozen=True, tag=True):
     """A request that asks for nothing but a model that is loaded, or not."""
 
     model: str
@@ -42,8 +42,7 @@ class OllamaLoad:
     reason: Literal["load", "unload"]
 
 
-@dataclass(frozen=True, slots=True)
-class OllamaGeneration:
+class OllamaGeneration(msgspec.Struct, frozen=True, tag=True):
     """The prepared request for an answer."""
 
     name: str

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 from pydantic import TypeAdapter
 
@@ -28,8 +28,7 @@ from serve_app.sampling import Api, SamplingParams
 _ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(Items)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedResponse:
+class PreparedResponse(msgspec.Struct, frozen=True, tag=True):
     """The prepared request for a response."""
 
     chat: Chat
@@ -40,8 +39,7 @@ class PreparedResponse:
     obfuscates: bool
 
 
-@dataclass(frozen=True, slots=True)
-class After:
+class After(msgspec.Struct, frozen=True, tag=True):
     """The request goes on from a response, whose conversation it must be read with."""
 
     response_id: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import select
 import signal
@@ -12,10 +13,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
-from serve_app.errors import EngineUnavailableError
+import msgspec
+
+from serve_app.errors import CorralError, EngineUnavailableError
 from serve_app.ingress.workers import stack, wire, zygote
+from serve_app.ingress.workers.wire import Outcome
 from serve_app.ingress.workers.worker import Changes, Work
 from serve_app.ingress.workers.zygote import NO_PID, PID, Start
 
@@ -26,6 +29,9 @@ _ENVIRONMENT = {
     "GGML_NO_BACKTRACE": "1",  # llama.cpp would start a debugger when it gives up
     "OPENBLAS_NUM_THREADS": "1",  # threads do not survive a fork
 }
+
+
+logger = logging.getLogger("corral.ingress")
 
 
 class WorkerDiedError(Exception):
@@ -50,14 +56,16 @@ class Worker:
         self._reader = reader
         self._writer = writer
 
-    async def do(self, work: Work, pieces: Sequence[bytes], changes: Changes) -> Any:
+    async def do(self, work: Work, pieces: Sequence[bytes], changes: Changes) -> Outcome:
         """The result, or the CorralError that the work raised, with these changes of the models that the
         zygote knows. Raises WorkerDiedError."""
         began_s = self.cpu_s()
         try:
             await wire.send(self._writer, work, pieces, changes)
-            return await wire.received(self._reader)
-        except (EOFError, ConnectionError) as error:
+            return await wire.received(self._reader, wire.result_type(work))
+        except (EOFError, ConnectionError, msgspec.MsgspecError) as error:
+            if isinstance(error, msgspec.MsgspecError):
+                logger.exception("A worker sent something else than a result.")
             raise WorkerDiedError(self.cpu_s() - began_s) from error
 
     def is_alive(self) -> bool:
@@ -123,8 +131,8 @@ class Zygote:
         EOFError if the zygote is gone."""
         if self._reader is None:
             self._reader, self._writer = await asyncio.open_connection(sock=self._control)
-            refusal = await wire.received(self._reader)
-            if refusal is not None:
+            refusal = await wire.received(self._reader, None)
+            if isinstance(refusal, CorralError):
                 raise refusal
         ours, theirs = socket.socketpair()
         try:

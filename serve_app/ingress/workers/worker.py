@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,15 +56,6 @@ Work = Callable[[Models, bytes], Any]
 """The work on a request's body: a function that can be imported. It may raise CorralError."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkResult:
-    """The result of work, as a worker sends it."""
-
-    value: Any
-    ignored: Sequence[str]
-    """Fields of the body that Corral does not have."""
-
-
 def serve(connection: socket.socket, models: Mapping[str, ModelInfo]) -> None:
     """Do what comes over this connection until it ends. Its process does nothing else."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
@@ -85,18 +76,18 @@ def serve(connection: socket.socket, models: Mapping[str, ModelInfo]) -> None:
 
 
 def _answer(work: Work, models: Models, body: bytes) -> bytes:
-    """A WorkResult or a CorralError, packed, which takes memory, too."""
+    """The outcome, packed, which takes memory, too."""
     try:
         with request_model.ignored_fields() as ignored:
             value = work(models, body)
-        return wire.packed(WorkResult(value, ignored))
+        return wire.packed_outcome(wire.WorkResult(value, ignored))
     except CorralError as error:
-        return wire.packed(error)
+        return wire.packed_outcome(error)
     except (MemoryError, RecursionError):
-        return wire.packed(InvalidRequestError("This request takes too much memory."))
+        return wire.packed_outcome(InvalidRequestError("This request takes too much memory."))
     except Exception:
         logger.exception("%s failed", work.__qualname__)
-        return wire.packed(CorralError("The server failed to handle this request."))
+        return wire.packed_outcome(CorralError("The server failed to handle this request."))
 
 
 def _limit(n_bytes: int) -> None:

@@ -90,7 +90,8 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
     with socket.socket(fileno=fd) as control, suppress(EOFError, ConnectionError):
         models = _models(wire.receive(control))
-        control.sendall(wire.packed(None if isinstance(models, dict) else models))
+        outcome = wire.WorkResult(None) if isinstance(models, dict) else models
+        control.sendall(wire.packed_outcome(outcome))
         gc.freeze()  # so that workers need not copy what is there now
         while isinstance(models, dict):
             command, fds, _, _ = socket.recv_fds(control, 1, 1)

@@ -1,0 +1,124 @@
+"""What the ingress makes of the bytes that a worker sends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi.routing import APIRoute
+
+from serve_app.errors import (
+    CorralError,
+    InvalidRequestError,
+    PicturesWantedError,
+    PromptTooLongError,
+    QueueFullError,
+)
+from serve_app.ingress.api import ROUTERS
+from serve_app.ingress.batch.objects import BatchRequest
+from serve_app.ingress.batch.preparation import CheckedLine
+from serve_app.ingress.http.dependencies import Prepared
+from serve_app.ingress.responses.preparation import After, PreparedResponse
+from serve_app.ingress.workers import wire
+from serve_app.types import Medium, Picture, Sound
+
+
+async def received(data: bytes, kind: Any) -> wire.Outcome:
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    return await wire.received(reader, kind)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (None, None),
+        (b"{}", bytes),
+        ((Picture.of(b"rgb", 1, 1), Sound.of(b"four")), tuple[Medium, ...]),
+        (After("resp_1"), PreparedResponse | After),
+        (
+            [CheckedLine(1, "q", 2, 3, b"p"), CheckedLine(2, error=("a", "b", None))],
+            list[CheckedLine],
+        ),
+        (
+            BatchRequest(
+                input_file_id="file-1", endpoint="/v1/completions", completion_window="1h"
+            ),
+            BatchRequest,
+        ),
+    ],
+)
+async def test_results_arrive_as_they_were(value: Any, kind: Any) -> None:
+    data = wire.packed_outcome(wire.WorkResult(value, ["x"]))
+    assert await received(data, kind) == wire.WorkResult(value, ["x"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequestError("wrong", "temperature"),
+        PromptTooLongError(9, 8, None, False),
+        QueueFullError("full", 3),
+        PicturesWantedError("messages", [("http://a", "messages[0]")]),
+        CorralError("broken"),
+    ],
+)
+async def test_errors_arrive_as_they_were(error: CorralError) -> None:
+    arrived = await received(wire.packed_outcome(error), bytes)
+    assert isinstance(arrived, CorralError)
+    assert type(arrived) is type(error)
+    assert (arrived.message, arrived.param, arrived.details, arrived.retry_after_s) == (
+        error.message,
+        error.param,
+        error.details,
+        error.retry_after_s,
+    )
+
+
+class Exploit:
+    """An object whose pickle runs a program where it is read."""
+
+    def __reduce__(self) -> Any:
+        return os.abort, ()
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("<Q", len(body)) + body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        framed(pickle.dumps(Exploit())),
+        framed(msgspec.msgpack.encode([pickle.dumps(Exploit()), [], None])),
+        framed(msgspec.msgpack.encode([{"model": "x"}, [], None])),
+        framed(msgspec.msgpack.encode([None, [], ["OSError", ["x"]]])),
+        framed(msgspec.msgpack.encode([None, [], ["InvalidRequestError", []]])),
+        framed(b""),
+    ],
+)
+async def test_a_worker_that_was_taken_over_makes_nothing_run(data: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        await received(data, PreparedResponse | After)
+
+
+@pytest.mark.parametrize("length", [0, 5, 12])
+async def test_a_message_that_ends_early_is_the_end(length: int) -> None:
+    with pytest.raises(EOFError):
+        await received(framed(b"0123456789")[:length], bytes)
+
+
+def test_the_results_of_all_routes_have_types_that_can_be_read() -> None:
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    dependencies = [one.call for route in routes for one in route.dependant.dependencies]
+    works = [call.prepare for call in dependencies if isinstance(call, Prepared)]
+    assert len(works) > 10
+    for work in works:
+        kind = wire.result_type(work)
+        msgspec.msgpack.Decoder(kind, dec_hook=lambda *_: None)
