@@ -152,7 +152,7 @@ def ignored_fields() -> Iterator[list[str]]:
 
 def ignore(request: object) -> None:
     """Remove from a request, or a list of such, what Corral does not have, so that nothing reads it."""
-    name_ignored(_taken_out(request, ""))
+    name_ignored([*_taken_out(request, "")])
 
 
 def name_ignored(names: Iterable[str]) -> None:
