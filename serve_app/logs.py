@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 
@@ -34,6 +35,26 @@ class AccessLogBound(logging.Filter):
         return self._n_seen <= MOST_PER_S
 
 
+class OneLine(logging.Filter):
+    """Keeps messages that may repeat a client's text on one line, and free of terminals' commands: nobody
+    but the server writes lines into its log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Escape control characters in the message. True."""
+        is_own = record.name.partition(".")[0] == "corral"
+        if is_own or getattr(record, "serve_access_log", False):
+            message = record.getMessage()
+            record.msg, record.args = _CONTROL.sub(_escaped, message), ()
+        return True
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
+
+
 def forward_to_serve() -> None:
     """Send the `corral` loggers' lines where Serve's own go: the replica's log file and the
     terminal of `serve run`. Without this, Serve drops lines below WARNING. Its access log gets a bound."""
@@ -41,3 +62,5 @@ def forward_to_serve() -> None:
     logger.parent = logging.getLogger("ray.serve")
     logger.setLevel(logging.INFO)
     logger.parent.addFilter(AccessLogBound())
+    for handler in logger.parent.handlers:
+        handler.addFilter(OneLine())

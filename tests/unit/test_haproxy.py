@@ -128,6 +128,25 @@ def test_haproxy_limits_a_connection_that_sends_no_key(limited: str) -> None:
     assert httpx.get(f"{limited}/health").status_code == 200
 
 
+@pytest.mark.parametrize("value", ["BearerX {}", "Bearer{}", "Basic {}", "Bearer {} more"])
+def test_haproxy_takes_nothing_for_a_key_that_the_ingress_does_not(
+    limited: str, value: str
+) -> None:
+    """Each would have a rate of its own otherwise, or share the rate of unknown keys."""
+    with httpx.Client(base_url=limited) as client:
+        headers = ({"Authorization": value.format(number)} for number in range(100))
+        answers = [client.post("/v1/x", headers=header) for header in headers]
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert refused
+        assert "without an API key" in refused[0].json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["Authorization", "X-Api-Key"])
+def test_haproxy_refuses_two_keys_of_one_kind(limited: str, name: str) -> None:
+    two = [(name, "Bearer known"), (name, "Bearer other")]
+    assert httpx.post(f"{limited}/v1/x", headers=two).status_code == 400
+
+
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="util-linux is not installed")
 def test_haproxy_ends_when_its_parent_is_killed_but_not_before_its_last_answer(
     configured: tuple[str, list[str]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from serve_app.logs import MOST_PER_S, AccessLogBound
+from serve_app.logs import MOST_PER_S, AccessLogBound, OneLine, forward_to_serve
 
 
 def access(text: str) -> logging.LogRecord:
@@ -25,3 +25,30 @@ def test_a_flood_leaves_no_more_lines_than_its_bound_and_nothing_else_is_left_ou
     assert bound.filter(second)
     assert first.getMessage() == "GET 200 (before it, 7 lines were left out)"
     assert second.getMessage() == "GET 200"
+
+
+def test_a_clients_text_makes_no_line_of_its_own() -> None:
+    text = "temp\nERROR corral: forged\x1b[2J\u2028"
+    records = [
+        logging.LogRecord("corral.ingress", logging.INFO, "", 0, "Ignored %s.", (text,), None),
+        access(f"POST {text} 200"),
+    ]
+    for record in records:
+        assert OneLine().filter(record)
+        assert record.getMessage().isprintable()
+        assert "temp\\nERROR corral: forged\\x1b[2J\\u2028" in record.getMessage()
+
+
+def test_every_handler_of_serve_keeps_lines_whole() -> None:
+    serve, handler = logging.getLogger("ray.serve"), logging.StreamHandler()
+    corral = logging.getLogger("corral")
+    parent, level, filters = corral.parent, corral.level, list(serve.filters)
+    serve.addHandler(handler)
+    try:
+        forward_to_serve()
+        assert any(isinstance(entry, OneLine) for entry in handler.filters)
+    finally:
+        serve.removeHandler(handler)
+        serve.filters[:] = filters
+        corral.parent = parent
+        corral.setLevel(level)

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.errors import (
     BodyEndedError,
     CorralError,
+    InvalidRequestError,
     NoRoomError,
     NotSupportedError,
     SlowRequestError,
@@ -52,6 +53,7 @@ IGNORED = "x-corral-ignored"
 """The header of answers that names the request's fields which Corral does not support."""
 MOST_IGNORED, MOST_IGNORED_CHARS = 32, 64
 """So many are named, and so much of each name."""
+_BEARER, _KEY = re.compile(r"bearer +([!-~]+) *", re.IGNORECASE), re.compile(r"([!-~]+)")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -177,7 +179,7 @@ class AccessMiddleware:
         if scope["path"] not in _OPEN_PATHS:
             self._network.check(scope, headers)
             if self._accounts is not None:
-                account = self._accounts.find(_secret(headers))
+                account = self._accounts.find(secret_of(headers))
                 is_operator = account.key.admin
         peer = scope.get("client")
         address = "" if peer is None else network_of(peer[0])
@@ -240,10 +242,20 @@ def _told(names: Sequence[str]) -> str:
     return ", ".join(shown).encode("unicode_escape").decode()
 
 
-def _secret(headers: Headers) -> str | None:
-    """OpenAI's way to send a key, or Anthropic's."""
-    scheme, _, secret = headers.get("authorization", "").partition(" ")
-    return secret.strip(" ") if scheme.lower() == "bearer" else headers.get("x-api-key")
+def secret_of(headers: Headers) -> str | None:
+    """The API key in a request's headers, sent in OpenAI's way or in Anthropic's; None without one. Raises
+    InvalidRequestError for two headers of one kind.
+
+    `serve_app/start/haproxy` has the same rule: a key that counts there is the key that counts here."""
+    authorizations, keys = headers.getlist("authorization"), headers.getlist("x-api-key")
+    if len(authorizations) > 1 or len(keys) > 1:
+        raise InvalidRequestError(
+            "The request has two API keys: send one Authorization or X-Api-Key header."
+        )
+    for pattern, values in ((_BEARER, authorizations), (_KEY, keys)):
+        if values and (match := pattern.fullmatch(values[0])):
+            return match[1]
+    return None
 
 
 def _request_id(headers: Headers) -> str:

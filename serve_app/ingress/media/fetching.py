@@ -38,20 +38,24 @@ _PORTS = {"http": 80, "https": 443}
 _TUNNELS = tuple(
     map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
 )
+# Clouds' own services at addresses that look public: Azure's, Oracle's, and relays of 6to4.
+_OF_CLOUDS = tuple(
+    map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24"))
+)
 T = TypeVar("T")
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """The addresses of a host's name, for connections to that port. Raises OSError."""
 
 
 def is_public(address: str) -> bool:
-    """Whether it is one of the internet, and of no private network, nor this machine."""
-    found = ipaddress.ip_address(address)
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return is_public(str(found.ipv4_mapped))
-        if any(found in network for network in _TUNNELS):
-            return False
-    return found.is_global and not (found.is_multicast or found.is_reserved)
+    """Whether the address is one of the internet, and not of a private network, a cloud's own services or
+    this machine."""
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        return is_public(str(ip.ipv4_mapped))
+    if any(ip in network for network in (*_TUNNELS, *_OF_CLOUDS)):
+        return False
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved)
 
 
 class _FetchError(Exception):

@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from starlette.datastructures import Headers
 
-from serve_app.errors import CorralError
-from serve_app.ingress.access.auth import Access
+from serve_app.errors import CorralError, InvalidRequestError
+from serve_app.ingress.access.auth import Access, secret_of
 from serve_app.ingress.access.limits import bodies
 from serve_app.ingress.access.limits.bodies import MAX_BODY_BYTES
 from serve_app.ingress.api import build_api
@@ -414,3 +415,32 @@ async def test_what_cannot_fit_is_not_even_tokenized(
     error = answer.json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert "at least 64 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "secret"),
+    [
+        ([("authorization", "Bearer abc")], "abc"),
+        ([("authorization", "bEaReR   abc  ")], "abc"),
+        ([("x-api-key", "abc")], "abc"),
+        ([("authorization", "Bearer abc"), ("x-api-key", "xyz")], "abc"),
+        ([("authorization", "Basic abc"), ("x-api-key", "xyz")], "xyz"),
+        ([("authorization", "BearerX abc")], None),
+        ([("authorization", "Bearerabc")], None),
+        ([("authorization", "Bearer")], None),
+        ([("authorization", "Bearer abc def")], None),
+        ([("authorization", "Bearer abc, Bearer def")], None),
+        ([("x-api-key", "abc def")], None),
+        ([], None),
+    ],
+)
+def test_one_rule_says_what_a_key_is(headers: list[tuple[str, str]], secret: str | None) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in headers]
+    assert secret_of(Headers(raw=raw)) == secret
+
+
+@pytest.mark.parametrize("name", ["authorization", "x-api-key"])
+def test_two_keys_of_one_kind_are_refused(name: str) -> None:
+    raw = [(name.encode(), b"Bearer abc"), (name.encode(), b"Bearer def")]
+    with pytest.raises(InvalidRequestError):
+        secret_of(Headers(raw=raw))
