@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +17,6 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
-from serve_app.channel.address import Address
 from serve_app.channel.listener import IncomingCall, Listener
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import (
@@ -90,36 +89,30 @@ class HandleClient:
         self._states: asyncio.Task[Any] | None = None
         self._starting = FairSemaphore(_STARTING, _STARTING_EACH)
         self._following: set[asyncio.Task[None]] = set()
-        """Those of answers that are complete end by themselves, a moment later."""
+        """The followers of calls. A complete answer's follower ends by itself, a moment later."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
-        """See EngineClient."""
+        """Run a request, on another replica if one is lost: see EngineClient."""
         return unbroken(request, self._attempt)
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
         address = await self._listener.address()
-        async with aclosing(self._answer(request, address)) as items:
-            async with self._loading(), self._starting.entered(request.account):
-                first = await anext(items)
-            yield first
-            async for item in items:
-                yield item
-
-    async def _answer(
-        self, request: GenerationRequest, address: Address
-    ) -> AsyncGenerator[Accepted | TokenDelta]:
+        following: asyncio.Task[None] | None = None
         with self._listener.call() as call:
-            response: Any = self._handle.generate.remote(
-                request, self._vocabulary_key, address, call.number
-            )
-            following = asyncio.create_task(_follow(response, call))
-            self._following.add(following)
-            following.add_done_callback(self._following.discard)
             try:
+                async with self._loading(), self._starting.entered(request.account):
+                    response: Any = self._handle.generate.remote(
+                        request, self._vocabulary_key, address, call.number
+                    )
+                    following = asyncio.create_task(_follow(response, call))
+                    self._following.add(following)
+                    following.add_done_callback(self._following.discard)
+                    first = await anext(call)
+                yield first
                 async for item in call:
                     yield item
             finally:
-                if not call.has_ended:
+                if following is not None and not call.has_ended:
                     following.cancel()
                     await asyncio.wait([following])
                     _leave(response)
@@ -144,38 +137,38 @@ class HandleClient:
 
     @property
     def is_loaded(self) -> bool:
-        """See EngineClient."""
+        """Whether an engine runs, as far as is known here."""
         running = broadcast.running(self._handle)
         if self._is_on_demand:  # its replicas have channels while the model is loaded
             return any(reports.HERE.hears(one) for one in running)
         return bool(running)
 
     async def load(self) -> None:
-        """See EngineClient."""
+        """Returns when an engine runs. Raises CorralError."""
         async with self._loading(), _translated():
             refusal: CorralError | None = await self._handle.is_there.remote()
             if refusal is not None:
                 raise refusal
 
     async def release(self) -> None:
-        """See EngineClient."""
+        """Let an engine that is loaded on demand go, if nobody uses it."""
         if not self._is_on_demand:
             return
         await broadcast.ask_all(self._handle, "release", timeout_s=_STATS_TIMEOUT_S)
 
     async def load_adapter(self, adapter: AdapterConfig) -> None:
-        """See EngineClient."""
+        """Have one more LoRA adapter, at all replicas. Raises CorralError."""
         await self.load()
         await self._adapters.load(self._model_id, adapter, self._handle)
 
     async def unload_adapter(self, adapter_id: str) -> None:
-        """See EngineClient."""
+        """Unload an adapter that was loaded so. Raises CorralError."""
         await self._adapters.unload(self._model_id, adapter_id, self._handle)
 
     async def embed(
         self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
     ) -> NDArray[np.float32]:
-        """See EngineClient."""
+        """A vector for each text: see EngineClient."""
         async with self._loading():
             return await retried(lambda: self._embed_once(texts, client, background))
 
@@ -194,7 +187,7 @@ class HandleClient:
             _leave(response)
 
     async def stats(self) -> Answers[ReplicaStats]:
-        """See EngineClient. Callers that ask meanwhile share the next look."""
+        """Each replica's state and statistics. Callers that ask meanwhile share the next look."""
         return await self._stats.ask()
 
     async def _ask_stats(self, _: str) -> Answers[ReplicaStats]:
@@ -202,7 +195,7 @@ class HandleClient:
         return Answers(tuple(found), missing)
 
     async def replica_states(self) -> dict[str, int]:
-        """See EngineClient; Serve's controller knows. Nothing if it is away, or late."""
+        """The number of replicas in each state, by Serve's controller. Nothing if that is away, or late."""
         if self._states is None or self._states.done():  # a thread that hangs is left alone
             self._states = asyncio.create_task(asyncio.to_thread(serve.status))
         try:
@@ -217,7 +210,7 @@ class HandleClient:
         return {} if deployment is None else cast(dict[str, int], deployment.replica_states)
 
     async def fetching(self) -> Sequence[FetchingReplica]:
-        """See EngineClient. Callers that ask meanwhile share the next look."""
+        """The replicas that fetch their model now. Callers that ask meanwhile share the next look."""
         try:
             return await asyncio.wait_for(self._fetching.ask(), _STATS_TIMEOUT_S)
         except (RayError, OSError, TimeoutError):
@@ -227,16 +220,16 @@ class HandleClient:
         named = self._handle.app_name, self._handle.deployment_name
         return await asyncio.to_thread(fetching.read, *named)
 
-    async def explain(self, wanted: str) -> Answers[RequestRecord]:
-        """See EngineClient. Callers that ask for the same meanwhile share the next look."""
-        return await self._explained.ask(wanted)
+    async def explain(self, request_id: str) -> Answers[RequestRecord]:
+        """The replicas' records of a request. Callers that ask meanwhile share the next look."""
+        return await self._explained.ask(request_id)
 
-    async def _ask_explain(self, wanted: str) -> Answers[RequestRecord]:
-        found, missing = await self._ask_all("explain", wanted)
+    async def _ask_explain(self, request_id: str) -> Answers[RequestRecord]:
+        found, missing = await self._ask_all("explain", request_id)
         return Answers(tuple(record for one in found for record in one.records), missing)
 
     async def media_tokens(self, sizes: Sequence[Size]) -> int:
-        """See EngineClient."""
+        """The number of tokens that media of these sizes have. Raises CorralError."""
         async with self._loading(), _translated():
             answer: int | CorralError = await self._handle.media_tokens.remote(sizes)
         if isinstance(answer, CorralError):
@@ -246,7 +239,7 @@ class HandleClient:
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:
-        """See EngineClient."""
+        """Save, restore or erase one replica's slot. Raises CorralError."""
         arguments = "act_on_slot", replica_id, action, slot_id, name
         answer = await broadcast.ask_one(self._handle, *arguments, timeout_s=_SLOT_TIMEOUT_S)
         if isinstance(answer, CorralError):

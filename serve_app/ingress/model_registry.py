@@ -99,7 +99,7 @@ class EngineClient(Protocol):
     ) -> SlotAction:
         """Save, restore or erase one replica's slot. Raises CorralError."""
 
-    async def explain(self, wanted: str) -> Answers[RequestRecord]:
+    async def explain(self, request_id: str) -> Answers[RequestRecord]:
         """The replicas' records of a request. Raises nothing because of a late one."""
 
 

@@ -23,21 +23,21 @@ from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.tool_calls.names import FunctionNames
 from serve_app.sampling import ReasoningBudget, SamplingParams
-from serve_app.types import Adapters, Medium, Size
+from serve_app.types import Adapters, GenerationRequest, Medium, Size
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Generation:
-    """A prepared body: the fields that the engine and the answer need."""
+    """A prepared body: the engine's requests, and how they are answered."""
 
     model: str
-    """Its id."""
-    prompts: tuple[tuple[int, ...], ...]
+    """The model's id."""
+    requests: tuple[GenerationRequest, ...]
+    """The answers to generate, the first prompt's first. The ingress adds what it knows of the caller."""
     n: int
-    """Answers to each of them."""
-    sampling: SamplingParams
+    """The number of answers to each prompt."""
     stream: bool
     include_usage: bool
     obfuscates: bool
@@ -47,16 +47,17 @@ class Generation:
     return_progress: bool
     user: str | None
     cache_salt: str | None
-    priority: int
-    context_shift: bool | None
-    n_keep: int | None
-    n_discard: int
-    n_cache_reuse: int
-    id_slot: int
     sse_ping_interval: int | None
-    adapters: Adapters = ()
-    media: tuple[Medium, ...] = ()
-    """Those in its prompt: there is only one then."""
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The tokens of the first prompt."""
+        return self.requests[0].prompt
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters of the first answer."""
+        return self.requests[0].sampling
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ class Chat:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Its tokens."""
-        return self.generation.prompts[0]
+        """The prompt's tokens."""
+        return self.generation.prompt
 
 
 def generation(
@@ -100,29 +101,48 @@ def generation(
         )
     refuse_unknown_tokens(model, "logit_bias", [token for token, _ in sampling.logit_bias])
     options = params.stream_options
-    return Generation(
-        model=model.id,
-        prompts=tuple(prompts),
-        n=n,
-        sampling=sampling,
-        stream=params.stream,
-        include_usage=options is not None and options.include_usage,
-        obfuscates=options is not None and options.include_obfuscation,
-        timings=(params.timings or params.timings_per_token) and len(prompts) * n == 1,
-        timings_per_token=params.timings_per_token and params.stream,
-        return_progress=params.return_progress and params.stream,
-        user=params.user,
-        cache_salt=params.cache_salt if params.cache_prompt else uuid.uuid4().hex,
+    return_progress = params.return_progress and params.stream
+    timings_per_token = params.timings_per_token and params.stream
+    request = GenerationRequest(
+        "",
+        (),
+        sampling,
         priority=params.priority,
         context_shift=params.context_shift,
         n_keep=params.n_keep,
         n_discard=params.n_discard,
         n_cache_reuse=params.n_cache_reuse,
-        id_slot=params.id_slot,
-        sse_ping_interval=params.sse_ping_interval,
+        slot_id=params.id_slot,
+        return_progress=return_progress or timings_per_token,
+        told_together=not params.stream,
         adapters=_adapters(model, params),
         media=media,
     )
+    return Generation(
+        model=model.id,
+        requests=tuple(
+            dataclasses.replace(request, prompt=prompt, sampling=_reseeded(sampling, number))
+            for prompt in prompts
+            for number in range(n)
+        ),
+        n=n,
+        stream=params.stream,
+        include_usage=options is not None and options.include_usage,
+        obfuscates=options is not None and options.include_obfuscation,
+        timings=(params.timings or params.timings_per_token) and len(prompts) * n == 1,
+        timings_per_token=timings_per_token,
+        return_progress=return_progress,
+        user=params.user,
+        cache_salt=params.cache_salt if params.cache_prompt else uuid.uuid4().hex,
+        sse_ping_interval=params.sse_ping_interval,
+    )
+
+
+def _reseeded(sampling: SamplingParams, number: int) -> SamplingParams:
+    """The parameters of a prompt's answer with this number. Answers to one prompt differ."""
+    if sampling.seed is None or number == 0:
+        return sampling
+    return dataclasses.replace(sampling, seed=sampling.seed + number)
 
 
 def _adapters(model: ModelInfo, params: GenerationParams) -> Adapters:

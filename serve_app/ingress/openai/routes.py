@@ -44,7 +44,13 @@ async def completions(
     piece = model.tokenizer.piece if completion.logprobs else None
     echoed = wanted.sampling.prompt_logprobs
     choices = [
-        Choice(i * n + j, "text", piece, echo=echo, prompt=wanted.prompts[i] if echoed else ())
+        Choice(
+            i * n + j,
+            "text",
+            piece,
+            echo=echo,
+            prompt=wanted.requests[i * n].prompt if echoed else (),
+        )
         for i, echo in enumerate(completion.echoes)
         for j in range(n)
     ]

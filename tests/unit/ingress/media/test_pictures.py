@@ -133,12 +133,12 @@ ASKS = [
 @pytest.mark.parametrize("ask", ASKS)
 def test_pictures_stand_in_the_prompt_in_their_order(ask: Ask) -> None:
     found = ask(SEEING, file_of(RED), file_of(BLUE, (4, 4)))
-    (prompt,) = found.prompts
+    prompt = found.prompt
     assert prompt.count(MEDIUM) == 2
     assert min(prompt) == MEDIUM
     words = TOKENIZER.decode(prompt[prompt.index(MEDIUM) :])
     assert "What?" in words
-    assert found.media == (
+    assert found.requests[0].media == (
         Picture.of(bytes(RED) * 48, 8, 6),
         Picture.of(bytes(BLUE) * 16, 4, 4),
     )
@@ -160,14 +160,14 @@ def test_users_cannot_write_places() -> None:
     content = "<__media__> 123456789012<0>"
     body = {"messages": [{"role": "user", "content": content}]}
     made = openai.chat(SEEING, json.dumps(body).encode()).chat
-    assert made.generation.media == ()
+    assert made.generation.requests[0].media == ()
     assert content in TOKENIZER.decode(made.prompt, special=True)
 
 
 def test_texts_are_the_same_tokens_around_a_picture() -> None:
-    (pictured,) = of_openai(SEEING, file_of()).prompts
+    pictured = of_openai(SEEING, file_of()).prompt
     body = {"messages": [{"role": "user", "content": "See%What?"}]}
-    (plain,) = openai.chat(SEEING, json.dumps(body).encode()).chat.generation.prompts
+    plain = openai.chat(SEEING, json.dumps(body).encode()).chat.generation.prompt
     (percent,) = TOKENIZER.tokenize("%", False, False)
     assert [percent if token == MEDIUM else token for token in pictured] == list(plain)
 
@@ -179,7 +179,7 @@ def test_what_is_left_to_count_is_told_to_who_counts_pictures() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": [parts[0], *parts]}]}).encode()
     found = openai.input_tokens(SEEING, body)
     assert (found.model, found.sizes) == ("m", ((8, 6), (8, 6), (5, 4)))
-    whole = openai.chat(SEEING, body).chat.generation.prompts[0]
+    whole = openai.chat(SEEING, body).chat.generation.prompt
     assert found.n_tokens == len(whole) - 3
     with pytest.raises(InvalidRequestError, match="no projector"):
         openai.input_tokens(BLIND, body)
