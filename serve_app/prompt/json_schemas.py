@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,8 +89,9 @@ def of_arguments(parameters: object) -> object:
     """The schema of a function's arguments: an object's, which is empty where none are described."""
     if not isinstance(parameters, dict):
         return {"type": "object", "additionalProperties": False}
-    unions = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties")
-    closed = {} if any(parameters.get(key) for key in unions) else {"additionalProperties": False}
+    described = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "properties", "required")
+    is_described = any(map(parameters.get, (*described, "additionalProperties")))
+    closed = {} if is_described else {"additionalProperties": False}
     return {**closed, **parameters, "type": "object"}
 
 
@@ -471,6 +473,11 @@ def _shown(value: object) -> str:
 
 
 def sentence(reason: str) -> str:
-    """The last line of llguidance's message, which says what is wrong, and none of a grammar."""
-    line = reason.strip().splitlines()[-1] if reason.strip() else "cannot be used"
-    return line.removeprefix("error: ").removeprefix("Unsatisfiable schema: ")
+    """The line of llguidance's message that says what is wrong, without the lines that it quotes."""
+    lines = [line for line in reason.strip().splitlines() if line and not line.startswith(" ")]
+    line = next((line for line in lines if line.startswith("error: ")), (lines or [""])[0])
+    line = _PLACE.sub("", line).removeprefix("failed to compile JSON schema: ")
+    return line.removeprefix("error: ").removeprefix("Unsatisfiable schema: ") or "it is not valid"
+
+
+_PLACE = re.compile(r"^(?:at )?[0-9]+\([0-9]+\): ")

@@ -55,7 +55,7 @@ Part = str | Reasoning | ToolCall | CallPiece
 
 class _State(Enum):
     BEGINNING = 0
-    """It may be reasoning or not."""
+    """The text may be reasoning or not."""
     REASONING = 1
     CONTENT = 2
 

@@ -6,7 +6,7 @@ Source: OpenAI's API reference, "Chat".
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from serve_app.ingress.http import media
-from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind, name_ignored
+from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
 from serve_app.prompt.conversation import Attachment, PastCall, Role, Turn
 from serve_app.prompt.tool_calls.names import described
 
@@ -140,106 +140,16 @@ class FunctionDefinition(RequestModel):
         return None if value in ([], "") else value
 
 
-class TextGrammar(RequestModel):
-    """The grammar of a custom tool's input."""
-
-    syntax: Literal["lark", "regex"]
-    definition: str
-
-
-class CustomFormat(RequestModel):
-    """The form of a custom tool's input."""
-
-    type: Literal["text", "grammar"] = "text"
-    grammar: TextGrammar | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _nested(cls, value: Any) -> Any:
-        """Responses have the grammar's fields beside the type."""
-        if not isinstance(value, dict) or "definition" not in value:
-            return value
-        names = ("syntax", "definition")
-        rest = {name: inner for name, inner in value.items() if name not in names}
-        return {**rest, "grammar": {name: value.get(name) for name in names}}
-
-
-class CustomDefinition(RequestModel):
-    """A tool that takes a text."""
-
-    name: FunctionName
-    description: str | None = None
-    format: CustomFormat = Field(default=CustomFormat())
-
-    def as_function(self) -> FunctionDefinition:
-        """The tool as a function with one parameter. A regular expression holds the text; a Lark grammar is
-        described to the model."""
-        grammar, description = self.format.grammar, self.description or ""
-        text: dict[str, Any] = {"type": "string"}
-        if grammar is not None and grammar.syntax == "regex":
-            text["pattern"] = f"^(?:{grammar.definition})$"
-        elif grammar is not None:
-            description += f"\n\nThe input matches this Lark grammar:\n{grammar.definition}"
-        parameters = {
-            "type": "object",
-            "properties": {CUSTOM_INPUT: text},
-            "required": [CUSTOM_INPUT],
-            "additionalProperties": False,
-        }
-        return FunctionDefinition(
-            name=self.name, description=description.strip(), parameters=parameters
-        )
-
-
-CUSTOM_INPUT = "input"
-"""The parameter of the function that stands for a custom tool."""
-
-
-def input_of(arguments: str) -> str:
-    """The input of a custom tool in the arguments of a call, or these as they are."""
-    try:
-        text = json.loads(arguments)[CUSTOM_INPUT]
-    except (ValueError, LookupError, TypeError):
-        return arguments
-    return text if isinstance(text, str) else arguments
-
-
 class Tool(RequestModel):
     """One of `tools`."""
 
     type: Literal["function", "custom"] = "function"
     function: FunctionDefinition
     """The function; of a custom tool, the one that stands for it."""
-    custom: CustomDefinition | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _custom_as_function(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or value.get("type") != "custom":
-            return value
-        custom = CustomDefinition.model_validate(value.get("custom"))
-        return {**value, "custom": custom, "function": custom.as_function()}
 
     def for_template(self) -> dict[str, Any]:
         """The tool for chat templates."""
         return {"type": "function", "function": described(self.function.model_dump())}
-
-
-def known_tools(kinds: Container[str], tools: object) -> object:
-    """The tools of these kinds. Others are run by servers of the protocol's inventor: they are left out,
-    and the answer names them."""
-    if not isinstance(tools, list):
-        return [] if tools is None else tools
-    known: list[object] = []
-    unknown: list[dict[str, Any]] = []
-    for tool in tools:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind not in kinds:
-            unknown.append(tool)
-        else:
-            known.append(tool)
-    name_ignored(f"tools.{tool['type']}" for tool in unknown)
-    return known
 
 
 class FunctionCall(RequestModel):
@@ -270,7 +180,7 @@ class MessageToolCall(BaseModel):
         custom = call.get("custom") if isinstance(call, dict) else None
         if not isinstance(custom, dict):
             return call
-        arguments = {CUSTOM_INPUT: custom.get("input", "")}
+        arguments = {"input": custom.get("input", "")}
         return call | {"function": {"name": custom.get("name"), "arguments": arguments}}
 
 

@@ -6,6 +6,7 @@ Source: OpenAI's API reference, "Completions" and "Chat"; sampling parameters ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -13,8 +14,9 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.messages import ChatMessage, Tool, known_tools
+from serve_app.ingress.generation.messages import Tool
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
+from serve_app.ingress.http import json_body
 from serve_app.ingress.http.request_model import RequestModel, name_ignored, name_what_is_taken
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
@@ -84,6 +86,52 @@ class Constraint(NamedTuple):
         return translate(self.form, self.param)
 
 
+class StructuredOutputs(RequestModel):
+    """`structured_outputs`, as vLLM has it."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"disable_fallback"})
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    """A JSON schema, as an object or as its text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression that the whole text matches."""
+    choice: list[str] | None = None
+    """The texts of which one is the answer."""
+    grammar: str | None = None
+    """A GBNF grammar."""
+
+    def constraints(self, prefix: str) -> Iterator[Constraint]:
+        """The forms that are given, for fields of these names. Raises InvalidRequestError."""
+        if self.json_ is not None:
+            yield Constraint(f"{prefix}json", "schema", _schema(self.json_, f"{prefix}json"))
+        if self.json_object:
+            yield Constraint(f"{prefix}json_object", "schema", {"type": "object"})
+        if self.regex is not None:
+            yield Constraint(f"{prefix}regex", "regex", self.regex)
+        if self.choice is not None:
+            if not self.choice:
+                raise InvalidRequestError(f"{prefix}choice: no text is listed.", f"{prefix}choice")
+            choices = "|".join(map(re.escape, self.choice))
+            yield Constraint(f"{prefix}choice", "regex", f"(?:{choices})")
+        if self.grammar is not None:
+            yield Constraint(f"{prefix}grammar", "grammar", self.grammar)
+
+
+def _schema(value: dict[str, Any] | str, param: str) -> dict[str, Any]:
+    """A JSON schema that may be a text."""
+    if isinstance(value, dict):
+        return value
+    try:
+        schema = json_body.loads(value)
+    except ValueError as error:
+        raise InvalidRequestError(f"{param}: not JSON: {error}", param) from error
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"{param}: no JSON schema, which is an object.", param)
+    return schema
+
+
 class LoraScale(RequestModel):
     """How much of one LoRA adapter a request has."""
 
@@ -99,7 +147,14 @@ class GenerationParams(RequestModel):
     model_config = ConfigDict(json_schema_extra=_describe)
 
     INERT: ClassVar[frozenset[str]] = frozenset(
-        {"service_tier", "store", "prediction", "prompt_cache_key", "safety_identifier"}
+        {
+            "service_tier",
+            "store",
+            "prediction",
+            "prompt_cache_key",
+            "safety_identifier",
+            "guided_decoding_backend",
+        }
     )
 
     model: str | None = None
@@ -130,6 +185,16 @@ class GenerationParams(RequestModel):
     """llama-server's: a JSON schema that the text must validate against."""
     regex: Annotated[str, Field(min_length=1)] | None = None
     """A regular expression that the whole text must match."""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's: a form that the whole text must have."""
+    guided_json: dict[str, Any] | str | None = None
+    """vLLM's older name of `structured_outputs.json`."""
+    guided_regex: str | None = None
+    """vLLM's older name of `structured_outputs.regex`."""
+    guided_choice: list[str] | None = None
+    """vLLM's older name of `structured_outputs.choice`."""
+    guided_grammar: str | None = None
+    """vLLM's older name of `structured_outputs.grammar`."""
     samplers: (
         Annotated[str, Field(max_length=64)] | Annotated[list[str], Field(max_length=64)] | None
     ) = None
@@ -219,6 +284,15 @@ class GenerationParams(RequestModel):
             yield Constraint("json_schema", "schema", self.json_schema)
         if self.regex is not None:
             yield Constraint("regex", "regex", self.regex)
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.constraints("structured_outputs.")
+        guided = StructuredOutputs.model_construct(
+            json_=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        yield from guided.constraints("guided_")
 
     @property
     def constraint(self) -> Constraint | None:
@@ -284,46 +358,6 @@ class AllowedToolChoice(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     names: list[str]
-
-
-def plain_choice(choice: object) -> object:
-    """A `tool_choice` in the form of NamedToolChoice or AllowedToolChoice, or a text, from any form that
-    clients send. A choice of a tool that is not the client's is left to the model, and the answer names
-    it."""
-    if isinstance(choice, str):
-        word = choice.lower()
-        return {"": None, "any": "required"}.get(word, word)
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if not isinstance(choice, dict) or not isinstance(kind, str):
-        return choice
-    if kind in ("auto", "none", "required", "any"):
-        return plain_choice(kind)
-    if kind == "allowed_tools":
-        allowed = choice.get("allowed_tools", choice)
-        tools = allowed.get("tools") if isinstance(allowed, dict) else None
-        names = [_chosen_name(tool) for tool in tools] if isinstance(tools, list) else None
-        mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
-        return {"type": kind, "mode": mode, "names": names}
-    if (name := _chosen_name(choice)) is not None:
-        return {"type": "function", "function": {"name": name}}
-    if kind == "function":
-        return choice
-    name_ignored(["tool_choice"])
-    return "auto"
-
-
-def _chosen_name(choice: object) -> object:
-    """The function's or custom tool's name in a choice; a tool of a client that has none is its type."""
-    if not isinstance(choice, dict):
-        return None
-    kind = choice.get("type")
-    named = choice.get(kind) if isinstance(kind, str) else None
-    name = (named if isinstance(named, dict) else choice).get("name")
-    return kind if name is None and kind in CLIENT_TOOLS else name
-
-
-CLIENT_TOOLS = ("local_shell", "shell", "apply_patch")
-"""The tools of responses that a client runs, and that have a type for a name."""
 
 
 class NamedSchema(RequestModel):
@@ -417,16 +451,6 @@ class ChatRequest(GenerationParams):
     `reasoning_effort`, `enable_thinking` and `thinking`; `none` and `minimal`: not at all."""
     verbosity: Verbosity | None = None
     """Told to the chat template, which may know what to do with it."""
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _known_tools(cls, value: object) -> object:
-        return known_tools(("function", "custom"), value)
-
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _plain_choice(cls, value: object) -> object:
-        return plain_choice(value)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatRequest:
@@ -543,17 +567,6 @@ class ChatRequest(GenerationParams):
     def tools_for_template(self) -> list[dict[str, Any]]:
         """The tools for chat templates; empty if the model shall call nothing."""
         return [tool.for_template() for tool in self.offered_tools]
-
-
-class ChatCompletionRequest(ChatRequest):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-
-    @property
-    def conversation(self) -> Conversation:
-        """The messages in the canonical form."""
-        return [message.as_turn() for message in self.messages]
 
 
 class TranslatedChat(ChatRequest):

@@ -9,7 +9,6 @@ from typing import Any
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation import beginnings, preparation
 from serve_app.ingress.generation.preparation import Generation
-from serve_app.ingress.generation.requests import ChatCompletionRequest
 from serve_app.ingress.generation.tokenization import (
     check_medium,
     refuse_huge,
@@ -33,6 +32,7 @@ from serve_app.ingress.llama_server.protocol import (
     TokenizeRequest,
 )
 from serve_app.ingress.model_registry import ModelInfo, find
+from serve_app.ingress.openai.protocol import ChatCompletionRequest
 from serve_app.ingress.workers.worker import Models
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Medium

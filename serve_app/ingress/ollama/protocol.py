@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.messages import Tool, known_tools
+from serve_app.ingress.generation.messages import Tool
 from serve_app.ingress.generation.requests import (
     MAX_LOGPROBS,
     CacheSalt,
@@ -24,6 +24,7 @@ from serve_app.ingress.generation.requests import (
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.ollama.messages import OllamaMessage
 from serve_app.ingress.ollama.options import Options
+from serve_app.ingress.openai.tools import known_tools
 from serve_app.prompt.conversation import Turn
 
 # Go's durations: `5m`, `1h30m`, `-1s`.

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from serve_app.ingress.generation import beginnings, preparation
 from serve_app.ingress.generation.preparation import Chat, Generation, PromptLength
-from serve_app.ingress.generation.requests import ChatCompletionRequest
 from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import ModelInfo, find
-from serve_app.ingress.openai.protocol import CompletionRequest
+from serve_app.ingress.openai.protocol import ChatCompletionRequest, CompletionRequest
 from serve_app.ingress.workers.worker import Models
 
 

@@ -1,6 +1,6 @@
-"""The body of OpenAI's text completions. Its chats are `serve_app.ingress.generation.requests`.
+"""The bodies of OpenAI's completions and chats.
 
-Source: OpenAI's API reference, "Completions".
+Source: OpenAI's API reference, "Completions" and "Chat".
 """
 
 from __future__ import annotations
@@ -8,18 +8,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.generation.messages import ChatMessage, Tool
 from serve_app.ingress.generation.requests import (
     MAX_CHOICES,
     MAX_LOGPROBS,
+    ChatRequest,
     GenerationParams,
     MaxTokens,
     Text,
     TokenId,
 )
+from serve_app.ingress.openai.tools import CustomTool, plain_choice, with_custom_tools
+from serve_app.prompt.conversation import Conversation
 from serve_app.sampling import SamplingParams
 
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -88,3 +92,24 @@ class CompletionRequest(GenerationParams):
         """See GenerationParams; the best of several are found by their log probabilities."""
         found = self.logprobs if self.logprobs is not None else super().n_logprobs
         return 0 if found is None and self.best_of is not None else found
+
+
+class ChatCompletionRequest(ChatRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+
+    @field_validator("tools", mode="before", json_schema_input_type=list[Tool | CustomTool])
+    @classmethod
+    def _known_tools(cls, value: object) -> object:
+        return with_custom_tools(value)
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _plain_choice(cls, value: object) -> object:
+        return plain_choice(value)
+
+    @property
+    def conversation(self) -> Conversation:
+        """The messages in the canonical form."""
+        return [message.as_turn() for message in self.messages]

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from serve_app import __version__
 from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
-from serve_app.ingress.generation.messages import input_of
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
 from serve_app.ingress.openai import logprobs
@@ -21,6 +20,7 @@ from serve_app.ingress.openai.timings import (
     prompt_progress,
     timings,
 )
+from serve_app.ingress.openai.tools import input_of
 from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage

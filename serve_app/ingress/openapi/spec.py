@@ -30,7 +30,6 @@ from serve_app.ingress.embeddings.protocol import (
     LlamaEmbeddingRequest,
     RerankRequest,
 )
-from serve_app.ingress.generation.requests import ChatCompletionRequest
 from serve_app.ingress.llama_server.protocol import (
     AdapterChange,
     DetokenizeRequest,
@@ -50,7 +49,7 @@ from serve_app.ingress.ollama.protocol import (
     OllamaShowRequest,
 )
 from serve_app.ingress.openai.answers import ErrorResponse, InputTokens, ModelCard, ModelList
-from serve_app.ingress.openai.protocol import CompletionRequest
+from serve_app.ingress.openai.protocol import ChatCompletionRequest, CompletionRequest
 from serve_app.ingress.openapi import response_schemas as d
 from serve_app.ingress.responses.protocol import ResponsesRequest
 from serve_app.ingress.versions.protocol import RollbackRequest, VersionList, WeightsRequest

@@ -23,9 +23,9 @@ from pydantic import (
 )
 
 from serve_app.ingress.generation import messages
-from serve_app.ingress.generation.messages import CUSTOM_INPUT
 from serve_app.ingress.http import media
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind, texts_in
+from serve_app.ingress.openai.tools import CUSTOM_INPUT
 from serve_app.ingress.responses.tools import CallForm
 from serve_app.prompt.conversation import Attachment, PastCall, Turn
 

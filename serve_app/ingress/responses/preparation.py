@@ -18,7 +18,7 @@ from serve_app.ingress.responses.items import AnyItem, Items
 from serve_app.ingress.responses.protocol import ResponsesRequest
 from serve_app.ingress.responses.tools import (
     AnyTool,
-    CustomTool,
+    CustomTextTool,
     FunctionTool,
     NamespaceTool,
 )
@@ -154,6 +154,6 @@ def _tool_told(tool: AnyTool) -> dict[str, Any]:
     told = tool.model_dump(exclude_none=True)
     if isinstance(tool, NamespaceTool):
         told["tools"] = [_tool_told(inner) for inner in tool.tools]
-    if isinstance(tool, CustomTool):
+    if isinstance(tool, CustomTextTool):
         told["format"] |= told["format"].pop("grammar", {})
     return told

@@ -22,6 +22,7 @@ from serve_app.ingress.generation.requests import (
 )
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel, name_ignored
+from serve_app.ingress.openai.tools import plain_choice
 from serve_app.ingress.responses.items import AnyItem, Items, turns
 from serve_app.ingress.responses.tools import Tools, functions
 from serve_app.prompt.conversation import Turn
@@ -63,7 +64,7 @@ class ResponseStreamOptions(RequestModel):
     """Whether pieces of text come with noise, so that their sizes do not show what they are."""
 
 
-class Reasoning(RequestModel):
+class ReasoningConfig(RequestModel):
     """`reasoning`."""
 
     INERT: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
@@ -133,7 +134,7 @@ class ResponsesRequest(RequestModel):
     background: bool | None = None
     """Whether it is made however soon the client leaves. That needs `store`."""
     stream_options: ResponseStreamOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningConfig | None = None
 
     @field_validator("include")
     @classmethod
@@ -167,7 +168,7 @@ class ResponsesRequest(RequestModel):
             max_tokens=self.max_output_tokens,
             json_schema=self.text.schema_of_answer(),
             tools=list(functions(self.tools)),
-            tool_choice=self.tool_choice,
+            tool_choice=plain_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             user=self.user,
             cache_salt=self.cache_salt,

@@ -15,15 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from serve_app.ingress.generation.messages import (
-    CustomDefinition,
-    FunctionDefinition,
-    FunctionName,
-    Tool,
-    input_of,
-    known_tools,
-)
+from serve_app.ingress.generation.messages import FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.http.request_model import RequestModel
+from serve_app.ingress.openai.tools import CustomDefinition, input_of, known_tools
 
 Json = dict[str, Any]
 SEPARATOR = "__"
@@ -65,7 +59,7 @@ class FunctionTool(FunctionDefinition):
     type: Literal["function"]
 
 
-class CustomTool(CustomDefinition):
+class CustomTextTool(CustomDefinition):
     """A tool of the client that takes a text."""
 
     type: Literal["custom"]
@@ -84,13 +78,13 @@ class NamespaceTool(RequestModel):
     name: FunctionName
     description: str | None = None
     tools: Annotated[
-        list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]],
+        list[Annotated[FunctionTool | CustomTextTool, Field(discriminator="type")]],
         BeforeValidator(lambda tools: known_tools(("function", "custom"), tools)),
     ] = Field(default=[])
 
 
 AnyTool = Annotated[
-    FunctionTool | CustomTool | ClientTool | NamespaceTool, Field(discriminator="type")
+    FunctionTool | CustomTextTool | ClientTool | NamespaceTool, Field(discriminator="type")
 ]
 Tools = Annotated[
     list[AnyTool],
@@ -118,8 +112,8 @@ def functions(tools: Iterable[AnyTool]) -> Iterator[Tool]:
             yield _function(tool, tool.name)
 
 
-def _function(tool: FunctionTool | CustomTool, name: str) -> Tool:
-    function = tool.as_function() if isinstance(tool, CustomTool) else tool
+def _function(tool: FunctionTool | CustomTextTool, name: str) -> Tool:
+    function = tool.as_function() if isinstance(tool, CustomTextTool) else tool
     fields = function.model_dump(exclude={"type"})
     return Tool(function=FunctionDefinition(**fields | {"name": name}))
 

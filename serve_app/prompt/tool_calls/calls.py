@@ -34,7 +34,8 @@ class CallPiece:
     name: str | None
     """With the first piece of a call; the next ones go on with its arguments."""
     arguments: str
-    """Of all pieces together, a JSON object as text, unless the answer is cut short or goes wrong."""
+    """A piece of the text of a JSON object, which all pieces make together, unless the answer is cut short
+    or goes wrong."""
 
 
 def calls_of(*bodies: object, arguments: tuple[str, ...], name: str = "name") -> list[ToolCall]:

@@ -31,14 +31,14 @@ class ChannelParser(CallParser):
         self._pattern = re.compile("|".join(map(re.escape, self._tags)))
 
     def _find(self, text: str, at: int) -> tuple[int, int | None]:
-        found = self._pattern.search(text, at)
-        self._opened = found[0] if found else ""
+        match = self._pattern.search(text, at)
+        self._opened = match[0] if match else ""
         start = (
-            found.start() if found else len(text) - max(overlap(text, d, at) for d in self._tags)
+            match.start() if match else len(text) - max(overlap(text, d, at) for d in self._tags)
         )
         while self._opened in ("", self.opening) and start > at and text[start - 1] == "\n":
             start -= 1
-        return start, found.end() if found else None
+        return start, match.end() if match else None
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
         if self._opened == self.opening:

@@ -18,7 +18,7 @@ from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import Example, ToolFormat
-from serve_app.prompt.tool_calls.parser import After, CallParser
+from serve_app.prompt.tool_calls.parser import CallParser, Previous
 from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader
 
 CALLS, RESPONSE = "tool_calls", "response"
@@ -41,7 +41,7 @@ class GenericParser(CallParser):
     opening = "{"
 
     def _find(self, text: str, at: int) -> tuple[int, int | None]:
-        if self._after is not After.NOTHING:
+        if self._after is not Previous.NOTHING:
             return len(text), None
         found = _BEGINNING.match(text, at)
         end = found.end() if found else at

@@ -53,7 +53,7 @@ def written(*calls: ToolCall) -> str:
 
 
 def made(name: str, pattern: str, opening: str, closing: str = "") -> ToolFormat:
-    """Such a format, for templates that have the pattern."""
+    """A format of such calls, for templates that have the pattern."""
     parser = parser_of(opening, closing)
     first, second = EXAMPLE_CALLS
     return ToolFormat(

@@ -18,7 +18,7 @@ Delimiter = Callable[[str], str]
 
 
 def text(literal: str) -> str:
-    """This text and no other."""
+    """The text, and no other, in Lark."""
     return json.dumps(literal)
 
 

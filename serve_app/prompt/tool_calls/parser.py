@@ -16,7 +16,7 @@ Part = str | Reasoning | ToolCall | CallPiece
 _MOST_KEYS = 16
 
 
-class After(Enum):
+class Previous(Enum):
     """The kind of text that came last."""
 
     NOTHING = 0
@@ -53,7 +53,7 @@ class CallParser:
     def __init__(self) -> None:
         self._text = TextReader()
         """The text that is not certain yet: the start of an opening, or an incomplete call."""
-        self._after = After.NOTHING
+        self._after = Previous.NOTHING
         self._reading: Reading[Sequence[ToolCall] | None] | None = None
         """Reads what is behind an opening."""
         self._n_opening = 0
@@ -98,7 +98,7 @@ class CallParser:
     def _content_before_opening(self) -> list[Part]:
         """The text that is certainly content; begins to read if an opening follows."""
         text = self._text
-        if self._after is After.CALL:
+        if self._after is Previous.CALL:
             while text.text.startswith("\n", text.at):
                 text.advance(text.at + 1)
             text.forget()
@@ -114,9 +114,9 @@ class CallParser:
     def _called(self, calls: Sequence[ToolCall] | None) -> list[Part]:
         self._text.forget()
         if calls is None:
-            self._after = After.CONTENT
+            self._after = Previous.CONTENT
             return []
-        self._after = After.CALL
+        self._after = Previous.CALL
         return [self._whole(call) for call in calls[self._n_told :]]
 
     def _whole(self, call: ToolCall) -> Part:
@@ -127,7 +127,7 @@ class CallParser:
         if self._was_told:
             self._tell_arguments()
             self._arguments = None
-            self._after = After.CALL
+            self._after = Previous.CALL
             return self._taken()
         self._text.rewind()
         return self._content(self._text.at + self._n_opening)
@@ -135,18 +135,18 @@ class CallParser:
     def _content(self, end: int) -> list[Part]:
         """The text before this place."""
         self._text.advance(end)
-        self._after = After.CONTENT
+        self._after = Previous.CONTENT
         content = self._text.forget()
         return [content] if content else []
 
     def _find(self, text: str, at: int) -> tuple[int, int | None]:
         """Where, from this place on, the first opening begins, with the line ends before it, and where it
         ends: None while there is only what may become one. The text's end if there is not even that."""
-        found = text.find(self.opening, at)
-        start = found if found >= 0 else len(text) - overlap(text, self.opening, at)
+        place = text.find(self.opening, at)
+        start = place if place >= 0 else len(text) - overlap(text, self.opening, at)
         while start > at and text[start - 1] == "\n":
             start -= 1
-        return start, None if found < 0 else found + len(self.opening)
+        return start, None if place < 0 else place + len(self.opening)
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
         """Reads what is behind an opening, and returns its calls; None if all of it was told. Raises
@@ -198,7 +198,7 @@ class CallParser:
         self._tell(CallPiece(call.name if first else None, piece))
 
     def _tagged_call(self, call: TaggedCall) -> Sequence[ToolCall]:
-        """Such a call, when it has all of its arguments."""
+        """The call, when it has all of its arguments."""
         found = call_of(call.name, call.arguments) if call.name else []
         if found and self.in_pieces:
             begun = bool(call.arguments)

@@ -84,10 +84,10 @@ class TextReader:
         """The characters up to the first one that is not in the pattern, a class with a star."""
         pieces: list[str] = []
         while True:
-            found = pattern.match(self.text, self.at)
-            if found:
-                pieces.append(found[0])
-                self.advance(found.end())
+            match = pattern.match(self.text, self.at)
+            if match:
+                pieces.append(match[0])
+                self.advance(match.end())
             if self.at < len(self.text):
                 return "".join(pieces)
             yield

@@ -42,18 +42,18 @@ def types_of(schema: Any, root: Any) -> set[str]:
     """The JSON types that the schema names; none if it leaves them open."""
     types, seen, left = set[str](), set[str](), [schema]
     while left:
-        one = left.pop()
-        if not isinstance(one, Mapping):
+        inner_schema = left.pop()
+        if not isinstance(inner_schema, Mapping):
             return set()
-        inner = _inner(one)
-        if isinstance(ref := one.get("$ref"), str):
+        choices = _inner(inner_schema)
+        if isinstance(ref := inner_schema.get("$ref"), str):
             # Each is followed once: callers may send circles.
             left += [] if ref in seen else [_at(root, ref)]
             seen.add(ref)
-        elif named := _named_types(one):
+        elif named := _named_types(inner_schema):
             types |= named
-        elif inner:
-            left += inner
+        elif choices:
+            left += choices
         else:
             return set()
     return types

@@ -20,7 +20,14 @@ from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, ToolFormat
 from serve_app.prompt.tool_calls.format import EXAMPLE_FUNCTIONS
-from serve_app.prompt.tool_calls.formats import glm, hermes, qwen_coder
+from serve_app.prompt.tool_calls.formats import (
+    command_r,
+    gemma,
+    glm,
+    harmony,
+    hermes,
+    qwen_coder,
+)
 from tests.unit.prompt.tool_calls.formats import every_format
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
@@ -178,10 +185,34 @@ def test_calls_or_an_answer_that_a_schema_validates(form: ToolFormat) -> None:
         param="tools",
         answer=schema,
     )
+    header = "<|channel|>final<|message|>" if form.name == "harmony" else ""
     assert takes(grammar, form.example.first) == (True, True)
-    assert takes(grammar, '{"mood": "glad"}') == (True, True)
-    assert takes(grammar, '{"mood": 7}') == (False, False)
-    assert takes(grammar, "Glad.") == (False, False)
+    assert takes(grammar, header + '{"mood": "glad"}') == (True, True)
+    assert takes(grammar, header + '{"mood": 7}') == (False, False)
+    assert takes(grammar, header + "Glad.") == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("form", "thought", "header"),
+    [
+        (
+            harmony.FORMAT,
+            "<|channel|>analysis<|message|>Hm {}.<|end|><|start|>assistant",
+            "<|channel|>final<|message|>",
+        ),
+        (gemma.FORMAT, "<|channel>thought\nHm {}.<channel|>", ""),
+        (command_r.FORMAT, "<|START_THINKING|>Hm {}.<|END_THINKING|>", "<|START_RESPONSE|>"),
+    ],
+    ids=["harmony", "gemma", "command-r"],
+)
+def test_reasoning_on_a_channel_comes_before_a_schemas_text(
+    form: ToolFormat, thought: str, header: str
+) -> None:
+    schema = {"type": "object", "properties": {"mood": {"type": "string"}}, "required": ["mood"]}
+    grammar = grammars.from_json_schema(schema, "json_schema", Dialect(form, no_token))
+    assert takes(grammar, thought + header + '{"mood": "glad"}') == (True, True)
+    assert takes(grammar, header + '{"mood": "glad"}') == (True, True)
+    assert takes(grammar, thought + header + "Glad.") == (False, False)
 
 
 def test_reasoning_tags_that_are_tokens_come_before_calls() -> None:
@@ -274,7 +305,7 @@ def test_what_no_grammar_can_hold_is_loosened(
 ) -> None:
     names: list[str] = []
     grammar = grammars.from_tool_calls(
-        [{"name": "f", "parameters": {"properties": parameters, "required": ["a", "b>"]}}],
+        [{"name": "f", "parameters": {"properties": parameters, "required": list(parameters)}}],
         Dialect(qwen_coder.FORMAT, no_token),
         forced=True,
         parallel=False,

@@ -37,10 +37,10 @@ class DeepSeekParser(CallParser):
         calls: list[ToolCall] = []
         yield from text.run(BLANKS)
         while (yield from text.one_of(CALL, CLOSE)) == CALL:
-            found = yield from self._one(text)
-            if not found:
+            called = yield from self._one(text)
+            if not called:
                 raise NoCallError
-            calls += found
+            calls += called
             yield from text.run(BLANKS)
             yield from text.one_of(CALL_END)
             yield from text.run(BLANKS)

@@ -84,25 +84,25 @@ def _value(text: TextReader, depth: int) -> Reading[object]:
 
 
 def _object(text: TextReader, depth: int) -> Reading[object]:
-    found: dict[str, object] = {}
+    members: dict[str, object] = {}
     yield from text.one_of("{")
-    while (key := (yield from _next_key(text, is_first=not found))) is not None:
-        found[key] = yield from _value(text, depth + 1)
-    return found
+    while (key := (yield from _next_key(text, is_first=not members))) is not None:
+        members[key] = yield from _value(text, depth + 1)
+    return members
 
 
 def _list(text: TextReader, depth: int) -> Reading[object]:
-    found: list[object] = []
+    items: list[object] = []
     yield from text.one_of("[")
     yield from text.run(BLANKS)
     if (yield from text.peek()) == "]":
         yield from text.one_of("]")
-        return found
+        return items
     while True:
-        found.append((yield from _value(text, depth + 1)))
+        items.append((yield from _value(text, depth + 1)))
         yield from text.run(BLANKS)
         if (yield from text.one_of(",", "]")) == "]":
-            return found
+            return items
 
 
 # -- grammar --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, Reasoning, ToolCall
 from serve_app.prompt.tool_calls.format import Example, ToolFormat
-from serve_app.prompt.tool_calls.parser import After, CallParser
+from serve_app.prompt.tool_calls.parser import CallParser, Previous
 from serve_app.prompt.tool_calls.reader import Reading, TextReader, overlap
 
 DELIMITERS = START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN = (
@@ -49,21 +49,21 @@ class HarmonyParser(CallParser):
         self._opened = ""
 
     def _find(self, text: str, at: int) -> tuple[int, int | None]:
-        if self._after is After.NOTHING and at == 0:
+        if self._after is Previous.NOTHING and at == 0:
             # The prompt has begun the message already.
             if text.startswith(_TO):
                 self._opened = ""
                 return at, at
             if _TO.startswith(text):
                 return at, None
-        found = _OPENINGS.search(text, at)
-        self._opened = found[0] if found else ""
+        match = _OPENINGS.search(text, at)
+        self._opened = match[0] if match else ""
         start = (
-            found.start() if found else len(text) - max(overlap(text, d, at) for d in DELIMITERS)
+            match.start() if match else len(text) - max(overlap(text, d, at) for d in DELIMITERS)
         )
         while self._opened not in _ENDS and start > at and text[start - 1] == "\n":
             start -= 1
-        return start, found.end() if found else None
+        return start, match.end() if match else None
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
         if self._opened in _ENDS:

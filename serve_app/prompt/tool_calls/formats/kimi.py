@@ -42,10 +42,10 @@ class KimiParser(CallParser):
             name = _NAME.fullmatch((yield from text.run(_ID)))
             yield from text.run(BLANKS)
             yield from text.one_of(ARGUMENTS)
-            found = yield from self._named_call(name and name[1], text)
-            if not found:
+            called = yield from self._named_call(name and name[1], text)
+            if not called:
                 raise NoCallError
-            calls += found
+            calls += called
             yield from text.run(BLANKS)
             yield from text.one_of(CALL_END)
             yield from text.run(BLANKS)

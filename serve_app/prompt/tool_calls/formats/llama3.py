@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import Example, ToolFormat
-from serve_app.prompt.tool_calls.parser import After, CallParser
+from serve_app.prompt.tool_calls.parser import CallParser, Previous
 from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader
 
 PYTHON_TAG = "<|python_tag|>"
@@ -30,8 +30,8 @@ class Llama3Parser(CallParser):
     opening = PYTHON_TAG
 
     def _find(self, text: str, at: int) -> tuple[int, int | None]:
-        if self._after is not After.CONTENT:
-            between = (_BETWEEN if self._after is After.CALL else BLANKS).match(text, at)
+        if self._after is not Previous.CONTENT:
+            between = (_BETWEEN if self._after is Previous.CALL else BLANKS).match(text, at)
             end = between.end() if between else at
             begun = "".join(text[end : end + 64].split())
             if any(key.startswith(begun) for key in _KEYS):

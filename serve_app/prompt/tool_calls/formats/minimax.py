@@ -41,10 +41,10 @@ class MiniMaxParser(CallParser):
         calls: list[ToolCall] = []
         yield from text.run(BLANKS)
         while (yield from text.one_of(CALL, CLOSE)) == CALL:
-            found = yield from self._call(text)
-            if not found:
+            called = yield from self._call(text)
+            if not called:
                 raise NoCallError
-            calls += found
+            calls += called
             yield from text.run(BLANKS)
         return calls
 

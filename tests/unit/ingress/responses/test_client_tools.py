@@ -17,7 +17,7 @@ from serve_app.ingress.responses.items import (
     reasoning_fields,
     turns,
 )
-from serve_app.ingress.responses.tools import CustomTool, functions
+from serve_app.ingress.responses.tools import CustomTextTool, functions
 from tests.unit.ingress.generation.test_tools import script
 from tests.unit.ingress.harness import ByteTokenizer, ScriptedEngine
 from tests.unit.ingress.responses.test_routes import TOOL, answer, asked, streamed
@@ -173,7 +173,7 @@ async def test_the_grammar_of_a_custom_tool_counts(
 
 def test_a_grammar_that_cannot_hold_a_text_is_described() -> None:
     form = {"type": "grammar", "syntax": "lark", "definition": "start: NUMBER"}
-    (tool,) = functions([CustomTool.model_validate(CUSTOM | {"format": form})])
+    (tool,) = functions([CustomTextTool.model_validate(CUSTOM | {"format": form})])
     assert tool.function.description is not None
     assert tool.function.description.endswith("this Lark grammar:\nstart: NUMBER")
 

@@ -1,0 +1,69 @@
+"""The forms that vLLM's clients ask a text to have, as grammars."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.unit.ingress.harness import ScriptedEngine, chat, takes
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("fields", "taken", "refused"),
+    [
+        ({"guided_json": SCHEMA}, '{"a": 1}', '{"a": "x"}'),
+        ({"guided_json": json.dumps(SCHEMA)}, '{"a": 1}', "{}"),
+        ({"guided_regex": "[0-9]+"}, "12", "a"),
+        ({"guided_choice": ["yes (ja)", "no.", "a|b"]}, "a|b", "a"),
+        ({"guided_grammar": 'root ::= "a"+'}, "aa", "b"),
+        ({"structured_outputs": {"json": SCHEMA, "disable_fallback": True}}, '{"a": 1}', "1"),
+        ({"structured_outputs": {"json_object": True}}, '{"b": []}', "1"),
+        ({"structured_outputs": {"regex": "a|b"}}, "b", "ab"),
+        ({"structured_outputs": {"choice": ["ä", "no."]}}, "no.", "nox"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" "y"?'}}, "xy", "y"),
+    ],
+)
+async def test_a_text_has_the_form(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    route: str,
+    fields: dict[str, Any],
+    taken: str,
+    refused: str,
+) -> None:
+    body = chat(guided_decoding_backend="xgrammar", **fields)
+    if route == "/v1/completions":
+        body = {"prompt": "Hi", **fields}
+    response = await client.post(route, json=body)
+    assert response.status_code == 200, response.text
+    assert "x-corral-ignored" not in response.headers
+    grammar = engine.requests[0].sampling.grammar
+    assert grammar is not None
+    assert takes(grammar, taken)
+    assert not takes(grammar, refused)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"guided_json": "{"}, "guided_json", "not JSON"),
+        ({"guided_json": "[]"}, "guided_json", "no JSON schema"),
+        ({"guided_choice": []}, "guided_choice", "no text is listed"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
+        ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs.json", 'type: "x"'),
+        ({"guided_regex": "a", "regex": "b"}, "guided_regex", "Only one of regex, guided_regex"),
+    ],
+)
+async def test_what_is_no_form_is_refused(
+    client: httpx.AsyncClient, fields: dict[str, Any], param: str, message: str
+) -> None:
+    response = await client.post("/v1/chat/completions", json=chat(**fields))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
