@@ -8,7 +8,7 @@ from serve_app.openvino.convert import converted
 from serve_app.openvino.folder import ConvertedModels
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType
-from serve_app.openvino.paged.context import PagedContext
+from serve_app.openvino.paged.context import PagedContext, PagedOptions
 
 
 def opened(model: Model, n_ctx: int, threads: int, cache_type: CacheType) -> PagedContext:
@@ -18,11 +18,13 @@ def opened(model: Model, n_ctx: int, threads: int, cache_type: CacheType) -> Pag
     context = PagedContext(
         converted(model.files, model.fingerprint(), models),
         model,
-        n_sequences=1,
-        n_ctx_slot=n_ctx,
-        n_blocks=-(-n_ctx // BLOCK),
-        threads=threads,
-        cache_type=cache_type,
+        PagedOptions(
+            n_sequences=1,
+            n_ctx_slot=n_ctx,
+            n_blocks=-(-n_ctx // BLOCK),
+            threads=threads,
+            cache_type=cache_type,
+        ),
     )
     context.warm_up()
     return context

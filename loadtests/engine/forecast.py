@@ -31,7 +31,7 @@ from serve_app.engine import EngineOptions
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Row
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.llama.context import Context
+from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.model import Model
 from serve_app.llama.threads import Threads
 
@@ -79,13 +79,15 @@ class Machine:
         self._n_slots = n_slots
         self._context = Context(
             Model(model),
-            n_seq_max=n_slots + 1,
-            n_ctx_slot=depth + room,
-            n_ctx=depth + _STATE + room,
-            n_batch=room,
-            threads=threads,
-            flash_attn=flash_attn,
-            kv_unified=True,
+            ContextOptions(
+                n_seq_max=n_slots + 1,
+                n_ctx_slot=depth + room,
+                n_ctx=depth + _STATE + room,
+                n_batch=room,
+                threads=threads,
+                flash_attn=flash_attn,
+                kv_unified=True,
+            ),
         )
         self._context.warm_up()
         self._context.decode([(5, i, n_slots, i == _STATE - 1) for i in range(_STATE)])

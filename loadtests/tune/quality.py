@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.engine.options import KernelsName
-from serve_app.llama.context import Context
+from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.model import Model
 
 if TYPE_CHECKING:
@@ -102,14 +102,16 @@ def _read(path: Path, text: str, n_windows: int, threads: int, kernels: Kernels)
 def _llama(model: Model, threads: int, kernels: Kernels) -> Context:
     return Context(
         model,
-        n_seq_max=1,
-        n_ctx_slot=WINDOW,
-        n_batch=WINDOW,
-        n_outputs=WINDOW,
-        threads=threads,
-        flash_attn=True,
-        cache_type_k=kernels.cache_type,
-        cache_type_v=kernels.cache_type,
+        ContextOptions(
+            n_seq_max=1,
+            n_ctx_slot=WINDOW,
+            n_batch=WINDOW,
+            n_outputs=WINDOW,
+            threads=threads,
+            flash_attn=True,
+            cache_type_k=kernels.cache_type,
+            cache_type_v=kernels.cache_type,
+        ),
     )
 
 

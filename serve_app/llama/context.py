@@ -8,6 +8,7 @@ import mmap
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -104,6 +105,41 @@ def adapter_fingerprint(path: Path) -> bytes:
         return hashlib.file_digest(file, partial(blake2b, digest_size=16)).digest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextOptions:
+    """The sizes of a context, and how it computes."""
+
+    n_seq_max: int
+    n_ctx_slot: int
+    n_batch: int
+    """The most rows of a batch."""
+    n_ubatch: int | None = None
+    """Rows that llama.cpp computes at once; None: all. Layers with a window have cells for the window and
+    so many more."""
+    n_outputs: int | None = None
+    """Rows of a batch that may want logits; None: one for each sequence."""
+    threads: int
+    threads_batch: int | None = None
+    """Threads for batches of more than one row; None: `threads`."""
+    flash_attn: bool
+    kv_unified: bool = False
+    n_ctx: int | None = None
+    """The cells of a unified cache; None: `n_ctx_slot` for each sequence."""
+    cache_type_k: CacheType = "f16"
+    cache_type_v: CacheType = "f16"
+    pooling: Pooling | None = None
+    """The pooling of a context that makes embeddings; every row must want them."""
+    tells_hidden: bool = False
+    """Whether `Context.hidden` is used."""
+
+    @property
+    def n_cells(self) -> int:
+        """The cells of the cache, as llama.cpp rounds them."""
+        if self.kv_unified and self.n_ctx:
+            return _padded(self.n_ctx)
+        return self.n_seq_max * _padded(self.n_ctx_slot)
+
+
 class Context:
     """Decodes batches of rows. Only one thread, always the same, may use it; any may call `cancel`.
 
@@ -114,61 +150,31 @@ class Context:
 
     _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_DEFAULT
 
-    def __init__(
-        self,
-        model: Model,
-        *,
-        n_seq_max: int,
-        n_ctx_slot: int,
-        n_batch: int,
-        n_ubatch: int | None = None,
-        threads: int,
-        threads_batch: int | None = None,
-        flash_attn: bool,
-        kv_unified: bool = False,
-        n_ctx: int | None = None,
-        n_outputs: int | None = None,
-        cache_type_k: CacheType = "f16",
-        cache_type_v: CacheType = "f16",
-        pooling: Pooling | None = None,
-        tells_hidden: bool = False,
-    ) -> None:
-        """`n_ctx` is only for a unified cache; default: `n_ctx_slot` cells for each sequence. `n_outputs`
-        is how many rows of a batch may want logits; default: one for each sequence. `threads_batch` is for
-        batches of more than one row; default: `threads`. With `pooling`, the context makes embeddings, and
-        every row must want them. llama.cpp computes `n_ubatch` rows at once, default: all; layers with a
-        window have cells for the window and so many more. `tells_hidden` is for `hidden`."""
-        self.model = model
-        self._tells_hidden = tells_hidden
-        self.n_ctx_slot = n_ctx_slot
-        self._n_batch = n_batch
+    def __init__(self, model: Model, options: ContextOptions) -> None:
+        self.model, self._options = model, options
+        self.n_ctx_slot, self._n_batch = options.n_ctx_slot, options.n_batch
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = _padded(n_ctx) if kv_unified and n_ctx else n_seq_max * _padded(n_ctx_slot)
-        params.n_batch, params.n_ubatch = n_batch, n_ubatch or n_batch
-        params.n_seq_max = n_seq_max
-        params.n_outputs_max = min(n_batch, n_outputs or n_seq_max)
-        self._threads = Threads.alike(threads, threads_batch)
+        params.n_ctx = options.n_cells
+        params.n_batch, params.n_ubatch = options.n_batch, options.n_ubatch or options.n_batch
+        params.n_seq_max = options.n_seq_max
+        params.n_outputs_max = min(options.n_batch, options.n_outputs or options.n_seq_max)
+        self._threads = Threads.alike(options.threads, options.threads_batch)
         params.n_threads = self._threads.one_row
         params.n_threads_batch = self._threads.many_rows
-        params.type_k, params.type_v = ggml_type(cache_type_k), ggml_type(cache_type_v)
+        self._formats = options.cache_type_k, options.cache_type_v
+        params.type_k, params.type_v = map(ggml_type, self._formats)
         params.swa_full = False
         params.no_perf = True
         params.ctx_type = self._KIND
-        if pooling is not None:
+        if options.pooling is not None:
             params.embeddings = True
-            params.pooling_type = _POOLINGS[pooling]
+            params.pooling_type = _POOLINGS[options.pooling]
         self._params = params
-        self._formats = cache_type_k, cache_type_v
-        self._too_large = (
-            f"llama.cpp cannot make a context of {n_seq_max} slots x {n_ctx_slot} tokens for "
-            f"{model.path.name}, the cache as {cache_type_k} and {cache_type_v}: lower "
-            "engine.n_slots or engine.n_ctx_slot."
-        )
         self.slots_with_pending_copy: set[int] = set()
         """Sequences that llama.cpp reads or writes with the next decode: until then, nobody may save or
         restore them."""
         self._cancelled = ctypes.create_string_buffer(2)
-        self._make(flash_attn=flash_attn, kv_unified=kv_unified)
+        self._make(flash_attn=options.flash_attn, kv_unified=options.kv_unified)
 
     def _make(self, *, flash_attn: bool, kv_unified: bool) -> None:
         params = self._params
@@ -181,12 +187,18 @@ class Context:
         with library.captured() as lines:
             self.pointer = llama_cpp.llama_init_from_model(self.model.pointer, params)
         if not self.pointer:
-            raise ConfigError(self._too_large)
+            options = self._options
+            raise ConfigError(
+                f"llama.cpp cannot make a context of {options.n_seq_max} slots x "
+                f"{options.n_ctx_slot} tokens for {self.model.path.name}, the cache as "
+                f"{options.cache_type_k} and {options.cache_type_v}: lower engine.n_slots "
+                "or engine.n_ctx_slot."
+            )
         self.compute_bytes = sum(
             int(float(found[1]) * 2**20) for found in map(_COMPUTE_BUFFER.search, lines) if found
         )
         """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
-        if self._tells_hidden:
+        if self._options.tells_hidden:
             hidden_states.tell_hidden(self.pointer)
         self._measure_cache(lines)
         self._memory = llama_cpp.llama_get_memory(self.pointer)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.llama.context import Context, Row
+from serve_app.llama.context import Context, ContextOptions, Row
 from serve_app.llama.model import Model
 
 
@@ -34,15 +34,17 @@ class Embedder:
         self._ranks = ranks
         self._context = Context(
             model,
-            n_seq_max=n_seq_max,
-            n_ctx_slot=n_text,
-            n_batch=n_rows,
-            n_outputs=n_rows,
-            threads=threads,
-            flash_attn=flash_attn,
-            kv_unified=True,
-            n_ctx=n_text + n_rows,
-            pooling="rank" if ranks else "none",
+            ContextOptions(
+                n_seq_max=n_seq_max,
+                n_ctx_slot=n_text,
+                n_batch=n_rows,
+                n_outputs=n_rows,
+                threads=threads,
+                flash_attn=flash_attn,
+                kv_unified=True,
+                n_ctx=n_text + n_rows,
+                pooling="rank" if ranks else "none",
+            ),
         )
 
     def run(self, rows: Sequence[Row]) -> NDArray[np.float32]:

@@ -29,7 +29,7 @@ from loadtests.common.benchmark import (
 )
 from loadtests.common.rounds import in_turns, of_each, ratio_spread
 from loadtests.engine.sampling.whole_chain import WholeChain
-from serve_app.llama.context import Context
+from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import SequenceSampler
@@ -71,11 +71,13 @@ class Bench:
         self._model = Model(model)
         self._context = Context(
             self._model,
-            n_seq_max=n_most,
-            n_ctx_slot=_N_CTX_SLOT,
-            n_batch=n_most,
-            threads=usable_cores(),
-            flash_attn=False,
+            ContextOptions(
+                n_seq_max=n_most,
+                n_ctx_slot=_N_CTX_SLOT,
+                n_batch=n_most,
+                threads=usable_cores(),
+                flash_attn=False,
+            ),
         )
         random = np.random.default_rng(0)
         tokens = [int(token) for token in random.integers(0, self._model.n_vocab, _N_CTX_SLOT)]

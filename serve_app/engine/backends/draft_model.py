@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
 
 from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
@@ -15,23 +14,9 @@ from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
 from serve_app.llama import library
-from serve_app.llama.context import Context
+from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.model import Model
 from serve_app.llama.threads import Threads
-
-
-class ContextSettings(TypedDict):
-    """The settings of a draft model's context; see `Context`."""
-
-    n_seq_max: int
-    n_ctx_slot: int
-    n_batch: int
-    n_outputs: int
-    threads: int
-    threads_batch: int | None
-    flash_attn: bool
-    kv_unified: bool
-
 
 logger = logging.getLogger("corral.engine")
 
@@ -53,7 +38,7 @@ class LlamaDraft:
     def __init__(
         self, model: Model, context: Context, n_vocab: int, options: EngineOptions, threads: Threads
     ) -> None:
-        """`n_vocab` are the tokens that it may propose. Measures its passes; see `settings`."""
+        """`n_vocab` are the tokens that it may propose. Measures its passes."""
         self.n_ctx, self.n_batch = _sizes(options)
         self._model = model
         self._n_vocab = n_vocab
@@ -95,7 +80,6 @@ class LlamaDraft:
         return profiler.profile
 
     def first_fed(self, seq_id: int) -> int:
-        """See DraftModel.first_fed."""
         return 0
 
     def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
@@ -137,23 +121,23 @@ def open_draft(target: Model, path: Path, options: EngineOptions, threads: Threa
             f"engine.draft: {path.name} looks back on {model.window} tokens only, and could not take "
             "back what it proposed."
         )
-    context = Context(model, **settings(options))
+    context = Context(model, context_options(options))
     return LlamaDraft(model, context, min(target.n_vocab, model.n_vocab), options, threads)
 
 
-def settings(options: EngineOptions) -> ContextSettings:
-    """The settings of a draft model's context."""
+def context_options(options: EngineOptions) -> ContextOptions:
+    """The sizes of a draft model's context."""
     n_ctx, n_batch = _sizes(options)
-    return {
-        "n_seq_max": options.n_slots,
-        "n_ctx_slot": n_ctx,
-        "n_batch": n_batch,
-        "n_outputs": max(options.n_slots, MAX_DRAFTED_ROWS),
-        "threads": options.threads,
-        "threads_batch": options.threads_batch,
-        "flash_attn": True,
-        "kv_unified": True,
-    }
+    return ContextOptions(
+        n_seq_max=options.n_slots,
+        n_ctx_slot=n_ctx,
+        n_batch=n_batch,
+        n_outputs=max(options.n_slots, MAX_DRAFTED_ROWS),
+        threads=options.threads,
+        threads_batch=options.threads_batch,
+        flash_attn=True,
+        kv_unified=True,
+    )
 
 
 def _sizes(options: EngineOptions) -> tuple[int, int]:

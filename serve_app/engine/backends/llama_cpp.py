@@ -35,7 +35,7 @@ from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
-from serve_app.llama.context import Adapter, Context
+from serve_app.llama.context import Adapter, Context, ContextOptions
 from serve_app.llama.embedder import Embedder
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
@@ -330,19 +330,21 @@ class LlamaBackend:
         n_ubatch = max(options.n_batch, n_decoding) if at_once else None
         context = Context(
             self.vocabulary,
-            n_seq_max=self.n_sequences + n_more,
-            n_ctx_slot=n_ctx_slot,
-            n_batch=options.n_batch + n_decoding,
-            n_ubatch=n_ubatch,
-            n_outputs=n_decoding + MAX_SCORED_ROWS,
-            threads=options.threads,
-            threads_batch=options.threads_batch,
-            flash_attn=mode.flash_attn,
-            kv_unified=mode.kv_unified,
-            n_ctx=n_ctx,
-            cache_type_k=options.cache_type_k,
-            cache_type_v=options.cache_type_v,
-            tells_hidden=options.own_layers,
+            ContextOptions(
+                n_seq_max=self.n_sequences + n_more,
+                n_ctx_slot=n_ctx_slot,
+                n_batch=options.n_batch + n_decoding,
+                n_ubatch=n_ubatch,
+                n_outputs=n_decoding + MAX_SCORED_ROWS,
+                threads=options.threads,
+                threads_batch=options.threads_batch,
+                flash_attn=mode.flash_attn,
+                kv_unified=mode.kv_unified,
+                n_ctx=n_ctx,
+                cache_type_k=options.cache_type_k,
+                cache_type_v=options.cache_type_v,
+                tells_hidden=options.own_layers,
+            ),
         )
         context.warm_up()
         return context

@@ -39,7 +39,7 @@ from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_fi
 from serve_app.openvino.folder import ConvertedModels
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType, check_cache_type
-from serve_app.openvino.paged.context import PagedContext
+from serve_app.openvino.paged.context import PagedContext, PagedOptions
 from serve_app.progress import Report, Stage
 from serve_app.prompt.output_parser import DELIMITERS
 from serve_app.sampling import SamplingParams
@@ -117,14 +117,18 @@ class OpenVinoBackend:
         self._context = PagedContext(
             path,
             self.vocabulary,
-            n_sequences=n_sequences,
-            n_ctx_slot=options.n_ctx_slot,
-            n_blocks=n_sequences * self._n_blocks_slot if options.n_ctx is None else self._n_shared,
-            threads=options.threads,
-            n_texts=_TEXTS_AT_ONCE,
-            n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + -(-options.n_batch // BLOCK),
-            frequencies=frequencies,
-            cache_type=cache_type,
+            PagedOptions(
+                n_sequences=n_sequences,
+                n_ctx_slot=options.n_ctx_slot,
+                n_blocks=n_sequences * self._n_blocks_slot
+                if options.n_ctx is None
+                else self._n_shared,
+                threads=options.threads,
+                n_texts=_TEXTS_AT_ONCE,
+                n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + -(-options.n_batch // BLOCK),
+                frequencies=frequencies,
+                cache_type=cache_type,
+            ),
         )
         self._context.warm_up()
         threads = Threads.alike(options.threads, options.threads)

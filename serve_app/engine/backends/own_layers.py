@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGUFReader
 
 from serve_app.engine.backends.base import GUESSED, MemoryUse, Row
-from serve_app.engine.backends.draft_model import N_CTX, LlamaDraft, settings
+from serve_app.engine.backends.draft_model import N_CTX, LlamaDraft, context_options
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
@@ -42,9 +42,8 @@ class OwnLayers(LlamaDraft):
         check_own_layers(target)
         if not _has_projection(target):
             raise ConfigError(_NONE.format(target.path.name))
-        self._context: OwnLayersContext = OwnLayersContext(
-            target, **settings(options), tells_hidden=True
-        )
+        sizes = replace(context_options(options), tells_hidden=True)
+        self._context: OwnLayersContext = OwnLayersContext(target, sizes)
         self._guessed: dict[int, States] = {}
         """The states that go with the next tokens that it guesses itself, by sequence."""
         self._n_slots = options.n_slots

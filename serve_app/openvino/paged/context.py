@@ -50,6 +50,23 @@ class Pass:
     """The lengths of its sequences, if it fails."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedOptions:
+    """The sizes of a paged context, and how it computes."""
+
+    n_sequences: int
+    n_ctx_slot: int
+    n_blocks: int
+    threads: int
+    n_texts: int = 0
+    """Sequences for `PagedContext.embed`, besides the others."""
+    n_text_blocks: int = 0
+    """Blocks for texts, besides the others."""
+    frequencies: NDArray[np.float32] | None = None
+    """The frequencies of the rotary embedding, of a graph that was not built here."""
+    cache_type: CacheType = "f16"
+
+
 class PagedContext:
     """Decodes batches of rows. Only one thread, always the same, may use it; any may call `cancel`.
 
@@ -57,30 +74,18 @@ class PagedContext:
     model cannot be compiled.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        model: Model,
-        *,
-        n_sequences: int,
-        n_ctx_slot: int,
-        n_blocks: int,
-        threads: int,
-        n_texts: int = 0,
-        n_text_blocks: int = 0,
-        frequencies: NDArray[np.float32] | None = None,
-        cache_type: CacheType = "f16",
-    ) -> None:
-        """`model` has the vocabulary; its weights are not used. `n_texts` are sequences of their own, with
-        `n_text_blocks` of their own, for `embed`. `frequencies` are the rotary embedding's, of a graph
-        that was not built here."""
+    def __init__(self, path: Path, model: Model, options: PagedOptions) -> None:
+        """`model` has the vocabulary; its weights are not used."""
         self.model = model
-        self.n_ctx_slot = n_ctx_slot
+        self.n_ctx_slot = options.n_ctx_slot
+        n_blocks, n_text_blocks = options.n_blocks, options.n_text_blocks
         self._weights = path.with_suffix(".bin")
         self.n_parameter_bytes = self._weights.stat().st_size
-        graph = read(path, frequencies, model.n_vocab)  # which has the file mapped
+        graph = read(path, options.frequencies, model.n_vocab)  # which has the file mapped
         with forgetting(self._weights):
-            executable, self._frequencies = compiled(path, graph, threads, cache_type)
+            executable, self._frequencies = compiled(
+                path, graph, options.threads, options.cache_type
+            )
         self._request: openvino.InferRequest | None = executable.create_infer_request()
         try:
             self._caches = {
@@ -94,8 +99,8 @@ class PagedContext:
                 "engine.n_ctx_slot."
             ) from None
         self._n_blocks = n_blocks
-        self._tables = BlockTables(n_sequences, range(n_blocks))
-        self._texts = BlockTables(n_texts, range(n_blocks, n_blocks + n_text_blocks))
+        self._tables = BlockTables(options.n_sequences, range(n_blocks))
+        self._texts = BlockTables(options.n_texts, range(n_blocks, n_blocks + n_text_blocks))
         self._outputs: dict[int, int] = {}
         self._logits: NDArray[np.float32] = np.empty((0, model.n_vocab), np.float32)
         self._cancelled = threading.Event()

@@ -13,7 +13,7 @@ import numpy as np
 from llama_cpp import mtmd_cpp
 from numpy.typing import NDArray
 
-from serve_app.llama.context import Context
+from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.model import Model
 from serve_app.llama.vision.projector import MtmdProjector
 from serve_app.types import Medium, Sound
@@ -29,11 +29,9 @@ class Reference:
         self._projector = MtmdProjector(self._model, projector, 1)
         self._context = Context(
             self._model,
-            n_seq_max=1,
-            n_ctx_slot=n_ctx,
-            n_batch=n_batch,
-            threads=1,
-            flash_attn=False,
+            ContextOptions(
+                n_seq_max=1, n_ctx_slot=n_ctx, n_batch=n_batch, threads=1, flash_attn=False
+            ),
         )
         self._n_batch = n_batch
         self._n_past = llama_cpp.llama_pos(0)

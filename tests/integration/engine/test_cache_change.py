@@ -16,7 +16,7 @@ from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.engine.backends.mode_chooser import ChosenMode, ModeChooser
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.core import loop
-from serve_app.llama.context import Context
+from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.model import Model
 from tests.unit.engine.harness import until
 from tools.random_models.model import SHAPES, write_random_gguf
@@ -134,7 +134,8 @@ def test_states_go_from_any_kind_of_cache_to_any_other(path: Path, flash_attn: b
     tokens = model.tokenize(SYSTEM, add_special=True, parse_special=True)
     rows = [(token, i, 1, i == len(tokens) - 1) for i, token in enumerate(tokens)]
     context = Context(
-        model, n_seq_max=3, n_ctx_slot=256, n_batch=256, threads=1, flash_attn=flash_attn
+        model,
+        ContextOptions(n_seq_max=3, n_ctx_slot=256, n_batch=256, threads=1, flash_attn=flash_attn),
     )
     try:
         context.decode(rows[:-1])

@@ -19,7 +19,7 @@ from serve_app.engine import (
 from serve_app.engine.backends.base import Row
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.errors import DecodeCancelledError
-from serve_app.llama.context import Context
+from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.model import Model
 from tools.random_models.model import SHAPES, write_random_gguf
 
@@ -41,12 +41,14 @@ def exact_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def context(exact_gguf: Path, request: pytest.FixtureRequest) -> Iterator[Context]:
     made = Context(
         Model(exact_gguf),
-        n_seq_max=2,
-        n_ctx_slot=256,
-        n_batch=128,
-        threads=2,
-        flash_attn=False,
-        kv_unified=request.param,
+        ContextOptions(
+            n_seq_max=2,
+            n_ctx_slot=256,
+            n_batch=128,
+            threads=2,
+            flash_attn=False,
+            kv_unified=request.param,
+        ),
     )
     yield made
     made.close()

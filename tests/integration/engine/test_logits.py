@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.llama.context import Context
+from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.model import Model
 from tools.random_models.model import SHAPES, write_random_gguf
 
@@ -37,12 +37,14 @@ def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
     kv_unified, flash_attn, n_ctx_slot = request.param
     made = Context(
         model,
-        n_seq_max=4,
-        n_ctx_slot=n_ctx_slot,
-        n_batch=256,
-        threads=1,
-        flash_attn=flash_attn,
-        kv_unified=kv_unified,
+        ContextOptions(
+            n_seq_max=4,
+            n_ctx_slot=n_ctx_slot,
+            n_batch=256,
+            threads=1,
+            flash_attn=flash_attn,
+            kv_unified=kv_unified,
+        ),
     )
     yield made
     made.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serve_app.engine import DecodeError, Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.llama.context import Context
+from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.model import Model
 from tests.integration.engine.kernels import openvino
 from tools.random_models.model import SHAPES, write_random_gguf
@@ -30,7 +30,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def context(path: Path) -> Iterator[Context]:
     made = Context(
-        Model(path), n_seq_max=2, n_ctx_slot=256, n_batch=64, threads=1, flash_attn=False
+        Model(path),
+        ContextOptions(n_seq_max=2, n_ctx_slot=256, n_batch=64, threads=1, flash_attn=False),
     )
     yield made
     made.close()

@@ -15,7 +15,7 @@ from loadtests.engine import pinning
 from serve_app.engine import Engine, EngineOptions
 from serve_app.engine.autotune.threads import ThreadTrial
 from serve_app.llama import library
-from serve_app.llama.context import Context
+from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.model import Model
 from serve_app.llama.threads import FEW_ROWS, Threads
 
@@ -44,12 +44,14 @@ def test_threads_of_single_rows_and_of_batches(
 ) -> None:
     context = Context(
         Model(tiny_gguf),
-        n_seq_max=1,
-        n_ctx_slot=64,
-        n_batch=8,
-        threads=1,
-        threads_batch=threads_batch,
-        flash_attn=False,
+        ContextOptions(
+            n_seq_max=1,
+            n_ctx_slot=64,
+            n_batch=8,
+            threads=1,
+            threads_batch=threads_batch,
+            flash_attn=False,
+        ),
     )
     pointer = context.pointer
     found = (llama_cpp.llama_n_threads(pointer), llama_cpp.llama_n_threads_batch(pointer))
@@ -68,7 +70,8 @@ def test_the_engine_tells_both(tiny_gguf: Path) -> None:
 
 def test_batches_of_few_rows_have_threads_of_their_own(tiny_gguf: Path) -> None:
     context = Context(
-        Model(tiny_gguf), n_seq_max=1, n_ctx_slot=64, n_batch=32, threads=2, flash_attn=False
+        Model(tiny_gguf),
+        ContextOptions(n_seq_max=1, n_ctx_slot=64, n_batch=32, threads=2, flash_attn=False),
     )
     context.use_threads(Threads(1, 1, 2, "a test"))
     found, begin = [], 0

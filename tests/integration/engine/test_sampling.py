@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from loadtests.engine.sampling.whole_chain import WholeChain
-from serve_app.llama.context import Context
+from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import SequenceSampler
@@ -37,12 +37,14 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Context]:
     write_random_gguf(path, replace(SHAPES["tiny"], n_vocab=N_VOCAB), "q8_0")
     made = Context(
         Model(path),
-        n_seq_max=1,
-        n_ctx_slot=N_CTX_SLOT,
-        n_batch=16,
-        n_outputs=16,
-        threads=1,
-        flash_attn=False,
+        ContextOptions(
+            n_seq_max=1,
+            n_ctx_slot=N_CTX_SLOT,
+            n_batch=16,
+            n_outputs=16,
+            threads=1,
+            flash_attn=False,
+        ),
     )
     yield made
     made.close()
