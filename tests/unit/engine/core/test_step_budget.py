@@ -34,6 +34,7 @@ DECODE_S = {n: 0.050 + 0.001 * n for n in (1, 2, 4, 8, 16, 64)}
 PREFILL_S = {n: 0.050 + 0.001 * n for n in (8, 16, 32, 64, 128, 256)}
 VERIFY_S = {n: 0.050 + 0.001 * n for n in (2, 4, 8, 16)}
 PASS_S = 0.006
+DEPTH = 512
 NODE_S = 0.01
 
 
@@ -47,17 +48,21 @@ class Clock:
 
 
 class TimedBackend(FakeBackend):
-    """Takes the time of its profile."""
+    """Takes the time of its profile. Each row attends to each token before it for `attend_s`."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, attend_s: float = 0.0) -> None:
         super().__init__(endless, n_slots=4)
-        self.clock = clock
-        self.profile = Profile(DECODE_S, PREFILL_S, VERIFY_S)
+        self.clock, self.attend_s = clock, attend_s
+        among_s = {n: s + attend_s * n * (n - 1) / 2 for n, s in PREFILL_S.items()}
+        deep_decode = {n: s + attend_s * n * DEPTH for n, s in DECODE_S.items()}
+        deep_prefill = {n: s + attend_s * n * DEPTH for n, s in among_s.items()}
+        self.profile = Profile(DECODE_S, among_s, VERIFY_S, DEPTH, deep_decode, deep_prefill)
         self.embedding = EmbeddingShape(64, 8, n_text=64, pooling="mean", causal=True)
 
     def decode(self, rows: Sequence[Row]) -> None:
         super().decode(rows)
-        self.clock.now += 0.050 + 0.001 * len(rows)
+        attended = sum(position for _, position, *_ in rows)
+        self.clock.now += 0.050 + 0.001 * len(rows) + self.attend_s * attended
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         self.clock.now += 0.050 + 0.001 * len(rows)
@@ -122,11 +127,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-@pytest.mark.parametrize("guests", ["none", "drafts", "pictures", "texts", "all"])
+@pytest.mark.parametrize("guests", ["none", "depth", "drafts", "pictures", "texts", "all"])
 def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
     clock: Clock, guests: str
 ) -> None:
-    backend, projector = TimedBackend(clock), TimedProjector(clock)
+    attend_s = 2e-5 if guests == "depth" else 0.0  # eight rows behind 1,500 tokens: 0.3 s
+    backend, projector = TimedBackend(clock, attend_s), TimedProjector(clock)
     if guests in ("drafts", "all"):
         backend.draft = TimedDraft(clock)
     if guests in ("pictures", "all"):
@@ -145,7 +151,7 @@ def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
         assert queue.submit([EngineSequence(request, stream, None, spans)], forecast) == [None]
 
     for i, stream in enumerate(streams):
-        submit(GenerationRequest(f"s{i}", (1, 2, 3, i), SamplingParams(max_tokens=400)), stream)
+        submit(GenerationRequest(f"s{i}", (1, 2, 3, i), SamplingParams(max_tokens=900)), stream)
     for _ in range(10):
         core.take_commands()
         core.step()
@@ -159,7 +165,7 @@ def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
     if guests in ("texts", "all"):
         texts = [Texts([tuple(range(1, 60))] * 8, "other")]
         core.guest(EmbeddingQueue).submit(texts, queue.run_between_steps)
-    for _ in range(150):
+    for _ in range(400 if guests == "depth" else 150):
         core.take_commands()
         core.step()
     assert len(long.times) == 4, "the prompt was computed"
