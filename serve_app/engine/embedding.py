@@ -187,6 +187,8 @@ class EmbeddingQueue(Guest):
         refusals = [self._refusal(request) for request in requests]
         pairs = zip(requests, refusals, strict=True)
         accepted = [request for request, refusal in pairs if refusal is None]
+        if not accepted:
+            return refusals
         is_urgent = any(not request.background for request in accepted)
         command = Command(lambda _: self.add(accepted), is_urgent=is_urgent)
         command.future.add_done_callback(lambda done: _end_all(accepted, done.exception()))
