@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve_app.engine.autotune.quiet_trials import QuietTrials
 from serve_app.engine.backends.adapter_turns import AdapterTurns
-from serve_app.engine.cache_change import CacheChange
+from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.core.engine_core import EngineCore
 from serve_app.engine.core.guest import Guest
 from serve_app.engine.drafts.drafter import Drafter
@@ -19,7 +19,7 @@ def make_guests(core: EngineCore) -> list[Guest]:
     backend, options, costs = core.backend, core.options, core.costs
     core.scheduler.turns = AdapterTurns(options.max_stall_s)
     guests: list[Guest] = [
-        CacheChange(
+        CacheModeSwitcher(
             options, backend, core.cache, core.scheduler, costs, core.queue, core.admission
         ),
         EmbeddingQueue(backend, costs, core.budget, core.progress, core.queue.accounts),

@@ -43,7 +43,7 @@ _EVERY = 64
 _ALIKE = 64
 
 
-class CacheChange(Guest):
+class CacheModeSwitcher(Guest):
     """Watches what steps compute, and has the other kind of cache made when that pays. Decoder thread
     only.
 
