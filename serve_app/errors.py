@@ -18,6 +18,7 @@
     |-- ObjectNotFoundError       404 object_not_found
     |-- SlowRequestError          408 request_timeout
     |-- RequestTooLargeError      413 request_too_large
+    |-- ContentEncodingError      415 unsupported_content_encoding
     |-- RateLimitError            429 rate_limit_exceeded, with Retry-After
     |   |-- BodyEndedError        429 rate_limit_exceeded, with Retry-After
     |   `-- QueueFullError        429 queue_full, with Retry-After
@@ -294,6 +295,14 @@ class RequestTooLargeError(CorralError):
     status = 413
     type = "invalid_request_error"
     code = "request_too_large"
+
+
+class ContentEncodingError(CorralError):
+    """The request's body is compressed."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_content_encoding"
 
 
 class RateLimitError(CorralError):

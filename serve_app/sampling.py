@@ -18,8 +18,10 @@ from annotated_types import Interval, Len, MaxLen
 T = TypeVar("T")
 Bounds = Interval | MaxLen
 
-StopString = Annotated[str, Len(1, 1024)]
-_MOST_STOPS = MaxLen(16)
+StopString = Annotated[str, Len(0, 1024)]
+"""An empty one stops nothing."""
+_Breaker = Annotated[str, Len(1, 1024)]
+_MOST_STOPS, _MOST_BREAKERS = MaxLen(256), MaxLen(16)
 StopStrings = Annotated[list[StopString], _MOST_STOPS]
 _SHARE = Interval(ge=0, le=1)
 _INT_MAX = 2**31 - 1
@@ -158,8 +160,8 @@ class SamplingParams:
         "context.",
         Interval(ge=-1, le=_INT_MAX),
     )
-    dry_sequence_breakers: tuple[StopString, ...] = parameter(
-        ("\n", ":", '"', "*"), "Strings at which repeated sequences end.", _MOST_STOPS
+    dry_sequence_breakers: tuple[_Breaker, ...] = parameter(
+        ("\n", ":", '"', "*"), "Strings at which repeated sequences end.", _MOST_BREAKERS
     )
     top_n_sigma: float = parameter(
         -1.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app import __version__
 from serve_app.ingress import information
@@ -125,14 +126,42 @@ def _add_middleware(
     )
     if access.ui:
         app.add_middleware(Page, switch=access.ui, network=access.network)
+    app.add_middleware(HeadAsGet)
     # A page that has a key may ask from anywhere.
     origins = access.cors_origins or (("*",) if access.api_key_file else ())
     if origins:  # before that: browsers ask what they may without a key
         app.add_middleware(
             Cors,
             allow_origins=origins,
-            allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             allow_credentials=not access.cors_origins,
             expose_headers=["x-request-id", "retry-after", IGNORED],
         )
+
+
+class HeadAsGet:
+    """A middleware that the app takes for a client which leaves once it has the headers.
+    Source: RFC 9110, "HEAD"."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app's answer, or the headers of its answer to GET."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        has_headers = False
+
+        async def send_headers(message: Message) -> None:
+            nonlocal has_headers
+            if not has_headers:
+                has_headers = True
+                await send(message)
+                await send({"type": "http.response.body", "body": b""})
+
+        async def receive_or_leave() -> Message:
+            return {"type": "http.disconnect"} if has_headers else await receive()
+
+        await self._app({**scope, "method": "GET"}, receive_or_leave, send_headers)

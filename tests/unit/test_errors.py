@@ -35,6 +35,7 @@ EXAMPLES: list[CorralError] = [
     errors.ObjectNotFoundError("no such file"),
     errors.SlowRequestError("too slow"),
     errors.RequestTooLargeError("too large"),
+    errors.ContentEncodingError("compressed"),
     errors.RateLimitError("too fast", 3),
     errors.BodyEndedError("no room", 1),
     errors.QueueFullError("full", 7),

@@ -318,6 +318,7 @@ class GenerationParams(RequestModel):
         most = self.most_tokens
         most = defaults.max_tokens if most is None else most
         asked = {**defaults.sampling, **given(self, Api.OPENAI)}
+        asked["stop"] = tuple(filter(None, asked.get("stop", ())))
         if asked.get("seed") == _NO_SEED:
             del asked["seed"]
         return SamplingParams(

@@ -29,9 +29,25 @@ PING = b": ping\n\n"
 """A comment, which readers drop. Proxies take silence for a server that hangs."""
 
 
+_LINE_ENDS = {
+    "\u0085".encode(): b"\\u0085",
+    "\u2028".encode(): b"\\u2028",
+    "\u2029".encode(): b"\\u2029",
+}
+"""Characters that some readers of lines take for ends of lines."""
+
+
+def one_line(body: Json) -> bytes:
+    """JSON that every reader takes for one line."""
+    line = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+    for end, escaped in _LINE_ENDS.items():
+        line = line.replace(end, escaped)
+    return line
+
+
 def data(body: Json) -> bytes:
     """An event without a name."""
-    return b"data: %b\n\n" % orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+    return b"data: %b\n\n" % one_line(body)
 
 
 def named(body: Json) -> bytes:

@@ -88,7 +88,7 @@ def from_url(url: str, name: str, field: str) -> bytes:
 def from_base64(text: str, name: str, field: str) -> bytes:
     """The file in base64. Raises InvalidRequestError that begins with its name."""
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError):
         raise _bad(name, "it is not base64", field) from None
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-import orjson
-
 from serve_app.errors import CorralError, ModelNotFoundError
 from serve_app.ingress.generation import chat
 from serve_app.ingress.generation.generation import Deltas
@@ -37,7 +35,7 @@ _NS = 1_000_000_000
 
 def line(body: Json) -> bytes:
     """A line of a stream."""
-    return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS) + b"\n"
+    return sse.one_line(body) + b"\n"
 
 
 def timestamp(seconds: float | None = None) -> str:

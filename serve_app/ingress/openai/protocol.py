@@ -19,7 +19,6 @@ from serve_app.ingress.generation.requests import (
     ChatRequest,
     GenerationParams,
     MaxTokens,
-    Text,
     TokenId,
 )
 from serve_app.ingress.openai.tools import CustomTool, plain_choice, with_custom_tools
@@ -33,8 +32,8 @@ _Batch = Field(min_length=1, max_length=MAX_CHOICES)
 class CompletionRequest(GenerationParams):
     """POST /v1/completions."""
 
-    prompt: Text | Tokens | Annotated[list[Text], _Batch] | Annotated[list[Tokens], _Batch]
-    """A text or a list of token ids, or several of either."""
+    prompt: str | Tokens | Annotated[list[str], _Batch] | Annotated[list[Tokens], _Batch]
+    """A text or a list of token ids, or several of either. An empty text is the model's BOS."""
     suffix: str | None = None
     """The text after the answer, for models with infill tokens."""
     echo: bool = False

@@ -171,6 +171,8 @@ class Answer:
     timings_per_token: bool = False
     obfuscates: bool = False
     """Whether pieces of a stream come with noise, so that their sizes do not show what they are."""
+    includes_usage: bool = False
+    """Whether a stream ends with the usage; then its other chunks have a null, as OpenAI's have."""
     created: int = field(default_factory=lambda: int(time.time()))
     _running: Running = field(default_factory=Running)
 
@@ -260,6 +262,8 @@ class Answer:
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._envelope(self._chunk_name, [choice])
+        if self.includes_usage:
+            chunk["usage"] = None
         return chunk | sse.obfuscation(_piece(choice)) if self.obfuscates else chunk
 
     def _envelope(self, object_name: str, choices: list[Json]) -> Json:
@@ -319,6 +323,8 @@ def usage_body(usage: Usage) -> Json:
 def events(answer: Answer, deltas: Deltas, *, include_usage: bool) -> AsyncIterator[bytes]:
     """The sequences as server-sent events. A failure on the way is the last event, in the shape of an
     error; only a complete answer ends with [DONE]."""
+
+    answer.includes_usage = include_usage
 
     def closing() -> list[bytes]:
         usage = [sse.data(answer.usage_chunk())] if include_usage else []

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fastapi import Request
+from starlette.datastructures import Headers
 
-from serve_app.errors import InvalidRequestError
+from serve_app.errors import ContentEncodingError, InvalidRequestError
 from serve_app.ingress.http import request_context, request_model
 from serve_app.ingress.workers.pool import Workers
 from serve_app.ingress.workers.worker import Models
@@ -64,7 +65,10 @@ class Bodies:
         """The request's body as it came, of JSON by its header like that of `read`. Raises
         InvalidRequestError."""
         pieces = [piece async for piece in request.stream() if piece]  # `body()` would copy all
-        is_json = any_type or _is_json(request.headers.get("content-type", ""))
+        is_json = any_type or _is_json(request.headers)
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise ContentEncodingError(f"Send the body as it is, and not as {encoding[:100]!r}.")
         if not is_json and (pieces or not optional):
             raise InvalidRequestError("Send JSON, with Content-Type: application/json.")
         return pieces
@@ -85,6 +89,13 @@ class Bodies:
             logger.info("Ignored unknown fields of a request: %s.", ", ".join(ignored)[:MOST_CHARS])
 
 
-def _is_json(content_type: str) -> bool:
-    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+_TYPES_OF_TOOLS = ("", "application/x-www-form-urlencoded")
+"""What tools such as `curl -d` say of JSON. Browsers let any page send it, so that their word counts."""
+
+
+def _is_json(headers: Headers) -> bool:
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type in _TYPES_OF_TOOLS:
+        return "origin" not in headers and "sec-fetch-site" not in headers
+    kind, _, subtype = content_type.partition("/")
     return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
