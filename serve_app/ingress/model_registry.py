@@ -248,7 +248,6 @@ def _names(model: ModelInfo) -> tuple[str, ...]:
     return (family(model), *model.aliases)
 
 
-_DEFAULT_TAG = ":latest"
 _DEFAULT_PLACES = ("registry.ollama.ai/", "library/")
 """The parts that Ollama reads before a name without them."""
 
@@ -256,18 +255,13 @@ _DEFAULT_PLACES = ("registry.ollama.ai/", "library/")
 def full_name(name: str) -> str:
     """A name with a tag, as Ollama's clients know it: `name` is `name:latest`. Source: ollama,
     types/model/name.go."""
-    has_tag = ":" in name.rpartition("/")[2]
-    return name if has_tag else name + _DEFAULT_TAG
+    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 
 def _named_like(models: Iterable[M], name: str) -> list[M]:
     """The models of that name in Ollama's eyes: in any case, and with or without the default parts."""
     wanted = _canonical(name)
-    return [
-        model
-        for model in models
-        if wanted in {_canonical(known) for known in (model.id, *_names(model))}
-    ]
+    return [model for model in models if wanted in map(_canonical, (model.id, *_names(model)))]
 
 
 def _canonical(name: str) -> str:

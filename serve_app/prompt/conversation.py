@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -103,3 +103,22 @@ def from_messages(messages: Iterable[Mapping[str, Any]]) -> list[Turn]:
         )
         for message in messages
     ]
+
+
+_TEXT_FIELDS = (
+    *("text", "refusal", "thinking", "summary", "code", "content", "stdout", "stderr"),
+    *("output", "outputs", "results", "logs"),
+)
+"""The fields in which items and blocks of all protocols carry texts for a model."""
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """The texts that a part, an item or a list of such carries."""
+    if isinstance(value, str):
+        yield from (value,) if value else ()
+    elif isinstance(value, list):
+        for inner in value:
+            yield from texts_in(inner)
+    elif isinstance(value, dict):
+        for name in _TEXT_FIELDS:
+            yield from texts_in(value.get(name))

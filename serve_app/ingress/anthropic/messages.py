@@ -21,8 +21,8 @@ from pydantic import (
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http import media
-from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind, texts_in
-from serve_app.prompt.conversation import Attachment, PastCall, Turn
+from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
+from serve_app.prompt.conversation import Attachment, PastCall, Turn, texts_in
 
 
 class Block(RequestModel):

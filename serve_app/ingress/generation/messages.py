@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     BaseModel,
@@ -210,7 +210,7 @@ class ChatMessage(RequestModel):
     def as_turn(self) -> Turn:
         """The message in the canonical form. A developer is what newer clients call the system, and a
         function is an older name of a tool."""
-        role = _ROLES[self.role]
+        role = _ROLES.get(self.role) or cast(Role, self.role)
         content = self.content or self.refusal or ""
         parts = [content] if isinstance(content, str) else map(_canonical, content)
         calls = [(call.id or "", call.function) for call in self.tool_calls or ()]
@@ -230,14 +230,7 @@ class ChatMessage(RequestModel):
         )
 
 
-_ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
+_ROLES: Mapping[str, Role] = {"developer": "system", "function": "tool"}
 
 
 def _canonical(part: TextPart | PicturePart | SoundPart | Foreign) -> str | Attachment:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, get_args
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from serve_app.errors import InvalidRequestError
+from serve_app.prompt.conversation import texts_in
 
 
 def name_what_is_taken(schema: dict[str, Any], model: type[Any]) -> None:
@@ -73,25 +74,6 @@ class RequestModel(BaseModel):
 
     def _means_something(self, name: str, value: object) -> bool:
         return name not in self.INERT and value not in self.NEUTRAL.get(name, ())
-
-
-_TEXT_FIELDS = (
-    *("text", "refusal", "thinking", "summary", "code", "content", "stdout", "stderr"),
-    *("output", "outputs", "results", "logs"),
-)
-"""The fields in which items and blocks of all protocols carry texts for a model."""
-
-
-def texts_in(value: object) -> Iterator[str]:
-    """The texts that a part, an item or a list of such carries."""
-    if isinstance(value, str):
-        yield from (value,) if value else ()
-    elif isinstance(value, list):
-        for inner in value:
-            yield from texts_in(inner)
-    elif isinstance(value, dict):
-        for name in _TEXT_FIELDS:
-            yield from texts_in(value.get(name))
 
 
 class Foreign(BaseModel):

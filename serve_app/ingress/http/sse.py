@@ -29,19 +29,11 @@ PING = b": ping\n\n"
 """A comment, which readers drop. Proxies take silence for a server that hangs."""
 
 
-_LINE_ENDS = {
-    "\u0085".encode(): b"\\u0085",
-    "\u2028".encode(): b"\\u2028",
-    "\u2029".encode(): b"\\u2029",
-}
-"""Characters that some readers of lines take for ends of lines."""
-
-
 def one_line(body: Json) -> bytes:
-    """JSON that every reader takes for one line."""
+    """JSON without the characters that some readers of lines take for ends of lines."""
     line = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
-    for end, escaped in _LINE_ENDS.items():
-        line = line.replace(end, escaped)
+    for end in "\u0085\u2028\u2029":
+        line = line.replace(end.encode(), b"\\u%04x" % ord(end))
     return line
 
 

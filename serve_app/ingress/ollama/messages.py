@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from serve_app.ingress.http.request_model import RequestModel, texts_in
-from serve_app.prompt.conversation import Attachment, PastCall, Turn
+from serve_app.ingress.http.request_model import RequestModel
+from serve_app.prompt.conversation import Attachment, PastCall, Turn, texts_in
 
 
 def parts(text: str, images: Sequence[str] | None) -> tuple[str | Attachment, ...]:

@@ -24,10 +24,10 @@ from pydantic import (
 
 from serve_app.ingress.generation import messages
 from serve_app.ingress.http import media
-from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind, texts_in
+from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
 from serve_app.ingress.openai.tools import CUSTOM_INPUT
 from serve_app.ingress.responses.tools import CallForm
-from serve_app.prompt.conversation import Attachment, PastCall, Turn
+from serve_app.prompt.conversation import Attachment, PastCall, Turn, texts_in
 
 Json = dict[str, Any]
 
