@@ -63,18 +63,18 @@ class AdapterControl:
     async def look(self) -> None:
         """Serve what is loaded now. Raises nothing: Ray's head may be away for a moment."""
         try:
-            found = {
-                name: await asyncio.to_thread(self._all_loaded.read, one.id)
-                for name, one in self._resolved.items()
+            loaded = {
+                name: await asyncio.to_thread(self._all_loaded.read, model.id)
+                for name, model in self._resolved.items()
             }
         except Exception as error:
             logger.warning("The list of loaded adapters could not be read: %r.", error)
             return
-        if found == self._known or not (self._known or any(found.values())):
+        if loaded == self._known or not (self._known or any(loaded.values())):
             return
-        self._known = found
+        self._known = loaded
         self._workers.adapters = adapters = {
-            name: numbered(self._resolved[name], found[name]) for name in found
+            name: numbered(self._resolved[name], loaded[name]) for name in loaded
         }
         for name, those in adapters.items():
             self._models[name] = dataclasses.replace(self._models[name], adapters=those)
@@ -91,11 +91,11 @@ class AdapterControl:
             )
         config = await asyncio.to_thread(_pinned, config, resolved)
         answers = await broadcast.ask_all(handle, "load_adapter", config, timeout_s=_LOAD_S)
-        versions = {one for one in answers if isinstance(one, str)}
+        versions = {answer for answer in answers if isinstance(answer, str)}
         try:
-            for one in answers:
-                if isinstance(one, CorralError):
-                    raise _refusal(one)
+            for answer in answers:
+                if isinstance(answer, CorralError):
+                    raise _refusal(answer)
             if not versions:
                 raise EngineUnavailableError("No engine of this model answers.")
             if len(versions) > 1:
@@ -129,7 +129,7 @@ class AdapterControl:
         await broadcast.ask_all(handle, "unload_adapter", *told, timeout_s=_TELL_S)
 
     async def _tell(self) -> None:
-        """This ingress replica, and the others."""
+        """Have this ingress replica and the others look at the change."""
         await self.look()
         await self._others.tell()
 
@@ -138,14 +138,18 @@ def numbered(
     resolved: ResolvedModel, loaded: tuple[LoadedAdapter, ...] = ()
 ) -> dict[int, AdapterUse]:
     """A model's adapters by their numbers: those of the configuration are the first ones."""
-    found = dict(enumerate(resolved.adapter_uses))
-    names = {one.id for one in found.values()}
-    later = {one.number + len(found): one.use for one in loaded if one.config.id not in names}
-    return found | later
+    configured = dict(enumerate(resolved.adapter_uses))
+    names = {adapter.id for adapter in configured.values()}
+    later = {
+        adapter.number + len(configured): adapter.use
+        for adapter in loaded
+        if adapter.config.id not in names
+    }
+    return configured | later
 
 
 def _pinned(config: AdapterConfig, resolved: ResolvedModel) -> AdapterConfig:
-    """The same bytes for every node. Raises InvalidRequestError."""
+    """The adapter with a source that has the same bytes on every node. Raises InvalidRequestError."""
     try:
         source = store.pinned(config.source, resolved.downloads)
     except ConfigError as error:

@@ -219,10 +219,10 @@ def family(model: ModelInfo) -> str:
 
 def families(models: Mapping[str, M]) -> dict[str, list[M]]:
     """The versions of each model, by the name of all; models without versions are alone."""
-    found: dict[str, list[M]] = {}
+    by_name: dict[str, list[M]] = {}
     for model in models.values():
-        found.setdefault(family(model), []).append(model)
-    return found
+        by_name.setdefault(family(model), []).append(model)
+    return by_name
 
 
 def find(models: Mapping[str, M], name: str | None, beginning: str | None = None) -> M:

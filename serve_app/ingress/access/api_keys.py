@@ -54,23 +54,23 @@ class KeyAccounts:
         self._load()
 
     def named(self, name: str) -> Account | None:
-        """Of the key with that name, if there is one."""
+        """The account of the key with that name, if there is one."""
         self._follow()
         return self._accounts.get(name)
 
     def find(self, secret: str | None) -> Account:
-        """Whose key this is. Raises AuthenticationError. How long that takes does not depend on how much
-        of a key is right."""
+        """The account of this key. Raises AuthenticationError. The time that this takes does not tell
+        how much of a key is right."""
         self._follow()
         if secret is None:
             raise AuthenticationError(
                 "No API key was sent. Send the header 'Authorization: Bearer KEY'."
             )
         digest = _digest(secret)
-        found = [account for own, account in self._digests if hmac.compare_digest(own, digest)]
-        if not found:
+        account = [account for own, account in self._digests if hmac.compare_digest(own, digest)]
+        if not account:
             raise AuthenticationError("The API key is not valid here.")
-        return found[0]
+        return account[0]
 
     def _follow(self) -> None:
         stamp = self._read_stamp()
@@ -86,10 +86,10 @@ class KeyAccounts:
 
     def _read_stamp(self) -> tuple[int, int, int] | None:
         try:
-            found = os.stat(self._path)  # noqa: PTH116
+            status = os.stat(self._path)  # noqa: PTH116
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _load(self) -> None:
         keys = read(self._path)

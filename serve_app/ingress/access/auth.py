@@ -62,7 +62,7 @@ class Access:
     """The access rules."""
 
     api_key_file: Path | None = None
-    """See `serve_app.ingress.access.api_keys`; without one, nobody needs a key."""
+    """The file with API keys. Without a file, nobody needs a key."""
     allow_anonymous: bool = False
     """Whether that holds for other machines, too."""
     ui: bool | Literal["auto"] = "auto"
@@ -70,23 +70,23 @@ class Access:
     cors_origins: tuple[str, ...] = ()
     """Web sites whose pages may ask, as `https://host`; `*` is all."""
     allowed_hosts: tuple[str, ...] = ()
-    """See NetworkPolicy."""
+    """The networks and web sites that may ask."""
     anonymous_admin: bool = False
     """Whether, with `allow_anonymous`, everybody may do what operators do."""
     strict: bool = False
     """Whether requests with fields that Corral does not have are refused."""
     bodies: BodyLimits = field(default_factory=BodyLimits)
     max_requests: int = 1000
-    """See OpenRequests."""
+    """The most open requests of this ingress replica."""
     disabled_routes: tuple[str, ...] = ()
     """Paths that nobody is answered at, nor below."""
     verbose: bool = False
     """Whether answers to chats tell what the model was asked."""
     picture_hosts: tuple[str, ...] = ()
-    """See Fetcher; with none, nothing is fetched."""
+    """The hosts that pictures are fetched from. Without any, nothing is fetched."""
 
     def accounts(self) -> KeyAccounts | None:
-        """Those who have keys. Raises ConfigError for a key file that cannot be used."""
+        """The accounts of the key file, if there is one. Raises ConfigError if it cannot be used."""
         return None if self.api_key_file is None else KeyAccounts(self.api_key_file)
 
     @property
@@ -197,7 +197,7 @@ class AccessMiddleware:
         receive: Receive,
         endpoint: object,
     ) -> list[bytes] | None:
-        """Its pieces: none for routes that take none, or are none; None if the client has left."""
+        """The pieces of the body: none where no route takes one; None if the client has left."""
         if scope["method"] != "POST" or endpoint is None or is_unread(endpoint):
             return []
         return await self._bodies.read(caller.holder, headers, receive)

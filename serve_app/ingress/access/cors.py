@@ -1,4 +1,4 @@
-"""Which web sites' pages browsers let read answers.
+"""The web sites whose pages may read answers, as browsers heed it.
 
 Source: WHATWG, "Fetch", CORS protocol.
 """
@@ -34,11 +34,11 @@ class Cors(CORSMiddleware):
     browsers ask for is named, as their `*` is not for `Authorization`, nor for requests with cookies."""
 
     def is_allowed_origin(self, origin: str) -> bool:
-        """See CORSMiddleware."""
+        """Whether this web site's pages may read answers."""
         return super().is_allowed_origin(origin) or is_allowed(origin, tuple(self.allow_origins))
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """See CORSMiddleware."""
+        """The answer to a preflight, for other sites also, without leave."""
         if self.is_allowed_origin(request_headers["origin"]):
             answer = super().preflight_response(request_headers)
             if "sec-fetch-mode" not in request_headers:

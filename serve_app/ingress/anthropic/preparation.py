@@ -22,16 +22,18 @@ class Messages:
 
 def messages(models: Models, body: bytes) -> Messages:
     """POST /v1/messages. Raises CorralError."""
-    asked = parsed(MessagesRequest, body)
-    chat = asked.as_chat()
-    model = find(models, asked.model, beginnings.of_chat(chat.conversation))
-    shown = asked.thinking is not None and asked.thinks and asked.thinking.display != "omitted"
+    request = parsed(MessagesRequest, body)
+    chat = request.as_chat()
+    model = find(models, request.model, beginnings.of_chat(chat.conversation))
+    shown = (
+        request.thinking is not None and request.thinks and request.thinking.display != "omitted"
+    )
     return Messages(preparation.chat(model, chat, 1, "messages"), shown)
 
 
 def count_tokens(models: Models, body: bytes) -> PromptLength:
     """POST /v1/messages/count_tokens. Raises CorralError."""
-    asked = parsed(CountTokensRequest, body)
-    chat = asked.as_chat()
-    model = find(models, asked.model, beginnings.of_chat(chat.conversation))
+    request = parsed(CountTokensRequest, body)
+    chat = request.as_chat()
+    model = find(models, request.model, beginnings.of_chat(chat.conversation))
     return preparation.length(model, chat, "messages")

@@ -29,17 +29,17 @@ async def messages(
     models: ModelsArgument, message: Annotated[Messages, prepared(preparation.messages)]
 ) -> Response:
     """Answer a chat, Anthropic's way; `stream` sends server-sent events."""
-    wanted = message.chat.generation
-    model = find(models, wanted.model)
+    plan = message.chat.generation
+    model = find(models, plan.model)
     answer_id = f"msg_{uuid.uuid4().hex}"
-    started = generation.requests(answer_id, wanted)
+    started = generation.requests(answer_id, plan)
     parser = chat.parser(model, message.chat)
     n_prompt = len(message.chat.prompt)
     answer = MessageAnswer(answer_id, model.id, n_prompt, parser, message.shows_reasoning)
     deltas = await generation.start(model, started)
-    if wanted.stream:
+    if plan.stream:
         events = serving.events(answer, deltas)
-        return sse.EventStream(events, wanted.sse_ping_interval, serving.PING)
+        return sse.EventStream(events, plan.sse_ping_interval, serving.PING)
     return JSONResponse(await serving.collect(answer, deltas))
 
 

@@ -38,11 +38,11 @@ class MessageAnswer:
     """Finds the reasoning in the text, and the tool calls where there are tools."""
     shows_reasoning: bool
     _blocks: list[Json] = field(default_factory=list)
-    """Those that are complete."""
+    """The blocks that are complete."""
     _open: Literal["text", "thinking", "tool_use"] | None = None
     """The kind of the open block."""
     _pieces: list[str] = field(default_factory=list)
-    """Its pieces so far."""
+    """The open block's pieces so far."""
     _called: Json = field(default_factory=dict)
     """A call's block, but for its input."""
 
@@ -153,10 +153,10 @@ class MessageAnswer:
 def _input(arguments: str) -> Json:
     """A call's arguments; none of those that were cut short."""
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _block(kind: Literal["text", "thinking"], text: str) -> Json:
@@ -201,12 +201,12 @@ def usage_body(usage: Usage) -> Json:
 
 async def collect(answer: MessageAnswer, deltas: Deltas) -> Json:
     """Read the sequence to its end."""
-    found: SequenceEnd | None = None
+    end: SequenceEnd | None = None
     async for _, delta in deltas:
         answer.events(delta)
-        found = delta.end
-    assert found is not None
-    return answer.whole(found)
+        end = delta.end
+    assert end is not None
+    return answer.whole(end)
 
 
 def events(answer: MessageAnswer, deltas: Deltas) -> AsyncIterator[bytes]:

@@ -51,41 +51,41 @@ class TextsToEmbed:
 
 def embeddings(models: Models, body: bytes) -> TextsToEmbed:
     """POST /v1/embeddings. Raises CorralError."""
-    asked = parsed(EmbeddingsRequest, body)
-    model = find(models, asked.model)
+    request = parsed(EmbeddingsRequest, body)
+    model = find(models, request.model)
     check_makes_embeddings(model)
     n_embd = model.tokenizer.n_embd
-    if asked.dimensions is not None and asked.dimensions > n_embd:
+    if request.dimensions is not None and request.dimensions > n_embd:
         message = f"dimensions: this model's embeddings have {n_embd}."
         raise InvalidRequestError(message, "dimensions")
-    texts = checked(model, [_tokens(model, text) for text in asked.texts], "input")
+    texts = checked(model, [_tokens(model, text) for text in request.texts], "input")
     return TextsToEmbed(
-        model.id, texts, asked.dimensions, asked.encoding_format or "float", asked.user
+        model.id, texts, request.dimensions, request.encoding_format or "float", request.user
     )
 
 
 def llama_embedding(models: Models, body: bytes) -> tuple[str, Texts, int]:
     """POST /embedding: the model's id, the texts and the kind of norm. Raises CorralError."""
-    asked = parsed(LlamaEmbeddingRequest, body)
-    model = find(models, asked.model)
+    request = parsed(LlamaEmbeddingRequest, body)
+    model = find(models, request.model)
     check_does_not_rank(model)
-    texts = [mixed_tokens(model, text, "content") for text in asked.texts]
-    return model.id, checked(model, texts, "content"), asked.embd_normalize
+    texts = [mixed_tokens(model, text, "content") for text in request.texts]
+    return model.id, checked(model, texts, "content"), request.embd_normalize
 
 
 def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None, bool]:
     """POST /v1/rerank: the model's id, its texts, how many are wanted, and whether as a list. Raises
     CorralError."""
-    asked = parsed(RerankRequest, body)
-    model = find(models, asked.model)
+    request = parsed(RerankRequest, body)
+    model = find(models, request.model)
     if not model.tokenizer.reranks:
         raise NotSupportedError(
             f"The model {model.id!r} cannot rank. Its file does not name the pooling type 'rank', "
             "as files of reranking models do. If it is one, set `engine.embedding_pooling: rank`.",
             "model",
         )
-    texts = [model.tokenizer.encode_pair(asked.query, text) for text in asked.documents]
-    return model.id, checked(model, texts, "documents"), asked.top_n, asked.is_tei
+    texts = [model.tokenizer.encode_pair(request.query, text) for text in request.documents]
+    return model.id, checked(model, texts, "documents"), request.top_n, request.is_tei
 
 
 def _tokens(model: ModelInfo, text: str | list[int | str]) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ class ComputedVectors:
     n_tokens: int
     as_base64: bool = False
     norm: int = 2
-    """See `normalized`."""
+    """The kind of norm: see `normalized`."""
     lengths: tuple[int, ...] | None = None
     """The vectors of each text, as they are; None if each text has one, which is normalised."""
     total_ns: int = 0

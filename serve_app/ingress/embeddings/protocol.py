@@ -40,7 +40,7 @@ class EmbeddingsRequest(RequestModel):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     """Only the first so many numbers, of length 1 again: for models that are made for it."""
     user: str | None = None
-    """Whose texts these are, where there are no API keys: the engine is shared fairly among clients."""
+    """The user whose texts these are, without API keys: the engine is shared fairly among clients."""
 
     @field_validator("input", mode="wrap")
     @classmethod

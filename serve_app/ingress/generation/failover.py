@@ -51,7 +51,7 @@ async def unbroken(
                         if life.is_first_acceptance():
                             yield item
                         continue
-                    life.took(item)
+                    life.delivered(item)
                     yield item
                     if item.end is not None:
                         return
@@ -102,8 +102,8 @@ class _Life:
         was, self._is_accepted = self._is_accepted, True
         return not was
 
-    def took(self, delta: TokenDelta) -> None:
-        """It was delivered."""
+    def delivered(self, delta: TokenDelta) -> None:
+        """Note that a delta was delivered."""
         self._tokens += delta.token_ids
         if delta.token_ids:
             self._n_fruitless, self._progressed = 0, time.monotonic()

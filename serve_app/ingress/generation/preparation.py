@@ -164,11 +164,11 @@ class PromptLength(msgspec.Struct, frozen=True, tag=True):
     """How long a prompt is."""
 
     model: str
-    """Its id."""
+    """The model's id."""
     n_tokens: int
-    """Of its words."""
+    """The tokens of its words."""
     sizes: tuple[Size, ...]
-    """Of its pictures and sounds: only an engine knows how many tokens these are."""
+    """The sizes of its pictures and sounds, whose tokens only an engine can count."""
 
 
 def sampling(model: ModelInfo, params: GenerationParams) -> SamplingParams:

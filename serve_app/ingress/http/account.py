@@ -20,7 +20,7 @@ class ApiKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: Annotated[str, Field(min_length=1)]
-    """Whose key it is. Slots are shared fairly among names."""
+    """The name of the key's owner. Slots are shared fairly among names."""
     key: Annotated[str, Field(min_length=16, repr=False)]
     """The secret, of 16 characters at least."""
     max_concurrent_requests: PositiveInt | None = None

@@ -80,7 +80,7 @@ class Caller:
 
     @contextmanager
     def handed_over(self) -> Iterator[None]:
-        """Its work counts as running until the block ends, not until the HTTP request does."""
+        """Within this, the caller's work counts as running until the block ends, not the HTTP request."""
         n, self._n_running = self._n_running, 0
         try:
             yield
@@ -117,7 +117,7 @@ class Caller:
             self.account.charge(n_tokens)
 
     def computed(self) -> None:
-        """Its prompts were used: they stay charged, whatever becomes of the answer."""
+        """Note that the prompts were used: they stay charged, whatever becomes of the answer."""
         self._n_reserved = 0
 
     def answered(self, status: int) -> None:

@@ -51,7 +51,7 @@ class RequestModel(BaseModel):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that ask for what happens anyway at these values."""
     REFUSED: ClassVar[frozenset[str]] = frozenset()
-    """Those of them that are refused at other values."""
+    """Fields of NEUTRAL that are refused at other values."""
     INERT: ClassVar[frozenset[str]] = frozenset()
     """Fields that ask for nothing that the answer would show, whatever they are."""
 
@@ -124,10 +124,10 @@ _ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
 @contextmanager
 def ignored_fields() -> Iterator[list[str]]:
     """The fields, as `messages.weight`, that `ignore` has removed within this block. Each once."""
-    found: list[str] = []
-    token = _ignored.set(found)
+    names: list[str] = []
+    token = _ignored.set(names)
     try:
-        yield found
+        yield names
     finally:
         _ignored.reset(token)
 

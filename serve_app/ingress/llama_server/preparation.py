@@ -52,27 +52,29 @@ class LlamaCompletion:
     grammar: str
     """As the request has it."""
     triggers: tuple[dict[str, Any], ...] = ()
-    """The same."""
+    """The triggers of the grammar, as the request has them."""
 
 
 def completion(models: Models, body: bytes) -> LlamaCompletion:
     """POST /completion. Raises CorralError."""
-    asked = parsed(LlamaCompletionRequest, body)
-    model = find(models, asked.model, beginnings.of_text(asked.prompts[0]))
-    if isinstance(asked.prompt, MediaPrompt):
-        prompt, found = _with_media(model, asked.prompt)
-        return _completion(model, asked, [prompt], is_batch=asked.is_batch, found=found)
-    prompts = [mixed_tokens(model, prompt, "prompt") for prompt in asked.prompts]
-    return _completion(model, asked, prompts, is_batch=asked.is_batch)
+    request = parsed(LlamaCompletionRequest, body)
+    model = find(models, request.model, beginnings.of_text(request.prompts[0]))
+    if isinstance(request.prompt, MediaPrompt):
+        prompt, found = _with_media(model, request.prompt)
+        return _completion(model, request, [prompt], is_batch=request.is_batch, found=found)
+    prompts = [mixed_tokens(model, prompt, "prompt") for prompt in request.prompts]
+    return _completion(model, request, prompts, is_batch=request.is_batch)
 
 
-def _with_media(model: ModelInfo, asked: MediaPrompt) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
+def _with_media(
+    model: ModelInfo, request: MediaPrompt
+) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
     check_medium(model, model.hears, "prompt")
-    texts = asked.prompt_string.split(MEDIA_MARKER)
-    if len(texts) - 1 != len(asked.multimodal_data):
+    texts = request.prompt_string.split(MEDIA_MARKER)
+    if len(texts) - 1 != len(request.multimodal_data):
         raise InvalidRequestError(
             f"The prompt has {len(texts) - 1} markers {MEDIA_MARKER} for "
-            f"{len(asked.multimodal_data)} pictures and sounds.",
+            f"{len(request.multimodal_data)} pictures and sounds.",
             "prompt",
         )
     encode = model.tokenizer.tokenize
@@ -80,45 +82,47 @@ def _with_media(model: ModelInfo, asked: MediaPrompt) -> tuple[tuple[int, ...], 
     for i, text in enumerate(texts):
         tokens += [-i] if i else []
         tokens += tokenize_checked(model, "prompt", len(text), encode, text, i == 0, True)
-    urls = [f"data:;base64,{data}" for data in asked.multimodal_data]
+    urls = [f"data:;base64,{data}" for data in request.multimodal_data]
     return with_media(model, tuple(tokens), urls, "prompt")
 
 
 def infill(models: Models, body: bytes) -> LlamaCompletion:
     """POST /infill. Raises CorralError."""
-    asked = parsed(InfillRequest, body)
-    model = find(models, asked.model, beginnings.of_text(asked.input_prefix))
-    return _completion(model, asked, [_infill_prompt(model, asked)], is_batch=False)
+    request = parsed(InfillRequest, body)
+    model = find(models, request.model, beginnings.of_text(request.input_prefix))
+    return _completion(model, request, [_infill_prompt(model, request)], is_batch=False)
 
 
 def _completion(
     model: ModelInfo,
-    asked: LlamaParams,
+    request: LlamaParams,
     prompts: list[tuple[int, ...]],
     *,
     is_batch: bool,
     found: tuple[Medium, ...] = (),
 ) -> LlamaCompletion:
-    sampling, n = _with_triggers(model, asked), asked.n_answers
-    fields = asked.response_fields
+    sampling, n = _with_triggers(model, request), request.n_answers
+    fields = request.response_fields
     return LlamaCompletion(
-        preparation.generation(model, asked, prompts, n, sampling, "prompt", found),
+        preparation.generation(model, request, prompts, n, sampling, "prompt", found),
         tuple(model.tokenizer.decode(prompt, special=True) for prompt in prompts),
         is_batch,
-        asked.return_tokens,
+        request.return_tokens,
         None if fields is None else tuple(fields),
-        asked.grammar or "",
-        tuple(trigger.model_dump(exclude_none=True) for trigger in asked.grammar_triggers),
+        request.grammar or "",
+        tuple(trigger.model_dump(exclude_none=True) for trigger in request.grammar_triggers),
     )
 
 
-def _with_triggers(model: ModelInfo, asked: LlamaParams) -> SamplingParams:
+def _with_triggers(model: ModelInfo, request: LlamaParams) -> SamplingParams:
     """The engine's parameters. A word that is a token of its own is that token, as at llama-server."""
-    found = preparation.sampling(model, asked)
+    found = preparation.sampling(model, request)
     encode = model.tokenizer.tokenize
-    preserved = [encode(text, False, True) for text in asked.preserved_tokens]
-    if asked.grammar_lazy and found.grammar is not None:
-        told = [(trigger, encode(trigger.value, False, True)) for trigger in asked.grammar_triggers]
+    preserved = [encode(text, False, True) for text in request.preserved_tokens]
+    if request.grammar_lazy and found.grammar is not None:
+        told = [
+            (trigger, encode(trigger.value, False, True)) for trigger in request.grammar_triggers
+        ]
         words = {tokens[0] for trigger, tokens in told if trigger.is_word and len(tokens) == 1}
         given = {trigger.token for trigger, _ in told if trigger.token is not None}
         refuse_unknown_tokens(model, "grammar_triggers", sorted(given))
@@ -146,13 +150,13 @@ def mixed_tokens(model: ModelInfo, prompt: str | list[int | str], field: str) ->
     return tuple(tokens)
 
 
-def _infill_prompt(model: ModelInfo, asked: InfillRequest) -> tuple[int, ...]:
+def _infill_prompt(model: ModelInfo, request: InfillRequest) -> tuple[int, ...]:
     """Other files come before the texts; of those, the beginning is left out, if it would leave less than a
     quarter of the context for the answer."""
-    texts = asked.input_prefix, asked.input_suffix, asked.prompt
+    texts = request.input_prefix, request.input_suffix, request.prompt
     encode, encode_files = model.tokenizer.encode_infill, model.tokenizer.encode_infill_files
     prompt = tokenize_checked(model, "prompt", sum(map(len, texts)), encode, *texts)
-    files = [(file.filename, file.text) for file in asked.input_extra or ()]
+    files = [(file.filename, file.text) for file in request.input_extra or ()]
     n_chars = sum(len(name) + len(text) for name, text in files)
     extra = tokenize_checked(model, "input_extra", n_chars, encode_files, files)
     room = max(0, model.n_ctx_slot * 3 // 4 - len(prompt))
@@ -161,11 +165,11 @@ def _infill_prompt(model: ModelInfo, asked: InfillRequest) -> tuple[int, ...]:
 
 def tokenize(models: Models, body: bytes) -> bytes:
     """POST /tokenize: the answer, as JSON. Raises CorralError."""
-    asked = parsed(TokenizeRequest, body)
-    tokenizer = find(models, asked.model).tokenizer
-    refuse_huge("content", len(asked.content))
-    tokens = tokenizer.tokenize(asked.content, asked.add_special, asked.parse_special)
-    if not asked.with_pieces:
+    request = parsed(TokenizeRequest, body)
+    tokenizer = find(models, request.model).tokenizer
+    refuse_huge("content", len(request.content))
+    tokens = tokenizer.tokenize(request.content, request.add_special, request.parse_special)
+    if not request.with_pieces:
         return _json({"tokens": tokens})
     pieces = [(token, tokenizer.piece(token, special=True)) for token in tokens]
     return _json({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]})
@@ -180,16 +184,16 @@ def _piece(piece: bytes) -> str | list[int]:
 
 def detokenize(models: Models, body: bytes) -> bytes:
     """POST /detokenize: the answer, as JSON. Raises CorralError."""
-    asked = parsed(DetokenizeRequest, body)
-    model = find(models, asked.model)
-    refuse_unknown_tokens(model, "tokens", asked.tokens)
-    return _json({"content": model.tokenizer.decode(asked.tokens, special=True)})
+    request = parsed(DetokenizeRequest, body)
+    model = find(models, request.model)
+    refuse_unknown_tokens(model, "tokens", request.tokens)
+    return _json({"content": model.tokenizer.decode(request.tokens, special=True)})
 
 
 def apply_template(models: Models, body: bytes) -> bytes:
     """POST /apply-template: the answer, as JSON. Raises CorralError."""
-    asked = parsed(ChatCompletionRequest, body)
-    return _json({"prompt": preparation.chat_text(find(models, asked.model), asked)})
+    request = parsed(ChatCompletionRequest, body)
+    return _json({"prompt": preparation.chat_text(find(models, request.model), request)})
 
 
 def _json(answer: dict[str, Any]) -> bytes:
@@ -199,8 +203,8 @@ def _json(answer: dict[str, Any]) -> bytes:
 
 def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
     """POST /slots/{id_slot}: the model's id and the file's name. Raises CorralError."""
-    asked = parsed(SlotRequest, body) if body else SlotRequest()
-    return find(models, asked.model).id, asked.filename
+    request = parsed(SlotRequest, body) if body else SlotRequest()
+    return find(models, request.model).id, request.filename
 
 
 def named_model(models: Models, body: bytes) -> str:

@@ -78,7 +78,7 @@ class GrammarTrigger(BaseModel):
     """0: a token, 1: a text, 2: a regular expression, 3: one that all of the text matches."""
     value: Annotated[str, Field(min_length=1, max_length=MAX_TRIGGER_CHARS)]
     token: TokenId | None = None
-    """Of a token, its id."""
+    """The id of a trigger that is a token."""
 
     @model_validator(mode="after")
     def _check(self) -> GrammarTrigger:
@@ -257,7 +257,7 @@ class AdapterChange(RequestModel):
     """POST /lora-adapters that loads an adapter or unloads one."""
 
     model: str | None = None
-    """Whose; the first model's if it is left out."""
+    """The model's name; the first model's if it is left out."""
     load: AdapterConfig | None = None
     """An adapter as in the configuration."""
     unload: str | None = None

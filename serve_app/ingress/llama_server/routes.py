@@ -57,13 +57,13 @@ async def infill(
 
 
 async def _respond(models: Mapping[str, ServedModel], body: LlamaCompletion) -> Response:
-    wanted = body.generation
-    model = find(models, wanted.model)
-    started = generation.requests(f"cmpl-{uuid.uuid4().hex}", wanted)
+    plan = body.generation
+    model = find(models, plan.model)
+    started = generation.requests(f"cmpl-{uuid.uuid4().hex}", plan)
     choices = [
         LlamaAnswer(
             index=i,
-            prompt=body.prompt_texts[i // wanted.n],
+            prompt=body.prompt_texts[i // plan.n],
             n_prompt=len(request.prompt),
             n_ctx_slot=model.n_ctx_slot,
             asked=body,
@@ -74,8 +74,8 @@ async def _respond(models: Mapping[str, ServedModel], body: LlamaCompletion) -> 
         for i, request in enumerate(started)
     ]
     deltas = await generation.start(model, started)
-    if wanted.stream:
-        return sse.EventStream(serving.events(choices, deltas), wanted.sse_ping_interval)
+    if plan.stream:
+        return sse.EventStream(serving.events(choices, deltas), plan.sse_ping_interval)
     answers = await serving.collect(choices, deltas)
     return JSONResponse(answers if body.is_batch else answers[0])
 

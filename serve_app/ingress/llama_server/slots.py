@@ -75,11 +75,11 @@ async def act_on_slot(
 async def lora_adapters(models: ModelsArgument, model: str | None = None) -> list[dict[str, Any]]:
     """A model's LoRA adapters, each with its name as `path`, and the scale that requests have which say
     nothing: 0, unless `model` names one."""
-    found = find(models, model)
-    scales = {one.id: one.scale for one in found.used}
+    served = find(models, model)
+    scales = {adapter.id: adapter.scale for adapter in served.used}
     return [
-        {"id": i, "path": one.id, "scale": scales.get(one.id, 0.0)}
-        for i, one in found.adapters.items()
+        {"id": i, "path": adapter.id, "scale": scales.get(adapter.id, 0.0)}
+        for i, adapter in served.adapters.items()
     ]
 
 

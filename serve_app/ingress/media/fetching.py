@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import httpx2
 
 MAX_FILE_BYTES, MAX_BYTES = 16 * 2**20, 32 * 2**20
-"""Of one picture, and of a request's together, as they are fetched."""
+"""The most bytes of one file, and of a request's files together."""
 MAX_S = 10.0
 """Seconds for all of a request's pictures."""
 MAX_REDIRECTS = 3
@@ -82,25 +82,25 @@ class Fetcher:
         self._places = FairSemaphore(N_AT_ONCE, most_each=N_EACH)
         self._client: httpx2.AsyncClient | None = None
 
-    async def fetch(self, client: str, wanted: PicturesWantedError) -> dict[str, bytes]:
+    async def fetch(self, client: str, missing: PicturesWantedError) -> dict[str, bytes]:
         """The files at the URLs, for this client. Raises InvalidRequestError that begins with the name of
         the picture that cannot be had."""
-        found: dict[str, bytes] = {}
-        one = wanted.pictures[0]
+        files: dict[str, bytes] = {}
+        url, name = missing.pictures[0]
         try:
-            for one in wanted.pictures:  # at once, without a name server
-                self._checked(one[0])
+            for url, name in missing.pictures:  # noqa: B007  # the messages name it
+                self._checked(url)  # at once, without a name server
             async with self._places.entered(client), asyncio.timeout(self._max_s):
-                for one in wanted.pictures:
-                    if one[0] not in found:
-                        room = MAX_BYTES - sum(map(len, found.values()))
-                        found[one[0]] = await self._file(one[0], min(room, MAX_FILE_BYTES))
+                for url, name in missing.pictures:  # noqa: B007
+                    if url not in files:
+                        room = MAX_BYTES - sum(map(len, files.values()))
+                        files[url] = await self._file(url, min(room, MAX_FILE_BYTES))
         except _FetchError as failure:
-            raise InvalidRequestError(f"{one[1]}: {failure}.", wanted.param) from None
+            raise InvalidRequestError(f"{name}: {failure}.", missing.param) from None
         except TimeoutError:
-            message = f"{one[1]}: it was not there within {self._max_s:g} s."
-            raise InvalidRequestError(message, wanted.param) from None
-        return found
+            message = f"{name}: it was not there within {self._max_s:g} s."
+            raise InvalidRequestError(message, missing.param) from None
+        return files
 
     def _checked(self, text: str) -> httpx2.URL:
         """Raises _FetchError for what is no URL of an allowed host."""
@@ -182,12 +182,12 @@ class FetchingWorkers:
         self._workers, self._fetcher = workers, fetcher
 
     async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
-        """See Workers. A body with URLs is read again when their files are there."""
+        """The result of `work`: see Workers. A body with URLs is read again when their files are there."""
         try:
             return await self._workers.run(client, work, *pieces)
         except PicturesWantedError as error:
-            wanted = error
-        files = await self._fetcher.fetch(client, wanted)
+            missing = error
+        files = await self._fetcher.fetch(client, missing)
         sizes = tuple((url, len(data)) for url, data in files.items())
         return await self._workers.run(client, WithFiles(work, sizes), *pieces, *files.values())
 
@@ -226,8 +226,8 @@ class _Resolver:
         self._threads = ThreadPoolExecutor(4, "corral-names")
 
     async def resolve(self, host: str, port: int) -> list[str]:
-        """See Resolve."""
-        found: list[Any] = await asyncio.get_running_loop().run_in_executor(
+        """The addresses of a host: see Resolve."""
+        infos: list[Any] = await asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )
-        return [str(address[0]).partition("%")[0] for *_, address in found]
+        return [str(address[0]).partition("%")[0] for *_, address in infos]

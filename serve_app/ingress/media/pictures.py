@@ -18,20 +18,20 @@ from serve_app.ingress.workers.worker import Models, Work, grant_memory, more_me
 from serve_app.types import Picture
 
 MAX_PIXELS = 2**24
-"""Of one picture."""
+"""The most pixels of one picture."""
 MAX_SIDE = 2048
 """Larger pictures are shrunk: no projector sees more."""
 MAX_BYTES = 64 * 2**20
-"""Of a request's pictures together, decoded and shrunk."""
+"""The most bytes of a request's pictures together, decoded and shrunk."""
 MAX_PICTURES = 16
-"""In one request."""
+"""The most pictures and sounds of one request."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 _BYTES_PER_PIXEL = 12
 """The bytes per pixel that decoding, turning and converting may take at once."""
 _SPARE_BYTES = 2**24
 _COPIES = 4
-"""Of what was decoded, until the ingress has it: itself, and packed, which grows and is copied."""
+"""The copies of a decoded picture on its way to the ingress: itself, and packed, which grows."""
 _NO_FILES: Mapping[str, memoryview] = {}
 _files: ContextVar[Mapping[str, memoryview]] = ContextVar("files", default=_NO_FILES)
 """The files that were fetched for the present body, by URL."""
@@ -55,7 +55,7 @@ class WithFiles:
         self.__module__, self.__qualname__ = work.__module__, work.__qualname__
 
     def __call__(self, models: Models, body: bytes) -> Any:
-        """See Work."""
+        """The result of the work, which finds its files."""
         files: dict[str, memoryview] = {}
         end = len(body)
         for url, n_bytes in reversed(self._sizes):

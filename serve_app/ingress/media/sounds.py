@@ -16,7 +16,7 @@ from serve_app.types import SAMPLE_RATE, Sound
 MAX_S = 600.0
 """Seconds of a request's sounds together."""
 MIN_S = 0.1
-"""Of one: shorter ones are nothing to hear."""
+"""The least seconds of a sound: shorter ones are nothing to hear."""
 FORMATS = ("WAV", "MP3", "FLAC")
 
 _BYTES_PER_SAMPLE = 16

@@ -72,9 +72,9 @@ async def _respond(
         elif request_context.current().is_operator:
             await engine.release()
         return JSONResponse(serving.loaded(kind, body.name, body.reason))
-    wanted = body.chat.generation
-    model = find(models, wanted.model)
-    started = generation.requests(f"ollama-{uuid.uuid4().hex}", wanted)
+    plan = body.chat.generation
+    model = find(models, plan.model)
+    started = generation.requests(f"ollama-{uuid.uuid4().hex}", plan)
     answer = OllamaAnswer(
         kind,
         body.name,
@@ -85,10 +85,10 @@ async def _respond(
         began,
     )
     deltas = await generation.start(model, started)
-    if not wanted.stream:
+    if not plan.stream:
         return JSONResponse(await answer.whole(deltas))
     lines = serving.events(answer, deltas)
-    return sse.EventStream(lines, wanted.sse_ping_interval, serving.PING, serving.MEDIA_TYPE)
+    return sse.EventStream(lines, plan.sse_ping_interval, serving.PING, serving.MEDIA_TYPE)
 
 
 @ROUTER.post("/api/embed", response_model=None)

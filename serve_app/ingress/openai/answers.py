@@ -53,7 +53,7 @@ class VersionCard(BaseModel):
     """One version of a model."""
 
     id: str
-    """Its own name, `MODEL@VERSION`."""
+    """The version's own name, `MODEL@VERSION`."""
     version: str
     weight: float
     """In proportion to the other versions'."""
@@ -78,7 +78,7 @@ class ModelCard(BaseModel):
     """Tokens, prompt and answer together, that one request may have."""
     status: ModelStatus
     capabilities: list[Literal["vision", "audio"]] = []
-    """Its capabilities besides text."""
+    """The model's capabilities besides text."""
     versions: list[VersionCard] = []
     """The versions that are served under this name, if there are several."""
 

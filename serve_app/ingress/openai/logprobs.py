@@ -101,7 +101,7 @@ def _offsets(prompt: Sequence[int], piece: Piece, echo: str) -> list[int]:
 
 
 def _top(found: TokenLogprobs, piece: Piece) -> dict[str, float]:
-    """Of tokens that are written alike, the likeliest."""
+    """The likeliest tokens by their texts: of tokens that are written alike, the likeliest."""
     top: dict[str, float] = {}
     for token, logprob in found.top:
         top.setdefault(_text(piece(token, special=True)), logprob)

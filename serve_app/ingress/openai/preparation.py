@@ -36,39 +36,39 @@ class ChatCompletion:
 
 def completion(models: Models, body: bytes) -> Completion:
     """POST /v1/completions. Raises CorralError."""
-    asked = parsed(CompletionRequest, body)
-    model = find(models, asked.model, beginnings.of_text(asked.prompts[0]))
-    sampling = preparation.sampling(model, asked)
-    prompts, n = _prompts(model, asked), asked.best_of or asked.n_answers
+    request = parsed(CompletionRequest, body)
+    model = find(models, request.model, beginnings.of_text(request.prompts[0]))
+    sampling = preparation.sampling(model, request)
+    prompts, n = _prompts(model, request), request.best_of or request.n_answers
     return Completion(
-        preparation.generation(model, asked, prompts, n, sampling, "prompt"),
-        asked.n_answers if asked.best_of else None,
-        tuple(_echoes(model, asked)) if asked.echo else ("",) * len(prompts),
-        sampling.logprobs is not None and (asked.logprobs is not None or asked.n_probs > 0),
+        preparation.generation(model, request, prompts, n, sampling, "prompt"),
+        request.n_answers if request.best_of else None,
+        tuple(_echoes(model, request)) if request.echo else ("",) * len(prompts),
+        sampling.logprobs is not None and (request.logprobs is not None or request.n_probs > 0),
     )
 
 
 def chat(models: Models, body: bytes) -> ChatCompletion:
     """POST /v1/chat/completions. Raises CorralError."""
-    asked = parsed(ChatCompletionRequest, body)
-    model = find(models, asked.model, beginnings.of_chat(asked.conversation))
-    found = preparation.chat(model, asked, asked.n_answers, "messages")
-    return ChatCompletion(found, asked.n_logprobs is not None, asked.verbose)
+    request = parsed(ChatCompletionRequest, body)
+    model = find(models, request.model, beginnings.of_chat(request.conversation))
+    found = preparation.chat(model, request, request.n_answers, "messages")
+    return ChatCompletion(found, request.n_logprobs is not None, request.verbose)
 
 
 def input_tokens(models: Models, body: bytes) -> PromptLength:
     """POST /v1/chat/completions/input_tokens: how many the prompt would have. Raises CorralError."""
-    asked = parsed(ChatCompletionRequest, body)
-    model = find(models, asked.model, beginnings.of_chat(asked.conversation))
-    return preparation.length(model, asked, "messages")
+    request = parsed(ChatCompletionRequest, body)
+    model = find(models, request.model, beginnings.of_chat(request.conversation))
+    return preparation.length(model, request, "messages")
 
 
-def _prompts(model: ModelInfo, asked: CompletionRequest) -> list[tuple[int, ...]]:
-    if asked.suffix:
-        before, after = str(asked.prompt), asked.suffix
+def _prompts(model: ModelInfo, request: CompletionRequest) -> list[tuple[int, ...]]:
+    if request.suffix:
+        before, after = str(request.prompt), request.suffix
         n_chars, encode = len(before) + len(after), model.tokenizer.encode_infill
         return [tokenize_checked(model, "prompt", n_chars, encode, before, after)]
-    return [_prompt(model, prompt) for prompt in asked.prompts]
+    return [_prompt(model, prompt) for prompt in request.prompts]
 
 
 def _prompt(model: ModelInfo, prompt: str | list[int]) -> tuple[int, ...]:
@@ -78,8 +78,8 @@ def _prompt(model: ModelInfo, prompt: str | list[int]) -> tuple[int, ...]:
     return tuple(prompt)
 
 
-def _echoes(model: ModelInfo, asked: CompletionRequest) -> list[str]:
+def _echoes(model: ModelInfo, request: CompletionRequest) -> list[str]:
     return [
         prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
-        for prompt in asked.prompts
+        for prompt in request.prompts
     ]

@@ -65,7 +65,7 @@ class CompletionRequest(GenerationParams):
         return self
 
     def sampling(self, defaults: ModelDefaults) -> SamplingParams:
-        """See GenerationParams."""
+        """The engine's parameters: see GenerationParams."""
         of_prompt = self.echo and self.logprobs is not None
         if "max_tokens" not in self.model_fields_set and defaults.max_tokens is None:
             defaults = dataclasses.replace(defaults, max_tokens=self.max_tokens)
@@ -74,7 +74,7 @@ class CompletionRequest(GenerationParams):
 
     @property
     def most_tokens(self) -> int | None:
-        """See GenerationParams. A null is a -1 here."""
+        """The most tokens: see GenerationParams. A null is a -1 here."""
         if self.n_predict is not None or "max_tokens" not in self.model_fields_set:
             return self.n_predict
         return -1 if self.max_tokens is None else self.max_tokens
@@ -88,7 +88,7 @@ class CompletionRequest(GenerationParams):
 
     @property
     def n_logprobs(self) -> int | None:
-        """See GenerationParams; the best of several are found by their log probabilities."""
+        """The number of likely tokens to tell. Log probabilities also find the best of several answers."""
         found = self.logprobs if self.logprobs is not None else super().n_logprobs
         return 0 if found is None and self.best_of is not None else found
 

@@ -37,25 +37,25 @@ async def completions(
     completion: Annotated[Completion, prepared(preparation.completion)],
 ) -> Response:
     """Continue texts; `stream` sends server-sent events."""
-    wanted, n = completion.generation, completion.generation.n
-    model = find(models, wanted.model)
+    plan, n = completion.generation, completion.generation.n
+    model = find(models, plan.model)
     answer_id = f"cmpl-{uuid.uuid4().hex}"
-    started = generation.requests(answer_id, wanted)
+    started = generation.requests(answer_id, plan)
     piece = model.tokenizer.piece if completion.logprobs else None
-    echoed = wanted.sampling.prompt_logprobs
+    echoed = plan.sampling.prompt_logprobs
     choices = [
         Choice(
             i * n + j,
             "text",
             piece,
             echo=echo,
-            prompt=wanted.requests[i * n].prompt if echoed else (),
+            prompt=plan.requests[i * n].prompt if echoed else (),
         )
         for i, echo in enumerate(completion.echoes)
         for j in range(n)
     ]
-    answer = Answer("text", answer_id, model.id, choices, n, completion.n_best, wanted.timings)
-    return await _respond(model, wanted, started, answer)
+    answer = Answer("text", answer_id, model.id, choices, n, completion.n_best, plan.timings)
+    return await _respond(model, plan, started, answer)
 
 
 @ROUTER.post("/v1/chat/completions", response_model=None)
@@ -66,10 +66,10 @@ async def chat_completions(
     completion: Annotated[ChatCompletion, prepared(preparation.chat)],
 ) -> Response:
     """Answer a chat through the model's own template; `stream` sends server-sent events."""
-    wanted = completion.chat.generation
-    model = find(models, wanted.model)
+    plan = completion.chat.generation
+    model = find(models, plan.model)
     answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-    started = generation.requests(answer_id, wanted)
+    started = generation.requests(answer_id, plan)
     piece = model.tokenizer.piece if completion.logprobs else None
     choices = [
         Choice(
@@ -78,15 +78,15 @@ async def chat_completions(
             piece,
             chat.parser(model, completion.chat),
             completion.chat.prefill,
-            shares=wanted.sampling.post_sampling_probs,
+            shares=plan.sampling.post_sampling_probs,
             custom_tools=completion.chat.custom_tools,
         )
-        for i in range(wanted.n)
+        for i in range(plan.n)
     ]
-    answer = Answer("chat", answer_id, model.id, choices, wanted.n, with_timings=wanted.timings)
+    answer = Answer("chat", answer_id, model.id, choices, plan.n, with_timings=plan.timings)
     if completion.verbose or request.app.state.verbose:
         answer.verbose = {"prompt": model.tokenizer.decode(completion.chat.prompt, special=True)}
-    return await _respond(model, wanted, started, answer)
+    return await _respond(model, plan, started, answer)
 
 
 @ROUTER.post("/v1/chat/completions/input_tokens")
@@ -112,14 +112,14 @@ async def get_model(models: ModelsArgument, model_id: str) -> ModelCard:
 
 
 async def _respond(
-    model: ServedModel, wanted: Generation, started: list[GenerationRequest], answer: Answer
+    model: ServedModel, plan: Generation, started: list[GenerationRequest], answer: Answer
 ) -> Response:
     """Start the engine, and answer in the way the request asks for."""
-    answer.return_progress = wanted.return_progress
-    answer.obfuscates = wanted.obfuscates
-    answer.timings_per_token = wanted.timings_per_token and wanted.timings
+    answer.return_progress = plan.return_progress
+    answer.obfuscates = plan.obfuscates
+    answer.timings_per_token = plan.timings_per_token and plan.timings
     deltas = await generation.start(model, started)
-    if not wanted.stream:
+    if not plan.stream:
         return JSONResponse(answer.whole(await generation.collected(deltas, len(started))))
-    events = serving.events(answer, deltas, include_usage=wanted.include_usage)
-    return sse.EventStream(events, wanted.sse_ping_interval)
+    events = serving.events(answer, deltas, include_usage=plan.include_usage)
+    return sse.EventStream(events, plan.sse_ping_interval)

@@ -159,7 +159,7 @@ class Answer:
     id: str
     model: str
     choices: list[Choice]
-    """Those of one prompt after those of another."""
+    """The choices of one prompt after those of another."""
     n_per_prompt: int = 1
     n_best: int | None = None
     """How many of a prompt's choices are given, if not all."""
@@ -221,7 +221,7 @@ class Answer:
     def _best(
         self, bodies: list[Json], deltas: Sequence[Sequence[TokenDelta]], n_best: int
     ) -> list[Json]:
-        """Of each prompt's, those with the highest log probability per token."""
+        """The answers with the highest log probability per token, of each prompt."""
         found = []
         for start in range(0, len(bodies), self.n_per_prompt):
             group = range(start, start + self.n_per_prompt)

@@ -26,7 +26,7 @@ def llama_timings(end: SequenceEnd) -> Json:
 
 
 def timings(end: SequenceEnd) -> Json:
-    """The same, and what the request waited for besides."""
+    """llama-server's `timings`, and what the request waited for besides."""
     spent = end.timings
     return {
         **llama_timings(end),
@@ -81,7 +81,7 @@ def prompt_progress(progress: PromptProgress) -> Json:
 
 
 def _rates(name: str, n: int, n_timed: int, seconds: float) -> Json:
-    """Of `n` tokens, `n_timed` took this time: the first of an answer comes with its prompt."""
+    """Fields about `n` tokens, of which `n_timed` took this time: the first comes with the prompt."""
     return {
         f"{name}_n": n,
         f"{name}_ms": 1000 * seconds,

@@ -62,7 +62,7 @@ class Route:
     """The answers of one route's function."""
 
     answer: Any
-    """Its type; `str` is plain text, and None nothing but events."""
+    """The type of the answer; `str` is plain text, and None nothing but events."""
     body: Any = None
     """The type of its body, if it has one. Workers read it, so FastAPI knows nothing of it."""
     example: Json | None = None

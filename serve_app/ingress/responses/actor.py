@@ -31,12 +31,11 @@ logger = logging.getLogger("corral.ingress")
 
 T = TypeVar("T")
 
-LOOK_S = 1.0
-"""Responses whose ingress is gone are looked for no more often,"""
-IDLE_S = 10.0
-"""and while none is being made, the store looks no more often whether it has anything left."""
+LOOK_S, IDLE_S = 1.0, 10.0
+"""The seconds between two looks for responses whose ingress is gone, while some are made and while
+none is."""
 LAST_S = 60.0
-"""It ends when it has kept nothing for so long."""
+"""The actor ends when it has kept nothing for so long."""
 _ANSWER_S = 10.0
 _RETRY_S = (0.2, 1.0, 3.0)
 """An actor that has just ended is still found by its name for a moment."""
@@ -44,7 +43,7 @@ _NAMESPACE = "corral"
 
 
 class StoreActor:
-    """A Store in a process of its own. See ResponseStore for its methods."""
+    """A Store in a process of its own."""
 
     def __init__(self, bounds: Bounds, app: str, deployment: str) -> None:
         """Ingresses are found as this deployment of this application."""
@@ -98,7 +97,10 @@ class StoreActor:
 
 
 class RayStore:
-    """See ResponseStore: asks the actor. Used in one ingress's event loop."""
+    """A Store in an actor's process. Used in one ingress's event loop.
+
+    Besides CorralErrors, it raises ConnectionError: the actor was lost, and with it all that it had.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -110,18 +112,19 @@ class RayStore:
 
     @property
     def keeps_any(self) -> bool:
-        """See ResponseStore."""
+        """Whether responses are kept at all."""
         return self._bounds.kept_s > 0
 
     async def prepare(self) -> None:
-        """See ResponseStore."""
+        """Be ready to keep a response soon."""
         if self.keeps_any and await self._found() is None:
             await self._made()
 
     async def put(
         self, response_id: str, owner: Owner, stored_request: bytes, append: LogAppend
     ) -> None:
-        """See ResponseStore."""
+        """Keep a response, its log as far as it is. Raises RateLimitError if too many of its owner's are
+        being made, KeyLimitError if it is too large."""
         if not self.keeps_any:
             return
         for pause_s in _RETRY_S:
@@ -138,7 +141,7 @@ class RayStore:
         await self._call(actor, "put", response_id, owner, stored_request, append)
 
     async def append(self, appends: Sequence[LogAppend]) -> list[AppendResult]:
-        """See ResponseStore."""
+        """Add to the logs of responses that are being made. An empty addition is a sign of life."""
         actor = await self._found()
         if actor is None:
             raise ConnectionError("There is no store of responses.")
@@ -148,24 +151,25 @@ class RayStore:
     async def find(
         self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
-        """See ResponseStore."""
-        found: StoredResponse | None = await self._ask(
+        """A response of this key's, its log from that place on. Waits for so many seconds until there is
+        something, or the end."""
+        stored: StoredResponse | None = await self._ask(
             "find", response_id, key, since, wait_s, wait_s=wait_s
         )
-        return found
+        return stored
 
     async def delete(self, response_id: str, key: str | None) -> bool:
-        """See ResponseStore."""
+        """Forget a response of this key's; its making ends. Returns whether there was one."""
         return bool(await self._ask("delete", response_id, key))
 
     async def cancel(self, response_id: str, key: str | None) -> None:
-        """See ResponseStore."""
+        """Have the making of a response end."""
         await self._ask("cancel", response_id, key)
 
     async def adopt(self, response_id: str) -> StoredResponse | None:
-        """See ResponseStore."""
-        found: StoredResponse | None = await self._ask("adopt", response_id)
-        return found
+        """Be the one that goes on with a response whose ingress is gone; None if somebody else does."""
+        stored: StoredResponse | None = await self._ask("adopt", response_id)
+        return stored
 
     async def _ask(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
         """The method's result; None if there is no store."""

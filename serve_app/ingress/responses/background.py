@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import ExitStack, aclosing, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from serve_app.errors import (
     CorralError,
@@ -34,24 +34,26 @@ from serve_app.ingress.responses.store import (
     AppendResult,
     LogAppend,
     Owner,
-    ResponseStore,
+    Store,
     StoredResponse,
 )
 from serve_app.types import GenerationRequest
 
+if TYPE_CHECKING:
+    from serve_app.ingress.responses.actor import RayStore
+
 logger = logging.getLogger("corral.ingress")
 
-TELL_S = 0.25
-"""The store is told no more often what is new of a response that nobody reads,"""
-ALIVE_S = 2.0
-"""and no less often that a response is still being made."""
+TELL_S, ALIVE_S = 0.25, 2.0
+"""The least and the most seconds between two appends to the log of a response that nobody reads. An append
+is a sign of life."""
 WAIT_S = 20.0
-"""How long the store is asked for news at once."""
+"""The longest time that one question to the store waits for news."""
 _PAUSE_S = 1.0
 _AT_ONCE = 32
 """After so many entries that were there already, others have their turn."""
 PUT_S = 0.5
-"""A store that does not answer holds an answer up for no longer."""
+"""The longest time that a store which does not answer holds an answer up."""
 
 
 class BackgroundResponse:
@@ -141,7 +143,7 @@ class BackgroundResponses:
     def __init__(
         self,
         models: Mapping[str, ServedModel],
-        store: ResponseStore,
+        store: Store | RayStore,
         open_requests: OpenRequests,
     ) -> None:
         self.models = models
@@ -187,16 +189,16 @@ class BackgroundResponses:
         """Go on with a response whose ingress is gone. Returns whether there is something to do.
         Tokens generated from here on are charged to no key: this ingress has not seen the owner."""
         try:
-            found = await self._store.adopt(response_id)
+            stored = await self._store.adopt(response_id)
         except ConnectionError:
             return False
-        if found is None:
+        if stored is None:
             return False
-        stored_request = StoredRequest.unpacked(found.stored_request)
+        stored_request = StoredRequest.unpacked(stored.stored_request)
         logger.warning(
-            "%s continues in this ingress, after %d entries", stored_request.id, found.n_entries
+            "%s continues in this ingress, after %d entries", stored_request.id, stored.n_entries
         )
-        response = BackgroundResponse(stored_request, found.owner, found.entries(), found.turn)
+        response = BackgroundResponse(stored_request, stored.owner, stored.entries(), stored.turn)
         caller = Caller(request_id=stored_request.request.http_id, is_operator=False)
         self._begin(response, caller, ExitStack())
         return True
@@ -367,7 +369,7 @@ class BackgroundResponses:
         return StoredRequest.unpacked(kept.stored_request), kept.entries()
 
     async def follow(self, response_id: str, key: str | None, since: int) -> AsyncGenerator[Event]:
-        """Its entries from that place on, up to the last one. Ends early if it is deleted."""
+        """A response's entries from that place on, up to the last one. Ends early if it is deleted."""
         response = self._own(response_id, key)
         if response is not None:
             async for entry in response.follow(since):

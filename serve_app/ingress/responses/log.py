@@ -19,13 +19,13 @@ class StoredRequest:
     """The input that a response is made from."""
 
     model: str
-    """Its id."""
+    """The model's id."""
     created: int
     """Unix time."""
     asked: Mapping[str, Any]
     """The fields that the response repeats of its request."""
     request: GenerationRequest
-    """Its id is the response's."""
+    """The engine's request, whose id is the response's."""
     tools: Sequence[Mapping[str, Any]]
     """As chat templates read them."""
     thinks: bool
@@ -51,8 +51,8 @@ class StoredRequest:
     @classmethod
     def unpacked(cls, packed: bytes) -> StoredRequest:
         """Unpacks the stored_request that another ingress packed."""
-        found: StoredRequest = pickle.loads(packed)
-        return found
+        stored_request: StoredRequest = pickle.loads(packed)
+        return stored_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +84,15 @@ def unpacked(pack: bytes) -> list[Event]:
 def merged(entries: Sequence[Event]) -> list[Event]:
     """All deltas as one, and what else is the last of them: of these, a response is sooner computed, and is
     the same."""
-    deltas = [one.what for one in entries if isinstance(one.what, TokenDelta)]
-    found: list[Event] = []
+    deltas = [entry.what for entry in entries if isinstance(entry.what, TokenDelta)]
+    events: list[Event] = []
     if deltas:
         text = "".join(delta.text for delta in deltas)
-        found.append(Event(TokenDelta(text, (), deltas[-1].end), entries[-1].at))
-    return found + [one for one in entries[-1:] if not isinstance(one.what, TokenDelta)]
+        events.append(Event(TokenDelta(text, (), deltas[-1].end), entries[-1].at))
+    return events + [entry for entry in entries[-1:] if not isinstance(entry.what, TokenDelta)]
 
 
 def tokens(entries: Iterable[Event]) -> tuple[int, ...]:
     """All that was generated."""
-    deltas = (one.what for one in entries if isinstance(one.what, TokenDelta))
+    deltas = (entry.what for entry in entries if isinstance(entry.what, TokenDelta))
     return tuple(token for delta in deltas for token in delta.token_ids)

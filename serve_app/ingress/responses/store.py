@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from serve_app.errors import EngineFailedError, KeyLimitError, RateLimitError
 from serve_app.ingress.responses import log
@@ -20,7 +19,7 @@ from serve_app.ingress.responses.log import Event
 LEASE_S = 10.0
 """A response that is being made, and that its ingress was silent about for so long, goes on in another."""
 ABANDONED_S = 120.0
-"""One that no ingress went on with for so long has failed."""
+"""A response that no ingress went on with for so long has failed."""
 _RETRY_S = 10
 
 
@@ -33,19 +32,19 @@ class Bounds:
     max_each: int = 256
     """Responses of each client."""
     max_bytes_each: int = 16 << 20
-    """Of each client."""
+    """The most bytes of each client."""
     max_bytes: int = 256 << 20
-    """Of all clients."""
+    """The most bytes of all clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose a response is."""
+    """The owner of a response."""
 
     key: str | None
     """The name of the API key that alone may read it; None without keys: who knows its id may."""
     holder: str
-    """Whom it counts for: the key, or without keys, an address."""
+    """The client that it counts for: the key, or without keys, an address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class AppendResult(enum.Enum):
     CANCEL = 1
     """Somebody asked for its end."""
     LEAVE = 2
-    """It was deleted, or another ingress makes it."""
+    """The response was deleted, or another ingress makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class StoredResponse:
     stored_request: bytes
     """Packed."""
     packs: Sequence[tuple[int, bytes]]
-    """Of entries, each with the place of its first one: those asked for, and maybe some before."""
+    """Packed entries, each pack with the place of its first one; some may be from before that place."""
     n_entries: int
     """How many there are in all."""
     has_ended: bool
@@ -96,43 +95,6 @@ class StoredResponse:
             for place, entry in enumerate(log.unpacked(pack), first)
             if place >= since
         ]
-
-
-class ResponseStore(Protocol):
-    """Where all ingresses keep responses. Besides CorralErrors, it raises ConnectionError: the
-    store was lost, and with it all that it had."""
-
-    @property
-    def keeps_any(self) -> bool:
-        """Whether responses are kept at all."""
-
-    async def prepare(self) -> None:
-        """Be ready to keep one soon."""
-
-    async def put(
-        self, response_id: str, owner: Owner, stored_request: bytes, append: LogAppend
-    ) -> None:
-        """Keep a response, its log as far as it is. Raises RateLimitError if too many of its owner's are
-        being made, KeyLimitError if it is too large."""
-
-    async def append(self, appends: Sequence[LogAppend]) -> list[AppendResult]:
-        """Add to the logs of responses that are being made; also if there is nothing to add, every few
-        seconds, as a sign of life."""
-
-    async def find(
-        self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
-    ) -> StoredResponse | None:
-        """A response of this key's, its log from that place on; waits for so many seconds until there is
-        something, or the end."""
-
-    async def delete(self, response_id: str, key: str | None) -> bool:
-        """Forget a response of this key's; its making ends. Returns whether there was one."""
-
-    async def cancel(self, response_id: str, key: str | None) -> None:
-        """Have the making of a response end."""
-
-    async def adopt(self, response_id: str) -> StoredResponse | None:
-        """Be the one that goes on with a response whose ingress is gone; None if somebody else does."""
 
 
 @dataclass
@@ -163,7 +125,7 @@ class _ResponseLog:
 
 
 class Store:
-    """A ResponseStore in memory. For one event loop.
+    """Keeps responses in memory. For one event loop.
 
     A client that has too many loses its oldest; where all of them take too much, who has most does.
     A response that is being made is never dropped.
@@ -175,7 +137,7 @@ class Store:
         self._kept: dict[str, _ResponseLog] = {}
         """The oldest first."""
         self._held: dict[str, dict[str, _ResponseLog]] = {}
-        """The same by holder."""
+        """The logs by holder."""
         self._bytes: Counter[str] = Counter()
         """The bytes of each holder's responses."""
         self._n_bytes = 0
@@ -183,7 +145,7 @@ class Store:
 
     @property
     def keeps_any(self) -> bool:
-        """See ResponseStore."""
+        """Whether responses are kept at all."""
         return self.bounds.kept_s > 0
 
     def __len__(self) -> int:
@@ -191,12 +153,13 @@ class Store:
         return len(self._kept)
 
     async def prepare(self) -> None:
-        """See ResponseStore."""
+        """Be ready to keep a response soon."""
 
     async def put(
         self, response_id: str, owner: Owner, stored_request: bytes, append: LogAppend
     ) -> None:
-        """See ResponseStore."""
+        """Keep a response, its log as far as it is. Raises RateLimitError if too many of its owner's are
+        being made, KeyLimitError if it is too large."""
         self._expire()
         n_bytes = len(stored_request) + len(append.entries)
         if n_bytes > min(self.bounds.max_bytes_each, self.bounds.max_bytes):
@@ -233,7 +196,7 @@ class Store:
             )
 
     async def append(self, appends: Sequence[LogAppend]) -> list[AppendResult]:
-        """See ResponseStore."""
+        """Add to the logs of responses that are being made. An empty addition is a sign of life."""
         self._expire()
         return [self._append(append) for append in appends]
 
@@ -254,7 +217,8 @@ class Store:
     async def find(
         self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
-        """See ResponseStore."""
+        """A response of this key's, its log from that place on. Waits for so many seconds until there is
+        something, or the end."""
         self._expire()
         kept = self._owned(response_id, key)
         if kept is not None and wait_s and kept.n_entries <= since and not kept.has_ended:
@@ -267,7 +231,7 @@ class Store:
         return None if kept is None else kept.found(since)
 
     async def delete(self, response_id: str, key: str | None) -> bool:
-        """See ResponseStore."""
+        """Forget a response of this key's; its making ends. Returns whether there was one."""
         self._expire()
         if self._owned(response_id, key) is None:
             return False
@@ -275,13 +239,13 @@ class Store:
         return True
 
     async def cancel(self, response_id: str, key: str | None) -> None:
-        """See ResponseStore."""
+        """Have the making of a response end."""
         kept = self._owned(response_id, key)
         if kept is not None:
             kept.is_unwanted = True
 
     async def adopt(self, response_id: str) -> StoredResponse | None:
-        """See ResponseStore."""
+        """Be the one that goes on with a response whose ingress is gone; None if somebody else does."""
         kept = self._kept.get(response_id)
         if kept is None or kept.has_ended or not self._is_orphan(kept):
             return None

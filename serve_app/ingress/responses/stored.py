@@ -66,7 +66,7 @@ async def _responses(request: Request) -> BackgroundResponses:
 
 ResponsesArgument = Annotated[BackgroundResponses, Depends(_responses)]
 ROUTER = APIRouter()
-"""Whose API key is another one's finds nothing."""
+"""A response is there for its own API key only."""
 
 
 @ROUTER.get("/v1/responses/{response_id}", response_model=None)
@@ -127,7 +127,7 @@ async def response_input_items(
 
 
 async def _held(responses: BackgroundResponses, response_id: str) -> AsyncGenerator[Event]:
-    """Its entries, for one of the readers that the caller may have."""
+    """A response's entries, for one of the readers that the caller may have."""
     caller = request_context.current()
     with responses.open_requests.entered(caller.holder):
         async for entry in responses.follow(response_id, key(), 0):

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from serve_app.errors import InvalidRequestError
 
 
-def changed(weights: Mapping[str, float], asked: Mapping[str, float]) -> dict[str, float]:
+def changed(weights: Mapping[str, float], percents: Mapping[str, float]) -> dict[str, float]:
     """Weights in percent: as asked for, and the other versions share the rest as they did before. Raises
     InvalidRequestError."""
-    for name, percent in asked.items():
+    for name, percent in percents.items():
         if name not in weights:
             known = ", ".join(weights)
             raise InvalidRequestError(
@@ -22,11 +22,13 @@ def changed(weights: Mapping[str, float], asked: Mapping[str, float]) -> dict[st
             )
         if not 0 <= percent <= 100:
             raise InvalidRequestError("Weights are percentages, from 0 to 100.", "weights")
-    rest = 100.0 - math.fsum(asked.values())
-    others = {name: weight for name, weight in weights.items() if name not in asked}
+    rest = 100.0 - math.fsum(percents.values())
+    others = {name: weight for name, weight in weights.items() if name not in percents}
     if rest < -1e-6 or (rest > 1e-6 and not others):
         raise InvalidRequestError(f"The weights add up to {100 - rest:g}, not to 100.", "weights")
-    return {name: asked[name] if name in asked else _part(name, others, rest) for name in weights}
+    return {
+        name: percents[name] if name in percents else _part(name, others, rest) for name in weights
+    }
 
 
 def _part(name: str, others: Mapping[str, float], rest: float) -> float:
@@ -60,6 +62,6 @@ def _sole(weights: Mapping[str, float]) -> str | None:
 
 
 def given(weights: Mapping[str, float], is_ready: Mapping[str, bool]) -> dict[str, float]:
-    """The weights of those that can answer; all of them, if none of these can: what is asked waits then."""
+    """The weights of versions that can answer. If none can, requests wait, and all weights count."""
     ready = {name: weight if is_ready[name] else 0.0 for name, weight in weights.items()}
     return ready if any(ready.values()) else dict(weights)

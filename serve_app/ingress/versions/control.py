@@ -56,7 +56,7 @@ class VersionControl:
                 of_model[one.version.name] = one.version.weight
         self._weights = {model: dict(of_model) for model, of_model in self._configured.items()}
         self._came: set[str] = set()
-        """Of those on demand, the ones that were loaded here once."""
+        """The versions on demand that were loaded here once."""
         self._coming: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:

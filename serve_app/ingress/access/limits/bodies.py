@@ -54,7 +54,7 @@ class BodyLimits:
 
 @dataclass(eq=False, slots=True)
 class _Body:
-    """One that is being read."""
+    """A body that is being read."""
 
     client: str
     began: float
