@@ -32,10 +32,11 @@ from locust import LoadTestShape, User, events, task
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtests.load.stream_metrics import Slo
-from loadtests.load.users import mixes, shapes, workloads
+from loadtests.load.users import shapes
 from loadtests.load.users.client import LoadClient
-from loadtests.load.users.workloads import Ask, Setting
+from serve_app.measure.outcomes import Slo
+from serve_app.measure.users import mixes, workloads
+from serve_app.measure.users.workloads import Ask, Setting
 
 MOST_OPEN = 2000
 """Requests of an open loop at the same time."""

@@ -23,7 +23,9 @@ from loadtests.batch import native
 from loadtests.batch.engine import measure
 from loadtests.batch.figures import Window, used_of_left
 from loadtests.batch.people import Shape
-from loadtests.common.benchmark import (
+from serve_app.engine import EngineOptions
+from serve_app.measure import process
+from serve_app.measure.benchmark import (
     bounded,
     choice,
     listed,
@@ -33,10 +35,8 @@ from loadtests.common.benchmark import (
     table,
     usable_cores,
 )
-from loadtests.common.rounds import in_turns, of_each, ratios
-from loadtests.engine import process
-from loadtests.engine.bare_loop import text_tokens
-from serve_app.engine import EngineOptions
+from serve_app.measure.process import text_tokens
+from serve_app.measure.rounds import in_turns, of_each, ratios
 
 BATCH, PEOPLE, BOTH = "batch", "people", "both"
 _WAYS = (BATCH, PEOPLE, BOTH)

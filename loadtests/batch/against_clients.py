@@ -25,15 +25,15 @@ from pathlib import Path
 import httpx
 
 from loadtests.batch.behind_chats import N_GENERATED, Clients
-from loadtests.common.benchmark import (
+from loadtests.common.servers import Server, exit_on_sigterm, serve_run
+from loadtests.compare import llama_server, sides
+from serve_app.measure.benchmark import (
     bounded,
     machine,
     machine_line,
     usable_cores,
 )
-from loadtests.common.rounds import compared, in_turns
-from loadtests.common.servers import Server, exit_on_sigterm, serve_run
-from loadtests.compare import llama_server, sides
+from serve_app.measure.rounds import compared, in_turns
 
 BATCH, LOOP = "a batch", "clients at llama-server"
 _N_CTX_SLOT = 1024

@@ -31,9 +31,9 @@ from typing import Any
 
 import httpx
 
-from loadtests.common.benchmark import SEED, bounded, percentile, spread, table
 from loadtests.common.servers import exit_on_sigterm, serve_run
-from loadtests.common.streams import Answer, Reader
+from serve_app.measure.benchmark import SEED, bounded, percentile, spread, table
+from serve_app.measure.streams import Reader, StreamedAnswer
 
 N_WORDS, N_GENERATED = 64, 64
 N_LINES = 4000
@@ -133,7 +133,7 @@ class Clients:
         found: dict[str, Any] = answer.json()
         return found
 
-    def chat(self, until: float, think_s: float) -> list[Answer]:
+    def chat(self, until: float, think_s: float) -> list[StreamedAnswer]:
         """One user's answers, until that time."""
         answers = []
         while time.monotonic() < until:
@@ -141,7 +141,7 @@ class Clients:
             time.sleep(max(0.0, min(think_s, until - time.monotonic())))
         return answers
 
-    def _read(self) -> Answer:
+    def _read(self) -> StreamedAnswer:
         reader, began = Reader(), time.monotonic()
         body = self.body() | {"stream": True, "stream_options": {"include_usage": True}}
         with self._http.stream("POST", "/v1/completions", json=body) as response:
@@ -163,7 +163,7 @@ class Part:
     busy: float
     """The share of the time that the engine spent in steps."""
     seconds: float
-    answers: list[Answer]
+    answers: list[StreamedAnswer]
 
 
 def part(clients: Clients, n_users: int, think_s: float, seconds: float) -> Part:
@@ -185,7 +185,7 @@ def part(clients: Clients, n_users: int, think_s: float, seconds: float) -> Part
     return Part(tokens / took_s, busy, took_s, answers)
 
 
-def users(answers: list[Answer]) -> Users:
+def users(answers: list[StreamedAnswer]) -> Users:
     """The users' figures."""
     ttfts = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
     gaps = [gap for answer in answers for gap in answer.gaps_s]

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Sequence
 
 from loadtests.batch.figures import Window
 from loadtests.batch.people import People, Shape, for_a_while
-from loadtests.common.benchmark import BenchmarkError, Prompt, Prompts
-from loadtests.engine import process
 from serve_app.engine import CorralError, GenerationRequest, SamplingParams
 from serve_app.engine.core.loop import BACKGROUND_PLACES
+from serve_app.measure import process
+from serve_app.measure.benchmark import BenchmarkError, Prompt, Prompts
 
 _LOOK_S = 0.05
 _IDLE_S = 30.0

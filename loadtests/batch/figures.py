@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from loadtests.common.benchmark import percentile
+from serve_app.measure.benchmark import percentile
 
 Span = tuple[float, float]
 """When something began and ended, in seconds."""

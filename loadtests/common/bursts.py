@@ -17,8 +17,8 @@ from typing import Any
 
 import aiohttp
 
-from loadtests.common.benchmark import BenchmarkError, percentile
-from loadtests.common.streams import Answer, Read, parse
+from serve_app.measure.benchmark import BenchmarkError, percentile
+from serve_app.measure.streams import Read, StreamedAnswer, parse
 
 TIMEOUT_S = 600.0
 FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_p50_ms", "itl_p99_ms")
@@ -28,7 +28,7 @@ FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_p50_ms", "itl_p99_ms
 class Burst:
     """The results of one burst of requests."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[StreamedAnswer, ...]
     wall_s: float
     """Seconds from the first request to the last byte."""
     client_cpu_s: float

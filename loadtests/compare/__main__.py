@@ -52,17 +52,8 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.common import bursts
-from loadtests.common.benchmark import (
-    absolute,
-    bounded,
-    choice,
-    listed,
-    machine_and_model,
-    usable_cores,
-)
 from loadtests.common.bursts import Burst
 from loadtests.common.processes import tagged
-from loadtests.common.rounds import turns
 from loadtests.common.servers import Server, exit_on_sigterm
 from loadtests.common.thread_time import beside_compute_s, thread_times
 from loadtests.compare import llama_server
@@ -89,6 +80,15 @@ from loadtests.compare.sides import (
     is_url,
     start,
 )
+from serve_app.measure.benchmark import (
+    absolute,
+    bounded,
+    choice,
+    listed,
+    machine_and_model,
+    usable_cores,
+)
+from serve_app.measure.rounds import turns
 
 REST_S = 5.0
 """Seconds in which a server may do what it puts off until nobody waits."""

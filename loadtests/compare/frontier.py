@@ -36,7 +36,12 @@ from typing import Any
 
 import aiohttp
 
-from loadtests.common.benchmark import (
+from loadtests.common.plot import Chart, svg
+from loadtests.common.servers import Server, exit_on_sigterm
+from loadtests.compare import llama_server
+from loadtests.compare.requests import read_words, request
+from loadtests.compare.sides import BARE, CORRAL, LLAMA_SERVER, Sizes, start
+from serve_app.measure.benchmark import (
     SEED,
     BenchmarkError,
     Prompt,
@@ -50,13 +55,8 @@ from loadtests.common.benchmark import (
     table,
     usable_cores,
 )
-from loadtests.common.plot import Chart, svg
-from loadtests.common.rounds import in_turns, of_each, ratio_spread
-from loadtests.common.servers import Server, exit_on_sigterm
-from loadtests.common.streams import Reader
-from loadtests.compare import llama_server
-from loadtests.compare.requests import read_words, request
-from loadtests.compare.sides import BARE, CORRAL, LLAMA_SERVER, Sizes, start
+from serve_app.measure.rounds import in_turns, of_each, ratio_spread
+from serve_app.measure.streams import Reader
 
 REST_S = 2.0
 """Seconds in which a server may do what it puts off until nobody waits."""

@@ -36,15 +36,6 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from loadtests.common.benchmark import (
-    BenchmarkError,
-    bounded,
-    listed,
-    percentile,
-    table,
-    usable_cores,
-)
-from loadtests.common.rounds import in_turns, of_each, ratio_spread
 from loadtests.common.servers import (
     Server,
     exit_on_sigterm,
@@ -52,8 +43,17 @@ from loadtests.common.servers import (
     running,
     serve_run,
 )
-from loadtests.common.streams import Reader
 from loadtests.compare import llama_server
+from serve_app.measure.benchmark import (
+    BenchmarkError,
+    bounded,
+    listed,
+    percentile,
+    table,
+    usable_cores,
+)
+from serve_app.measure.rounds import in_turns, of_each, ratio_spread
+from serve_app.measure.streams import Reader
 from tools.gguf_file import ModelShape
 from tools.random_models.model import write_random_gguf
 from tools.random_models.projector import IDEFICS3_TOKENS, SHAPES, write_random_projector

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from loadtests.common import benchmark
 from loadtests.common.bursts import FIGURES, Burst
-from loadtests.common.rounds import ratios
 from loadtests.compare.sides import LLAMA_SERVER
+from serve_app.measure import benchmark
+from serve_app.measure.rounds import ratios
 
 Round = Mapping[str, Burst]
 """One burst of each side, by its name, with the same prompts."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import llama_cpp
 
-from loadtests.common.benchmark import SEED, Prompt
 from loadtests.engine.bare_loop import BareModel
+from serve_app.measure.benchmark import SEED, Prompt
 
 MAX_TOKENS = 64
 WORKLOADS = {"shared": (512, 32), "independent": (0, 128)}

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from loadtests.common.benchmark import BenchmarkError
 from loadtests.common.servers import (
     NO_SETTINGS,
     Server,
@@ -25,6 +24,7 @@ from loadtests.common.servers import (
     write_config,
 )
 from loadtests.compare import llama_server
+from serve_app.measure.benchmark import BenchmarkError
 from serve_app.start.one_machine import environment_of
 
 CORRAL, BARE, LLAMA_SERVER = "corral", "bare", "llama-server"

@@ -39,24 +39,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtests.common.benchmark import (
-    BenchmarkError,
-    Prompts,
-    bounded,
-    choice,
-    listed,
-    machine,
-    usable_cores,
-)
-from loadtests.common.rounds import in_turns
-from loadtests.engine.bare_loop import text_tokens
 from loadtests.engine.batched_bench import NATIVE, BatchedBench
-from loadtests.engine.modes import BARE, BATCHED, MODES, ModeProcess
+from loadtests.engine.modes import BARE, BATCHED, MODES, mode_process
 from loadtests.engine.report import plot, summary, table
 from loadtests.engine.run import AnyRun, NativeRun
 from serve_app.engine import EngineOptions
-
-_WARM_UP_TOKENS = 8
+from serve_app.measure.bench import WARM_UP_TOKENS, add_load_arguments, engine_options
+from serve_app.measure.benchmark import (
+    BenchmarkError,
+    Prompts,
+    choice,
+    listed,
+    machine,
+)
+from serve_app.measure.process import RunnerProcess, text_tokens
+from serve_app.measure.rounds import in_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +74,7 @@ class Settings:
 
     def options(self, sequences: int) -> EngineOptions:
         """The engine that fits; the other modes copy its sizes."""
-        return EngineOptions(
-            n_slots=sequences,
-            n_ctx_slot=self.prompt_tokens + self.max_tokens + 1,
-            threads=self.threads,
-            flash_attn=True,  # the others decide and bound nothing
-            kv_unified=False,
-            max_stall_s=None,
-            speculate=False,
-            profile_limit_s=0,
-        )
+        return engine_options(sequences, self.prompt_tokens, self.max_tokens, self.threads)
 
     def facts(self) -> dict[str, Any]:
         """The facts that the figures depend on."""
@@ -115,8 +103,8 @@ def measure(sequences: int, settings: Settings, prompts: Prompts) -> list[dict[s
     """A short warm-up and then `rounds` runs of each mode, in turns."""
     options = settings.options(sequences)
     with ExitStack() as stack:
-        opened: dict[str, ModeProcess | BatchedBench] = {
-            mode: stack.enter_context(ModeProcess(mode, settings.model, options))
+        opened: dict[str, RunnerProcess | BatchedBench] = {
+            mode: stack.enter_context(mode_process(mode, settings.model, options))
             for mode in settings.modes
         }
         if settings.batched_bench is not None:
@@ -127,7 +115,7 @@ def measure(sequences: int, settings: Settings, prompts: Prompts) -> list[dict[s
         ]
 
         def run(number: int, mode: str) -> AnyRun:
-            max_tokens = settings.max_tokens if number else _WARM_UP_TOKENS
+            max_tokens = settings.max_tokens if number else WARM_UP_TOKENS
             found = opened[mode].run(drawn[number], max_tokens)
             check(found, sequences, settings.prompt_tokens, max_tokens)
             _progress(f"{sequences} at once, {f'round {number}' if number else 'warm-up'}", found)
@@ -158,28 +146,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
         default=(BARE, BATCHED),
         help="what is compared, by the names above",
     )
-    parser.add_argument(
-        "--sequences",
-        type=listed(bounded(1, 64)),
-        default=(1, 2, 4, 8, 16),
-        help="how many run at once, in each run",
-    )
-    parser.add_argument(
-        "--prompt-tokens", type=bounded(1, 8192), default=128, help="tokens of each prompt"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=bounded(_WARM_UP_TOKENS, 4096),
-        default=64,
-        help="tokens that each sequence generates",
-    )
-    parser.add_argument("--rounds", type=bounded(1, 50), default=3, help="runs of each mode")
-    parser.add_argument(
-        "--threads",
-        type=bounded(1, 512),
-        default=usable_cores(),
-        help="threads that compute; by default one for each core",
-    )
+    add_load_arguments(parser)
     parser.add_argument(
         "--batched-bench",
         type=Path,

@@ -13,15 +13,14 @@ from collections.abc import Sequence
 
 import llama_cpp
 
-from loadtests.common.benchmark import Prompt
 from serve_app.engine import EngineOptions
+from serve_app.measure.benchmark import Prompt
+from serve_app.measure.process import RUN_TIMEOUT_S
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits)."""
 Groups = Sequence[Sequence[int]]
 """Sequences by their index: those of a group share a `llama_decode`, the groups take turns."""
-
-RUN_TIMEOUT_S = 600.0
 
 # Kept at module level: llama.cpp holds a bare pointer.
 _NO_LOG = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
@@ -148,17 +147,6 @@ class BareLoop:
         ):
             llama_cpp.llama_sampler_chain_add(chain, link)
         return chain
-
-
-def text_tokens(path: str | os.PathLike[str]) -> list[int]:
-    """Every token of a GGUF file's vocabulary that stands for text: none that controls or ends."""
-    with BareModel(path, vocab_only=True) as model:
-        ending = set(model.eog)
-        return [
-            token
-            for token in range(model.n_vocab)
-            if token not in ending and not llama_cpp.llama_vocab_is_control(model.vocab, token)
-        ]
 
 
 def context_cells(options: EngineOptions) -> int:

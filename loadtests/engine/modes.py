@@ -12,85 +12,31 @@ They cannot share a process: `process` says why.
 
 from __future__ import annotations
 
-import resource
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from loadtests.common import asking
-from loadtests.common.benchmark import BenchmarkError, Prompt, peak_bytes
-from loadtests.engine import process
-from loadtests.engine.bare_loop import RUN_TIMEOUT_S, BareLoop, BareModel
-from loadtests.engine.run import Run
-from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from loadtests.engine.bare_loop import BareLoop, BareModel
+from serve_app.engine import EngineOptions
+from serve_app.measure.benchmark import Prompt
+from serve_app.measure.process import (
+    MeasuredRun,
+    Meter,
+    Opener,
+    Runner,
+    RunnerProcess,
+    engine_runner,
+)
 
 BATCHED, BARE, ROUND_ROBIN, SEPARATE = "batched", "bare", "round-robin", "separate"
 OPENVINO, GENAI = "openvino", "openvino-genai"
 
-Runner = Callable[[Sequence[Prompt], int], Run]
-"""Runs the prompts, that many tokens each."""
 
-
-class ModeProcess:
-    """One mode's process: idle, all its threads asleep, but for `run`."""
-
-    def __init__(self, name: str, model: Path, options: EngineOptions) -> None:
-        self._name = name
-        self._pool = process.started_with(_open, name, model, options)
-
-    def run(self, prompts: Sequence[Prompt], max_tokens: int) -> Run:
-        """All prompts at once, `max_tokens` tokens each. Raises BenchmarkError for what went wrong over
-        there."""
-        try:
-            return self._pool.submit(_run, prompts, max_tokens).result(2 * RUN_TIMEOUT_S)
-        except Exception as error:
-            raise BenchmarkError(f"The {self._name} mode failed: {error!r}") from error
-
-    def __enter__(self) -> ModeProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-
-
-def _open(name: str, model: Path, options: EngineOptions) -> Runner:
-    """Over there: the mode, which stays open until the process ends."""
-    return MODES[name](model, options)
-
-
-def _run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
-    """Over there: one run."""
-    runner: Runner = process.opened()
-    return runner(prompts, max_tokens)
-
-
-def _batched(mode: str, model: Path, options: EngineOptions) -> Runner:
-    """The engine, with llama.cpp or with OpenVINO."""
-    if mode == OPENVINO:
-        options = replace(options, backend="openvino", kv_unified=None)
-    return partial(_run_engine, mode, Engine.load(model, options))
-
-
-def _run_engine(mode: str, engine: Engine, prompts: Sequence[Prompt], max_tokens: int) -> Run:
-    """Submit everything at once; the decoder thread tells each token, as it does in the server."""
-    requests = [
-        GenerationRequest(
-            f"sequence-{i}",
-            prompt,
-            SamplingParams(seed=i, max_tokens=max_tokens, ignore_eos=True),
-        )
-        for i, prompt in enumerate(prompts)
-    ]
-    before, meter = engine.stats(), _Meter(mode)
-    arrivals = asking.all_arrivals(engine, requests, RUN_TIMEOUT_S)
-    after = engine.stats()
-    if after.tokens.generated_tokens - before.tokens.generated_tokens != sum(map(len, arrivals)):
-        raise BenchmarkError("The engine's own count of tokens is another.")
-    prompt_tokens = after.tokens.prompt_tokens - before.tokens.prompt_tokens
-    return meter.run(prompt_tokens, arrivals, after.timing.steps - before.timing.steps)
+def mode_process(name: str, model: Path, options: EngineOptions) -> RunnerProcess:
+    """The process of a mode."""
+    return RunnerProcess(name, MODES[name], model, options)
 
 
 def _one_context(mode: str, model: Path, options: EngineOptions) -> Runner:
@@ -98,11 +44,11 @@ def _one_context(mode: str, model: Path, options: EngineOptions) -> Runner:
     return partial(measured, mode, BareLoop(BareModel(model), options))
 
 
-def measured(mode: str, loop: BareLoop, prompts: Sequence[Prompt], max_tokens: int) -> Run:
+def measured(mode: str, loop: BareLoop, prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
     """The loop's run of these prompts, that many tokens each. Raises what the loop raises."""
     seq_ids = range(len(prompts))
     groups = [[seq_id] for seq_id in seq_ids] if mode == ROUND_ROBIN else [seq_ids]
-    meter = _Meter(mode)
+    meter = Meter(mode)
     arrivals, steps = loop.run(prompts, max_tokens, groups, seeds=seq_ids)
     return meter.run(sum(map(len, prompts)), arrivals, steps)
 
@@ -113,8 +59,8 @@ def _genai(model: Path, options: EngineOptions) -> Runner:
 
     loop = GenAiLoop(model, options)
 
-    def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
-        meter = _Meter(GENAI)
+    def run(prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
+        meter = Meter(GENAI)
         arrivals, steps = loop.run(prompts, max_tokens, range(len(prompts)))
         return meter.run(sum(map(len, prompts)), arrivals, steps)
 
@@ -130,8 +76,8 @@ def _separate(model: Path, options: EngineOptions) -> Runner:
     loops = [BareLoop(opened, alone) for _ in range(n)]
     pool = ThreadPoolExecutor(n)
 
-    def run(prompts: Sequence[Prompt], max_tokens: int) -> Run:
-        meter = _Meter(SEPARATE)
+    def run(prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
+        meter = Meter(SEPARATE)
         futures = [
             pool.submit(loop.run, [prompt], max_tokens, [[0]], [seed])
             for seed, (loop, prompt) in enumerate(zip(loops, prompts, strict=True))
@@ -144,36 +90,12 @@ def _separate(model: Path, options: EngineOptions) -> Runner:
     return run
 
 
-MODES: dict[str, Callable[[Path, EngineOptions], Runner]] = {
+MODES: dict[str, Opener] = {
     SEPARATE: _separate,
     ROUND_ROBIN: partial(_one_context, ROUND_ROBIN),
     BARE: partial(_one_context, BARE),
-    BATCHED: partial(_batched, BATCHED),
-    OPENVINO: partial(_batched, OPENVINO),
+    BATCHED: partial(engine_runner, "llama.cpp", name=BATCHED),
+    OPENVINO: partial(engine_runner, "openvino"),
     GENAI: _genai,
 }
 """How each mode opens its model, for as long as its process lives."""
-
-
-class _Meter:
-    """This process's use of time from here on, and its start."""
-
-    def __init__(self, mode: str) -> None:
-        self._mode = mode
-        self._cpu_s = time.process_time()
-        self._usage = resource.getrusage(resource.RUSAGE_SELF)
-        self._start = time.perf_counter()
-
-    def run(self, prompt_tokens: int, arrivals: Sequence[Sequence[float]], steps: int) -> Run:
-        """The run that began when this was made; arrivals by `time.perf_counter()`."""
-        now = resource.getrusage(resource.RUSAGE_SELF)
-        return Run(
-            mode=self._mode,
-            prompt_tokens=prompt_tokens,
-            arrivals_s=tuple(tuple(t - self._start for t in times) for times in arrivals),
-            steps=steps,
-            cpu_s=time.process_time() - self._cpu_s,
-            sleeps=now.ru_nvcsw - self._usage.ru_nvcsw,
-            preemptions=now.ru_nivcsw - self._usage.ru_nivcsw,
-            peak_bytes=peak_bytes(),
-        )

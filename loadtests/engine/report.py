@@ -7,32 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from loadtests.common import benchmark
-from loadtests.common.benchmark import machine_line, percentile
 from loadtests.common.plot import Chart, svg
-from loadtests.common.rounds import ratios as ratios_of
 from loadtests.engine.modes import BATCHED, OPENVINO
 from loadtests.engine.run import AnyRun
-
-RATES = ("decode_tps", "whole_tps", "prefill_tps")
-MIB = 2**20
+from serve_app.measure import bench, benchmark
+from serve_app.measure.benchmark import machine_line
+from serve_app.measure.rounds import ratios as ratios_of
 
 Round = Mapping[str, AnyRun]
 """One run of each mode, by its name, with the same prompts."""
-
-
-def mode_summary(runs: Sequence[AnyRun]) -> dict[str, float | None]:
-    """Medians over one mode's runs; latencies over all their tokens, in milliseconds. None where a
-    mode cannot tell."""
-    ttft = [s for run in runs for s in run.ttft_s]
-    itl = [s for run in runs for s in run.itl_s]
-    return {
-        **{name: _median([getattr(run, name) for run in runs]) for name in RATES},
-        "ttft_p50_ms": 1000 * percentile(ttft, 50),
-        "itl_p50_ms": 1000 * percentile(itl, 50) if itl else None,
-        "itl_p99_ms": 1000 * percentile(itl, 99) if itl else None,
-        "peak_mib": max(run.peak_bytes for run in runs) / MIB,
-    }
 
 
 def ratios(rounds: Sequence[Round], mode: str, rate: str) -> dict[str, Any] | None:
@@ -54,7 +37,7 @@ def summary(sequences: int, rounds: Sequence[Round]) -> dict[str, Any]:
     return {
         "sequences": sequences,
         "modes": {
-            mode: mode_summary([one[mode] for one in rounds])
+            mode: bench.summary([one[mode] for one in rounds])
             | {
                 "decode_ratio": ratios(rounds, mode, "decode_tps"),
                 "whole_ratio": ratios(rounds, mode, "whole_tps"),
@@ -69,7 +52,7 @@ def summary(sequences: int, rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-_DERIVED = ("generated_tokens", "wall_s", *RATES)
+_DERIVED = ("generated_tokens", "wall_s", *bench.RATES)
 
 _HEADER = (
     "sequences",
@@ -97,12 +80,12 @@ def table(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     for result in results:
         for mode, figures in result["modes"].items():
             cells = (
-                _cell(figures["decode_tps"]),
+                bench.cell(figures["decode_tps"]),
                 _ratio(figures["decode_ratio"]),
-                _cell(figures["whole_tps"]),
+                bench.cell(figures["whole_tps"]),
                 _ratio(figures["whole_ratio"]),
-                _cell(figures["prefill_tps"]),
-                *(_cell(figures[f"{name}_ms"]) for name in ("ttft_p50", "itl_p50", "itl_p99")),
+                bench.cell(figures["prefill_tps"]),
+                *(bench.cell(figures[f"{name}_ms"]) for name in ("ttft_p50", "itl_p50", "itl_p99")),
                 f"{figures['peak_mib']:.0f}",
             )
             rows.append((result["sequences"], mode, *cells))
@@ -128,15 +111,6 @@ def plot(facts: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
         for title, name in panels.items()
     ]
     return svg(machine_line(facts), "sequences", charts)
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if len(known) == len(values) else None
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
 
 
 def _ratio(ratio: dict[str, Any] | None) -> str:

@@ -22,7 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from loadtests.common import asking
-from loadtests.common.benchmark import (
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
+from serve_app.measure import process
+from serve_app.measure.benchmark import (
     Prompt,
     Prompts,
     listed,
@@ -30,10 +32,8 @@ from loadtests.common.benchmark import (
     table,
     usable_cores,
 )
-from loadtests.common.rounds import in_turns, of_each, ratio_spread
-from loadtests.engine import process
-from loadtests.engine.bare_loop import text_tokens
-from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
+from serve_app.measure.process import text_tokens
+from serve_app.measure.rounds import in_turns, of_each, ratio_spread
 
 _TIMEOUT_S = 300
 _SWITCH = {"auto": None, "on": True, "off": False}

@@ -20,7 +20,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from loadtests.common.benchmark import bounded, choice, cpu_name, listed, usable_cores
 from loadtests.common.servers import exit_on_sigterm
 from loadtests.hostile import report
 from loadtests.hostile.attack import Attack
@@ -28,6 +27,7 @@ from loadtests.hostile.attacks import ATTACKS, FAMILIES
 from loadtests.hostile.run import Plan, run
 from loadtests.hostile.setups import HONEST
 from loadtests.hostile.verdict import HURT, Result
+from serve_app.measure.benchmark import bounded, choice, cpu_name, listed, usable_cores
 
 CALM_S, SHORT_CALM_S, SHORT_MOST_S = 6, 3, 10.0
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from loadtests.common.benchmark import percentile
-from loadtests.load.stream_metrics import COMPLETE, Outcome, read_journal
+from loadtests.load.stream_metrics import read_journal
+from serve_app.measure.benchmark import percentile
+from serve_app.measure.outcomes import COMPLETE, Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ import gevent
 from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError
 
-from loadtests.common.benchmark import bounded
 from loadtests.hostile.figures import probe_line
 from loadtests.hostile.setups import DEMO, HONEST
-from loadtests.load.stream_metrics import Slo
 from loadtests.load.users.client import LoadClient
-from loadtests.load.users.vocabulary import WORDS
-from loadtests.load.users.workloads import CHAT, Ask
+from serve_app.measure.benchmark import bounded
+from serve_app.measure.outcomes import Slo
+from serve_app.measure.users.vocabulary import WORDS
+from serve_app.measure.users.workloads import CHAT, Ask
 
 API_KEYS = "CORRAL_API_KEYS"
 THINK_S, PATIENCE_S = 0.15, 25.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loadtests.common.benchmark import table as markdown_table
 from loadtests.hostile.verdict import HURT, Result
+from serve_app.measure.benchmark import table as markdown_table
 
 COLUMNS = (
     "attack",

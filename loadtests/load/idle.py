@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from loadtests.common.benchmark import bounded, table
 from loadtests.common.processes import command_line, tagged
 from loadtests.common.servers import NO_SETTINGS, exit_on_sigterm, serve_run
 from loadtests.load.observer import cpu_s
+from serve_app.measure.benchmark import bounded, table
 from serve_app.start.one_machine import environment_of
 
 _SETTLE_S = 15.0

@@ -20,13 +20,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from loadtests.common.benchmark import SEED, bounded, cpu_name, listed, usable_cores
 from loadtests.common.servers import exit_on_sigterm
 from loadtests.load import report_page
 from loadtests.load.driver import Load, LoadError, Result, drive
-from loadtests.load.stream_metrics import Slo
 from loadtests.load.target import Target, opened
-from loadtests.load.users import mixes
+from serve_app.measure.benchmark import SEED, bounded, cpu_name, listed, usable_cores
+from serve_app.measure.outcomes import Slo
+from serve_app.measure.users import mixes
 
 MIXES = ("chat=1", "rag=1", "agent=1", "code=1", "batch=1", "chat=6,rag=2,agent=1,code=2,batch=1")
 JSON, MARKDOWN, HTML = "report.json", "report.md", "report.html"

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from loadtests.common import benchmark
 from loadtests.common.plot import Chart, chart_svg, colours_of
+from serve_app.measure import benchmark
 
 Document = Mapping[str, Any]
 Run = Mapping[str, Any]

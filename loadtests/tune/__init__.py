@@ -1,1 +1,1 @@
-"""How a model is served fastest on this machine, and what that costs in quality: measured."""
+"""Benchmarks over the builds of llama.cpp, and over single passes of backends."""

@@ -19,7 +19,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import get_args
 
-from loadtests.common.benchmark import (
+from serve_app.llama.model import Model
+from serve_app.measure.benchmark import (
     bounded,
     choice,
     listed,
@@ -28,9 +29,8 @@ from loadtests.common.benchmark import (
     table,
     usable_cores,
 )
-from loadtests.common.paged import opened
-from loadtests.common.rounds import in_turns, of_each, ratio_spread
-from serve_app.llama.model import Model
+from serve_app.measure.rounds import in_turns, of_each, ratio_spread
+from serve_app.measure.tune.quality import paged_context
 from serve_app.openvino.paged.compiling import CacheType
 from serve_app.openvino.paged.context import PagedContext
 
@@ -45,7 +45,7 @@ def main() -> None:
     model = Model(args.model, vocab_only=True)
     with ExitStack() as stack:
         contexts = {
-            kind: stack.enter_context(closing(opened(model, n_ctx, args.threads, kind)))
+            kind: stack.enter_context(closing(paged_context(model, n_ctx, args.threads, kind)))
             for kind in args.cache_types
         }
         found = {

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from loadtests.common import benchmark
-from loadtests.common.benchmark import bounded, choice, listed, usable_cores
-from loadtests.tune import quality
-from loadtests.tune.quality import Kernels, Reading
 from serve_app.engine.options import KernelsName
 from serve_app.errors import ConfigError
+from serve_app.measure import benchmark
+from serve_app.measure.benchmark import bounded, choice, listed, usable_cores
+from serve_app.measure.tune import quality
+from serve_app.measure.tune.quality import Kernels, TextReading
 
 BACKENDS = {
     **{name: Kernels(name) for name in get_args(KernelsName)},
@@ -31,7 +31,7 @@ BACKENDS = {
 }
 
 
-def table(found: dict[str, Reading]) -> str:
+def table(found: dict[str, TextReading]) -> str:
     """A Markdown table with a row for each backend."""
     first = next(iter(found.values()))
     rows = [

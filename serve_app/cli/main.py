@@ -392,9 +392,10 @@ def batch(context: typer.Context) -> None:
 def bench(context: typer.Context) -> None:
     """Measure the engine alone, without HTTP: tokens a second by the number of sequences.
 
-    The options are those of `python -m loadtests.engine`. Without --model, it measures the built-in model.
+    The options are those of `python -m serve_app.measure.bench`. Without --model, it measures the
+    built-in model.
 
-    Example: `corral bench --model MODEL.gguf --modes batched --sequences 1,4,16`
+    Example: `corral bench --model MODEL.gguf --sequences 1,4,16`
     """
     from serve_app.cli import tools
 
@@ -405,7 +406,7 @@ def bench(context: typer.Context) -> None:
 def tune(context: typer.Context) -> None:
     """Find the format, threads and cache with which this machine serves a model fastest.
 
-    The options are those of `python -m loadtests.tune`.
+    The options are those of `python -m serve_app.measure.tune`.
 
     Example: `corral tune --model MODEL-f16.gguf --users 4`
     """
@@ -418,8 +419,8 @@ def tune(context: typer.Context) -> None:
 def capacity(context: typer.Context) -> None:
     """Find how many users a server holds within an SLO.
 
-    The options are those of `python -m loadtests.load.capacity`. Without --url and --configs, it asks the
-    server at port 8000 of this machine; without --slo, it demands a first token within 2 s and 150 ms
+    The options are those of `python -m serve_app.measure.capacity`. Without --url and --configs, it asks
+    the server at port 8000 of this machine; without --slo, it demands a first token within 2 s and 150 ms
     between tokens, of 95 in 100.
 
     Example: `corral capacity --slo ttft_p95=2s,itl_p95=150ms --url http://127.0.0.1:8000`

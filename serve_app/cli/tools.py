@@ -1,4 +1,4 @@
-"""Commands that measure, as programs of `loadtests` with what newcomers would leave out."""
+"""Commands that measure, as programs of their own with what newcomers would leave out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SLO = "ttft_p95=2s,itl_p95=150ms"
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """`python -m loadtests.engine`, of the built-in model where none is given; its exit status."""
+    """Run `python -m serve_app.measure.bench`, by default of the built-in model; its exit status."""
     options = [*arguments]
     if not _has(options, "--model", "-h", "--help"):
         options += ["--model", str(BUILTIN_MODEL)]
-    return _run("loadtests.engine", options)
+    return _run("serve_app.measure.bench", options)
 
 
 def batch(arguments: Sequence[str]) -> int:
@@ -29,28 +29,26 @@ def batch(arguments: Sequence[str]) -> int:
 
 
 def tune(arguments: Sequence[str]) -> int:
-    """`python -m loadtests.tune`; its exit status."""
-    return _run("loadtests.tune", arguments)
+    """Run `python -m serve_app.measure.tune`; its exit status."""
+    return _run("serve_app.measure.tune", arguments)
 
 
 def capacity(arguments: Sequence[str]) -> int:
-    """`python -m loadtests.load.capacity`; its exit status."""
+    """Run `python -m serve_app.measure.capacity`; its exit status."""
     options = [*arguments]
     if not _has(options, "-h", "--help"):
         if not _has(options, "--url", "--configs"):
             options += ["--url", DEFAULT_URL]
         if not _has(options, "--slo"):
             options += ["--slo", _SLO]
-    return _run("loadtests.load.capacity", options, needs=("locust", "httpx"))
+    return _run("serve_app.measure.capacity", options)
 
 
 def _has(arguments: Sequence[str], *names: str) -> bool:
     return any(argument.partition("=")[0] in names for argument in arguments)
 
 
-def _run(
-    module: str, arguments: Sequence[str], needs: Sequence[str] = (), extra: str = "load"
-) -> int:
+def _run(module: str, arguments: Sequence[str], needs: Sequence[str] = (), extra: str = "") -> int:
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:
         typer.echo(

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from loadtests.compare.llama_server import TILES
-from loadtests.tune.builds import libraries
+from tests.amx import libraries
 
 WITH_HEADER = "amx"
 """As the Makefile compiles on a machine with AMX."""

@@ -1,1 +1,1 @@
-"""Doubles of what needs a model: scripted backends and drafts."""
+"""Doubles of what needs a model, and the samplers of llama.cpp to compare with."""

@@ -253,28 +253,17 @@ def test_loadtests_use_the_engine_the_pure_part_of_routing_and_what_they_share_w
         for module, found in offenders("loadtests", "serve_app")
         if not any(within(found, package) for package in usable) and found != "serve_app"
     }
-    assert (
-        users
-        == {
-            "loadtests.common.paged",  # which compiles a model as Corral does
-            "loadtests.compare.bare_server",  # which is put together of Corral's parts
-            "loadtests.engine.adapters.bench",  # which makes some, and names them in requests
-            "loadtests.engine.forecast",  # which runs batches at depths of its own
-            "loadtests.tune.paged_passes",  # which runs passes at depths of its own
-            "loadtests.engine.peers.genai",  # which compiles and keeps a model as Corral does
-            "loadtests.engine.sampling.__main__",  # which measures one of them
-            "loadtests.tune.__main__",  # which keeps files where Corral does, and counts cores as it does
-            "loadtests.tune.perplexity",  # which says what a backend cannot read
-            "loadtests.tune.quality",  # which wants the logits of all rows
-            "loadtests.tune.quantise",  # which makes files
-        }
-    )
+    assert users == {
+        "loadtests.compare.bare_server",  # which is put together of Corral's parts
+        "loadtests.tune.paged_passes",  # which runs passes at depths of its own
+        "loadtests.engine.peers.genai",  # which compiles and keeps a model as Corral does
+        "loadtests.tune.perplexity",  # which says what a backend cannot read
+    }
 
 
-def test_loadtests_know_no_ray_but_to_weigh_its_messages() -> None:
+def test_loadtests_know_no_ray() -> None:
     deployments = ("serve_app.replica.deployment", "serve_app.ingress.deployment")
-    users = {module for module, _ in offenders("loadtests", "ray", *deployments)}
-    assert users == {"loadtests.routing.traffic"}
+    assert offenders("loadtests", "ray", *deployments) == []
 
 
 @pytest.mark.parametrize("name", PURE)

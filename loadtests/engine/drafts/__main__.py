@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from loadtests.common.benchmark import listed, machine, machine_line, spread, table, usable_cores
-from loadtests.common.rounds import in_turns
-from loadtests.engine import process
 from loadtests.engine.drafts.models import DRAFT, TARGET, agreeing, random
 from loadtests.engine.drafts.rounds import TIMEOUT_S, Round, run_round
 from serve_app.engine import EngineOptions
+from serve_app.measure import process
+from serve_app.measure.benchmark import listed, machine, machine_line, spread, table, usable_cores
+from serve_app.measure.rounds import in_turns
 
 _N_CTX_SLOT = 512
 _HEADER = (

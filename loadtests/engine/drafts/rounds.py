@@ -8,9 +8,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from loadtests.common import asking
-from loadtests.engine import process
 from serve_app.engine import GenerationRequest, SamplingParams
+from serve_app.measure import process
 
 TIMEOUT_S = 400
 
@@ -36,7 +35,7 @@ def run_round(n_streams: int, n_prompt: int, n_tokens: int) -> Round:
         GenerationRequest(f"{time.monotonic()}-{i}", _prompt(i, n_prompt), sampling)
         for i in range(n_streams)
     ]
-    arrivals = asking.all_arrivals(engine, requests, TIMEOUT_S)
+    arrivals = process.all_arrivals(engine, requests, TIMEOUT_S)
     after = engine.stats()
     begin, end = max(times[0] for times in arrivals), max(times[-1] for times in arrivals)
     n_decoded = sum(sum(t > begin for t in times) for times in arrivals)

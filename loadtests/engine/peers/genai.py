@@ -12,11 +12,11 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from loadtests.common.benchmark import BenchmarkError, Prompt
-from loadtests.engine.bare_loop import RUN_TIMEOUT_S
 from serve_app.engine import EngineOptions
 from serve_app.folders import cache_folder
 from serve_app.llama.model import files_of, fingerprint_of
+from serve_app.measure.benchmark import BenchmarkError, Prompt
+from serve_app.measure.process import RUN_TIMEOUT_S
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import settings
 

@@ -1,1 +1,1 @@
-"""The users of a load: what they ask, how many they are, how they read."""
+"""The users of Locust: how they send and read, and how many they are."""

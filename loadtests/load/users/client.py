@@ -20,19 +20,10 @@ import gevent
 from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError, HTTPSocketPoolResponse
 
-from loadtests.common.streams import Reader
-from loadtests.load.stream_metrics import (
-    ABORTED,
-    COMPLETE,
-    FAILED,
-    REFUSED,
-    Outcome,
-    Slo,
-    ended_line,
-    heard,
-    sent_line,
-)
-from loadtests.load.users.workloads import Ask
+from loadtests.load.stream_metrics import ended_line, sent_line
+from serve_app.measure.outcomes import ABORTED, COMPLETE, FAILED, REFUSED, Outcome, Slo, heard
+from serve_app.measure.streams import Reader
+from serve_app.measure.users.workloads import Ask
 
 TIMEOUT_S = 300.0
 """Longest silence of a server."""

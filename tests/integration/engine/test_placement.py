@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import llama_cpp
 import pytest
 
-from loadtests.engine import pinning
 from serve_app.engine import Engine, EngineOptions
 from serve_app.engine.autotune.threads import ThreadTrial
 from serve_app.llama import library
@@ -112,14 +110,3 @@ def test_the_threads_that_compute_keep_to_their_cpus(tiny_gguf: Path) -> None:
     masks = os.sched_getaffinity(decoder.native_id), os.sched_getaffinity(0)
     engine.close()
     assert masks == ({min(ours)}, ours)
-
-
-def test_the_pinning_benchmark_has_a_row_for_each_way(
-    tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--rounds", "1", "--sequences", "2", "--seconds", "0.3", "--lead-s", "0.3"]
-    monkeypatch.setattr("sys.argv", ["pinning", "--model", str(tiny_gguf), *arguments])
-    pinning.main()
-    rows = re.findall(r"^\| (pinned|not pinned) \| (.*) \|$", capsys.readouterr().out, re.M)
-    assert [way for way, _ in rows] == ["pinned", "not pinned"]
-    assert all(float(row.split(" | ")[0]) > 0 for _, row in rows)

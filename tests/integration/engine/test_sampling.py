@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from loadtests.engine.sampling.whole_chain import WholeChain
 from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import SequenceSampler
 from serve_app.prompt.grammars import from_regex
 from serve_app.sampling import SamplingParams
+from tests.doubles.whole_chain import WholeChain
 from tools.random_models.model import SHAPES, write_random_gguf
 
 N_VOCAB, N_CTX_SLOT = 40_000, 64

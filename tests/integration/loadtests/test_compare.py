@@ -12,10 +12,10 @@ import llama_cpp
 import pytest
 
 from loadtests.common import bursts
-from loadtests.common.benchmark import BenchmarkError, percentile
 from loadtests.compare import __main__, llama_server, sides
 from loadtests.compare.requests import MAX_TOKENS, WORKLOADS, read_words, request
 from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.measure.benchmark import BenchmarkError, percentile
 
 pytestmark = pytest.mark.long
 

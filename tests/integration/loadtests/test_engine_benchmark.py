@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from loadtests.common.benchmark import BenchmarkError, percentile
 from loadtests.engine.__main__ import main
-from loadtests.engine.modes import BARE, ModeProcess
+from loadtests.engine.modes import BARE, mode_process
 from serve_app.engine import EngineOptions
+from serve_app.measure.benchmark import BenchmarkError, percentile
 
 pytestmark = pytest.mark.long
 
@@ -111,7 +111,7 @@ def test_the_plot_names_every_mode(folder: Path) -> None:
 def test_a_mode_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     options = EngineOptions(n_slots=1, n_ctx_slot=64, threads=1)
     with (
-        ModeProcess(BARE, tmp_path / "none.gguf", options) as mode,
+        mode_process(BARE, tmp_path / "none.gguf", options) as mode,
         pytest.raises(BenchmarkError, match="The bare mode failed"),
     ):
         mode.run([(1, 2)], 8)

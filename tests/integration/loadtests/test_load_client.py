@@ -15,10 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loadtests.common.benchmark import percentile
 from loadtests.common.processes import with_default_signals
 from loadtests.common.servers import ROOT, free_port
-from loadtests.load.stream_metrics import FAILED, Outcome, accounts, read_journal
+from loadtests.load.stream_metrics import accounts, read_journal
+from serve_app.measure.benchmark import percentile
+from serve_app.measure.outcomes import FAILED, Outcome
 
 EVENTS = 300
 RUN_S = 3

@@ -11,13 +11,13 @@ from serve_app.builtin_model import BUILTIN_MODEL
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
-from loadtests.common.paged import opened
 from loadtests.tune.paged_passes import pass_s, report
 from serve_app.llama.model import Model
+from serve_app.measure.tune.quality import paged_context
 
 
 def test_a_pass_begins_anew_each_time() -> None:
-    context = opened(Model(BUILTIN_MODEL, vocab_only=True), 64, 1, "f16")
+    context = paged_context(Model(BUILTIN_MODEL, vocab_only=True), 64, 1, "f16")
     try:
         assert all(pass_s(context, 8, depth) > 0 for depth in (0, 56, 0, 56))
     finally:

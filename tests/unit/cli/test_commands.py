@@ -315,23 +315,23 @@ def test_top_shows_slots_and_what_happened(told: Told) -> None:
 @pytest.mark.parametrize(
     ("arguments", "module", "given"),
     [
-        (["bench"], "loadtests.engine", ["--model", str(BUILTIN_MODEL)]),
+        (["bench"], "serve_app.measure.bench", ["--model", str(BUILTIN_MODEL)]),
         (
             ["bench", "--model", "x", "--rounds", "1"],
-            "loadtests.engine",
+            "serve_app.measure.bench",
             ["--model", "x", "--rounds", "1"],
         ),
-        (["bench", "--help"], "loadtests.engine", ["--help"]),
-        (["tune", "--model", "x"], "loadtests.tune", ["--model", "x"]),
+        (["bench", "--help"], "serve_app.measure.bench", ["--help"]),
+        (["tune", "--model", "x"], "serve_app.measure.tune", ["--model", "x"]),
         (["batch", "in", "out"], "serve_app.batch", ["in", "out"]),
         (
             ["capacity", "--seconds", "5"],
-            "loadtests.load.capacity",
+            "serve_app.measure.capacity",
             ["--seconds", "5", "--url", "http://127.0.0.1:8000", "--slo", tools._SLO],
         ),
         (
             ["capacity", "--configs", "a.yaml", "--slo=itl_p50=1s"],
-            "loadtests.load.capacity",
+            "serve_app.measure.capacity",
             ["--configs", "a.yaml", "--slo=itl_p50=1s"],
         ),
     ],
@@ -359,8 +359,8 @@ def test_the_help_of_a_forwarded_command_has_an_example(
 
 
 def test_measurements_say_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tools._run("loadtests.engine", [], needs=("json", "no_such_module")) == 1
-    assert "pip install 'corral[load]'" in capsys.readouterr().err
+    assert tools._run("json", [], needs=("json", "no_such_module"), extra="batch") == 1
+    assert "pip install 'corral[batch]'" in capsys.readouterr().err
 
 
 class _ReadyError(Exception):
@@ -370,9 +370,9 @@ class _ReadyError(Exception):
 @pytest.mark.parametrize(
     ("module", "function"),
     [
-        ("loadtests.engine.__main__", "parse_args"),
-        ("loadtests.load.capacity", "main"),
-        ("loadtests.tune.__main__", "parse_args"),
+        ("serve_app.measure.bench", "parse_args"),
+        ("serve_app.measure.capacity", "parse_args"),
+        ("serve_app.measure.tune.__main__", "parse_args"),
         ("serve_app.batch.__main__", "parse_args"),
     ],
 )

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from loadtests.engine.sampling.whole_chain import WholeChain
 from serve_app.llama.sampler import SequenceSampler
 from serve_app.llama.sampling import chain, cuts
 from serve_app.llama.sampling.candidates import Candidates
 from serve_app.sampling import SamplingParams
+from tests.doubles.whole_chain import WholeChain
 
 Logits = NDArray[np.float32]
 N_LARGE, N_CTX_SLOT = 151_936, 100

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from loadtests.common.benchmark import percentile
 from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.measure.benchmark import percentile
 
 MEASURED = Profile(
     decode_s={1: 0.02, 4: 0.05, 16: 0.11},

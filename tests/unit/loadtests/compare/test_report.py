@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.common.benchmark import BenchmarkError
 from loadtests.common.bursts import FIGURES, Burst
-from loadtests.common.streams import Answer
 from loadtests.compare import __main__, llama_server
 from loadtests.compare import report as peer_report
 from loadtests.compare.__main__ import Record, Settings, by_point, parse_args, report, requests
@@ -23,17 +21,21 @@ from loadtests.compare.requests import (
     request,
 )
 from loadtests.compare.sides import SIDES, is_url
+from serve_app.measure.benchmark import BenchmarkError
+from serve_app.measure.streams import StreamedAnswer
 
 VOCABULARY = range(1000, 2000)
 
 
 def answer(
     *pieces_s: float, tokens: int = 4, prompt: int | None = 8, error: str | None = None
-) -> Answer:
-    return Answer(pieces_s, pieces_s[-1] if pieces_s else 0.0, tokens, True, prompt, 0, error)
+) -> StreamedAnswer:
+    return StreamedAnswer(
+        pieces_s, pieces_s[-1] if pieces_s else 0.0, tokens, True, prompt, 0, error
+    )
 
 
-def burst(*answers: Answer, wall_s: float = 2.0) -> Burst:
+def burst(*answers: StreamedAnswer, wall_s: float = 2.0) -> Burst:
     return Burst(answers, wall_s, client_cpu_s=0.25)
 
 
@@ -135,7 +137,7 @@ def test_cpu_time_beside_computing_is_by_token() -> None:
     ],
     ids=["fewer", "error", "prompt"],
 )
-def test_what_is_not_fair_is_said(wrong: Answer, message: str) -> None:
+def test_what_is_not_fair_is_said(wrong: StreamedAnswer, message: str) -> None:
     right = burst(answer(1.0, 1.5), answer(1.0, 1.5))
     wanted = [(8, 4)] * 2
     assert list(peer_report.warnings({"llama-server": right}, wanted)) == []
@@ -145,8 +147,8 @@ def test_what_is_not_fair_is_said(wrong: Answer, message: str) -> None:
 
 
 def test_a_side_that_tells_no_usage_is_warned_of_if_it_ended_early() -> None:
-    whole = Answer((1.0, 1.2, 1.4, 1.5), 1.5, 4, False, None, None, None)
-    short = Answer((1.0, 1.2, 1.5), 1.5, 3, False, None, None, None)
+    whole = StreamedAnswer((1.0, 1.2, 1.4, 1.5), 1.5, 4, False, None, None, None)
+    short = StreamedAnswer((1.0, 1.2, 1.5), 1.5, 3, False, None, None, None)
     wanted = [(8, 4)] * 2
     assert list(peer_report.warnings({"http://h:1": burst(whole, whole)}, wanted)) == []
     (found,) = peer_report.warnings({"http://h:1": burst(whole, short)}, wanted)
@@ -246,7 +248,7 @@ def test_report() -> None:
 
 def test_a_side_that_does_not_count_is_told_of_once() -> None:
     alone = replace(settings(), sides=("llama-cpp-python",))
-    texts = burst(Answer((1.0, 1.5), 1.5, MAX_TOKENS, False, None, None, None))
+    texts = burst(StreamedAnswer((1.0, 1.5), 1.5, MAX_TOKENS, False, None, None, None))
     both = [Record(number, "llama-cpp-python", "independent", 1, texts) for number in (1, 2)]
     facts = {"cpu": "C", "cores": 2, "model": "m", "model_mb": 3, "max_tokens": 64, "models": {}}
     facts["engine"] = {}

@@ -8,11 +8,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from loadtests.common.benchmark import BenchmarkError
 from loadtests.engine.__main__ import Settings, check, parse_args
 from loadtests.engine.modes import BARE, BATCHED, SEPARATE
-from loadtests.engine.report import Round, mode_summary, plot, ratios, summary, table
-from loadtests.engine.run import AnyRun, NativeRun, Run
+from loadtests.engine.report import Round, plot, ratios, summary, table
+from loadtests.engine.run import AnyRun, NativeRun
+from serve_app.measure import bench
+from serve_app.measure.benchmark import BenchmarkError
+from serve_app.measure.process import MeasuredRun
 
 FACTS = {
     "cpu": "A CPU",
@@ -27,9 +29,13 @@ FACTS = {
 }
 
 
-def run(*arrivals_s: Sequence[float], mode: str = BATCHED, prompt: int = 8, peak: int = 0) -> Run:
+def run(
+    *arrivals_s: Sequence[float], mode: str = BATCHED, prompt: int = 8, peak: int = 0
+) -> MeasuredRun:
     arrivals = tuple(map(tuple, arrivals_s))
-    return Run(mode, prompt, arrivals, steps=4, cpu_s=1.0, sleeps=2, preemptions=1, peak_bytes=peak)
+    return MeasuredRun(
+        mode, prompt, arrivals, steps=4, cpu_s=1.0, sleeps=2, preemptions=1, peak_bytes=peak
+    )
 
 
 NATIVE_RUN = NativeRun(
@@ -97,13 +103,13 @@ def test_ratios_compare_the_runs_of_a_round() -> None:
     ],
     ids=["to itself", "without batched", "without a rate"],
 )
-def test_no_ratio(mode: str, one: dict[str, Run]) -> None:
+def test_no_ratio(mode: str, one: dict[str, MeasuredRun]) -> None:
     assert ratios([dict(one)], mode, "decode_tps") is None
 
 
 def test_mode_summary_takes_medians_of_runs_and_percentiles_of_tokens() -> None:
     mib = 2**20
-    result = mode_summary(
+    result = bench.summary(
         [run([1.0, 2.0], peak=mib), run([2.0, 4.0], peak=5 * mib), run([4.0, 8.0], peak=mib)]
     )
     assert result["decode_tps"] == 0.5
@@ -118,8 +124,8 @@ def test_mode_summary_takes_medians_of_runs_and_percentiles_of_tokens() -> None:
 def test_mode_summary_leaves_open_what_a_mode_cannot_tell() -> None:
     apart = run([1.0, 2.0], [3.0, 4.0], mode=SEPARATE)
     together = run([1.0, 2.0], [1.0, 2.0], mode=SEPARATE)
-    assert mode_summary([apart, together])["decode_tps"] is None
-    native = mode_summary([NATIVE_RUN])
+    assert bench.summary([apart, together])["decode_tps"] is None
+    native = bench.summary([NATIVE_RUN])
     assert (native["itl_p50_ms"], native["itl_p99_ms"]) == (None, None)
     assert native["ttft_p50_ms"] == 1000
 
@@ -133,7 +139,7 @@ def test_mode_summary_leaves_open_what_a_mode_cannot_tell() -> None:
         (NATIVE_RUN, "generated 6 tokens"),
     ],
 )
-def test_another_amount_of_work_is_an_error(wrong: Run | NativeRun, message: str) -> None:
+def test_another_amount_of_work_is_an_error(wrong: MeasuredRun | NativeRun, message: str) -> None:
     check(run([1.0, 2.0], [1.0, 2.0]), 2, 4, 2)
     check(NATIVE_RUN, 2, 4, 3)
     with pytest.raises(BenchmarkError, match=message):

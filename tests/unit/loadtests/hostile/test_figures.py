@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loadtests.hostile.figures import Journal, probe_line, read, seen
-from loadtests.load.stream_metrics import (
-    ABORTED,
-    COMPLETE,
-    REFUSED,
-    Outcome,
-    ended_line,
-    sent_line,
-)
+from loadtests.load.stream_metrics import ended_line, sent_line
+from serve_app.measure.outcomes import ABORTED, COMPLETE, REFUSED, Outcome
 
 
 def outcome(

@@ -8,22 +8,18 @@ from typing import Any
 
 import pytest
 
-from loadtests.common.streams import Answer, Reader, parse
-from loadtests.load.stream_metrics import (
+from loadtests.load.stream_metrics import accounts, ended_line, errors, read_journal, sent_line
+from serve_app.measure.outcomes import (
     ABORTED,
     COMPLETE,
     FAILED,
     REFUSED,
     Outcome,
     Slo,
-    accounts,
-    ended_line,
-    errors,
     figures,
     heard,
-    read_journal,
-    sent_line,
 )
+from serve_app.measure.streams import Reader, StreamedAnswer, parse
 
 SLO = Slo(ttft_s=1.0, itl_s=0.1)
 DONE = b"data: [DONE]\n\n"
@@ -41,7 +37,7 @@ def usage(tokens: int) -> bytes:
     return event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": tokens}})
 
 
-def outcome(answer: Answer, end: str = COMPLETE, **changes: Any) -> Outcome:
+def outcome(answer: StreamedAnswer, end: str = COMPLETE, **changes: Any) -> Outcome:
     said = heard(answer) | changes
     return Outcome("1", "chat", 100.0, answer.end_s, end, "", **said)
 

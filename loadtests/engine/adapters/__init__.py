@@ -1,1 +1,0 @@
-"""The cost of different adapters in the requests of one engine."""

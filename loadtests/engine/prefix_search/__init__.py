@@ -1,1 +1,0 @@
-"""The cost of finding prefixes for the decoder thread."""

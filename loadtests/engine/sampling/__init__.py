@@ -1,1 +1,0 @@
-"""The time that picking tokens takes beside decoding: `python -m loadtests.engine.sampling`."""

@@ -1,1 +1,0 @@
-"""Routing, simulated."""

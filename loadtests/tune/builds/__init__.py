@@ -1,1 +1,0 @@
-"""Which build of llama.cpp is fastest on a machine."""

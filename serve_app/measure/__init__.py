@@ -1,0 +1,1 @@
+"""Measurements of `corral bench`, `corral tune` and `corral capacity`, on this machine or over HTTP."""

@@ -1,0 +1,190 @@
+"""Measures the engine alone, without Ray and HTTP, by the number of sequences.
+
+    python -m serve_app.measure.bench --model PATH [--backends llama.cpp,openvino] [--sequences 1,2,4,8,16]
+        [--prompt-tokens 128] [--max-tokens 64] [--rounds 3] [--threads N] [--json FILE]
+
+The backends get the same prompts and take turns, each in a process of its own. Every round has fresh random
+prompts, the same in every invocation, so that nobody finds a prefix in its cache. All processes stay open
+meanwhile, and each needs memory for the model.
+
+A Markdown table goes to stdout, progress to stderr. Speed depends on what else runs on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+from serve_app.engine import EngineOptions
+from serve_app.engine.options import KernelsName
+from serve_app.measure.benchmark import (
+    BenchmarkError,
+    Prompts,
+    bounded,
+    choice,
+    listed,
+    machine,
+    machine_line,
+    percentile,
+    table,
+    usable_cores,
+)
+from serve_app.measure.process import RunFigures, RunnerProcess, engine_runner, text_tokens
+from serve_app.measure.rounds import in_turns
+
+WARM_UP_TOKENS = 8
+MIB = 2**20
+RATES = ("decode_tps", "whole_tps", "prefill_tps")
+LATENCIES = ("ttft_p50_ms", "itl_p50_ms", "itl_p99_ms")
+_HEADER = (
+    *("sequences", "backend", "decode t/s", "whole run t/s", "prefill t/s"),
+    *("TTFT p50 ms", "ITL p50 ms", "ITL p99 ms", "peak MiB"),
+)
+
+
+def engine_options(
+    sequences: int, prompt_tokens: int, max_tokens: int, threads: int
+) -> EngineOptions:
+    """The engine that fits so many sequences, and measures nothing at its start."""
+    return EngineOptions(
+        n_slots=sequences,
+        n_ctx_slot=prompt_tokens + max_tokens + 1,
+        threads=threads,
+        flash_attn=True,
+        kv_unified=False,
+        max_stall_s=None,
+        speculate=False,
+        profile_limit_s=0,
+    )
+
+
+def summary(runs: Sequence[RunFigures]) -> dict[str, float | None]:
+    """Medians over the runs; latencies over all their tokens, in milliseconds. None where a run does not
+    know."""
+    ttft = [s for run in runs for s in run.ttft_s]
+    itl = [s for run in runs for s in run.itl_s]
+    return {
+        **{name: _median([getattr(run, name) for run in runs]) for name in RATES},
+        "ttft_p50_ms": 1000 * percentile(ttft, 50),
+        "itl_p50_ms": 1000 * percentile(itl, 50) if itl else None,
+        "itl_p99_ms": 1000 * percentile(itl, 99) if itl else None,
+        "peak_mib": max(run.peak_bytes for run in runs) / MIB,
+    }
+
+
+def cell(value: float | None) -> str:
+    """The value as a cell of a table; a dash if it is unknown."""
+    return "-" if value is None else f"{value:.1f}"
+
+
+def measure(
+    args: argparse.Namespace, sequences: int, prompts: Prompts
+) -> dict[str, dict[str, float | None]]:
+    """The summary of each backend with so many sequences. Raises BenchmarkError."""
+    options = engine_options(sequences, args.prompt_tokens, args.max_tokens, args.threads)
+    drawn = [
+        [prompts.draw(args.prompt_tokens) for _ in range(sequences)] for _ in range(args.rounds + 1)
+    ]
+    with ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(
+                RunnerProcess(name, partial(engine_runner, name), args.model, options)
+            )
+            for name in args.backends
+        }
+
+        def run(number: int, name: str) -> RunFigures:
+            max_tokens = args.max_tokens if number else WARM_UP_TOKENS
+            measured = processes[name].run(drawn[number], max_tokens)
+            part = f"round {number}" if number else "warm-up"
+            print(
+                f"{sequences} at once, {part}, {name}: {cell(measured.decode_tps)} t/s decoding",
+                file=sys.stderr,
+                flush=True,
+            )
+            return measured
+
+        rounds = in_turns(args.backends, args.rounds, run)
+    return {name: summary([by_name[name] for by_name in rounds]) for name in args.backends}
+
+
+def report(results: Mapping[int, Mapping[str, Mapping[str, float | None]]]) -> str:
+    """A Markdown table with a row for each number of sequences and backend."""
+    rows = [
+        (n, name, *(cell(figures[key]) for key in (*RATES, *LATENCIES, "peak_mib")))
+        for n, by_name in results.items()
+        for name, figures in by_name.items()
+    ]
+    return table(_HEADER, rows)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's settings."""
+    parser = argparse.ArgumentParser(prog="python -m serve_app.measure.bench", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", type=Path, required=True, help="a GGUF file")
+    parser.add_argument(
+        "--backends",
+        type=listed(choice(*get_args(KernelsName))),
+        default=("llama.cpp",),
+        help="the backends that are compared",
+    )
+    add_load_arguments(parser)
+    parser.add_argument("--json", type=Path, default=None, help="a file for all figures")
+    return parser.parse_args(argv)
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the load: sequences, lengths, rounds, threads."""
+    parser.add_argument(
+        "--sequences",
+        type=listed(bounded(1, 64)),
+        default=(1, 2, 4, 8, 16),
+        help="how many run at once, in each run",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=bounded(1, 8192), default=128, help="tokens of each prompt"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=bounded(WARM_UP_TOKENS, 4096),
+        default=64,
+        help="tokens that each sequence generates",
+    )
+    parser.add_argument("--rounds", type=bounded(1, 50), default=3, help="runs of each")
+    parser.add_argument(
+        "--threads",
+        type=bounded(1, 512),
+        default=usable_cores(),
+        help="threads that compute; by default one for each core",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the table, write the file."""
+    args = parse_args(argv)
+    facts = machine(args.model, args.threads)
+    prompts = Prompts(text_tokens(args.model))
+    try:
+        results = {n: measure(args, n, prompts) for n in args.sequences}
+    except BenchmarkError as error:
+        sys.exit(str(error))
+    print(f"{machine_line(facts)}; medians of {args.rounds} rounds\n\n{report(results)}")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
+
+
+if __name__ == "__main__":
+    main()
