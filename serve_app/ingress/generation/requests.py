@@ -364,7 +364,7 @@ class AllowedToolChoice(RequestModel):
 class NamedSchema(RequestModel):
     """`response_format.json_schema`."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(default={}, alias="schema")
     """A JSON schema; without one, any JSON value will do."""
@@ -378,23 +378,23 @@ class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    """llama-server's: a JSON schema, with the type `json_object`."""
+    """llama-server's: a JSON schema, without a name."""
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
-        if (self.type == "json_schema") is (self.json_schema is None):
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
             raise InvalidRequestError(
-                "'json_schema' needs the type \"json_schema\".",
+                "The type \"json_schema\" needs 'json_schema'.",
                 "response_format",
             )
         return self
 
     def schema_of_answer(self) -> dict[str, Any] | None:
         """The schema that answers must validate against, if there is one."""
-        if self.json_schema is not None:
-            return self.json_schema.schema_
         if self.type == "text":
             return None
+        if self.json_schema is not None and self.type == "json_schema":
+            return self.json_schema.schema_
         return {"type": "object"} if self.schema_ is None else self.schema_
 
 

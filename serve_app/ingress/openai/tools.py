@@ -110,6 +110,9 @@ def with_custom_tools(tools: object) -> object:
 
 
 def _as_function(tool: object) -> object:
+    if isinstance(tool, dict) and tool.get("type") == "function" and "function" not in tool:
+        # As responses have it.
+        return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
     if not isinstance(tool, dict) or tool.get("type") != "custom":
         return tool
     custom = CustomDefinition.model_validate(tool.get("custom"))

@@ -83,14 +83,26 @@ class NamespaceTool(RequestModel):
     ] = Field(default=[])
 
 
+def _flat(tools: object) -> object:
+    """The tools that this module knows, each with its fields beside its type, also if they are a chat's."""
+    known = known_tools(("function", "custom", "namespace", *_FUNCTIONS), tools)
+    if not isinstance(known, list):
+        return known
+    return [_with_fields_beside_type(tool) for tool in known]
+
+
+def _with_fields_beside_type(tool: object) -> object:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    fields = tool.get(kind) if isinstance(tool, dict) and isinstance(kind, str) else None
+    return {"type": kind, **fields} if isinstance(fields, dict) else tool
+
+
 AnyTool = Annotated[
     FunctionTool | CustomTextTool | ClientTool | NamespaceTool, Field(discriminator="type")
 ]
 Tools = Annotated[
     list[AnyTool],
-    BeforeValidator(
-        lambda tools: known_tools(("function", "custom", "namespace", *_FUNCTIONS), tools)
-    ),
+    BeforeValidator(_flat),
 ]
 
 

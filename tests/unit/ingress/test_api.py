@@ -297,7 +297,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "/v1/chat/completions",
         chat(response_format={"type": "json_schema"}),
         "response_format",
-        "needs the type",
+        "needs 'json_schema'",
     ),
     ("/v1/completions", {"prompt": "x", "temperature": -1}, "temperature", "greater than"),
     ("/v1/completions", {"prompt": "x", "max_tokens": -2}, "max_tokens", "greater than"),

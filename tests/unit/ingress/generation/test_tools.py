@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.prompt import grammars
+from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.tool_calls import GENERIC, ToolFormat
 from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS
 from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
@@ -402,3 +404,50 @@ async def test_an_odd_schema_refuses_no_chat(
         assert response.status_code == 200, response.text
         ignored = ", ".join(f"tools.f.parameters.{path}" for path in paths)
         assert response.headers["x-corral-ignored"] == ignored
+
+
+async def test_a_function_may_have_its_fields_beside_its_type(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    """As in responses, where a chat's form is taken, too."""
+    flat = {"type": "function", **WEATHER["function"]}
+    await client.post("/v1/chat/completions", json=chat(tools=[flat]))
+    await client.post("/v1/responses", json={"input": "Hi", "tools": [WEATHER]})
+    prompts = [bytes(request.prompt) for request in engine.requests]
+    assert prompts == [b"[get_weather]user:Hi"] * 2
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {
+            "type": "json_schema",
+            "json_schema": {"name": "Page[Item, 2]", "schema": {"type": "null"}},
+        },
+        {"type": "json_schema", "schema": {"type": "null"}},
+        {"type": "json_object", "schema": {"type": "null"}},
+    ],
+)
+async def test_a_schema_of_any_name(
+    client: httpx.AsyncClient, engine: ScriptedEngine, response_format: dict[str, Any]
+) -> None:
+    response = await client.post("/v1/chat/completions", json=chat(response_format=response_format))
+    assert response.status_code == 200, response.text
+    assert takes(engine.requests[0].sampling.grammar or "", "null")
+    assert not takes(engine.requests[0].sampling.grammar or "", "{}")
+
+
+def test_hundreds_of_tools_with_long_descriptions() -> None:
+    """What a schema says to people costs the grammar nothing."""
+    properties = {
+        name: {"type": "string", "description": "说明文字" * 100} for name in ("a", "b", "c", "d")
+    }
+    grammar = grammars.from_tool_calls(
+        [{"name": f"f{i}", "parameters": {"properties": properties}} for i in range(300)],
+        Dialect(GENERIC),
+        forced=False,
+        parallel=False,
+        param="tools",
+    )
+    assert len(grammar) < grammars.MAX_CHARS
+    assert takes(grammar, '{"tool_calls": [{"name": "f299", "arguments": {"a": "x"}}]}')
