@@ -217,6 +217,26 @@ def check(
     typer.echo(f"{file} is valid. Models: {', '.join(model.id for model in application.models)}")
 
 
+@app.command("hash-keys", rich_help_panel=_RUN)
+def hash_keys(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file with API keys.")],
+) -> None:
+    """Replace the API keys in a file by their hashes, which cannot be used as keys.
+
+    Clients keep their keys. A server that runs reads the file again.
+
+    Example: `corral hash-keys keys.yaml`
+    """
+    from serve_app.errors import ConfigError
+    from serve_app.ingress.access.api_keys import hash_keys
+
+    try:
+        n_keys = hash_keys(file)
+    except ConfigError as error:
+        _fail(str(error))
+    typer.echo(f"{file}: {n_keys} API keys were replaced by their hashes.")
+
+
 @app.command(rich_help_panel=_LOOK)
 def chat(
     prompt: Annotated[

@@ -6,10 +6,11 @@ import hashlib
 import hmac
 import logging
 import os
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -33,7 +34,7 @@ class KeyFile(BaseModel):
 
     @model_validator(mode="after")
     def _distinct(self) -> KeyFile:
-        for values in ([key.name for key in self.keys], [key.key for key in self.keys]):
+        for values in ([key.name for key in self.keys], [key.digest for key in self.keys]):
             if len(set(values)) != len(values):
                 raise ValueError("two keys have the same name, or are the same")
         return self
@@ -49,7 +50,7 @@ class KeyAccounts:
         self._path = path
         self._clock = clock
         self._accounts: dict[str, Account] = {}
-        self._digests: Sequence[tuple[bytes, Account]] = ()
+        self._digests: Sequence[tuple[str, Account]] = ()
         self._stamp = self._read_stamp()
         self._load()
 
@@ -59,18 +60,18 @@ class KeyAccounts:
         return self._accounts.get(name)
 
     def find(self, secret: str | None) -> Account:
-        """The account of this key. Raises AuthenticationError. The time that this takes does not tell
-        how much of a key is right."""
+        """The account of this key. Raises AuthenticationError. How long that takes does not depend on how
+        much of a key is right."""
         self._follow()
         if secret is None:
             raise AuthenticationError(
                 "No API key was sent. Send the header 'Authorization: Bearer KEY'."
             )
-        digest = _digest(secret)
-        account = [account for own, account in self._digests if hmac.compare_digest(own, digest)]
-        if not account:
+        digest = hashlib.sha256(secret.encode()).hexdigest()
+        accounts = [account for own, account in self._digests if hmac.compare_digest(own, digest)]
+        if not accounts:
             raise AuthenticationError("The API key is not valid here.")
-        return account[0]
+        return accounts[0]
 
     def _follow(self) -> None:
         stamp = self._read_stamp()
@@ -86,18 +87,24 @@ class KeyAccounts:
 
     def _read_stamp(self) -> tuple[int, int, int] | None:
         try:
-            status = os.stat(self._path)  # noqa: PTH116
+            stamp = os.stat(self._path)  # noqa: PTH116
         except OSError:
             return None
-        return status.st_mtime_ns, status.st_size, status.st_ino
+        return stamp.st_mtime_ns, stamp.st_size, stamp.st_ino
 
     def _load(self) -> None:
         keys = read(self._path)
         before, self._accounts = self._accounts, {}
         for key in keys:
             account = self._accounts[key.name] = before.get(key.name) or Account(key, self._clock)
-            account.key = key
-        self._digests = [(_digest(key.key), self._accounts[key.name]) for key in keys]
+            account.key = key.model_copy(update={"key": None, "sha256": key.digest})
+        self._digests = [(key.digest, self._accounts[key.name]) for key in keys]
+        if any(key.key is not None for key in keys):
+            logger.warning(
+                "%s holds API keys that can be read. `corral hash-keys %s` stores their hashes instead.",
+                self._path,
+                self._path,
+            )
 
 
 def read(path: Path) -> list[ApiKey]:
@@ -111,5 +118,35 @@ def read(path: Path) -> list[ApiKey]:
         raise ConfigError(f"ingress.api_key_file: {path}: {validation.describe(error)}") from None
 
 
-def _digest(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode()).digest()
+def hash_keys(path: Path) -> int:
+    """Replace each `key` in a file by its `sha256`, and leave the rest of the file as it is. Returns the
+    number of keys. Raises ConfigError."""
+    keys, text = read(path), path.read_text()
+    plain = [entry for entry in _entries(yaml.compose(text)) if entry[0].value == "key"]
+    for name, value in reversed(plain):
+        quote, digest = name.style or "", hashlib.sha256(value.value.encode()).hexdigest()
+        entry = f'{quote}sha256{quote}: "{digest}"'
+        text = text[: name.start_mark.index] + entry + text[value.end_mark.index :]
+    hashed = path.with_name(f"{path.name}.hashed")
+    try:
+        hashed.touch(0o600)
+        hashed.write_text(text)
+        if [(key.name, key.digest) for key in read(hashed)] != [
+            (key.name, key.digest) for key in keys
+        ]:
+            raise ConfigError(f"{path}: the keys cannot be replaced. Write `sha256` by hand.")
+        shutil.copystat(path, hashed)
+        os.chown(hashed, path.stat().st_uid, path.stat().st_gid)
+        hashed.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    finally:
+        hashed.unlink(missing_ok=True)
+    return len(plain)
+
+
+def _entries(document: Any) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
+    """The fields of all keys, as names and values with their places in the file."""
+    (keys,) = [value for name, value in document.value if name.value == "keys"]
+    for key in keys.value:
+        yield from key.value

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from serve_app.errors import KeyLimitError, NoRoomError, RateLimitError
 
 Clock = Callable[[], float]
+_Secret = Annotated[str, Field(min_length=16, pattern=r"^[!-~]+$")]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ApiKey(BaseModel):
@@ -21,8 +24,11 @@ class ApiKey(BaseModel):
 
     name: Annotated[str, Field(min_length=1)]
     """The name of the key's owner. Slots are shared fairly among names."""
-    key: Annotated[str, Field(min_length=16, repr=False)]
-    """The secret, of 16 characters at least."""
+    key: Annotated[_Secret | None, Field(repr=False)] = None
+    """The secret, of 16 characters at least: letters, digits and signs of ASCII. `corral hash-keys` stores
+    `sha256` in its place."""
+    sha256: Annotated[_Sha256 | None, Field(repr=False)] = None
+    """The SHA-256 of the secret, in hexadecimal. Whoever reads the file cannot use the key."""
     max_concurrent_requests: PositiveInt | None = None
     """POSTs that may run at once. Each ingress replica counts for itself, and each answer of `n` is one."""
     tokens_per_minute: PositiveInt | None = None
@@ -35,6 +41,17 @@ class ApiKey(BaseModel):
     """The lowest `priority` that its requests may have. Lower values go first."""
     admin: bool = False
     """Whether the key may do what operators do, and see what others do."""
+
+    @model_validator(mode="after")
+    def _has_one_secret(self) -> ApiKey:
+        if (self.key is None) == (self.sha256 is None):
+            raise ValueError("either `key` or `sha256` is needed")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the secret, in hexadecimal."""
+        return self.sha256 or hashlib.sha256((self.key or "").encode()).hexdigest()
 
 
 RETRY_S = 1

@@ -33,6 +33,7 @@ COMMANDS = {
     "serve",
     "config",
     "check",
+    "hash-keys",
     "chat",
     "ps",
     "stats",
