@@ -22,7 +22,7 @@ _LOOK_EVERY_S = 0.3
 _VOCABULARIES = "vocabulary"
 """The folder in a model's for what is left when it goes: a few megabytes."""
 SPARE_BYTES = 2**29
-"""Of the disk that downloads leave free."""
+"""Bytes of the disk that downloads leave free."""
 _GIB = 2**30
 logger = logging.getLogger("corral.store")
 
@@ -33,7 +33,7 @@ class ModelsFolder:
 
     path: Path
     max_bytes: int | None = None
-    """Of all models together; None for what the disk has room for."""
+    """Most bytes of all models together; None for what the disk has room for."""
 
     @property
     def names(self) -> Path:
@@ -150,7 +150,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _n_bytes(folder: Path) -> int:
-    """Of models and parts of models in it."""
+    """Bytes of models and parts of models in a folder."""
     total = 0
     for path in _files(folder):
         with suppress(OSError):

@@ -17,9 +17,9 @@ MOST_BYTES = 2**28
 """No header is longer."""
 
 FIRST_BYTES = 8 * 2**20
-"""Of a model with a vocabulary of 150,000 tokens, all of it."""
+"""Bytes that hold the header of a model with 150,000 tokens."""
 SHARD_BYTES = 2**17
-"""Of a shard with the tensors of a few layers, all of it."""
+"""Bytes that hold the header of a shard with a few layers."""
 
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9

@@ -48,7 +48,6 @@ class HubOrigin:
         self._repo, self._commit = repo, commit
 
     def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
-        """See Origin."""
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.errors import HfHubHTTPError
         from huggingface_hub.utils import (  # type: ignore[attr-defined]  # it exports them lazily
@@ -78,47 +77,46 @@ class HubOrigin:
             raise ConfigError(_refusal(self._repo, self._commit, error)) from None
 
     def is_current(self, file: RemoteFile) -> bool:
-        """See Origin. A commit never changes."""
-        return True
+        return True  # a commit never changes
 
 
-def find(wanted: HubName, folder: Path, others: AskOthers = nobody) -> RemoteModel:
+def find(name: HubName, folder: Path, others: AskOthers = nobody) -> RemoteModel:
     """The model's files. The repository's listing is kept in that folder, in case the server does
     not answer later; `others` may know one, too. Raises ConfigError, UnreachableError if the repository
     cannot be asked and was not before."""
-    listing = _listing(wanted, folder, others)
+    listing = _listing(name, folder, others)
     files = {one["path"]: RemoteFile(**one) for one in listing["files"]}
-    model = tuple(files[path] for path in names.parts_of(files, wanted))
+    model = tuple(files[path] for path in names.parts_of(files, name))
     commit = listing["commit"]
-    return RemoteModel(wanted.repo, model, HubOrigin(wanted.repo, commit), commit)
+    return RemoteModel(name.repo, model, HubOrigin(name.repo, commit), commit)
 
 
-def files(wanted: HubName, folder: Path) -> list[str]:
+def files(name: HubName, folder: Path) -> list[str]:
     """The repository's files that belong to models. Raises like `find`."""
-    return [str(one["path"]) for one in _listing(wanted, folder)["files"]]
+    return [str(one["path"]) for one in _listing(name, folder)["files"]]
 
 
-def pinned(wanted: HubName, folder: Path) -> HubName:
-    """The same name at the commit, and with the file, that it means now. Raises like `find`."""
-    listing = _listing(wanted, folder)
-    first, *_ = names.chosen([one["path"] for one in listing["files"]], wanted)
-    return HubName(wanted.repo, first, listing["commit"])
+def pinned(name: HubName, folder: Path) -> HubName:
+    """A name at the commit, and with the file, that it means now. Raises like `find`."""
+    listing = _listing(name, folder)
+    first, *_ = names.chosen([one["path"] for one in listing["files"]], name)
+    return HubName(name.repo, first, listing["commit"])
 
 
-def projector(wanted: HubName, folder: Path, beside: str | None = None) -> HubName | None:
+def projector(name: HubName, folder: Path, beside: str | None = None) -> HubName | None:
     """The name of the projector that is meant, at its commit; see `names.projector`. Raises like `find`."""
-    listing = _listing(wanted, folder)
-    found = names.projector([one["path"] for one in listing["files"]], wanted, beside)
-    return None if found is None else HubName(wanted.repo, found, listing["commit"])
+    listing = _listing(name, folder)
+    found = names.projector([one["path"] for one in listing["files"]], name, beside)
+    return None if found is None else HubName(name.repo, found, listing["commit"])
 
 
-def in_library_cache(wanted: HubName, model: RemoteModel) -> Path | None:
+def in_library_cache(name: HubName, model: RemoteModel) -> Path | None:
     """The first file, if Hugging Face's own cache on this node holds all of them whole."""
     from huggingface_hub import try_to_load_from_cache
 
     paths = []
     for file in model.files:
-        path = try_to_load_from_cache(wanted.repo, file.path, revision=wanted.revision)
+        path = try_to_load_from_cache(name.repo, file.path, revision=name.revision)
         if not isinstance(path, str) or not _is_same(Path(path), file):
             return None
         paths.append(Path(path))
@@ -136,50 +134,53 @@ def _is_same(path: Path, file: RemoteFile) -> bool:
     return False
 
 
-def _listing(wanted: HubName, folder: Path, others: AskOthers = nobody) -> Listing:
-    path = folder / f"{safe(wanted.repo)}@{safe(wanted.revision or 'main')}.json"
+def _listing(name: HubName, folder: Path, others: AskOthers = nobody) -> Listing:
+    path = folder / f"{safe(name.repo)}@{safe(name.revision or 'main')}.json"
     before = kept(path)
-    if before is not None and _COMMIT.fullmatch(wanted.revision or ""):
+    if before is not None and _COMMIT.fullmatch(name.revision or ""):
         return before  # which never changes
     try:
-        listing = _ask(wanted)
+        listing = _ask(name)
     except UnreachableError as error:
-        found = before or _in_library(wanted) or others()
-        if found is None:
+        known = before or _in_library(name) or others()
+        if known is None:
             raise
         logger.warning("%s What it answered before is used.", error)
-        return found
-    for one in {path, path.with_name(f"{safe(wanted.repo)}@{listing['commit']}.json")}:
+        return known
+    for one in {path, path.with_name(f"{safe(name.repo)}@{listing['commit']}.json")}:
         keep(one, listing)
     return listing
 
 
-def _ask(wanted: HubName) -> Listing:
+def _ask(name: HubName) -> Listing:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        info = _info(wanted)
+        info = _info(name)
     except HfHubHTTPError as error:
         if error.response.status_code in _BUSY:
-            raise UnreachableError(f"{wanted.repo}: {_first_line(error)}") from None
-        raise ConfigError(_refusal(wanted.repo, wanted.revision, error)) from None
+            raise UnreachableError(f"{name.repo}: {_first_line(error)}") from None
+        raise ConfigError(_refusal(name.repo, name.revision, error)) from None
     except HFValidationError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:  # no network: each version of the library has its own kinds
         raise UnreachableError(
-            f"Hugging Face cannot be reached for the files of {wanted.repo} ({_first_line(error)})."
+            f"Hugging Face cannot be reached for the files of {name.repo} ({_first_line(error)})."
         ) from None
     files = [
         RemoteFile(
-            one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs else None, one.blob_id or ""
+            sibling.rfilename,
+            sibling.size or 0,
+            sibling.lfs.sha256 if sibling.lfs else None,
+            sibling.blob_id or "",
         )
-        for one in info.siblings or ()
-        if names.is_known(one.rfilename)
+        for sibling in info.siblings or ()
+        if names.is_known(sibling.rfilename)
     ]
     return {"commit": info.sha, "files": [asdict(file) for file in files]}
 
 
-def _info(wanted: HubName) -> Any:
+def _info(name: HubName) -> Any:
     """The Hub's description of a repository; the library asks once only. Raises what it raises."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -187,23 +188,21 @@ def _info(wanted: HubName) -> Any:
     api = HfApi(endpoint=_endpoint(), library_name="corral")
     for pause_s in _PAUSES_S:
         try:
-            return api.model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
+            return api.model_info(name.repo, revision=name.revision, files_metadata=True)
         except HfHubHTTPError as error:
             if error.response.status_code not in _BUSY:
                 raise
             told = error.response.headers.get("Retry-After", "")
             time.sleep(min(_MOST_PAUSE_S, float(told)) if told.isdecimal() else pause_s)
-    return api.model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
+    return api.model_info(name.repo, revision=name.revision, files_metadata=True)
 
 
-def _in_library(wanted: HubName) -> Listing | None:
+def _in_library(name: HubName) -> Listing | None:
     """The repository's files in Hugging Face's own cache."""
     from huggingface_hub import snapshot_download
 
     try:
-        snapshot = Path(
-            snapshot_download(wanted.repo, revision=wanted.revision, local_files_only=True)
-        )
+        snapshot = Path(snapshot_download(name.repo, revision=name.revision, local_files_only=True))
     except Exception:  # there is none
         return None
     files = [

@@ -116,42 +116,41 @@ def _header(model: RemoteModel, local: Path | None, folder: ModelsFolder, sharin
 
 
 def pinned(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
-    """The same source, of which every node gets the same bytes: at the commit that it is now, if it is a
+    """A source of which every node gets the same bytes: at the commit that it is now, if it is a
     repository that can be asked. Raises ConfigError."""
-    wanted = _hub_name(source)
-    if wanted is None:
+    name = _hub_name(source)
+    if name is None:
         return source
-    return ModelSource(repo=str(hub.pinned(wanted, _folder(configured).names)))
+    return ModelSource(repo=str(hub.pinned(name, _folder(configured).names)))
 
 
 def projector_of(
     source: ModelSource | None,
-    wanted: ProjectorSource | Literal[False] | None,
+    projector: ProjectorSource | Literal[False] | None,
     configured: DownloadsConfig,
 ) -> ProjectorSource | None:
     """The projector that is `wanted`, or else the one that the repository of a model's pinned `source` has.
     Raises ConfigError."""
-    if wanted:
-        return pinned_projector(wanted, configured)
-    if source is None or wanted is False:
+    if projector:
+        return pinned_projector(projector, configured)
+    if source is None or projector is False:
         return None
     return projector_beside(source, configured)
 
 
 def pinned_projector(source: ProjectorSource, configured: DownloadsConfig) -> ProjectorSource:
-    """The same for a projector's source: of a repository, it is one of its projectors. Raises
-    ConfigError."""
-    wanted = _hub_name(source)
-    if wanted is None:
+    """A projector's source of which every node gets the same bytes. Raises ConfigError."""
+    name = _hub_name(source)
+    if name is None:
         return source
-    found = hub.projector(wanted, _folder(configured).names)
-    if found is None:
-        raise ConfigError(f"{wanted.repo} holds no projector (mmproj).")
-    return ProjectorSource(repo=str(found))
+    projector = hub.projector(name, _folder(configured).names)
+    if projector is None:
+        raise ConfigError(f"{name.repo} holds no projector (mmproj).")
+    return ProjectorSource(repo=str(projector))
 
 
 def n_bytes(path: Path) -> int:
-    """Of all files of a model, by the path that `locate` gave. Raises ConfigError, OSError."""
+    """Bytes of all files of a model, by the path that `locate` gave. Raises ConfigError, OSError."""
     if is_graph(path):
         return path.stat().st_size + path.with_name(WEIGHTS).stat().st_size
     return shards.n_bytes(path)
@@ -221,14 +220,14 @@ def _folder(configured: DownloadsConfig) -> ModelsFolder:
 
 
 def _remote(source: ModelSource, configured: DownloadsConfig, sharing: Sharing) -> RemoteModel:
-    wanted, names_folder = _hub_name(source), _folder(configured).names
-    name = source.url if wanted is None else str(wanted)
+    hub_name, names_folder = _hub_name(source), _folder(configured).names
+    name = source.url if hub_name is None else str(hub_name)
     assert name is not None
     others = partial(sharing.told, name)
-    if wanted is None:
+    if hub_name is None:
         model = url.find(name, names_folder, others)
     else:
-        model = hub.find(wanted, names_folder, others)
+        model = hub.find(hub_name, names_folder, others)
     sharing.tell(name, model.listing)
     return model
 
@@ -236,17 +235,17 @@ def _remote(source: ModelSource, configured: DownloadsConfig, sharing: Sharing) 
 def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report, sharing: Sharing) -> None:
     """Have all of it here, and open. One process of this node downloads; the others wait for it, and go on
     if it dies."""
-    told = _Told(model, folder, report)
+    progress = _Told(model, folder, report)
     while not folder.open(model):
         with folder.alone(model) as mine:
             if mine:
                 folder.make_room(model)
-                told.begin()
+                progress.begin()
                 for file in model.files:
-                    download.fetch(model.origin, file, folder.of(model), told.more, sharing)
-                told.end()
+                    download.fetch(model.origin, file, folder.of(model), progress.more, sharing)
+                progress.end()
                 continue
-        told.look()
+        progress.look()
         time.sleep(_LOOK_EVERY_S)
 
 
@@ -264,7 +263,7 @@ class _Told:
         return sum(download.n_present(self._folder, file) for file in self._model.files)
 
     def begin(self) -> None:
-        """It is downloaded here."""
+        """Note that the download begins in this process."""
         self._n_before = self._n_done = self._present()
         self._began = self._said = time.monotonic()
         logger.info(
@@ -331,9 +330,9 @@ class _Told:
         )
 
 
-def _local(model: RemoteModel, wanted: HubName | None, folder: ModelsFolder) -> Path | None:
+def _local(model: RemoteModel, name: HubName | None, folder: ModelsFolder) -> Path | None:
     """Where the model's files are on this node, if they are."""
-    if wanted is not None and (path := hub.in_library_cache(wanted, model)) is not None:
+    if name is not None and (path := hub.in_library_cache(name, model)) is not None:
         return path.parent
     here = folder.of(model)
     return here if all(download.is_whole(here, file) for file in model.files) else None

@@ -44,66 +44,66 @@ def is_hub_url(text: str) -> bool:
 def parse(text: str) -> HubName:
     """`OWNER/NAME`, with `:QUANT` or `:FILE.gguf` and `@REVISION` if you like, and `hf.co/` before it.
     Raises ConfigError."""
-    found = _NAME.fullmatch(_HOSTS.sub("", text).rstrip("/"))
-    if found is None or (found["early"] and found["late"]):
+    match = _NAME.fullmatch(_HOSTS.sub("", text).rstrip("/"))
+    if match is None or (match["early"] and match["late"]):
         raise ConfigError(
             f"{text} is not the name of a Hugging Face repository. Give OWNER/NAME, OWNER/NAME:QUANT or "
             "OWNER/NAME:FILE.gguf, and add @REVISION for another revision than the newest."
         )
-    choice = found["choice"]
+    choice = match["choice"]
     if choice is not None and choice.lower() == "latest":  # as Ollama calls what is not chosen
         choice = None
-    return HubName(found["repo"], choice, found["early"] or found["late"])
+    return HubName(match["repo"], choice, match["early"] or match["late"])
 
 
-def chosen(files: Iterable[str], wanted: HubName) -> tuple[str, ...]:
+def chosen(files: Iterable[str], hub_name: HubName) -> tuple[str, ...]:
     """The files of the model that is meant: the quantisation or file that the name says, or the first of
     `PREFERRED` that the repository has, or the only one. A repository without GGUF files may have a model
     in OpenVINO's format. Raises ConfigError that lists what there is."""
     present = frozenset(files)
     models = sorted(name for name in present if _begins_model(name))
-    if wanted.choice == openvino.GRAPH or (not models and openvino.GRAPH in present):
-        return _of_openvino(present, wanted)
+    if hub_name.choice == openvino.GRAPH or (not models and openvino.GRAPH in present):
+        return _of_openvino(present, hub_name)
     if not models:
-        raise ConfigError(f"{wanted.repo} holds no GGUF model, and none in OpenVINO's format.")
-    if wanted.choice is not None and wanted.choice.endswith(".gguf"):
-        return _complete(_file(models, wanted), present, wanted)
-    if wanted.choice is not None:
-        return _complete(_only(models, wanted.choice, wanted), present, wanted)
+        raise ConfigError(f"{hub_name.repo} holds no GGUF model, and none in OpenVINO's format.")
+    if hub_name.choice is not None and hub_name.choice.endswith(".gguf"):
+        return _complete(_file(models, hub_name), present, hub_name)
+    if hub_name.choice is not None:
+        return _complete(_only(models, hub_name.choice, hub_name), present, hub_name)
     for quant in PREFERRED:
         if any(_is_of(name, quant) for name in models):
-            return _complete(_only(models, quant, wanted), present, wanted)
+            return _complete(_only(models, quant, hub_name), present, hub_name)
     if len(models) == 1:
-        return _complete(models[0], present, wanted)
-    raise ConfigError(f"{wanted.repo}: choose a file by its quantisation. {_list(models)}")
+        return _complete(models[0], present, hub_name)
+    raise ConfigError(f"{hub_name.repo}: choose a file by its quantisation. {_list(models)}")
 
 
-def projector(files: Iterable[str], wanted: HubName, beside: str | None = None) -> str | None:
+def projector(files: Iterable[str], hub_name: HubName, beside: str | None = None) -> str | None:
     """The projector that is meant: the file or the type that the name says, or the first of
     PREFERRED_PROJECTORS; of these, one in the folder of `beside`, the model's file, if there is one. None
     if the repository has none. Raises ConfigError that lists those that it has."""
     present = frozenset(files)
-    found = sorted(name for name in present if is_projector(name) and shards.number(name) == 1)
-    if wanted.choice is not None and wanted.choice.endswith(".gguf"):
-        return _file(sorted(present), wanted)
+    projectors = sorted(name for name in present if is_projector(name) and shards.number(name) == 1)
+    if hub_name.choice is not None and hub_name.choice.endswith(".gguf"):
+        return _file(sorted(present), hub_name)
     folder = (beside or "").rpartition("/")[0]
-    found = [name for name in found if name.rpartition("/")[0] == folder] or found
-    if wanted.choice is not None:
-        return _only(found, wanted.choice, wanted)
+    projectors = [name for name in projectors if name.rpartition("/")[0] == folder] or projectors
+    if hub_name.choice is not None:
+        return _only(projectors, hub_name.choice, hub_name)
     for kind in PREFERRED_PROJECTORS:
-        if any(_is_of(name, kind) for name in found):
-            return _only(found, kind, wanted)
-    if len(found) > 1:
-        raise ConfigError(f"{wanted.repo}: choose a projector. {_list(found)}")
-    return found[0] if found else None
+        if any(_is_of(name, kind) for name in projectors):
+            return _only(projectors, kind, hub_name)
+    if len(projectors) > 1:
+        raise ConfigError(f"{hub_name.repo}: choose a projector. {_list(projectors)}")
+    return projectors[0] if projectors else None
 
 
-def parts_of(files: Iterable[str], wanted: HubName) -> tuple[str, ...]:
-    """The same as `chosen`, and a projector if the name says one. Raises ConfigError."""
+def parts_of(files: Iterable[str], name: HubName) -> tuple[str, ...]:
+    """The files of the model or of the projector that is meant. Raises ConfigError."""
     present = frozenset(files)
-    if wanted.choice is not None and is_projector(wanted.choice):
-        return _complete(_file(sorted(present), wanted), present, wanted)
-    return chosen(present, wanted)
+    if name.choice is not None and is_projector(name.choice):
+        return _complete(_file(sorted(present), name), present, name)
+    return chosen(present, name)
 
 
 def is_known(name: str) -> bool:
@@ -111,43 +111,44 @@ def is_known(name: str) -> bool:
     return name.endswith(".gguf") or name in openvino.FILES
 
 
-def _of_openvino(present: frozenset[str], wanted: HubName) -> tuple[str, ...]:
-    if wanted.choice not in (None, openvino.GRAPH):
+def _of_openvino(present: frozenset[str], name: HubName) -> tuple[str, ...]:
+    if name.choice not in (None, openvino.GRAPH):
         raise ConfigError(
-            f"{wanted.repo} has no file of {wanted.choice}: its one model is in OpenVINO's format. Give "
-            f"{HubName(wanted.repo, None, wanted.revision)}."
+            f"{name.repo} has no file of {name.choice}: its one model is in OpenVINO's format. Give "
+            f"{HubName(name.repo, None, name.revision)}."
         )
     if missing := openvino.missing(present):
-        raise ConfigError(f"{wanted.repo} lacks {', '.join(missing)}.")
+        raise ConfigError(f"{name.repo} lacks {', '.join(missing)}.")
     return openvino.present(present)
 
 
-def _file(models: Sequence[str], wanted: HubName) -> str:
-    first, *_ = shards.names(wanted.choice or "")
+def _file(models: Sequence[str], name: HubName) -> str:
+    first, *_ = shards.names(name.choice or "")
     if first not in models:
-        raise ConfigError(f"{wanted.repo} has no model {first}. {_list(models)}")
+        raise ConfigError(f"{name.repo} has no model {first}. {_list(models)}")
     return first
 
 
-def _only(models: Sequence[str], quant: str, wanted: HubName) -> str:
-    found = [name for name in models if _is_of(name, quant)]
-    if not found:
+def _only(models: Sequence[str], quant: str, hub_name: HubName) -> str:
+    fitting = [name for name in models if _is_of(name, quant)]
+    if not fitting:
         raise ConfigError(
-            f"{wanted.repo} has no file of {quant}. Choose another quantisation. {_list(models)}"
+            f"{hub_name.repo} has no file of {quant}. Choose another quantisation. {_list(models)}"
         )
-    if len(found) > 1:
-        example = HubName(wanted.repo, found[0], wanted.revision)
+    if len(fitting) > 1:
+        example = HubName(hub_name.repo, fitting[0], hub_name.revision)
         raise ConfigError(
-            f"{wanted.repo} has several files of {quant}. Name a file, such as {example}. {_list(found)}"
+            f"{hub_name.repo} has several files of {quant}. Name a file, such as {example}. "
+            f"{_list(fitting)}"
         )
-    return found[0]
+    return fitting[0]
 
 
-def _complete(first: str, present: frozenset[str], wanted: HubName) -> tuple[str, ...]:
+def _complete(first: str, present: frozenset[str], hub_name: HubName) -> tuple[str, ...]:
     parts = shards.names(first)
     missing = [name for name in parts if name not in present]
     if missing:
-        raise ConfigError(f"{wanted.repo} lacks {', '.join(missing)}, which belongs to {first}.")
+        raise ConfigError(f"{hub_name.repo} lacks {', '.join(missing)}, which belongs to {first}.")
     return parts
 
 

@@ -26,7 +26,7 @@ class RemoteFile:
     """How its origin calls it."""
     n_bytes: int
     sha256: str | None = None
-    """Of its content in hexadecimal digits, if the origin tells."""
+    """SHA-256 of the content in hexadecimal digits, if the origin tells."""
     version: str = ""
     """The origin's mark of the file's version, if it has no such sum."""
 
@@ -56,11 +56,11 @@ class RemoteModel:
     """All files of a model, the one to open first."""
 
     label: str
-    """Its name for people, the same for other versions."""
+    """Name for people, the same for other versions."""
     files: tuple[RemoteFile, ...]
     origin: Origin
     commit: str = ""
-    """Of the repository, if it comes from one."""
+    """Commit of the repository, if the model comes from one."""
 
     @property
     def listing(self) -> Listing:
@@ -69,7 +69,7 @@ class RemoteModel:
 
     @property
     def n_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.n_bytes for file in self.files)
 
     @property

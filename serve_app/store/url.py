@@ -34,7 +34,6 @@ class UrlOrigin:
         self._files = file_system
 
     def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
-        """See Origin."""
         try:
             for at in range(start, end, _CHUNK_BYTES):
                 yield self._files.cat_file(file.path, at, min(end, at + _CHUNK_BYTES))
@@ -42,7 +41,6 @@ class UrlOrigin:
             raise ConfigError(f"{file.path}: {type(error).__name__}") from None
 
     def is_current(self, file: RemoteFile) -> bool:
-        """See Origin."""
         self._files.invalidate_cache()
         return _described(self._files, file.path) == file
 
@@ -58,11 +56,11 @@ def find(url: str, folder: Path, others: AskOthers = nobody) -> RemoteModel:
     try:
         files = tuple(_described(file_system, path) for path in paths)
     except UnreachableError as error:
-        found = kept(before) or others()
-        if found is None:
+        listing = kept(before) or others()
+        if listing is None:
             raise
         logger.warning("%s. What it answered before is used.", error)
-        files = tuple(RemoteFile(**one) for one in found["files"])
+        files = tuple(RemoteFile(**one) for one in listing["files"])
     else:
         keep(before, {"files": [asdict(file) for file in files]})
     return RemoteModel(path.rpartition("/")[2], files, UrlOrigin(file_system))
