@@ -23,7 +23,7 @@ from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.routing import broadcast
 from serve_app.store import models as store
-from serve_app.store.loaded_adapters import LoadedAdapter, LoadedAdapters
+from serve_app.store.shared_entries import LoadedAdapter, LoadedAdapters
 from serve_app.types import AdapterUse
 
 logger = logging.getLogger("corral.ingress")

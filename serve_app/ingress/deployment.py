@@ -38,10 +38,9 @@ from serve_app.llama.vision.senses import senses as senses_of
 from serve_app.logs import forward_to_serve
 from serve_app.routing import reports
 from serve_app.routing.autoscaling import PRESSURE, IngressLoad
-from serve_app.store.loaded_adapters import LoadedAdapters
 from serve_app.store.models import vocabulary
+from serve_app.store.shared_entries import LoadedAdapters, VersionWeights
 from serve_app.store.sharing.cluster import ClusterSharing
-from serve_app.store.version_weights import VersionWeights
 
 logger = logging.getLogger("corral.ingress")
 

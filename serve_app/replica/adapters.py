@@ -14,7 +14,7 @@ from serve_app.engine import Engine
 from serve_app.errors import ConfigError, CorralError, InvalidRequestError
 from serve_app.llama.context import adapter_fingerprint
 from serve_app.replica.files import Files
-from serve_app.store.loaded_adapters import LoadedAdapter, LoadedAdapters
+from serve_app.store.shared_entries import LoadedAdapter, LoadedAdapters
 from serve_app.types import Adapters, AdapterUse
 
 logger = logging.getLogger("corral.replica")

@@ -48,8 +48,8 @@ from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.replica.reporting import Reporting
 from serve_app.routing import fetching
 from serve_app.routing.reporter import pressure
-from serve_app.store.loaded_adapters import LoadedAdapters
 from serve_app.store.models import n_bytes
+from serve_app.store.shared_entries import LoadedAdapters
 from serve_app.types import (
     GenerationRequest,
     ReplicaRecords,

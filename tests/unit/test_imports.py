@@ -234,7 +234,7 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.routing.fetching",
         "serve_app.routing.request_router",
         "serve_app.start.one_machine",
-        "serve_app.store.numbered_entries",
+        "serve_app.store.shared_entries",
         "serve_app.store.sharing.cluster",
         "serve_app.store.sharing.holders",
         "serve_app.store.sharing.peer",

@@ -12,7 +12,7 @@ from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.model_registry import ServedModel, shares
 from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.versions import choice
-from serve_app.store.version_weights import VersionWeights
+from serve_app.store.shared_entries import VersionWeights
 from serve_app.types import Version
 
 logger = logging.getLogger("corral.ingress")

@@ -17,7 +17,7 @@ from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.openai.answers import model_cards
 from serve_app.ingress.others import OtherIngresses
 from serve_app.routing import broadcast
-from serve_app.store.loaded_adapters import LoadedAdapters
+from serve_app.store.shared_entries import LoadedAdapters
 from serve_app.types import AdapterUse
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 from tests.unit.store import key_values

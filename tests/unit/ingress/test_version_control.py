@@ -15,7 +15,7 @@ from serve_app.errors import EngineFailedError, InvalidRequestError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.versions.control import VersionControl
-from serve_app.store.version_weights import MOST, VersionWeights
+from serve_app.store.shared_entries import MOST_CHANGES, VersionWeights
 from serve_app.types import Version
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 from tests.unit.store import key_values
@@ -184,9 +184,9 @@ async def test_a_head_that_is_away_changes_nothing(start: Start, shared: KeyValu
 
 async def test_old_changes_are_forgotten(start: Start, shared: KeyValues) -> None:
     ingress = await start(old=100, new=0)
-    for number in range(2 * MOST):
+    for number in range(2 * MOST_CHANGES):
         await ingress.control.change("m", {"new": number % 90})
-    assert len(shared.values) == MOST
+    assert len(shared.values) == MOST_CHANGES
     assert await ingress.given() == pytest.approx({"old": 37, "new": 63})
 
 

@@ -15,7 +15,7 @@ from serve_app.config.sources import NO_DOWNLOADS, AdapterConfig, ModelSource
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.replica import adapters
 from serve_app.replica.adapters import ReplicaAdapters
-from serve_app.store.loaded_adapters import LoadedAdapters
+from serve_app.store.shared_entries import LoadedAdapters
 from serve_app.types import Adapters, AdapterUse
 from tests.unit.store import key_values
 from tests.unit.store.key_values import KeyValues

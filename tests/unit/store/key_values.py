@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.store import numbered_entries
+from serve_app.store import shared_entries
 
 
 class KeyValues:
@@ -35,5 +35,5 @@ class KeyValues:
 def shared(monkeypatch: pytest.MonkeyPatch) -> KeyValues:
     """What is shared from now on."""
     found = KeyValues()
-    monkeypatch.setattr(numbered_entries, "internal_kv", found)
+    monkeypatch.setattr(shared_entries, "internal_kv", found)
     return found

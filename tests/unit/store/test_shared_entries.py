@@ -8,8 +8,8 @@ import pytest
 
 from serve_app.config.sources import AdapterConfig, ModelSource
 from serve_app.errors import InvalidRequestError
-from serve_app.store import loaded_adapters
-from serve_app.store.loaded_adapters import LoadedAdapters
+from serve_app.store import shared_entries
+from serve_app.store.shared_entries import LoadedAdapters
 from serve_app.types import AdapterUse
 from tests.unit.store import key_values
 
@@ -78,7 +78,7 @@ def but_at_first(kept: LoadedAdapters) -> object:
 
 
 def test_there_is_an_end(kept: LoadedAdapters, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded_adapters, "MOST", 1)
+    monkeypatch.setattr(shared_entries, "MOST_ADAPTERS", 1)
     kept.add("m", config("a"), "v1")
     with pytest.raises(InvalidRequestError, match="1 loaded adapters"):
         kept.add("m", config("b"), "v1")
