@@ -60,7 +60,8 @@ Context = Annotated[
         envvar="CORRAL_CONTEXT",
         min=2,
         show_default=False,
-        help="Tokens of each slot, prompt and answer together. By default 4096, or what fits.",
+        help="Most tokens of a request, prompt and answer together. By default 4096, or what fits. "
+        "Slots share the memory for more.",
     ),
 ]
 Threads = Annotated[

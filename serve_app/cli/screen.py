@@ -148,11 +148,15 @@ def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
     engine = replicas[0]["engine"]
     n_slots, n_ctx_slot = engine["n_slots"], engine["n_ctx_slot"]
     times = f"{len(replicas)} replicas, each " if len(replicas) > 1 else ""
-    sizes = (
-        f"{times}{n_slots} slots x {n_ctx_slot:,} tokens, {engine['compute']['threads']} threads"
-    )
+    sizes = f"{times}{n_slots} slots of up to {n_ctx_slot:,} tokens, {engine['compute']['threads']} threads"
     lines = [f"Model     {model['id']}: {sizes}"]
     lines += [f"          {reason}" for reason in replicas[0]["placement"].split("; ")]
+    lines.append(
+        f"          The longest request: {n_ctx_slot:,} tokens, prompt and answer together."
+    )
+    longest = min(trained.get(model["id"], n_ctx_slot), n_slots * n_ctx_slot)
+    if LITTLE_CONTEXT <= n_ctx_slot < longest:
+        lines.append(f"          --context {longest} gives agents more; slots share the memory.")
     if n_ctx_slot < LITTLE_CONTEXT:
         lines += [
             f"          {line}" for line in _little(n_slots, n_ctx_slot, trained.get(model["id"]))

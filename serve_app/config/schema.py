@@ -71,7 +71,8 @@ class EngineConfig(Section):
     short."""
     n_ctx_slot: Annotated[int, Field(ge=2)] | None = None
     """Tokens of one sequence, prompt and answer together. Default: what the model was trained for, 4096
-    at most, less if memory is short."""
+    at most, less if memory is short. Where memory has no room for more in each slot, slots share a
+    unified KV cache as with `n_ctx`, unless `n_slots` is set or `kv_unified` is `false`."""
     n_ctx: Annotated[int, Field(ge=2)] | None = None
     """Tokens that all slots hold together, in a unified KV cache. When it is full, idle slots give way
     first, then the youngest running request. That request waits, and goes on later with its text

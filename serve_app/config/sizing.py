@@ -168,7 +168,7 @@ def resolve(
     More slots share a step better, so slots give way last: context first, down to 1024 tokens, then
     slots. `needs` may be None if both are set. Raises ConfigError for what cannot work.
     """
-    n_slots, n_ctx_slot = config.n_slots, config.n_ctx_slot
+    n_slots, n_ctx_slot, n_ctx = config.n_slots, config.n_ctx_slot, config.n_ctx
     left = _left(config, needs, memory_bytes, n_replicas)
     if n_slots is None or n_ctx_slot is None:
         if needs is None:
@@ -179,6 +179,8 @@ def resolve(
         cache = CacheNeeds.of(config, needs)
         room = _KV_SHARE_OF_MEMORY * left if config.n_ctx is None else math.inf  # it is said
         n_pinned = len(config.system_prompts)
+        if n_slots is None and n_ctx is None and config.kv_unified is not False:
+            n_slots, n_ctx = _pooled(n_ctx_slot or 0, cores, cache, room, n_pinned)
         n_slots, most = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, cache, room, n_pinned)
         n_ctx_slot = n_ctx_slot or min(most, config.n_ctx or most)
     return EngineOptions(
@@ -190,7 +192,7 @@ def resolve(
         n_batch=config.n_batch,
         max_waiting=2 * n_slots if config.max_waiting is None else config.max_waiting,
         max_wait_s=config.max_wait_s,
-        n_ctx=config.n_ctx,
+        n_ctx=n_ctx,
         flash_attn=None if config.flash_attn == "auto" else config.flash_attn,
         kv_unified=None if config.kv_unified == "auto" else config.kv_unified,
         cache_ram_bytes=_ram_bytes(config.cache_ram_mib, _CACHE_RAM_SHARE_OF_MEMORY * left),
@@ -254,6 +256,24 @@ def _ram_bytes(said_mib: int | None, default: float) -> int:
     return int(default) if said_mib is None else said_mib * 2**20
 
 
+def _pooled(
+    n_ctx_slot: int, cores: int, cache: CacheNeeds, room: float, n_pinned: int
+) -> tuple[int | None, int | None]:
+    """Slots that share the tokens for which so many bytes have room, and these tokens, where one request
+    may be longer than all can be at once; None and None where each slot has room. Each has its default
+    share."""
+    most = _slots_for(cores) + n_pinned
+    n_ctx = most * cache.n_tokens(room / most)
+    if not _MAX_DEFAULT_CTX < n_ctx_slot <= n_ctx < most * n_ctx_slot:
+        return None, None
+    n_ctx = int(n_ctx)
+    return max(1, min(most, n_ctx // _MAX_DEFAULT_CTX) - n_pinned), n_ctx
+
+
+def _slots_for(cores: int) -> int:
+    return min(_MAX_DEFAULT_SLOTS, max(_MIN_DEFAULT_SLOTS, _SLOTS_PER_CORE * cores))
+
+
 def _fit(
     n_slots: int | None,
     n_ctx_slot: int | None,
@@ -264,7 +284,7 @@ def _fit(
     pinned: int,
 ) -> tuple[int, int]:
     """Slots and context for which so many bytes have room, beside pinned slots."""
-    wanted_slots = min(_MAX_DEFAULT_SLOTS, max(_MIN_DEFAULT_SLOTS, _SLOTS_PER_CORE * cores))
+    wanted_slots = _slots_for(cores)
     wanted_ctx = min(n_ctx_train, _MAX_DEFAULT_CTX)
     if n_ctx_slot is None:
         least = min(n_ctx_train, _MIN_DEFAULT_CTX)

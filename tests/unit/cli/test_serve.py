@@ -44,9 +44,10 @@ def test_the_summary_says_where_who_and_what() -> None:
         "Address   http://127.0.0.1:8000/v1",
         "          Only for this machine. --host 0.0.0.0 --api-key-file FILE opens it to others.",
         "Page      http://127.0.0.1:8000/",
-        "Model     m: 8 slots x 4,096 tokens, 4 threads",
+        "Model     m: 8 slots of up to 4,096 tokens, 4 threads",
         "          because",
         "          of that",
+        "          The longest request: 4,096 tokens, prompt and answer together.",
         "Logs      /logs/server-8000.log",
         "          /tmp/ray/session/logs (Ray's own)",
         "Ctrl-C stops it. In another terminal, try: corral chat, corral top",
@@ -90,7 +91,7 @@ def test_a_port_that_is_taken_is_said_before_anything_is_started(tmp_path: Path)
 
 def test_replicas_are_counted() -> None:
     lines = screen.summary(served(), [model(8, 4096, 2)], {})
-    assert "Model     m: 2 replicas, each 8 slots x 4,096 tokens, 4 threads" in lines
+    assert "Model     m: 2 replicas, each 8 slots of up to 4,096 tokens, 4 threads" in lines
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,13 @@ def test_little_context_is_a_warning_with_a_way_out(
     assert warned is (trained != n_ctx_slot)
     if n_slots == 1:
         assert not any("--slots" in line for line in lines)
+
+
+def test_agents_have_a_way_to_longer_requests() -> None:
+    lines = screen.summary(served(), [model(8, 4096)], {"m": 40_960})
+    assert "          --context 32768 gives agents more; slots share the memory." in lines
+    lines = screen.summary(served(), [model(8, 4096)], {"m": 4096})
+    assert not any("--context" in line for line in lines)
 
 
 def test_without_a_terminal_each_step_is_a_line() -> None:

@@ -32,7 +32,7 @@ SMALL = ModelNeeds(32768, (28672, 28672), (128, 128), weight_bytes=GIB // 3)
         ({}, 2, 1 * GIB, (3, 1024)),
         ({}, 2, GIB // 4, (1, 1024)),
         ({"n_slots": 4}, 2, 2 * GIB, (4, 1950)),
-        ({"n_ctx_slot": 8192}, 2, 8 * GIB, (4, 8192)),
+        ({"n_ctx_slot": 8192, "kv_unified": False}, 2, 8 * GIB, (4, 8192)),
         ({"n_slots": 3, "n_ctx_slot": 99}, 2, 0, (3, 99)),
         ({"cache_type_k": "q8_0", "cache_type_v": "q8_0"}, 2, 4 * GIB, (8, 4038)),
         ({"system_prompts": ["a", "b"]}, 2, 4 * GIB, (8, 1716)),
@@ -91,9 +91,42 @@ WINDOWED = ModelNeeds(32768, (6656, 6656), (256, 256), GIB, window=512, window_s
 @pytest.mark.parametrize(
     ("config", "memory", "expected"),
     [
+        ({"n_ctx_slot": 8192}, 8, (8, 8192, 35888)),
+        ({"n_ctx_slot": 32768}, 8, (8, 32768, 35888)),
+        ({"n_ctx_slot": 32768}, 64, (8, 32768, None)),
+        ({"n_ctx_slot": 32768}, 2, (1, 32768, None)),
+        ({"n_ctx_slot": 32768, "n_slots": 2}, 8, (2, 32768, None)),
+        ({"n_ctx_slot": 32768}, 5, (1, 32768, None)),
+        ({"n_ctx_slot": 4096}, 2, (1, 4096, None)),
+        ({"n_ctx_slot": 8192, "n_ctx": 9000}, 8, (8, 8192, 9000)),
+        ({}, 8, (8, 4096, None)),
+    ],
+    ids=[
+        "shared",
+        "one long one",
+        "room for all",
+        "no room",
+        "slots set",
+        "short",
+        "short context",
+        "all set",
+        "default",
+    ],
+)
+def test_slots_share_what_memory_has_for_a_long_context(
+    config: dict[str, Any], memory: int, expected: tuple[int, int, int | None]
+) -> None:
+    needs = EngineConfig.model_validate(config)
+    options = resolve(needs, SMALL, cores=2, memory_bytes=memory * GIB)
+    assert (options.n_slots, options.n_ctx_slot, options.n_ctx) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "memory", "expected"),
+    [
         ({}, 2 * GIB, (8, 4096)),
         ({"n_slots": 4, "n_batch": 256}, GIB + 2**27, (4, 1024)),
-        ({"n_ctx_slot": 32768}, 2 * GIB, (3, 32768)),
+        ({"n_ctx_slot": 32768, "kv_unified": False}, 2 * GIB, (3, 32768)),
         ({"n_slots": 8}, GIB + 2**29, (8, 2560)),
         ({"n_ctx": 8192}, GIB, (8, 4096)),
     ],
