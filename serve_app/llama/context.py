@@ -221,7 +221,7 @@ class Context:
         """The sequence whose state was copied last, if it has not changed since then."""
         self.slots_with_pending_copy.clear()
         self._adapters: tuple[tuple[int, float], ...] = ()
-        """Those that llama.cpp has in use, by their addresses."""
+        """The adapters that llama.cpp has in use, by their addresses, with their scales."""
         self._views: dict[int, NDArray[np.float32]] = {}
         """Logits by their address: rows get the same ones again, and to make a view takes time."""
         self._batch_threads = 0  # none that are known
@@ -287,7 +287,7 @@ class Context:
         *,
         causal: bool,
     ) -> None:
-        """The same for a picture's rows in one sequence: `embeddings` are computed in the places of their
+        """Decode a picture's rows in one sequence: `embeddings` are computed in the places of their
         tokens. Their positions are of one dimension after the other. Unless it is `causal`, each row sees
         all others of the batch. No row has logits."""
         n_rows = len(embeddings)
@@ -315,14 +315,14 @@ class Context:
             raise DecodeError(f"llama_decode returned {status} for a batch of {n_rows} rows.")
         self.slots_with_pending_copy.clear()
 
-    def use_adapters(self, wanted: Sequence[tuple[Adapter, float]]) -> None:
+    def use_adapters(self, adapters: Sequence[tuple[Adapter, float]]) -> None:
         """Decode with these adapters, each with its scale, from now on. A change makes llama.cpp build its
         graphs anew with the next `decode`."""
-        used = tuple((one.address, scale) for one, scale in wanted)
+        used = tuple((one.address, scale) for one, scale in adapters)
         if used == self._adapters:
             return
         pointers = (llama_cpp.llama_adapter_lora_p_ctypes * len(used))(
-            *(one.pointer for one, _ in wanted)
+            *(one.pointer for one, _ in adapters)
         )
         scales = (ctypes.c_float * len(used))(*(scale for _, scale in used))
         if llama_cpp.llama_set_adapters_lora(self.pointer, pointers, len(used), scales) != 0:
@@ -457,8 +457,8 @@ class Context:
         )
 
     def checkpoint(self, seq_id: int) -> memoryview:
-        """Of that, what `truncate` could not have back: the last window of layers that have one, and the
-        states of recurrent layers."""
+        """The part of a sequence's state that `truncate` could not have back: the last window of layers
+        that have one, and the states of recurrent layers."""
         return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 
     def _save(

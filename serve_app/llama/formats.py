@@ -55,11 +55,11 @@ class CacheLayout:
     per_token: int
     """Keys and values of one token, in layers that see everything."""
     per_window_token: int = 0
-    """The same in layers that have a window."""
+    """Keys and values of one token, in layers that have a window."""
     per_sequence: int = 0
     """The states of one sequence's recurrent layers."""
     cache_bytes: int = 0
-    """Of everything."""
+    """The size of the whole cache."""
 
     @classmethod
     def read(cls, lines: Sequence[str], per_layer: float, n_seq_max: int) -> CacheLayout | None:

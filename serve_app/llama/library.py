@@ -88,8 +88,8 @@ def init() -> None:
 
 
 def _load_kernels() -> None:
-    """Of a llama.cpp that was built for many CPUs (`cluster/Dockerfile`), load the library that suits this
-    one best; others have their only one linked in."""
+    """Load the library that suits this CPU best, if llama.cpp was built for many CPUs
+    (`cluster/Dockerfile`); other builds have their only library linked in."""
     # The one that is loaded already; its dependencies' symbols are found in it, too.
     library = ctypes.CDLL(str(_PATH))
     if not library.ggml_backend_reg_count():

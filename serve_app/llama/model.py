@@ -199,7 +199,7 @@ class Model:
         return _POOLINGS.get(self.meta_int("pooling_type", llama_cpp.LLAMA_POOLING_TYPE_NONE))
 
     def pooling_with(self, configured: EmbeddingPooling | None) -> EmbeddingPooling:
-        """The same with what the configuration says; reranking models do nothing but that."""
+        """The pooling that a configuration asks for; reranking models have no other than theirs."""
         return "rank" if self.pooling == "rank" else configured or self.pooling or "mean"
 
     @property
@@ -209,12 +209,12 @@ class Model:
 
     @property
     def n_layer(self) -> int:
-        """Its layers, without its own prediction layers."""
+        """The number of layers, without the model's own prediction layers."""
         return self.meta_int("block_count", 1) - self.n_own_layers
 
     @property
     def n_own_layers(self) -> int:
-        """Its own prediction layers (MTP), which guess further tokens by its hidden states."""
+        """The number of own prediction layers (MTP), which guess further tokens by hidden states."""
         return self.meta_int("nextn_predict_layers", 0)
 
     @property
@@ -235,7 +235,8 @@ class Model:
 
     @functools.cached_property
     def _kv_heads(self) -> list[int]:
-        """Of each layer; 0 of one that is recurrent only, as far as the file's metadata say it."""
+        """The heads of keys and values of each layer, as far as the file's metadata say it; 0 if it is
+        recurrent only."""
         n_layer, name = self.n_layer, f"{self.meta('general.architecture')}.attention.head_count_kv"
         heads = self.meta_int("attention.head_count_kv", self._n_head)
         if not llama_cpp.llama_model_is_hybrid(self.pointer):
@@ -249,7 +250,7 @@ class Model:
 
     @property
     def n_cache_layers(self) -> int:
-        """Those with keys and values."""
+        """The number of layers with keys and values."""
         return sum(heads > 0 for heads in self._kv_heads)
 
     @property
@@ -309,7 +310,7 @@ class Model:
 
     @functools.cached_property
     def n_dimensions(self) -> int:
-        """Of a token's position: four with M-RoPE, otherwise one. Source: llama.cpp,
+        """The dimensions of a token's position: four with M-RoPE, otherwise one. Source: llama.cpp,
         `llama_hparams::n_pos_per_embd`."""
         kind = llama_cpp.llama_model_rope_type(self.pointer)
         return 4 if kind in _SEVERAL_DIMENSIONS else 1
@@ -560,7 +561,7 @@ def files_of(path: Path) -> tuple[Path, ...]:
 
 
 def fingerprint_of(files: Iterable[Path]) -> bytes:
-    """See `Model.fingerprint`."""
+    """The fingerprint of a model in these files."""
     digest = blake2b(digest_size=32)
     for path in files:
         size = path.stat().st_size

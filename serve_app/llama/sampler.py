@@ -109,7 +109,7 @@ class SequenceSampler:
 
 
 def _logprobs(logits: NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
-    """Of the model's own distribution."""
+    """Log-probabilities by the model's own distribution."""
     highest = logits.max()
     weights = logits - highest
     total = float(highest) + math.log(float(np.exp(weights, out=weights).sum(dtype=np.float64)))
@@ -122,7 +122,7 @@ def _logprobs(logits: NDArray[np.float32], token: int, n_top: int) -> TokenLogpr
 
 def _most_likely(logits: NDArray[np.float32], n: int) -> NDArray[np.intp]:
     """The n tokens with the highest logits, highest first."""
-    found = cuts.highest(logits, n)
-    if n and (found is None or found[0].size < n):
+    likeliest = cuts.highest(logits, n)
+    if n and (likeliest is None or likeliest[0].size < n):
         return np.argsort(-logits, kind="stable")[:n]
-    return found[0][:n] if found else np.empty(0, np.intp)
+    return likeliest[0][:n] if likeliest else np.empty(0, np.intp)

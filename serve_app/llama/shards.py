@@ -11,9 +11,9 @@ _SHARD = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
 def number(name: str) -> int:
-    """Which shard a file is, from 1; 1 for a model in one file."""
-    found = _SHARD.search(name)
-    return 1 if found is None else int(found["number"])
+    """The number of a shard, from 1; 1 for a model in one file."""
+    shard = _SHARD.search(name)
+    return 1 if shard is None else int(shard["number"])
 
 
 def stem(name: str) -> str:
@@ -23,11 +23,11 @@ def stem(name: str) -> str:
 
 def names(first: str) -> tuple[str, ...]:
     """All files of a model, of which this is the first or the only one. Raises ConfigError for another."""
-    found = _SHARD.search(first)
-    if found is None:
+    shard = _SHARD.search(first)
+    if shard is None:
         return (first,)
-    begin, count = first[: found.start()], int(found["count"])
-    if int(found["number"]) != 1:
+    begin, count = first[: shard.start()], int(shard["count"])
+    if int(shard["number"]) != 1:
         raise ConfigError(
             f"{first} is one of {count} files of a model. Name the first one, "
             f"{begin}-00001-of-{count:05d}.gguf."
@@ -36,5 +36,5 @@ def names(first: str) -> tuple[str, ...]:
 
 
 def n_bytes(first: Path) -> int:
-    """Of all files of a model, of which this is the first or the only one. Raises ConfigError, OSError."""
+    """The size of all files of a model, by the first or only file. Raises ConfigError, OSError."""
     return sum(first.with_name(name).stat().st_size for name in names(first.name))

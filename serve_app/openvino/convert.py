@@ -37,7 +37,7 @@ _MADE_BY = ("architectures.py", "gguf_model.py", "graph.py", "rotary.py", "weigh
 
 @cache
 def versions() -> str:
-    """Of what converts and computes. Raises ConfigError if OpenVINO is not installed."""
+    """The versions of what converts and computes. Raises ConfigError if OpenVINO is not installed."""
     try:
         found = version("openvino")
     except PackageNotFoundError as error:

@@ -27,7 +27,7 @@ class ConvertedModels:
 
     path: Path
     max_bytes: int | None = None
-    """Of all models together; None for what the disk has room for."""
+    """The most bytes of all models together; None for what the disk has room for."""
 
     def of(self, name: str) -> Path:
         """The model's file."""

@@ -42,9 +42,9 @@ class GgufModel:
         self.architecture = str(self._value("general.architecture"))
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Of the architecture's key."""
-        found = self._value(f"{self.architecture}.{key}")
-        return default if found is None else found
+        """The value of the architecture's key."""
+        contents = self._value(f"{self.architecture}.{key}")
+        return default if contents is None else contents
 
     def _value(self, key: str) -> Any:
         field = self._first.get_field(key)
@@ -52,10 +52,10 @@ class GgufModel:
 
     def count(self, key: str, default: int | None = None) -> int:
         """A number that all layers have in common. Raises ConfigError if there is none."""
-        found = self.value(key, default)
-        if not isinstance(found, int):
+        number = self.value(key, default)
+        if not isinstance(number, int):
             raise ConfigError(f"the value of {self.architecture}.{key} is not one number")
-        return found
+        return number
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor."""
@@ -75,7 +75,7 @@ class GgufModel:
 
     @property
     def part_taken(self) -> float:
-        """Of all weights, the part that was taken."""
+        """The part of all weights that was taken."""
         taken = sum(self._tensors[name].n_weights for name in self._taken)
         return taken / sum(one.n_weights for one in self.tensors)
 

@@ -128,10 +128,10 @@ class _Graph:
         return op.reshape(found, _ints(0, 0, n * head), True)
 
     def _heads(self, name: str, flat: Node, n_heads: int) -> Node:
-        found = op.reshape(flat, _ints(0, 0, n_heads, self._head), True)
+        heads = op.reshape(flat, _ints(0, 0, n_heads, self._head), True)
         if self._model.has(f"{name}_norm.weight"):
-            found = self._norm(f"{name}_norm", found)
-        return op.transpose(found, op.constant(np.array([0, 2, 1, 3], np.int32)))
+            heads = self._norm(f"{name}_norm", heads)
+        return op.transpose(heads, op.constant(np.array([0, 2, 1, 3], np.int32)))
 
     def _turned(self, heads: Node) -> Node:
         half, end, step, axis = _ints(self._head // 2), _ints(2**63 - 1), _ints(1), _ints(3)
@@ -149,9 +149,9 @@ class _Graph:
         name = past + present
         cached = op.read_value(empty, name, np.float32, openvino.PartialShape([-1, n_kv, -1, head]))
         chosen = op.gather(cached, self._inputs["beam_idx"], _int(0))
-        found = op.concat([chosen, new], 2)
-        self._sinks.append(op.assign(found, name))
-        return found
+        rows = op.concat([chosen, new], 2)
+        self._sinks.append(op.assign(rows, name))
+        return rows
 
     def _repeated(self, heads: Node) -> Node:
         """Each head of keys or values for all the queries that share it."""
@@ -182,11 +182,11 @@ class _Graph:
         if order is not None:
             heads = np.arange(0, len(tensor.data), self._head)
             rows = (heads[:, None] + order).reshape(-1)
-        found = _times(values, tensor, rows)
+        product = _times(values, tensor, rows)
         if self._model.has(f"{name}.bias"):
             bias = self._model.vector(f"{name}.bias")
-            found = op.add(found, op.constant(bias if rows is None else bias[rows]))
-        return found
+            product = op.add(product, op.constant(bias if rows is None else bias[rows]))
+        return product
 
 
 def _ints(*values: int) -> Node:
@@ -202,40 +202,40 @@ def _times(values: Node, tensor: Tensor, rows: NDArray[np.intp] | None) -> Node:
     data = tensor.data if rows is None else tensor.data[rows]
     if not is_quantised(tensor.kind):
         return op.matmul(values, _plain(floats(data, tensor.kind)), False, True)
-    found = quantised(data, tensor.kind)
-    product = op.matmul(values, _whole(found), False, True)
-    if found.offsets is None:
+    matrix = quantised(data, tensor.kind)
+    product = op.matmul(values, _whole(matrix), False, True)
+    if matrix.offsets is None:
         return product
     sums = op.reduce_sum(op.reshape(values, _ints(0, 0, -1, GROUP), True), _ints(3), False)
-    return op.add(product, op.matmul(sums, _rest(found.offsets), False, True))
+    return op.add(product, op.matmul(sums, _rest(matrix.offsets), False, True))
 
 
 def _rows(tensor: Tensor) -> Node:
     """A matrix from which single rows are taken: offsets need not be whole there."""
     if not is_quantised(tensor.kind):
         return _plain(floats(tensor.data, tensor.kind))
-    found = quantised(tensor.data, tensor.kind)
-    if found.offsets is None:
-        return _whole(found)
-    scales = np.where(found.scales == 0, 1, found.scales)
-    zeros = (0 if found.zeros is None else found.zeros) - found.offsets / scales
-    return _whole(found, op.constant(zeros[..., None].astype(np.float32)))
+    matrix = quantised(tensor.data, tensor.kind)
+    if matrix.offsets is None:
+        return _whole(matrix)
+    scales = np.where(matrix.scales == 0, 1, matrix.scales)
+    zeros = (0 if matrix.zeros is None else matrix.zeros) - matrix.offsets / scales
+    return _whole(matrix, op.constant(zeros[..., None].astype(np.float32)))
 
 
 def _plain(weights: NDArray[Any]) -> Node:
     return op.convert(op.constant(weights), np.float32)
 
 
-def _whole(found: Quantised, zeros: Node | None = None) -> Node:
+def _whole(matrix: Quantised, zeros: Node | None = None) -> Node:
     """The weights as the kernels want to see them: integers, less their zeros, times scales."""
-    kind = np.float16 if zeros is None and _fit_half(found.scales) else np.float32
-    if zeros is None and found.zeros is not None:
-        zeros = op.convert(op.constant(found.zeros[..., None]), kind)
-    codes = op.convert(_codes(found), kind)
+    kind = np.float16 if zeros is None and _fit_half(matrix.scales) else np.float32
+    if zeros is None and matrix.zeros is not None:
+        zeros = op.convert(op.constant(matrix.zeros[..., None]), kind)
+    codes = op.convert(_codes(matrix), kind)
     if zeros is not None:
         codes = op.subtract(codes, zeros)
-    rows, n_groups, _ = found.codes.shape
-    scaled = op.multiply(codes, op.constant(found.scales[..., None].astype(kind)))
+    rows, n_groups, _ = matrix.codes.shape
+    scaled = op.multiply(codes, op.constant(matrix.scales[..., None].astype(kind)))
     whole = op.reshape(scaled, _ints(rows, n_groups * GROUP), False)
     return whole if kind is np.float32 else op.convert(whole, np.float32)
 
@@ -244,12 +244,12 @@ def _fit_half(scales: NDArray[np.float32]) -> bool:
     return bool((scales.astype(np.float16) == scales).all())
 
 
-def _codes(found: Quantised) -> Node:
-    if found.bits == 8:
-        return op.constant(found.codes)
-    kind = openvino.Type.i4 if found.zeros is None else openvino.Type.u4
-    pairs = found.codes.view(np.uint8).reshape(-1, 2) & 15
-    tensor = openvino.Tensor(kind, openvino.Shape(found.codes.shape))
+def _codes(matrix: Quantised) -> Node:
+    if matrix.bits == 8:
+        return op.constant(matrix.codes)
+    kind = openvino.Type.i4 if matrix.zeros is None else openvino.Type.u4
+    pairs = matrix.codes.view(np.uint8).reshape(-1, 2) & 15
+    tensor = openvino.Tensor(kind, openvino.Shape(matrix.codes.shape))
     tensor.data[:] = (
         (pairs[:, 0] | pairs[:, 1] << 4).reshape(tensor.data.shape).view(tensor.data.dtype)
     )

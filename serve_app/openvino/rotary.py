@@ -31,13 +31,13 @@ class Rotary:
     def frequencies(self, factors: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """Radians for each position, of each pair of dimensions. `factors` divide them, as Llama 3.1's."""
         pairs = np.arange(0, self.head_size, 2) / self.head_size
-        found = self.base**-pairs
+        radians = self.base**-pairs
         if factors is not None:
-            found = found / factors
+            radians = radians / factors
         if self.scaling != "none":
             kept = self._ramp() if self.scaling == "yarn" else 0.0
-            found = found * ((1 - kept) / self.factor + kept)
-        return found.astype(np.float32)
+            radians = radians * ((1 - kept) / self.factor + kept)
+        return radians.astype(np.float32)
 
     @property
     def attention_scale(self) -> float:

@@ -36,8 +36,8 @@ class Quantised:
     """A matrix: each weight is `(code - zero) * scale + offset`."""
 
     codes: NDArray[np.int8]
-    """Of shape [rows, groups, GROUP]; the others have [rows, groups]. They fit `bits`, without a sign if
-    there are zeros."""
+    """Codes of shape [rows, groups, GROUP]; the other arrays have [rows, groups]. Codes fit `bits`,
+    without a sign if there are zeros."""
     bits: int
     scales: Floats
     zeros: Bytes | None = None
@@ -46,10 +46,10 @@ class Quantised:
     def weights(self) -> Floats:
         """The weights that the kernels compute with."""
         zeros = 0 if self.zeros is None else self.zeros[..., None].astype(np.float32)
-        found = (self.codes - zeros) * self.scales[..., None]
+        weights = (self.codes - zeros) * self.scales[..., None]
         if self.offsets is not None:
-            found += self.offsets[..., None]
-        return found.reshape(len(found), -1).astype(np.float32)
+            weights += self.offsets[..., None]
+        return weights.reshape(len(weights), -1).astype(np.float32)
 
 
 def is_rounded(kind: Kind) -> bool:
@@ -59,7 +59,7 @@ def is_rounded(kind: Kind) -> bool:
 
 
 def n_bytes(kind: Kind, n_weights: int) -> int:
-    """Of a matrix with so many weights, at most, when it is converted."""
+    """The most bytes of a matrix with so many weights, when it is converted."""
     if not is_quantised(kind):
         return n_weights * (2 if kind is Kind.F16 else 4)
     of_group = GROUP // 2 + 6 if kind in _OF_FOUR_BITS else GROUP + 5
@@ -84,13 +84,13 @@ def quantised(data: Bytes, kind: Kind) -> Quantised:
     cannot read."""
     block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
     n_rows = max(1, _AT_ONCE // (data.shape[1] // n_bytes * block))
-    found = [_part(data[at : at + n_rows], kind) for at in range(0, len(data), n_rows)]
+    parts = [_part(data[at : at + n_rows], kind) for at in range(0, len(data), n_rows)]
     return Quantised(
-        np.concatenate([one.codes for one in found]),
-        found[0].bits,
-        np.concatenate([one.scales for one in found]),
-        _joined([one.zeros for one in found]),
-        _joined([one.offsets for one in found]),
+        np.concatenate([part.codes for part in parts]),
+        parts[0].bits,
+        np.concatenate([part.scales for part in parts]),
+        _joined([part.zeros for part in parts]),
+        _joined([part.offsets for part in parts]),
     )
 
 

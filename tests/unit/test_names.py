@@ -34,7 +34,6 @@ PENDING = frozenset(
         "llama",
         "locks.py",
         "logs.py",
-        "openvino",
         "progress.py",
         "prompt",
         "sampling.py",

@@ -18,7 +18,7 @@ class OwnLayersContext(Context):
     _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
 
     def decode(self, rows: Sequence[Row], states: States | None = None) -> None:
-        """See Context.decode; without states, by zeros."""
+        """Decode rows with the hidden state of the token before each; without states, with zeros."""
         if states is None:
             states = np.zeros((len(rows), self.model.n_embd), np.float32)
         self._batch.embd = hidden_states.pointer_to(states)

@@ -21,7 +21,7 @@ def tell_hidden(context: Any) -> None:
 
 
 def hidden(context: Any, n_rows: int, n_embd: int) -> States:
-    """Those of the `n_rows` rows of the last batch, `[n_rows, n_embd]`: a view, good until the next one."""
+    """The hidden states of the last batch's rows, `[n_rows, n_embd]`: a view, good until the next batch."""
     pointer = llama_cpp_ext.llama_get_embeddings_nextn(context)
     return np.ctypeslib.as_array(pointer, shape=(n_rows, n_embd))
 
@@ -32,7 +32,7 @@ def pointer_to(states: States) -> Any:
 
 
 class HiddenStates:
-    """Those of the last `n_kept` tokens of each sequence, by place. One thread.
+    """The hidden states of the last `n_kept` tokens of each sequence, by place. One thread.
 
     Sequences whose tokens came otherwise than by computing, or moved, begin anew: what is not known is not
     guessed with.
@@ -49,7 +49,7 @@ class HiddenStates:
         return self._states.nbytes
 
     def computed(self, rows: Sequence[tuple[int, int, int, bool]], states: States) -> None:
-        """These rows, (token, place, sequence, …), were; of one sequence, their places ascend."""
+        """Take the states of computed rows, (token, place, sequence, …). Places of one sequence ascend."""
         begin = 0
         for i in range(1, len(rows) + 1):
             if i == len(rows) or rows[i][2] != rows[begin][2]:
@@ -87,6 +87,6 @@ class HiddenStates:
             self._known[seq_id] = (start, min(end, n_past)) if n_past > start else (n_past, n_past)
 
     def moved(self, seq_id: int) -> None:
-        """Its tokens are others now, or stand elsewhere."""
+        """Forget the sequence's states: its tokens are others now, or stand elsewhere."""
         if seq_id < len(self._known):
             self._known[seq_id] = 0, 0

@@ -64,8 +64,8 @@ class Chain:
         return token
 
     def pick_of_row(self, context: LogitsSource, row: int) -> int:
-        """The same by the logits that the context has for this row; only if `whole`. llama.cpp makes the
-        candidates itself."""
+        """Pick a token by the logits that the context has for this row; only if `whole`. llama.cpp
+        makes the candidates itself."""
         return context.pick(self._others, row)
 
     def accept(self, token: int) -> None:

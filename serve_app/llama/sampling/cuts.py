@@ -26,7 +26,7 @@ _SPARE = 4
 # Candidates behind which top_p is looked for in turn, as parts of the highest probability.
 _FLOORS = (0.02, 1e-3, 1e-5)
 SMALL = 24_576
-"""Of so many tokens or fewer, llama.cpp finds the k highest sooner."""
+"""The vocabulary in which llama.cpp finds the k highest tokens sooner; in smaller ones, too."""
 # A cut that leaves more than this part of the vocabulary saves nothing.
 _WORTH = 1 / 4
 # Half a unit in the last place of a float32, as a part: the most that one operation on floats is off.
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
     tokens: Tokens
     logits: Logits
-    """Of the tokens."""
+    """The logits of `tokens`."""
     n_kept: int
     """So many of them are left. Those behind only show whether one of them has the same logit."""
     ordered: bool
@@ -118,10 +118,10 @@ def greedy(logits: Logits) -> Cut | None:
 def top_k(logits: Logits, k: int, *, whole: bool = False) -> Cut | None:
     """The tokens that `top_k` leaves. If fewer than k are not -inf, that is these, or
     None with `whole`: those with -inf are never drawn, but `typical` does not look at them like that."""
-    found = highest(logits, k + 1)
-    if found is None or (whole and found[0].size < k):
+    candidates = highest(logits, k + 1)
+    if candidates is None or (whole and candidates[0].size < k):
         return None
-    return Cut(*found, min(k, found[0].size), ordered=True)
+    return Cut(*candidates, min(k, candidates[0].size), ordered=True)
 
 
 def min_p(logits: Logits, share: float) -> Cut | None:
@@ -143,10 +143,10 @@ def top_p(logits: Logits, mass: float, share: float) -> Cut | None:
         tokens = _likely(logits, top, max(floor, share))
         if tokens is None:
             return None
-        found = _sorted(logits, tokens)
-        n_kept = _nucleus(weights, found[0], mass, all_left=floor <= share)
+        candidates = _sorted(logits, tokens)
+        n_kept = _nucleus(weights, candidates[0], mass, all_left=floor <= share)
         if n_kept is not None:
-            return Cut(*found, n_kept, ordered=True)
+            return Cut(*candidates, n_kept, ordered=True)
         if floor <= share:
             return None
     return None
@@ -186,7 +186,7 @@ def _crude_doubt(weights: Logits, _total: float) -> float:
 
 
 def _doubt(weights: Logits, total: float) -> float:
-    """The same for these: adding a weight is off by no more than the weight itself."""
+    """The doubt about a sum of these weights: adding a weight is off by no more than the weight itself."""
     return 1.05 * float(np.minimum(weights, np.float32(_ROUNDING * total)).sum()) / total + _EXP
 
 

@@ -17,9 +17,9 @@ class ReasoningLimit:
     a time."""
 
     def __init__(
-        self, budget: ReasoningBudget, given: Sequence[int], piece: Callable[[int], bytes]
+        self, budget: ReasoningBudget, tokens: Sequence[int], piece: Callable[[int], bytes]
     ) -> None:
-        """`given` are the prompt, and the text so far."""
+        """`tokens` are the prompt, and the text so far."""
         self._budget = budget
         self._piece = piece
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -28,7 +28,7 @@ class ReasoningLimit:
         self._forced: list[int] = []
         self._last: tuple[int, ...] = ()
         self._is_over = False
-        for token in given[budget.n_prompt :]:
+        for token in tokens[budget.n_prompt :]:
             self.accept(token)
 
     @property

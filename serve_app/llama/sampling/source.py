@@ -16,7 +16,7 @@ class LogitsSource(Protocol):
 
     @property
     def model(self) -> Model:
-        """Its vocabulary."""
+        """The model, which has the vocabulary."""
 
     @property
     def n_ctx_slot(self) -> int:

@@ -24,7 +24,7 @@ class Span(NamedTuple):
     """A tile in a sequence."""
 
     start: int
-    """Its first token's index."""
+    """The index of the tile's first token."""
     n_tokens: int
     n_positions: int
 

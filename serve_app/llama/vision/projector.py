@@ -96,14 +96,14 @@ class MtmdProjector:
     def layout(self, size: Size) -> tuple[Part, ...]:
         """The parts of a prompt that a picture or sound of that size becomes. llama.cpp computes a sound's
         spectrum to tell, so the last results are kept. Raises InvalidRequestError if there is no way."""
-        found = self._layouts.get(size)
-        if found is None:
+        parts = self._layouts.get(size)
+        if parts is None:
             with _tokenized(self.pointer, None, size) as chunks:
-                found = tuple(self._part(chunk) for chunk in _of(chunks))
+                parts = tuple(self._part(chunk) for chunk in _of(chunks))
             if len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.clear()
-            self._layouts[size] = found
-        return found
+            self._layouts[size] = parts
+        return parts
 
     def _part(self, chunk: int) -> Part:
         if mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_TEXT:

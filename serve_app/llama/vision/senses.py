@@ -28,7 +28,7 @@ _STACKING = ("ultravox", "meralion")
 
 
 def senses(path: Path) -> Senses:
-    """Those of a projector's file, whose weights may be missing. Raises ConfigError if it is none."""
+    """The senses of a projector's file, whose weights may be missing. Raises ConfigError if it is none."""
     reader = reader_of(path)
     return Senses(*(bool(value(reader, f"clip.has_{one}_encoder")) for one in ("vision", "audio")))
 

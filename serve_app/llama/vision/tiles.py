@@ -18,7 +18,7 @@ class Tile:
     n_tokens: int
     """Embeddings that it becomes, and cells that these take."""
     width: int = 0
-    """Of its embeddings, those in a row, if they are told apart by row and column (M-RoPE); 0: each has
+    """The embeddings in a row of the tile, if they are told apart by row and column (M-RoPE); 0: each has
     the position after the one before."""
     causal: bool = True
     """Whether its embeddings see only those before them; otherwise they go into one batch."""

@@ -24,10 +24,10 @@ def why_unusable(path: Path, n_embd: int) -> str | None:
     """Why llama.cpp cannot use that projector with a model of so wide embeddings; None if nothing is known
     against it. The file's weights may be missing. Any thread."""
     try:
-        found = senses(path)
-        if found == Senses():
+        able = senses(path)
+        if able == Senses():
             return f"{path.name} is for neither pictures nor sounds."
-        for kind in _kinds(reader_of(path), found):
+        for kind in _kinds(reader_of(path), able):
             if not _is_known(kind):
                 return f"{path.name} is of the kind {kind}, which this version of llama.cpp does not know."
         check_counts(path)
@@ -39,8 +39,8 @@ def why_unusable(path: Path, n_embd: int) -> str | None:
     return None
 
 
-def _kinds(reader: GGUFReader, found: Senses) -> Iterator[str]:
-    for has, sense in ((found.sees, "vision"), (found.hears, "audio")):
+def _kinds(reader: GGUFReader, able: Senses) -> Iterator[str]:
+    for has, sense in ((able.sees, "vision"), (able.hears, "audio")):
         if has:
             named = value(reader, "clip.projector_type")
             yield str(named or value(reader, f"clip.{sense}.projector_type"))

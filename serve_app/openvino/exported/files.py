@@ -17,7 +17,7 @@ _OPTIONAL = (GENERATION, "chat_template.jinja", "chat_template.json")
 FILES = (*_NEEDED, *_OPTIONAL)
 """All that are read, the graph first."""
 SMALL_FILES = tuple(name for name in FILES if name not in (GRAPH, WEIGHTS))
-"""Those that a model's vocabulary and sizes are in."""
+"""The files with a model's vocabulary and sizes."""
 
 
 def is_graph(path: Path) -> bool:
@@ -32,7 +32,7 @@ def folder_of(path: Path) -> Path:
 
 
 def present(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the names that belong to the model, the graph first."""
+    """The names that belong to the model, the graph first."""
     found = frozenset(names)
     return tuple(name for name in FILES if name in found)
 

@@ -77,7 +77,7 @@ def header_of(folder: Path, n_weight_bytes: int) -> Path:
 
 
 def header_of_graph(path: Path) -> Path:
-    """The same for a model that is here whole, by the path of its graph."""
+    """The header of a model that is here whole, by the path of its graph."""
     try:
         n_bytes = path.with_name(WEIGHTS).stat().st_size
     except OSError as error:
@@ -198,9 +198,9 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"its {path.name} is not JSON ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ConfigError(f"its {path.name} is not an object")
-    return found
+    return document

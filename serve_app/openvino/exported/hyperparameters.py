@@ -124,12 +124,12 @@ class Hyperparameters:
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    found = config.get(name)
-    if found is None and default is not None:
+    count = config.get(name)
+    if count is None and default is not None:
         return default
-    if type(found) is not int or not 0 < found <= _MOST:
-        raise ConfigError(f"{name} in its config.json is not a size: {found}")
-    return found
+    if type(count) is not int or not 0 < count <= _MOST:
+        raise ConfigError(f"{name} in its config.json is not a size: {count}")
+    return count
 
 
 def _refuse_windows(config: Mapping[str, Any]) -> None:
@@ -145,10 +145,10 @@ def _rotary(
 ) -> tuple[Rotary, NDArray[np.float32] | None]:
     """How positions turn, and the divisors of the frequencies. Newer exporters write one object, older ones
     two values."""
-    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = given.get("rope_type") or given.get("type") or "default"
-    part = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    part = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
     if kind not in _SCALINGS:
         raise ConfigError(f"its positions are scaled as {kind}")
     if part != 1:
@@ -156,15 +156,15 @@ def _rotary(
     plain = Rotary(head, base, n_ctx_train=n_ctx_train)
     if kind == "default":
         return plain, None
-    factor = float(given["factor"])
-    trained = int(given.get("original_max_position_embeddings") or n_ctx_train)
+    factor = float(scaling["factor"])
+    trained = int(scaling.get("original_max_position_embeddings") or n_ctx_train)
     if kind == "llama3":
-        low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
+        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
         return plain, _divisors(plain.frequencies(), factor, low, high, trained)
     if kind == "yarn":
         for name, usual in _YARN.items():
-            if given.get(name, usual) != usual:
-                raise ConfigError(f"its positions are scaled as yarn with {name}: {given[name]}")
+            if scaling.get(name, usual) != usual:
+                raise ConfigError(f"its positions are scaled as yarn with {name}: {scaling[name]}")
     return Rotary(head, base, kind, factor, trained), None
 
 

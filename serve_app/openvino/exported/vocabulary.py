@@ -48,9 +48,9 @@ class TokenizerVocabulary:
     composes: bool = False
     """Whether the tokenizer composes characters first (NFC), which llama.cpp does not."""
     scores: Sequence[float] = ()
-    """Of `llama` only: the higher, the earlier a token is put together."""
+    """Scores of `llama` only: the higher, the earlier a token is put together."""
     adds_space: bool = False
-    """Of `llama` only: whether texts begin with a space."""
+    """Whether texts begin with a space, for `llama` only."""
 
     def add_to(self, writer: GGUFWriter) -> None:
         """Write it, but for the merges."""
@@ -153,12 +153,12 @@ def _tokens(tokenizer: Json, n_vocab: int) -> list[str]:
         raise ConfigError(f"its tokenizer has more than {n_vocab} tokens, which config.json says")
     if min(ids.values()) < 0:
         raise ConfigError("its tokenizer has a token below 0")
-    found = [_unused(place) for place in range(n_vocab)]
+    names = [_unused(place) for place in range(n_vocab)]
     for token, place in ids.items():
-        found[place] = token
-    if len({*found}) < n_vocab:  # llama.cpp aborts the process then
+        names[place] = token
+    if len({*names}) < n_vocab:  # llama.cpp aborts the process then
         raise ConfigError("two tokens of its tokenizer have one name")
-    return found
+    return names
 
 
 def _unused(place: int) -> str:

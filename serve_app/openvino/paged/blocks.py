@@ -1,4 +1,4 @@
-"""Which blocks of a paged KV cache hold the tokens of which sequence. Pure.
+"""The blocks of a paged KV cache, by the sequences whose tokens they hold. Pure.
 
 Sequences that begin alike share the blocks of their beginning. A block that others have, too, is copied
 before a sequence writes into it. Source: "Efficient Memory Management for Large Language Model Serving with

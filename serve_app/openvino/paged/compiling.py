@@ -17,8 +17,8 @@ from serve_app.openvino.exported.graph import name_parts
 from serve_app.openvino.graph import FREQUENCIES, HIDDEN
 
 CacheType = Literal["f16", "bf16"]
-"""Of keys and values. With bf16, attention is computed with such numbers, too, which some processors do
-twice as fast."""
+"""The format of keys and values. With bf16, attention is computed with such numbers, too, which some
+processors do twice as fast."""
 
 SAMPLED, EMBEDDED = "sampled", "embedded"
 """Inputs: the rows whose logits, and whose vectors, are wanted."""
@@ -89,12 +89,17 @@ def compiled(
 def _choose_rows(model: openvino.Model) -> None:
     """Have logits of some rows only, and vectors of others."""
     (hidden,) = (
-        one for node in model.get_ops() for one in node.outputs() if HIDDEN in one.get_names()
+        output
+        for node in model.get_ops()
+        for output in node.outputs()
+        if HIDDEN in output.get_names()
     )
     users = hidden.get_target_inputs()
-    sampled, embedded = (opset13.parameter([-1], np.int64, name=one) for one in (SAMPLED, EMBEDDED))
-    for name, one in ((SAMPLED, sampled), (EMBEDDED, embedded)):
-        one.output(0).set_names({name})
+    sampled, embedded = (
+        opset13.parameter([-1], np.int64, name=name) for name in (SAMPLED, EMBEDDED)
+    )
+    for name, rows in ((SAMPLED, sampled), (EMBEDDED, embedded)):
+        rows.output(0).set_names({name})
     first = opset13.constant(np.int64(0))
     for user in users:
         user.replace_source_output(opset13.gather(hidden, sampled, first).output(0))

@@ -44,7 +44,7 @@ class Pass:
 
     inputs: dict[str, NDArray[Any]]
     outputs: dict[int, int]
-    """Which row of what comes out belongs to which row of the batch."""
+    """The rows of the output, by the rows of the batch."""
     tables: BlockTables
     before: dict[int, int]
     """The lengths of its sequences, if it fails."""
@@ -121,17 +121,17 @@ class PagedContext:
 
     @property
     def cache_bytes(self) -> int:
-        """Of all blocks but those for texts, whose memory is the system's until it is used."""
+        """The size of all blocks but those for texts, whose memory is the system's until it is used."""
         return self._n_blocks * self.block_bytes
 
     @property
     def n_tokens(self) -> int:
-        """That all blocks have room for."""
+        """The tokens that all blocks have room for."""
         return self._n_blocks * BLOCK
 
     @property
     def block_bytes(self) -> int:
-        """Of one block."""
+        """The size of one block."""
         return sum(one[0].nbytes for one in self._caches.values())
 
     def warm_up(self) -> None:
@@ -162,21 +162,21 @@ class PagedContext:
             for text in {row[2] for row in rows} - {0}:
                 self._texts.truncate(text, 0)
 
-    def _entered(self, rows: Sequence[Row], tables: BlockTables, wanted: str) -> Pass:
+    def _entered(self, rows: Sequence[Row], tables: BlockTables, output: str) -> Pass:
         """The pass over these rows, for which there are blocks now."""
         by_sequence: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
             by_sequence.setdefault(row[2], []).append(i)
-        before = {one: tables.length(one) for one in by_sequence}
-        for one, indices in by_sequence.items():
+        before = {sequence: tables.length(sequence) for sequence in by_sequence}
+        for sequence, indices in by_sequence.items():
             positions = [rows[i][1] for i in indices]
-            if positions != list(range(before[one], before[one] + len(indices))):
+            if positions != list(range(before[sequence], before[sequence] + len(indices))):
                 raise DecodeError("Rows must continue their sequence.")
-        self._copy(tables.extend({one: len(found) for one, found in by_sequence.items()}))
+        self._copy(tables.extend({sequence: len(found) for sequence, found in by_sequence.items()}))
         order = [i for indices in by_sequence.values() for i in indices]
         chosen = [at for at, i in enumerate(order) if rows[i][3]] or [len(order) - 1]
-        blocks = [tables.blocks(one) for one in by_sequence]
-        longest = max(tables.length(one) for one in by_sequence)
+        blocks = [tables.blocks(sequence) for sequence in by_sequence]
+        longest = max(tables.length(sequence) for sequence in by_sequence)
         inputs: dict[str, NDArray[Any]] = {
             "input_ids": np.array([rows[i][0] for i in order], np.int64),
             "position_ids": np.array([rows[i][1] for i in order], np.int64),
@@ -188,7 +188,7 @@ class PagedContext:
             SAMPLED: np.empty(0, np.int64),
             EMBEDDED: np.empty(0, np.int64),
         }
-        inputs[wanted] = np.array(chosen, np.int64)
+        inputs[output] = np.array(chosen, np.int64)
         return Pass(inputs, {order[at]: n for n, at in enumerate(chosen)}, tables, before)
 
     def _run(self, made: Pass, output: str) -> NDArray[np.float32]:

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 BF16 = np.dtype(np.uint16)
-"""Of arrays that hold a bf16's bits."""
+"""The type of arrays that hold a bf16's bits."""
 _BITS = 16
-"""Of an f32's, those that a bf16 lacks."""
+"""The bits of an f32 that a bf16 lacks."""
 
 
 def widened(cells: NDArray[Any]) -> NDArray[np.float32]:
-    """The same numbers as f32."""
+    """Numbers of either kind as f32."""
     if cells.dtype != BF16:
         return cells.astype(np.float32)
     return (cells.astype(np.uint32) << _BITS).view(np.float32)
