@@ -47,7 +47,7 @@ class _Envelope(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _Body(msgspec.Struct):
+class _LineBody(msgspec.Struct):
     """The fields of a request that say what its prompt begins with, as they were sent."""
 
     model: msgspec.Raw = msgspec.Raw()
@@ -60,7 +60,7 @@ class _Body(msgspec.Struct):
     background: msgspec.Raw = msgspec.Raw(b"null")
 
 
-_ENVELOPE, _BODY = msgspec.json.Decoder(_Envelope), msgspec.json.Decoder(_Body)
+_ENVELOPE, _BODY = msgspec.json.Decoder(_Envelope), msgspec.json.Decoder(_LineBody)
 _PROMPT = ("model", "tools", "instructions", "messages", "prompt", "input")
 _OFF = (b"null", b"false")
 
@@ -132,6 +132,6 @@ def prefix_of(body: bytes) -> bytes:
     return _prefix(_BODY.decode(body))
 
 
-def _prefix(request: _Body) -> bytes:
+def _prefix(request: _LineBody) -> bytes:
     fields = (bytes(getattr(request, name))[:_PREFIX_BYTES] for name in _PROMPT)
     return b",".join(fields)[:_PREFIX_BYTES]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from serve_app.ingress.batch.window import FIRST, LineWindow
+import asyncio
+
+from serve_app.ingress.batch.window import FIRST, MAX_BYTES, LineWindow
 
 
 async def answered(window: LineWindow, n: int, *, refused: bool = False) -> None:
@@ -33,3 +35,49 @@ async def test_it_keeps_to_the_most() -> None:
     window = LineWindow(10)
     await answered(window, 100)
     assert window.size == 10
+
+
+async def enter(window: LineWindow, owner: str, order: list[str], n_bytes: int = 1) -> None:
+    async with window.place(owner, n_bytes):
+        order.append(owner)
+        await asyncio.sleep(0.01)
+
+
+async def test_the_owner_whose_lines_were_inside_for_the_least_time_is_next() -> None:
+    window, order = LineWindow(1), list[str]()
+    owners = ["many"] * 5 + ["single", "other", "single"]
+    await asyncio.gather(*(enter(window, owner, order) for owner in owners))
+    assert sorted(order[1:3]) == ["other", "single"]
+    assert order[3:] != owners[3:]
+    assert order[-2:] == ["many", "many"]
+
+
+async def test_an_owner_that_comes_is_not_paid_for_the_time_before() -> None:
+    window, order = LineWindow(1), list[str]()
+    early = [asyncio.create_task(enter(window, "early", order)) for _ in range(20)]
+    await early[9]
+    late = [asyncio.create_task(enter(window, "late", order)) for _ in range(10)]
+    await asyncio.gather(*early, *late)
+    assert "early" in order[10:16], "the late one does not get all that the early one had"
+
+
+async def test_large_lines_are_few_at_once() -> None:
+    window = LineWindow(8)
+    async with window.place("a", MAX_BYTES - 1), window.place("a", 1):
+        third = asyncio.create_task(enter(window, "b", [], 1))
+        await asyncio.sleep(0.01)
+        assert not third.done()
+    await third
+    async with window.place("a", 2 * MAX_BYTES):
+        """A line alone always has a place."""
+
+
+async def test_who_leaves_while_waiting_takes_no_place() -> None:
+    window = LineWindow(1)
+    async with window.place("a", 1):
+        waiting = asyncio.create_task(enter(window, "b", []))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    async with asyncio.timeout(5), window.place("c", 1):
+        pass
