@@ -35,6 +35,11 @@ def _schema(commands: tuple[str, ...] = (), **properties: Json) -> Json:
 
 
 _EDITOR = ("view", "create", "str_replace", "insert")
+_FILE: Mapping[str, Json] = {
+    **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), _TEXT),
+    "view_range": _RANGE,
+    "insert_line": _LINE,
+}
 _KNOWN: Mapping[str, tuple[str, Json]] = {
     "bash": (
         "Runs a command in a shell that stays open. `restart` begins a new shell.",
@@ -43,31 +48,11 @@ _KNOWN: Mapping[str, tuple[str, Json]] = {
     "text_editor": (
         "Views, creates and changes files: `str_replace` replaces `old_str`, which must be there once, by"
         " `new_str`; `insert` adds `insert_text` after a line.",
-        _schema(
-            _EDITOR,
-            path=_TEXT,
-            view_range=_RANGE,
-            file_text=_TEXT,
-            old_str=_TEXT,
-            new_str=_TEXT,
-            insert_line=_LINE,
-            insert_text=_TEXT,
-        ),
+        _schema(_EDITOR, **_FILE),
     ),
     "memory": (
         "Views, creates, changes, deletes and renames files in the folder /memories.",
-        _schema(
-            (*_EDITOR, "delete", "rename"),
-            path=_TEXT,
-            view_range=_RANGE,
-            file_text=_TEXT,
-            old_str=_TEXT,
-            new_str=_TEXT,
-            insert_line=_LINE,
-            insert_text=_TEXT,
-            old_path=_TEXT,
-            new_path=_TEXT,
-        ),
+        _schema((*_EDITOR, "delete", "rename"), **_FILE, old_path=_TEXT, new_path=_TEXT),
     ),
 }
 """The client's tools whose types, without their dates, are known to Anthropic's models."""
