@@ -25,6 +25,7 @@ class ServeOptions:
     threads: int | None = None
     api_key_file: Path | None = None
     allow_anonymous: bool = False
+    web_apps: bool = False
 
 
 def document(options: ServeOptions) -> dict[str, Any]:
@@ -69,6 +70,8 @@ def _ingress(options: ServeOptions) -> dict[str, Any]:
         ingress["api_key_file"] = str(path.resolve())
     if options.allow_anonymous:
         ingress["allow_anonymous"] = True
+    if options.web_apps:
+        ingress["cors_origins"] = ["localhost", "apps"]
     return ingress
 
 

@@ -90,6 +90,14 @@ Anonymous = Annotated[
         help="Serve everybody who reaches the address, without API keys.",
     ),
 ]
+WebApps = Annotated[
+    bool,
+    typer.Option(
+        "--web-apps",
+        envvar="CORRAL_WEB_APPS",
+        help="Let pages of desktop apps, of editors and of this machine's own web servers use the API.",
+    ),
+]
 Url = Annotated[
     str,
     typer.Option(envvar="CORRAL_URL", help="The address of the server, with or without /v1."),
@@ -133,6 +141,7 @@ def serve(
     threads: Threads = None,
     api_key_file: KeyFile = None,
     allow_anonymous: Anonymous = False,
+    web_apps: WebApps = False,
     config: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
@@ -161,7 +170,15 @@ def serve(
     from serve_app.errors import ConfigError
 
     options = ServeOptions(
-        tuple(models or ()), host, port, slots, context, threads, api_key_file, allow_anonymous
+        tuple(models or ()),
+        host,
+        port,
+        slots,
+        context,
+        threads,
+        api_key_file,
+        allow_anonymous,
+        web_apps,
     )
     if config is not None and options != ServeOptions():
         _fail("--config cannot be combined with MODEL or other options: the file has all settings.")

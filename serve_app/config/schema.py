@@ -355,10 +355,12 @@ class IngressConfig(Section):
     """Whether there is a page for browsers at `/`. With `auto`, only requests to a loopback
     address get it, and only if no HAProxy in front is open to other machines."""
     cors_origins: list[
-        Annotated[str, Field(pattern=r"^(\*|localhost|[a-z][a-z0-9+.-]*://[^/]+)$")]
+        Annotated[str, Field(pattern=r"^(\*|localhost|apps|[a-z][a-z0-9+.-]*://[^/]+)$")]
     ] = []
     """Web sites whose pages may use the API, such as `https://chat.example`. `localhost` is every site
-    that this machine serves, on any port. `*` is all sites. Default: none; with API keys, all."""
+    that this machine serves, on any port. `apps` is pages of desktop apps and editors: `app://`,
+    `tauri://`, `vscode-webview://` and `vscode-file://`. `*` is all sites. Default: none; with API keys,
+    all."""
     sse_ping_interval_s: Annotated[float, Field(ge=-1, le=3600)] = 15.0
     """A stream that has sent nothing for this many seconds sends a ping, so that proxies do not
     close it. Clients ignore pings. 0 and -1 turn them off. A request can override this

@@ -17,9 +17,21 @@ LOCALHOST = "localhost"
 """llama-server's word for all pages that this machine serves, on any port."""
 
 
+APPS = "apps"
+"""The word for pages of desktop apps and editors, which no web site can be."""
+_APP_SCHEMES = ("app", "tauri", "vscode-webview", "vscode-file")
+"""Source: ollama, envconfig/config.go, `AllowedOrigins`."""
+
+
 def is_allowed(origin: str, origins: Sequence[str]) -> bool:
-    """Whether these sites, or `*`, or LOCALHOST, have that page among them."""
-    return "*" in origins or origin in origins or (LOCALHOST in origins and _is_local(origin))
+    """Whether these sites, or `*`, LOCALHOST or APPS, have that page among them."""
+    is_app = origin.partition("://")[0] in _APP_SCHEMES
+    return (
+        "*" in origins
+        or origin in origins
+        or (LOCALHOST in origins and _is_local(origin))
+        or (APPS in origins and is_app)
+    )
 
 
 def _is_local(origin: str) -> bool:

@@ -200,6 +200,23 @@ def test_pages_of_this_machine(origin: str, refused: bool) -> None:
     assert found is (CrossSiteError if refused else None)
 
 
+@pytest.mark.parametrize(
+    ("origin", "refused"),
+    [
+        ("app://obsidian.md", False),
+        ("tauri://localhost", False),
+        ("vscode-webview://1a2b", False),
+        ("https://app.example", True),
+        ("apps://x", True),
+        ("http://localhost:3000", True),
+    ],
+)
+def test_pages_of_apps(origin: str, refused: bool) -> None:
+    policy = NetworkPolicy(cors_origins=("apps",))
+    found = verdict(policy, origin=origin, host="localhost", sec_fetch_site="cross-site")
+    assert found is (CrossSiteError if refused else None)
+
+
 def test_a_page_behind_a_proxy_that_renames_the_host() -> None:
     told = {"host": "10.0.0.5:8000", "x_forwarded_host": "corral.example"}
     assert verdict(OPEN, origin="http://corral.example", **told) is None
