@@ -33,7 +33,7 @@ class ToolChoice(RequestModel):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """Of the tool that must be called, with the type `tool`."""
+    """The name of the tool that must be called, with the type `tool`."""
     disable_parallel_tool_use: bool = False
     """Allows one call in a turn."""
 
@@ -96,7 +96,7 @@ class Metadata(RequestModel):
     """`metadata`."""
 
     user_id: str | None = None
-    """Whose request it is: slots are shared fairly among users."""
+    """The user whose request this is. Slots are shared fairly among users."""
 
 
 class CountTokensRequest(RequestModel):

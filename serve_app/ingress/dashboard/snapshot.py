@@ -155,11 +155,15 @@ class Board:
 def _fetched(replicas: Iterable[FetchingReplica]) -> Json:
     """The part of the files that each has, and the part of what came that is from other nodes."""
     return {
-        one.replica_id: [
-            round(one.done, 2),
-            round(one.from_nodes_bytes / max(1, one.from_origin_bytes + one.from_nodes_bytes), 2),
+        replica.replica_id: [
+            round(replica.done, 2),
+            round(
+                replica.from_nodes_bytes
+                / max(1, replica.from_origin_bytes + replica.from_nodes_bytes),
+                2,
+            ),
         ]
-        for one in replicas
+        for replica in replicas
     }
 
 
@@ -200,10 +204,10 @@ def without_requests(view: Json) -> Json:
     if "replicas" not in view:
         return view
     replicas = {
-        key: told
-        | {"slots": {slot_id: [slot[0], 0, 0, 0, 0] for slot_id, slot in told["slots"].items()}}
-        | {"requests": dict.fromkeys(told["requests"])}
-        for key, told in view["replicas"].items()
+        key: fields
+        | {"slots": {slot_id: [slot[0], 0, 0, 0, 0] for slot_id, slot in fields["slots"].items()}}
+        | {"requests": dict.fromkeys(fields["requests"])}
+        for key, fields in view["replicas"].items()
     }
     return view | {"replicas": replicas}
 

@@ -151,12 +151,13 @@ def _adapters(model: ModelInfo, params: GenerationParams) -> Adapters:
     if params.lora is None:
         return model.used
     scales = {}
-    for one in params.lora:
-        if one.id not in model.adapters:
+    for adapter in params.lora:
+        if adapter.id not in model.adapters:
             raise InvalidRequestError(
-                f"There is no LoRA adapter {one.id}. This model has {len(model.adapters)}.", "lora"
+                f"There is no LoRA adapter {adapter.id}. This model has {len(model.adapters)}.",
+                "lora",
             )
-        scales[one.id] = one.scale
+        scales[adapter.id] = adapter.scale
     return active(model.adapters[i]._replace(scale=scale) for i, scale in scales.items())
 
 
@@ -229,11 +230,11 @@ def chat_with_media(
 def length(model: ModelInfo, body: ChatRequest, prompt_field: str) -> PromptLength:
     """How long the prompt would be. Raises InvalidRequestError."""
     try:
-        prompt, found = chat_with_media(model, body, prompt_field)
+        prompt, media = chat_with_media(model, body, prompt_field)
     except MediaError as error:
         raise InvalidRequestError(error.message, prompt_field) from None
-    sizes = tuple(one.size for one in found)
-    return PromptLength(model.id, len(prompt) - len(found), sizes)
+    sizes = tuple(medium.size for medium in media)
+    return PromptLength(model.id, len(prompt) - len(media), sizes)
 
 
 def chat_prompt(model: ModelInfo, body: ChatRequest) -> tuple[int, ...]:

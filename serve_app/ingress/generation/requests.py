@@ -136,7 +136,7 @@ class LoraScale(RequestModel):
     """How much of one LoRA adapter a request has."""
 
     id: int
-    """Its place in GET /lora-adapters."""
+    """The adapter's place in GET /lora-adapters."""
     scale: Annotated[Finite, Field(ge=-100, le=100)] = 0.0
 
 
@@ -210,7 +210,7 @@ class GenerationParams(RequestModel):
     """llama-server's: whether `logprobs` and `n_probs` tell the probabilities that tokens are drawn with,
     after all samplers, as `prob` and `top_probs`."""
     user: str | None = None
-    """Whose request it is: slots are shared fairly among users."""
+    """The user whose request this is. Slots are shared fairly among users."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """vLLM's: lower ones get a slot first."""
     context_shift: bool | None = None

@@ -37,7 +37,7 @@ def takes_sampling(api: Api) -> Callable[[type[Model]], type[Model]]:
 
 
 def _field(parameter: Parameter, api: Api) -> tuple[Any, Any]:
-    """Its type and what is said of it. Only switches have their defaults there, and cannot be null."""
+    """A parameter's type and bounds. Only switches have their defaults there, and cannot be null."""
     if parameter.type is bool:
         return bool, Field(default=parameter.default, description=parameter.meaning)
     bounds = parameter.apis[api].bounds
@@ -59,19 +59,21 @@ def _in_json(type_hint: Any) -> Any:
 def given(request: BaseModel, api: Api) -> dict[str, Any]:
     """The parameters that the request gives, by their own names, with the engine's values."""
     return {
-        one.name: tuple(value) if isinstance(value, list) else one.synonyms.get(value, value)
-        for one in PARAMETERS
-        if api in one.apis
-        and (value := getattr(request, one.name_in(api))) is not None
-        and (one.type is not bool or one.name_in(api) in request.model_fields_set)
+        parameter.name: tuple(value)
+        if isinstance(value, list)
+        else parameter.synonyms.get(value, value)
+        for parameter in PARAMETERS
+        if api in parameter.apis
+        and (value := getattr(request, parameter.name_in(api))) is not None
+        and (parameter.type is not bool or parameter.name_in(api) in request.model_fields_set)
     }
 
 
 def told(sampling: SamplingParams, api: Api) -> dict[str, Any]:
     """The values that a request is generated with, under the API's names, as JSON has them."""
     return {
-        one.name_in(api): list(value) if isinstance(value, tuple) else value
-        for one in PARAMETERS
-        if api in one.apis
-        for value in (getattr(sampling, one.name),)
+        parameter.name_in(api): list(value) if isinstance(value, tuple) else value
+        for parameter in PARAMETERS
+        if api in parameter.apis
+        for value in (getattr(sampling, parameter.name),)
     }

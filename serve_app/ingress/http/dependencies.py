@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Prepared(Generic[T]):
+class PreparedBody(Generic[T]):
     """The dependency on a worker's result for the request's body. For the options, see Bodies."""
 
     prepare: Callable[[Models, bytes], T]
@@ -42,7 +42,7 @@ def prepared(
     prepare: Callable[[Models, bytes], Any], *, optional: bool = False, any_type: bool = False
 ) -> Any:
     """The annotation of an argument that is a worker's result for the request's body."""
-    return Depends(Prepared(prepare, optional=optional, any_type=any_type))
+    return Depends(PreparedBody(prepare, optional=optional, any_type=any_type))
 
 
 def operators_only(what: str) -> Any:
@@ -91,5 +91,5 @@ def _preparations(router: APIRouter) -> Iterator[Callable[..., Any]]:
     for route in router.routes:
         if isinstance(route, APIRoute):
             for dependency in route.dependant.dependencies:
-                if isinstance(dependency.call, Prepared):
+                if isinstance(dependency.call, PreparedBody):
                     yield dependency.call.prepare

@@ -61,7 +61,7 @@ def completion(models: Models, body: bytes) -> LlamaCompletion:
     model = find(models, request.model, beginnings.of_text(request.prompts[0]))
     if isinstance(request.prompt, MediaPrompt):
         prompt, found = _with_media(model, request.prompt)
-        return _completion(model, request, [prompt], is_batch=request.is_batch, found=found)
+        return _completion(model, request, [prompt], is_batch=request.is_batch, media=found)
     prompts = [mixed_tokens(model, prompt, "prompt") for prompt in request.prompts]
     return _completion(model, request, prompts, is_batch=request.is_batch)
 
@@ -99,12 +99,12 @@ def _completion(
     prompts: list[tuple[int, ...]],
     *,
     is_batch: bool,
-    found: tuple[Medium, ...] = (),
+    media: tuple[Medium, ...] = (),
 ) -> LlamaCompletion:
     sampling, n = _with_triggers(model, request), request.n_answers
     fields = request.response_fields
     return LlamaCompletion(
-        preparation.generation(model, request, prompts, n, sampling, "prompt", found),
+        preparation.generation(model, request, prompts, n, sampling, "prompt", media),
         tuple(model.tokenizer.decode(prompt, special=True) for prompt in prompts),
         is_batch,
         request.return_tokens,
@@ -116,24 +116,24 @@ def _completion(
 
 def _with_triggers(model: ModelInfo, request: LlamaParams) -> SamplingParams:
     """The engine's parameters. A word that is a token of its own is that token, as at llama-server."""
-    found = preparation.sampling(model, request)
+    sampling = preparation.sampling(model, request)
     encode = model.tokenizer.tokenize
     preserved = [encode(text, False, True) for text in request.preserved_tokens]
-    if request.grammar_lazy and found.grammar is not None:
-        told = [
+    if request.grammar_lazy and sampling.grammar is not None:
+        triggers = [
             (trigger, encode(trigger.value, False, True)) for trigger in request.grammar_triggers
         ]
-        words = {tokens[0] for trigger, tokens in told if trigger.is_word and len(tokens) == 1}
-        given = {trigger.token for trigger, _ in told if trigger.token is not None}
+        words = {tokens[0] for trigger, tokens in triggers if trigger.is_word and len(tokens) == 1}
+        given = {trigger.token for trigger, _ in triggers if trigger.token is not None}
         refuse_unknown_tokens(model, "grammar_triggers", sorted(given))
         patterns = tuple(
             trigger.pattern
-            for trigger, tokens in told
+            for trigger, tokens in triggers
             if trigger.pattern is not None and not (trigger.is_word and len(tokens) == 1)
         )
-        found = replace(found, triggers=Triggers(tuple(sorted(words | given)), patterns))
+        sampling = replace(sampling, triggers=Triggers(tuple(sorted(words | given)), patterns))
     ids = tuple(sorted({tokens[0] for tokens in preserved if len(tokens) == 1}))
-    return replace(found, preserved_tokens=ids) if ids else found
+    return replace(sampling, preserved_tokens=ids) if ids else sampling
 
 
 def mixed_tokens(model: ModelInfo, prompt: str | list[int | str], field: str) -> tuple[int, ...]:
@@ -225,10 +225,10 @@ def adapters(models: Models, body: bytes) -> AdapterChange | None:
         found = find(models, change.model)
         return change.model_copy(update={"model": found.id})
     known = find(models, None).adapters
-    for one in parsed(list[LoraAdapter], body):
-        if one.id not in known:
-            raise InvalidRequestError(f"There is no LoRA adapter {one.id}.", "id")
-        if one.scale != 0:
+    for adapter in parsed(list[LoraAdapter], body):
+        if adapter.id not in known:
+            raise InvalidRequestError(f"There is no LoRA adapter {adapter.id}.", "id")
+        if adapter.scale != 0:
             raise InvalidRequestError(
                 "Each request sets its own scales, with 'lora' or with the adapter's name in 'model'.",
                 "scale",

@@ -30,11 +30,11 @@ def several(prompt: str | list[Mixed | Text | TokenId]) -> list[str | list[int |
     """One prompt, or several: a list of texts only, or with a list in it, is of several."""
     if isinstance(prompt, str):
         return [prompt]
-    if any(isinstance(one, list) for one in prompt):
-        return [[one] if isinstance(one, int) else one for one in prompt]
-    if all(isinstance(one, str) for one in prompt):
-        return [one for one in prompt if isinstance(one, str)]
-    return [[one for one in prompt if not isinstance(one, list)]]
+    if any(isinstance(part, list) for part in prompt):
+        return [[part] if isinstance(part, int) else part for part in prompt]
+    if all(isinstance(part, str) for part in prompt):
+        return [part for part in prompt if isinstance(part, str)]
+    return [[part for part in prompt if not isinstance(part, list)]]
 
 
 def plain(prompt: object) -> object:

@@ -73,10 +73,10 @@ class LlamaAnswer:
         return self.asked.generation.return_progress
 
     def _progress(self, progress: PromptProgress) -> Json:
-        told = {"prompt_progress": prompt_progress(progress)}
+        fields = {"prompt_progress": prompt_progress(progress)}
         if self.asked.generation.timings_per_token:
-            told["timings"] = self._running.told(progress)
-        return self._part("", ()) | told
+            fields["timings"] = self._running.told(progress)
+        return self._part("", ()) | fields
 
     def _event(self, content: str, tokens: Sequence[int]) -> Json:
         event = self._part(content, tokens)
@@ -187,7 +187,7 @@ def generation_settings(
     sampling: SamplingParams,
     n_ctx_slot: int,
     model: str,
-    asked: LlamaCompletion | None = None,
+    body: LlamaCompletion | None = None,
     eog: Sequence[int] = (),
 ) -> Json:
     """The settings of a request, in llama-server's words; without the tokens `eog`."""
@@ -202,17 +202,17 @@ def generation_settings(
         "seed": -1 if sampling.seed is None else sampling.seed,
         "max_tokens": n_predict,
         "n_predict": n_predict,
-        "n_keep": (asked.generation.requests[0].n_keep if asked else None) or 0,
-        "n_discard": asked.generation.requests[0].n_discard if asked else 0,
-        "stream": bool(asked and asked.generation.stream),
+        "n_keep": (body.generation.requests[0].n_keep if body else None) or 0,
+        "n_discard": body.generation.requests[0].n_discard if body else 0,
+        "stream": bool(body and body.generation.stream),
         "logit_bias": bias,
         "n_probs": sampling.logprobs or 0,
         "post_sampling_probs": sampling.post_sampling_probs,
-        "grammar": asked.grammar if asked else "",
+        "grammar": body.grammar if body else "",
         "grammar_lazy": sampling.triggers is not None,
-        "grammar_triggers": list(asked.triggers) if asked else [],
+        "grammar_triggers": list(body.triggers) if body else [],
         "preserved_tokens": list(sampling.preserved_tokens),
-        "timings_per_token": bool(asked and asked.generation.timings),
+        "timings_per_token": bool(body and body.generation.timings),
         "samplers": list(CHAIN if sampling.samplers is None else sampling.samplers),
     }
 

@@ -28,7 +28,7 @@ _UNITS = ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0))
 _FOR_EVER_S = 100 * 365 * 86400
 """Models stay loaded; some clients cannot read a year of five digits."""
 _NUMBERS = frozenset({"general.file_type", "general.quantization_version", "general.alignment"})
-"""Of `general`, all else is text, even if it looks like a number."""
+"""The numbers of `general`: all else is text there, even if it looks like a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Description:
     modified_at: float
     """Unix time."""
     metadata: Json
-    """Of its file: texts, numbers and truth values."""
+    """The metadata of the model's file: texts, numbers and truth values."""
     template: str
     capabilities: tuple[str, ...]
 
@@ -75,7 +75,7 @@ class Description:
         }
 
     def listed(self, alias: str | None = None) -> Json:
-        """Its entry in /api/tags, under this name."""
+        """The model's entry in /api/tags, under this name."""
         return {
             **self._named(alias),
             "modified_at": timestamp(self.modified_at),
@@ -83,7 +83,7 @@ class Description:
         }
 
     def running(self) -> Json:
-        """Its entry in /api/ps."""
+        """The model's entry in /api/ps."""
         expires_at = timestamp(time.time() + _FOR_EVER_S)
         return {
             **self._named(),

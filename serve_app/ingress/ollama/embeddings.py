@@ -27,7 +27,7 @@ class OllamaTexts:
     """The prepared request for vectors."""
 
     model: str
-    """Its id."""
+    """The model's id."""
     name: str
     """The model's name, as the client sent it."""
     texts: Texts

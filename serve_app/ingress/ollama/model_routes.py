@@ -75,10 +75,6 @@ async def ollama_version() -> dict[str, str]:
     return {"version": VERSION}
 
 
-async def _head(_: Request) -> Response:
-    return Response(media_type="application/json")
-
-
 async def _running(_: Request) -> Response:
     return PlainTextResponse("Ollama is running")
 
@@ -92,11 +88,8 @@ async def _refuse_to_change_models(request: Request) -> Response:
     )
 
 
-for path in ("/api/tags", "/api/version"):
-    ROUTER.add_route(path, _head, ["HEAD"])
-ROUTER.add_route("/", _running, ["GET"])  # and HEAD; browsers get the page before, if there is one
+ROUTER.add_route("/", _running, ["GET"])  # browsers get the page before, if there is one
 for path in ("/api/pull", "/api/push", "/api/create", "/api/copy"):
     ROUTER.add_route(path, _refuse_to_change_models, ["POST"])
 ROUTER.add_route("/api/delete", _refuse_to_change_models, ["DELETE"])
-for method in ("POST", "HEAD"):
-    ROUTER.add_route("/api/blobs/{digest}", _refuse_to_change_models, [method])
+ROUTER.add_route("/api/blobs/{digest}", _refuse_to_change_models, ["GET", "POST"])

@@ -57,8 +57,8 @@ class Options(RequestModel):
         return most if most is not None and most > 0 else None
 
     def sampling(self) -> dict[str, Any]:
-        """Those that are given, by the names of OpenAI's requests. A `seed` of -1 is none."""
-        found = given(self, Api.OPENAI)
-        if found.get("seed") == -1:
-            del found["seed"]
-        return found
+        """The request's parameters, by the names of OpenAI's requests. A `seed` of -1 is none."""
+        parameters = given(self, Api.OPENAI)
+        if parameters.get("seed") == -1:
+            del parameters["seed"]
+        return parameters

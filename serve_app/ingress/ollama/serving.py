@@ -71,16 +71,16 @@ class _Said:
 
 def _envelope(kind: Kind, name: str, said: _Said) -> Json:
     """An answer's line, all but its end."""
-    found: Json = {"model": name, "created_at": timestamp()}
+    line: Json = {"model": name, "created_at": timestamp()}
     thinking = {"thinking": said.thinking} if said.thinking else {}
     calls = {"tool_calls": said.calls} if said.calls else {}
     if kind == "chat":
-        found["message"] = {"role": "assistant", "content": said.text, **thinking, **calls}
+        line["message"] = {"role": "assistant", "content": said.text, **thinking, **calls}
     else:
-        found |= {"response": said.text, **thinking, **calls}
+        line |= {"response": said.text, **thinking, **calls}
     if said.logprobs:
-        found["logprobs"] = said.logprobs
-    return found
+        line["logprobs"] = said.logprobs
+    return line
 
 
 @dataclass
@@ -103,10 +103,10 @@ class OllamaAnswer:
     def lines(self, delta: TokenDelta) -> list[Json]:
         """One delta's lines; the last one tells the end, and nothing else."""
         said = self._said(delta)
-        found = [_envelope(self.kind, self.name, said) | {"done": False}] if said else []
+        lines = [_envelope(self.kind, self.name, said) | {"done": False}] if said else []
         if delta.end is not None:
-            found.append(_envelope(self.kind, self.name, _Said()) | self._end(delta.end))
-        return found
+            lines.append(_envelope(self.kind, self.name, _Said()) | self._end(delta.end))
+        return lines
 
     async def whole(self, deltas: Deltas) -> Json:
         """The answer to a request without a stream. Raises CorralError."""

@@ -70,14 +70,14 @@ def n_chars(delta: TokenDelta, piece: Piece) -> int:
 
 
 def of_prompt(
-    prompt: Sequence[int], found: Sequence[TokenLogprobs], piece: Piece, echo: str
+    prompt: Sequence[int], tokens: Sequence[TokenLogprobs], piece: Piece, echo: str
 ) -> Json:
     """A prompt's, all of its tokens, in the same shape; `echo` is what it is shown as. Nothing comes before
     the first token, so nothing says how likely it was."""
     return {
         "tokens": [_text(piece(token, special=True)) for token in prompt],
-        "token_logprobs": [None, *(one.logprob for one in found)],
-        "top_logprobs": [None, *(_top(one, piece) for one in found)],
+        "token_logprobs": [None, *(token.logprob for token in tokens)],
+        "top_logprobs": [None, *(_top(token, piece) for token in tokens)],
         "text_offset": _offsets(prompt, piece, echo),
     }
 
@@ -90,20 +90,20 @@ def _offsets(prompt: Sequence[int], piece: Piece, echo: str) -> list[int]:
     if data.decode(errors="replace") != echo:  # control tokens that were written out, or a blank
         pieces, data = [piece(token, special=True) for token in prompt], echo.encode()
     at, n_chars, offsets = 0, 0, []
-    for one in pieces:
+    for written in pieces:
         offsets.append(n_chars)
-        if not data.startswith(one, at):
-            one = one.removeprefix(b" ")
-        if data.startswith(one, at):
-            at += len(one)
-            n_chars += sum(byte & 0xC0 != 0x80 for byte in one)  # bytes that begin a character
+        if not data.startswith(written, at):
+            written = written.removeprefix(b" ")
+        if data.startswith(written, at):
+            at += len(written)
+            n_chars += sum(byte & 0xC0 != 0x80 for byte in written)  # bytes that begin a character
     return offsets
 
 
-def _top(found: TokenLogprobs, piece: Piece) -> dict[str, float]:
+def _top(logprobs: TokenLogprobs, piece: Piece) -> dict[str, float]:
     """The likeliest tokens by their texts: of tokens that are written alike, the likeliest."""
     top: dict[str, float] = {}
-    for token, logprob in found.top:
+    for token, logprob in logprobs.top:
         top.setdefault(_text(piece(token, special=True)), logprob)
     return top
 

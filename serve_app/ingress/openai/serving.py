@@ -204,10 +204,10 @@ class Answer:
         return found
 
     def _chunks(self, index: int, delta: TokenDelta) -> list[Json]:
-        found = [self._chunk(body) for body in self.choices[index].chunks(delta)]
+        chunks = [self._chunk(body) for body in self.choices[index].chunks(delta)]
         if delta.end is not None:
-            found[-1] |= self._timings(delta.end) | self._verbose
-        return found
+            chunks[-1] |= self._timings(delta.end) | self._verbose
+        return chunks
 
     def whole(self, deltas: Sequence[Sequence[TokenDelta]]) -> Json:
         """The answer to a request without `stream`, from each choice's deltas."""

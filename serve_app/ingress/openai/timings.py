@@ -92,15 +92,15 @@ def _rates(name: str, n: int, n_timed: int, seconds: float) -> Json:
 
 def explained(record: RequestRecord) -> Json:
     """One sequence of a request."""
-    found: Json = {
+    fields: Json = {
         "id": record.id,
         "replica_id": record.replica_id,
         "node_id": record.node_id,
         "state": record.state,
     }
     if record.end is not None:
-        found["finish_reason"] = record.end.reason.value
-        found["timings"] = timings(record.end)
+        fields["finish_reason"] = record.end.reason.value
+        fields["timings"] = timings(record.end)
         if record.end.error is not None:
-            found["error"] = record.end.error.message
-    return found
+            fields["error"] = record.end.error.message
+    return fields

@@ -291,21 +291,21 @@ def _content(about: Route, schemas: Json) -> Json:
 
 def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
     """By status: those that the route can give."""
-    given = {500}
+    statuses = {500}
     if route.name != "health":
-        given |= {401, 403, 429, 501}
+        statuses |= {401, 403, 429, 501}
     if "requestBody" in operation:
-        given |= {408, 413}
+        statuses |= {408, 413}
     if route.name == "act_on_slot":
-        given |= {507}
+        statuses |= {507}
     acting = ("cancel_batch", "delete_file", *_OF_KEPT)
     asks = any(one["in"] == "query" for one in operation.get("parameters", ()))
     if "requestBody" in operation or asks or route.name in acting:
-        given |= {400}
+        statuses |= {400}
     if "requestBody" in operation or operation.get("parameters"):
-        given |= {404}
+        statuses |= {404}
     if ROUTES[route.name].asks_engine:
-        given |= {503}
+        statuses |= {503}
     shapes = {"/v1/messages": AnthropicErrorResponse, "/api/": OllamaErrorResponse}
     of_path = (shape for path, shape in shapes.items() if route.path.startswith(path))
     schema = _schema(next(of_path, ErrorResponse), schemas)
@@ -315,7 +315,7 @@ def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
             "content": {"application/json": {"schema": schema}},
             **({"headers": _RETRY_AFTER} if status in (429, 503) else {}),
         }
-        for status in sorted(given)
+        for status in sorted(statuses)
     }
 
 

@@ -54,7 +54,7 @@ def response(models: Models, body: bytes) -> PreparedResponse | After:
 
 
 def response_after(models: Models, body: bytes) -> PreparedResponse:
-    """The same behind a conversation: see `with_conversation`. Raises CorralError."""
+    """A request behind a conversation: see `with_conversation`. Raises CorralError."""
     before, body = _conversation(body)
     return _response(models, parsed(ResponsesRequest, body), before)
 
@@ -68,7 +68,7 @@ def input_tokens(models: Models, body: bytes) -> PromptLength | After:
 
 
 def input_tokens_after(models: Models, body: bytes) -> PromptLength:
-    """The same behind a conversation: see `with_conversation`. Raises CorralError."""
+    """A request behind a conversation: see `with_conversation`. Raises CorralError."""
     before, body = _conversation(body)
     return _input_tokens(models, parsed(ResponsesRequest, body), before)
 

@@ -115,7 +115,7 @@ class ResponsesRequest(RequestModel):
     text: TextConfig = Field(default=TextConfig())
     stream: bool = False
     user: str | None = None
-    """Whose request it is: slots are shared fairly among users."""
+    """The user whose request this is. Slots are shared fairly among users."""
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None

@@ -25,7 +25,7 @@ from serve_app.ingress.generation import chat, generation
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.generation.preparation import PromptLength
 from serve_app.ingress.http import request_context, sse
-from serve_app.ingress.http.dependencies import ModelsArgument, Prepared
+from serve_app.ingress.http.dependencies import ModelsArgument, PreparedBody
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai.answers import InputTokens
 from serve_app.ingress.responses import preparation, serving, stored
@@ -46,7 +46,7 @@ ROUTER = APIRouter()
 
 
 @dataclass(frozen=True)
-class Continued(Prepared[T | After]):
+class Continued(PreparedBody[T | After]):
     """The dependency on a body that may go on from an earlier response, whose conversation it is then
     prepared with by `prepare_after`."""
 

@@ -56,9 +56,9 @@ class ResponseAnswer:
     _output: list[Json] = field(default_factory=list)
     """The items that are complete."""
     _message_id: str = ""
-    """Of the message that is not; empty if there is none."""
+    """The id of the message that is not complete; empty if there is none."""
     _text: list[str] = field(default_factory=list)
-    """Its pieces, or the call's."""
+    """The pieces of the open message or call."""
     _call: Json | None = None
     """The call that is not complete, without the fields that say what is called."""
     _reasoning_id: str = ""
@@ -144,7 +144,7 @@ class ResponseAnswer:
         return event | sse.obfuscation(event["delta"]) if self.obfuscates else event
 
     def _new_id(self, kind: str) -> str:
-        """Of an item or a call. The same for whoever computes this response again."""
+        """The id of an item or a call: the same whoever computes this response."""
         self._n_items += 1
         digest = hashlib.blake2b(f"{self.id} {self._n_items}".encode(), digest_size=16)
         return f"{kind}_{digest.hexdigest()}"

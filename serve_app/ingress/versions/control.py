@@ -24,7 +24,7 @@ LOOK_EVERY_S = 5.0
 class Versions(Protocol):
     """Changes the weights of versions, for all ingresses."""
 
-    async def change(self, model: str, asked: Mapping[str, float]) -> None:
+    async def change(self, model: str, percents: Mapping[str, float]) -> None:
         """Give versions so many percent; the others share the rest as before. Raises CorralError."""
 
     async def roll_back(self, model: str) -> None:
@@ -50,10 +50,10 @@ class VersionControl:
         self._others = others
         self._tell = tell
         self._configured: dict[str, dict[str, float]] = {}
-        for one in models.values():
-            if one.version is not None:
-                of_model = self._configured.setdefault(one.version.model, {})
-                of_model[one.version.name] = one.version.weight
+        for model in models.values():
+            if model.version is not None:
+                of_model = self._configured.setdefault(model.version.model, {})
+                of_model[model.version.name] = model.version.weight
         self._weights = {model: dict(of_model) for model, of_model in self._configured.items()}
         self._came: set[str] = set()
         """The versions on demand that were loaded here once."""
@@ -121,40 +121,40 @@ class VersionControl:
                 found[full_name] = weight
         return found
 
-    def _is_ready(self, one: ServedModel) -> bool:
-        is_loaded = one.engine.is_loaded
-        if one.id not in self._on_demand:
+    def _is_ready(self, model: ServedModel) -> bool:
+        is_loaded = model.engine.is_loaded
+        if model.id not in self._on_demand:
             return is_loaded
         if is_loaded:
-            self._came.add(one.id)
-        return one.id in self._came  # requests load it again, as any model that is on demand
+            self._came.add(model.id)
+        return model.id in self._came  # requests load it again, as any model that is on demand
 
     def _load_what_is_due(self) -> None:
         """Versions on demand that have a weight and were not here yet, beside others that are loaded."""
-        for model, weights in self._weights.items():
-            versions = [self._models[f"{model}@{name}"] for name in weights]
-            if not any(one.engine.is_loaded for one in versions):
+        for family, weights in self._weights.items():
+            versions = [self._models[f"{family}@{name}"] for name in weights]
+            if not any(version.engine.is_loaded for version in versions):
                 continue
-            for one in versions:
-                is_due = one.version is not None and one.version.weight > 0
-                if is_due and not self._is_ready(one) and one.id not in self._coming:
-                    self._coming[one.id] = asyncio.create_task(self._load(one))
+            for model in versions:
+                is_due = model.version is not None and model.version.weight > 0
+                if is_due and not self._is_ready(model) and model.id not in self._coming:
+                    self._coming[model.id] = asyncio.create_task(self._load(model))
 
-    async def _load(self, one: ServedModel) -> None:
+    async def _load(self, model: ServedModel) -> None:
         try:
-            await one.engine.load()
+            await model.engine.load()
         except CorralError as error:
-            logger.warning("%s has a weight, and is not loaded: %s", one.id, error)
+            logger.warning("%s has a weight, and is not loaded: %s", model.id, error)
         finally:
-            del self._coming[one.id]
+            del self._coming[model.id]
 
-    async def change(self, model: str, asked: Mapping[str, float]) -> None:
-        """See Versions."""
+    async def change(self, model: str, percents: Mapping[str, float]) -> None:
+        """Give versions so many percent; the others share the rest as before. Raises CorralError."""
         now = self._versions_of(model)
-        await self._change(model, choice.changed(now, asked))
+        await self._change(model, choice.changed(now, percents))
 
     async def roll_back(self, model: str) -> None:
-        """See Versions."""
+        """Give all requests to the version that had all before. Raises CorralError."""
         now = self._versions_of(model)
         history = await asyncio.to_thread(self._all_changes.history, model)
         weights = choice.before_rollout(now, (one.weights for one in history))

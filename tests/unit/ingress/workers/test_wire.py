@@ -22,7 +22,7 @@ from serve_app.errors import (
 from serve_app.ingress.api import ROUTERS
 from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.batch.preparation import CheckedLine
-from serve_app.ingress.http.dependencies import Prepared
+from serve_app.ingress.http.dependencies import PreparedBody
 from serve_app.ingress.responses.preparation import After, PreparedResponse
 from serve_app.ingress.workers import wire
 from serve_app.types import Medium, Picture, Sound
@@ -117,7 +117,7 @@ async def test_a_message_that_ends_early_is_the_end(length: int) -> None:
 def test_the_results_of_all_routes_have_types_that_can_be_read() -> None:
     routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
     dependencies = [one.call for route in routes for one in route.dependant.dependencies]
-    works = [call.prepare for call in dependencies if isinstance(call, Prepared)]
+    works = [call.prepare for call in dependencies if isinstance(call, PreparedBody)]
     assert len(works) > 10
     for work in works:
         kind = wire.result_type(work)
