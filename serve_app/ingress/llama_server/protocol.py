@@ -15,7 +15,7 @@ from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.requests import MAX_CHOICES, GenerationParams, Text, TokenId
 from serve_app.ingress.http.request_model import RequestModel
-from serve_app.llama.grammars.patterns import Pattern
+from serve_app.llama.grammars.patterns import compiled
 
 MAX_TRIGGER_CHARS = 1024
 _TOKEN, _WORD, _PATTERN = range(3)
@@ -84,8 +84,6 @@ class GrammarTrigger(BaseModel):
     def _check(self) -> GrammarTrigger:
         if self.type == _TOKEN and self.token is None:
             raise ValueError("a trigger of type 0 needs its 'token'")
-        if self.pattern is not None:
-            Pattern(self.pattern)
         return self
 
     @property
@@ -125,7 +123,8 @@ class LlamaParams(GenerationParams):
     """Whether the text is free until one of `grammar_triggers` appears, with which the grammar begins."""
     grammar_triggers: Annotated[tuple[GrammarTrigger, ...], Field(max_length=64)] = ()
     """Tokens, texts or regular expressions. Of an expression, the grammar begins with the
-    first group that has text, or with the whole match."""
+    first group that has text, or with the whole match. All of them together may have 500 steps: characters,
+    members of classes, repetitions."""
     preserved_tokens: Annotated[
         tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=64)
     ] = ()
@@ -136,6 +135,12 @@ class LlamaParams(GenerationParams):
         if self.grammar_lazy and not self.grammar_triggers:
             raise InvalidRequestError("no triggers set for lazy grammar!", "grammar_triggers")
         return self
+
+    @field_validator("grammar_triggers")
+    @classmethod
+    def _check_patterns(cls, triggers: tuple[GrammarTrigger, ...]) -> tuple[GrammarTrigger, ...]:
+        compiled(tuple(trigger.pattern for trigger in triggers if trigger.pattern is not None))
+        return triggers
 
     @field_validator("response_fields")
     @classmethod

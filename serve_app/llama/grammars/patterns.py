@@ -6,6 +6,7 @@ expressions.
 
 from __future__ import annotations
 
+import functools
 import re
 import re._constants as ops  # type: ignore[import-not-found]  # the standard library's, without types
 import re._parser as parser  # type: ignore[import-not-found]
@@ -14,7 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_STEPS = 500
-"""Of a compiled expression: what its repetitions multiply counts."""
+"""The most steps of the expressions that one text is searched for, together. Each repetition that must be
+there counts as a step, and so does each member of a class."""
+_MOST_CHARS_PER_STEP = 10  # "\\U0001F600" is one character
+_TOO_LONG = f"it is too long: all patterns together may have {MOST_STEPS} steps"
 _LINE_ENDS = "\n\r\u2028\u2029"
 _CATEGORIES: dict[Any, Callable[[str], bool]] = {
     ops.CATEGORY_DIGIT: lambda char: "0" <= char <= "9",
@@ -45,25 +49,33 @@ class _Thread:
     start: int
     open: tuple[int, int] | None = None
     group: tuple[int, int] | None = None
-    """Its number, and where it began."""
+    """The group's number, and where it began."""
 
 
 class Pattern:
-    """An expression as llama-server's triggers have it. Raises ValueError for one that is none, is too
-    long, or looks around."""
+    """An expression as llama-server's triggers have it. Raises ValueError for an expression that is not
+    valid, has more than `most_steps`, or looks around."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, most_steps: int = MOST_STEPS) -> None:
         self.steps: list[_Step] = []
+        self.n_steps = 0
+        """The steps by which its time is bounded: to compile it, and to take a character."""
+        self._most_steps = most_steps
+        if len(source) > _MOST_CHARS_PER_STEP * most_steps:
+            raise ValueError(_TOO_LONG)
         try:
-            parsed = parser.parse(source)
+            self._all(parser.parse(source))
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(str(error)) from error
-        self._all(parsed)
         self._add(_Step("match"))
 
+    def _count(self, n: int) -> None:
+        self.n_steps += n
+        if self.n_steps > self._most_steps:
+            raise ValueError(_TOO_LONG)
+
     def _add(self, step: _Step) -> int:
-        if len(self.steps) >= MOST_STEPS:
-            raise ValueError("it is too long")
+        self._count(1)
         self.steps.append(step)
         return len(self.steps) - 1
 
@@ -72,6 +84,8 @@ class Pattern:
             self._one(kind, what)
 
     def _one(self, kind: Any, what: Any) -> None:
+        if kind is ops.IN:
+            self._count(len(what) - 1)
         takes = _predicate(kind, what)
         if takes is not None:
             self._follow(_Step("char", takes=takes))
@@ -112,6 +126,7 @@ class Pattern:
 
     def _repeat(self, least: int, most: Any, inner: Any, *, lazy: bool) -> None:
         for _ in range(least):
+            self._count(1)  # also where nothing is repeated
             self._all(inner)
         forks = []
         for _ in range(1 if most is ops.MAXREPEAT else most - least):
@@ -213,7 +228,7 @@ class Search:
 def _predicate(kind: Any, what: Any) -> Callable[[str], bool] | None:
     """Of what stands for one character; None for all else."""
     if kind is ops.LITERAL:
-        return lambda char: ord(char) == what
+        return chr(what).__eq__
     if kind is ops.NOT_LITERAL:
         return lambda char: ord(char) != what
     if kind is ops.ANY:
@@ -225,5 +240,18 @@ def _predicate(kind: Any, what: Any) -> Callable[[str], bool] | None:
     if kind is not ops.IN:
         return None
     is_negated = what[0][0] is ops.NEGATE
-    found = [_predicate(*one) for one in what[1 if is_negated else 0 :]]
-    return lambda char: any(one(char) for one in found if one) is not is_negated
+    chars = frozenset(chr(value) for member, value in what if member is ops.LITERAL)
+    others = [_predicate(*member) for member in what if member[0] in (ops.RANGE, ops.CATEGORY)]
+    predicates = [chars.__contains__, *(takes for takes in others if takes)]
+    return lambda char: any(takes(char) for takes in predicates) is not is_negated
+
+
+@functools.lru_cache(64)
+def compiled(sources: tuple[str, ...]) -> tuple[Pattern, ...]:
+    """Compile expressions, each of them once. Raises ValueError as Pattern does, and if they have more than
+    MOST_STEPS together. Any thread."""
+    patterns: list[Pattern] = []
+    for source in dict.fromkeys(sources):
+        n_steps = sum(pattern.n_steps for pattern in patterns)
+        patterns.append(Pattern(source, MOST_STEPS - n_steps))
+    return tuple(patterns)

@@ -6,17 +6,14 @@ Source: llama.cpp, `llama_sampler_init_grammar_lazy_patterns` and `common/sampli
 from __future__ import annotations
 
 import codecs
-import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.grammars.patterns import Pattern, Search
+from serve_app.llama.grammars.patterns import Search, compiled
 from serve_app.sampling import Triggers
-
-_compiled = functools.lru_cache(64)(Pattern)
 
 
 class LazyConstraint(Constraint):
@@ -31,11 +28,11 @@ class LazyConstraint(Constraint):
         tokenize: Callable[[str], Sequence[int]],
     ) -> None:
         """`piece` gives a token's bytes, control tokens' names, too; `tokenize` a text's tokens. Raises
-        ValueError for a pattern that is none."""
+        ValueError if the patterns are not valid, or too long."""
         self._held = held
         self._piece, self._tokenize = piece, tokenize
         self._tokens = frozenset(triggers.tokens)
-        self._searches = [Search(_compiled(pattern)) for pattern in triggers.patterns]
+        self._searches = [Search(pattern) for pattern in compiled(triggers.patterns)]
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._text = ""
         self._is_free = True

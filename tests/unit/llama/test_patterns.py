@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.llama.grammars.patterns import MOST_STEPS, Pattern, Search
+from serve_app.llama.grammars.patterns import MOST_STEPS, Pattern, Search, compiled
 
 SOURCES = [
     "<tool_call>",
@@ -23,8 +23,10 @@ SOURCES = [
     "[^ab]c",
     "x(y*)(z+)",
     r"\d+\.|\w\W",
+    r"[a-c\d.]+x|[^\s<]<",
     "((a)b|c)+d",
 ]
+MANY_CHARS = "".join(map(chr, range(0x4E00, 0x4E00 + 1000)))
 TEXTS = st.text("abcxyz<>f 1.\n`", max_size=12)
 
 
@@ -65,6 +67,11 @@ def test_time_is_linear_whatever_the_expression_is() -> None:
     [
         ("(", "unterminated"),
         ("(a{50}){50}", "too long"),
+        ("(?:){13000000}x", "too long"),
+        ("(?:(?:){400}){400}", "too long"),
+        ("(?:)" * 2000, "too long"),
+        ("(?:" * 330 + "a" + "|bc)" * 330, "recursion"),
+        (f"[{MANY_CHARS}]", "too long"),
         (r"(a)\1", "groupref is not supported"),
         ("(?=a)", "assert is not supported"),
         ("a{99999999999999999999}", "too large"),
@@ -73,6 +80,18 @@ def test_time_is_linear_whatever_the_expression_is() -> None:
 def test_what_is_refused(source: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Pattern(source)
+
+
+def test_all_members_of_a_class_count() -> None:
+    assert Search(Pattern(f"[{MANY_CHARS[: MOST_STEPS - 2]}]")).feed(MANY_CHARS[5]) == 0
+
+
+def test_patterns_are_bounded_together_and_count_once() -> None:
+    half = "a" * (MOST_STEPS // 2 - 1)
+    first, second = compiled((half, half.upper(), half))
+    assert (len(first.steps), len(second.steps)) == (MOST_STEPS // 2, MOST_STEPS // 2)
+    with pytest.raises(ValueError, match="too long"):
+        compiled((half, half.upper(), "b"))
 
 
 def test_so_long_is_not_too_long() -> None:

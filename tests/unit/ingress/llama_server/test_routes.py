@@ -523,6 +523,7 @@ async def test_a_grammar_that_waits_for_a_trigger(
     [
         ([], "no triggers set for lazy grammar"),
         ([{"type": 2, "value": "("}], "unterminated"),
+        ([{"type": 1, "value": char * 99} for char in "abcdef"], "together may have 500 steps"),
         ([{"type": 0, "value": "x"}], "needs its 'token'"),
         ([{"type": 0, "value": "x", "token": 10**6}], "token ids of this model"),
         ([{"type": 4, "value": "x"}], "less than or equal to 3"),
