@@ -24,6 +24,7 @@ def test_a_stream_is_read_on_when_its_ingress_was_lost(
     corral = start([model(gguf, "big", n_slots=2, n_ctx_slot=2048)])
     corral.wait_ready()
     client = openai.OpenAI(base_url=f"{corral.url}/v1", api_key="none", max_retries=0)
+    kept = client.responses.create(model="big", input="y", max_output_tokens=4)
     asked: dict[str, Any] = {"model": "big", "input": "x", "max_output_tokens": N_TOKENS}
     schema = {"type": "string", "minLength": 20_000}
     text = {"format": {"type": "json_schema", "name": "long", "schema": schema}}
@@ -34,7 +35,6 @@ def test_a_stream_is_read_on_when_its_ingress_was_lost(
             seen.append(event)
     opening: Any = seen[0]
     response_id, last = opening.response.id, seen[-1].sequence_number
-    kept = client.responses.create(model="big", input="y", max_output_tokens=4)
 
     (ingress,) = corral.pids("Ingress")
     os.kill(ingress, signal.SIGKILL)
