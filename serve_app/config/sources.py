@@ -74,8 +74,8 @@ class DownloadsConfig(Section):
     """The most that downloaded models take together, in GiB. At the limit, the least recently used
     model that is not in use is deleted. Default: what the disk has room for."""
     share: bool = True
-    """Whether the nodes of a cluster fetch different parts of a file, and copy the other parts
-    from each other. Each part is then downloaded once. Otherwise each node downloads all of it."""
+    """Whether one node of a cluster downloads a file, and the others copy it from each other meanwhile.
+    Otherwise each node downloads all of it."""
     max_converted_gib: Annotated[float, Field(gt=0)] | None = None
     """The most that models converted for OpenVINO take together, in GiB. They are in `openvino` in
     the cache folder. Default: what the disk has room for."""

@@ -17,15 +17,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from serve_app.errors import ConfigError
-from serve_app.store.pieces import ALONE, PieceSource, Sharing, Take
+from serve_app.store.pieces import ALONE, Holder, MissingPieces, Peers, Sharing
 from serve_app.store.remote import Origin, RemoteFile, UnreachableError
 
 PIECE_BYTES = 16 * 2**20
 N_AT_ONCE = 4
 _MOST_FAILURES = 12
-"""In a row, without a byte in between,"""
+"""Failures in a row, without a byte in between, after which a download ends."""
 _FEW_FAILURES = 3
-"""and if another node may fetch the piece instead."""
+"""Failures after which another node may ask the origin instead."""
 _LONGEST_PAUSE_S = 15.0
 _DONE = b"\1"
 logger = logging.getLogger("corral.store")
@@ -102,23 +102,23 @@ def _fetched(
     part, pieces = _beside(folder, file)
     reserve(folder, file)
     stop = threading.Event()
-    source = sharing.source(file, folder / file.name, pieces.read_bytes(), stop)
-    fetching = _Fetching(origin, file, part, pieces, on_bytes, source, stop)
+    peers = sharing.peers(file, folder / file.name, stop)
+    fetching = _Fetching(origin, file, part, pieces, on_bytes, peers, stop)
     try:
         fetching.run()
         _check(origin, file, part, had_help=fetching.had_help)
         part.replace(folder / file.name)
         pieces.unlink()
         _sync(folder)
-    except DamagedError:
-        source.withdraw()
+    except BaseException as error:
+        peers.withdraw()
+        if not isinstance(error, DamagedError):
+            raise
         for path in (pieces, part):
             path.unlink(missing_ok=True)
-        if fetching.had_help:
-            return False
-        raise
-    finally:
-        source.close()
+        if not fetching.had_help:
+            raise
+        return False
     return True
 
 
@@ -156,12 +156,13 @@ class _Fetching:
         part: Path,
         pieces: Path,
         on_bytes: OnBytes,
-        source: PieceSource,
+        peers: Peers,
         stop: threading.Event,
     ) -> None:
         self._origin, self._file, self._on_bytes = origin, file, on_bytes
         self._part, self._pieces = part, pieces
-        self._source, self._stop = source, stop
+        self._peers, self._stop = peers, stop
+        self._missing = MissingPieces(pieces.read_bytes())
         self._is_let_in = False
         self._entering = threading.Lock()
         self.had_help = False
@@ -180,31 +181,36 @@ class _Fetching:
                 one.result()
 
     def _work(self, part: int, done: int) -> None:
-        while (take := self._source.next()) is not None:
-            come = self._from_origin if take.node is None else self._from_node
-            if come(take, part):
+        while not self._stop.is_set() and (piece := self._missing.next()) is not None:
+            holder = self._peers.upstream()
+            if (
+                self._from_origin(piece, part)
+                if holder is None
+                else self._from_node(holder, piece, part)
+            ):
                 os.fdatasync(part)
-                os.pwrite(done, _DONE, take.piece)
-                self._source.done(take)
+                os.pwrite(done, _DONE, piece)
+            else:
+                self._missing.put_back(piece)
 
-    def _bounds(self, take: Take) -> tuple[int, int]:
-        start = take.piece * PIECE_BYTES
+    def _bounds(self, piece: int) -> tuple[int, int]:
+        start = piece * PIECE_BYTES
         return start, min(self._file.n_bytes, start + PIECE_BYTES)
 
-    def _from_node(self, take: Take, part: int) -> bool:
-        """Whether the piece is there. If not, the source gets it back."""
+    def _from_node(self, holder: Holder, piece: int, part: int) -> bool:
+        """Copy a piece from a node. Whether it is here now."""
         self._enter()
-        start, end = self._bounds(take)
+        start, end = self._bounds(piece)
         at = start
         self.had_help = True
         try:
-            for chunk in self._source.read(take, start, end):
-                at += self._write(part, chunk, at, take)
+            for chunk in self._peers.read(holder, piece, start, end):
+                at += self._write(part, chunk, at, is_from_node=True)
         except (ConfigError, _WriteError):
             raise
         except Exception as error:  # of Ray, or of a node that is gone
             self._on_bytes(start - at, True)
-            self._source.failed(take, error)
+            self._peers.avoid(holder, error)
         return at == end
 
     def _enter(self) -> None:
@@ -213,16 +219,16 @@ class _Fetching:
                 enter(self._origin, self._file)
                 self._is_let_in = True
 
-    def _from_origin(self, take: Take, part: int) -> bool:
-        """Whether the piece is there. If not, the source gets it back, or the download stops."""
-        start, end = self._bounds(take)
+    def _from_origin(self, piece: int, part: int) -> bool:
+        """Download a piece. Whether it is here now; if not, another node asks the origin, or the download
+        stops."""
+        start, end = self._bounds(piece)
         at, failures = start, 0
-        most = _MOST_FAILURES if take.is_last_resort else _FEW_FAILURES
         while at < end and not self._stop.is_set():
             before = at
             try:
                 for chunk in self._origin.read(self._file, at, end):
-                    at += self._write(part, chunk[: end - at], at, take)
+                    at += self._write(part, chunk[: end - at], at, is_from_node=False)
                     if self._stop.is_set():
                         return False
                 if at == before:
@@ -231,15 +237,14 @@ class _Fetching:
                 raise
             except Exception as error:  # of a network; each library has its own kinds
                 failures = 1 if at > before else failures + 1
-                if failures >= most and not take.is_last_resort:
+                if failures >= _FEW_FAILURES and self._peers.step_back():
                     self._on_bytes(start - at, False)
-                    self._source.failed(take, error)
                     return False
                 self._pause(failures, error)
         self._is_let_in = True
         return at == end
 
-    def _write(self, part: int, chunk: bytes, at: int, take: Take) -> int:
+    def _write(self, part: int, chunk: bytes, at: int, *, is_from_node: bool) -> int:
         view = memoryview(chunk)
         try:
             while view:
@@ -247,8 +252,7 @@ class _Fetching:
                 view, at = view[n:], at + n
         except OSError as error:
             raise _WriteError(error.errno, error.strerror) from error
-        self._on_bytes(len(chunk), take.node is not None)
-        self._source.renew(take)
+        self._on_bytes(len(chunk), is_from_node)
         return len(chunk)
 
     def _pause(self, failures: int, error: Exception) -> None:

@@ -1,8 +1,9 @@
-"""Where the pieces of a file come from: all from its origin, unless somebody knows better."""
+"""The pieces of a file that is downloaded, and what other nodes of a cluster do for each other."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,54 +12,66 @@ from typing import Protocol
 from serve_app.store.remote import Listing, RemoteFile
 
 
+class MissingPieces:
+    """Hands out the pieces that a download lacks, in their order. Any thread."""
+
+    def __init__(self, have: bytes) -> None:
+        """`have` has a byte for each piece, 1 if it is here."""
+        self._pieces = deque(piece for piece, is_done in enumerate(have) if not is_done)
+        self._changing = threading.Lock()
+
+    def next(self) -> int | None:
+        """The piece to fetch now; None if there is none left."""
+        with self._changing:
+            return self._pieces.popleft() if self._pieces else None
+
+    def put_back(self, piece: int) -> None:
+        """Hand a piece out again that did not come."""
+        with self._changing:
+            self._pieces.appendleft(piece)
+
+
 @dataclass(frozen=True, slots=True)
-class Take:
-    """One piece that is to be fetched now."""
+class Holder:
+    """A node that has a file, or downloads it."""
 
-    piece: int
-    node: str | None = None
-    """The node that has it; None for the origin."""
-    path: str = ""
-    """Where that node has it."""
-    is_last_resort: bool = True
-    """Whether nobody else could fetch it instead."""
+    number: int
+    """Position in the order in which the nodes began."""
+    node: str
+    path: str
+    """The file's path on that node."""
+    is_whole: bool = False
+    is_cut_off: bool = False
+    """Whether the node could not reach the origin."""
 
 
-class PieceSource(Protocol):
-    """Hands out the pieces of one file, to the threads of one download."""
+class Peers(Protocol):
+    """The other nodes that have a file or download it, as one download sees them. Any thread."""
 
-    def next(self) -> Take | None:
-        """The piece to fetch now; waits for one. None if there is none left, or the download stops. Each
-        is followed by `done` or `failed`, or the download ends."""
+    def upstream(self) -> Holder | None:
+        """The node to copy from now; None for the origin."""
 
-    def read(self, take: Take, start: int, end: int) -> Iterator[bytes]:
-        """Bytes of a piece that a node has, by their positions in the file. Raises what networks do."""
+    def read(self, holder: Holder, piece: int, start: int, end: int) -> Iterator[bytes]:
+        """Bytes of a piece from a node, by their positions in the file. Waits while the node has not got
+        the piece. Raises what networks do."""
 
-    def renew(self, take: Take) -> None:
-        """Some of it has come. May be called as often as that happens."""
+    def avoid(self, holder: Holder, error: Exception) -> None:
+        """Do not copy from a node for a while."""
 
-    def done(self, take: Take) -> None:
-        """It is on the disk."""
-
-    def failed(self, take: Take, error: Exception) -> None:
-        """It did not come from there. It is handed out again."""
+    def step_back(self) -> bool:
+        """Let another node ask the origin, which this node cannot reach. Whether there is one."""
 
     def withdraw(self) -> None:
-        """The content is damaged: others must not have it from here."""
-
-    def close(self) -> None:
-        """Whatever is not done will not be."""
+        """Others must not have the file from here: it is damaged, or did not come. Idempotent."""
 
 
 class Sharing(Protocol):
     """Files that nodes of a cluster have for each other. Any thread may call; nothing raises, as each node
     can do without the others."""
 
-    def source(
-        self, file: RemoteFile, path: Path, have: bytes, stop: threading.Event
-    ) -> PieceSource:
-        """The source of a file that is to be at that path. `have` has a byte for each piece, 1 if it is
-        here. Others get the pieces that are done."""
+    def peers(self, file: RemoteFile, path: Path, stop: threading.Event) -> Peers:
+        """The others that have a file, or download it. From now on they may copy it from here, where it is
+        going to be at that path."""
 
     def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
         """Others may have the file from there, or its header if it is not whole."""
@@ -74,61 +87,43 @@ class Sharing(Protocol):
         """The files of that name, from a node that knew."""
 
 
-class FromOrigin:
-    """All pieces come from the origin, in their order. Any thread."""
+class Alone:
+    """A node that has no others: its own Sharing and Peers."""
 
-    def __init__(self, have: bytes, stop: threading.Event) -> None:
-        self._missing = iter([piece for piece, done in enumerate(have) if not done])
-        self._stop = stop
-        self._taking = threading.Lock()
+    def peers(self, file: RemoteFile, path: Path, stop: threading.Event) -> Peers:
+        """Nobody else."""
+        return self
 
-    def next(self) -> Take | None:
-        """See PieceSource."""
-        with self._taking:
-            piece = None if self._stop.is_set() else next(self._missing, None)
-        return None if piece is None else Take(piece)
+    def upstream(self) -> Holder | None:
+        """The origin."""
+        return None
 
-    def read(self, take: Take, start: int, end: int) -> Iterator[bytes]:
-        """See PieceSource; no node has any."""
+    def read(self, holder: Holder, piece: int, start: int, end: int) -> Iterator[bytes]:
+        """Never called: there is no upstream."""
         raise NotImplementedError
 
-    def renew(self, take: Take) -> None:
-        """See PieceSource."""
+    def avoid(self, holder: Holder, error: Exception) -> None:
+        """Nothing."""
 
-    def done(self, take: Take) -> None:
-        """See PieceSource."""
-
-    def failed(self, take: Take, error: Exception) -> None:
-        """See PieceSource; there is nobody else to hand it to."""
+    def step_back(self) -> bool:
+        """Nobody else asks the origin."""
+        return False
 
     def withdraw(self) -> None:
-        """See PieceSource."""
-
-    def close(self) -> None:
-        """See PieceSource."""
-
-
-class Alone:
-    """A node that has no others. See Sharing."""
-
-    def source(
-        self, file: RemoteFile, path: Path, have: bytes, stop: threading.Event
-    ) -> PieceSource:
-        """See Sharing."""
-        return FromOrigin(have, stop)
+        """Nothing."""
 
     def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
-        """See Sharing."""
+        """Nothing."""
 
     def read_header(self, file: RemoteFile, start: int, end: int) -> bytes | None:
-        """See Sharing."""
+        """No node has it."""
         return None
 
     def tell(self, name: str, listing: Listing) -> None:
-        """See Sharing."""
+        """Nothing."""
 
     def told(self, name: str) -> Listing | None:
-        """See Sharing."""
+        """Nobody knew."""
         return None
 
 

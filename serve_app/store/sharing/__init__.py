@@ -1,4 +1,4 @@
-"""One download for a cluster: its nodes fetch different pieces of a file, and have them from each other."""
+"""One download for a cluster: its nodes copy a file from each other while it is downloaded."""
 
 NAMESPACE = "corral"
 """Of Ray's actors."""

@@ -1,38 +1,58 @@
-"""The nodes that have a whole file, for nodes that come later.
+"""The nodes that have a file or download it, and the listings of repositories, as Ray's head keeps them.
 
-It is kept where Ray's nodes keep what they share, and lasts as long as the cluster's head. It may be
-old: a node that is asked in vain shows that. All functions ask Ray's head, block meanwhile, and raise its
-errors.
+An entry may be old: a node that is asked in vain shows that. All functions ask Ray's head, block meanwhile,
+and raise its errors.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import ray
 from ray.experimental import internal_kv
 
+from serve_app.store.numbered_entries import NumberedEntries
+from serve_app.store.pieces import Holder
+
 _NAMESPACE = b"corral"
+_FILES = NumberedEntries("files", "nodes")
 
 
-def add(key: str, node: str, path: str) -> None:
-    """A node has the file of that key there."""
-    internal_kv._internal_kv_put(_name(key, node), path.encode(), True, namespace=_NAMESPACE)
+def add(key: str, node: str, path: str, *, is_whole: bool = False, is_cut_off: bool = False) -> int:
+    """Have a node behind all others that have the file of that key. Returns its number."""
+    entry = {"node": node, "path": path, "is_whole": is_whole, "is_cut_off": is_cut_off}
+    for holder in of_node(key, node):
+        remove(key, holder.number)
+    return _FILES.add(key, entry)
 
 
-def remove(key: str, node: str) -> None:
-    """It has it no more."""
-    internal_kv._internal_kv_del(_name(key, node), namespace=_NAMESPACE)
+def make_whole(key: str, holder: Holder) -> None:
+    """A node has the whole file now."""
+    entry = asdict(holder) | {"is_whole": True}
+    del entry["number"]
+    _FILES.replace(key, holder.number, entry)
 
 
-def read(key: str) -> dict[str, str]:
-    """The nodes that are there and have it, and where."""
-    found = {}
-    alive = nodes()
-    for name in internal_kv._internal_kv_list(_name(key, ""), namespace=_NAMESPACE):
-        node = name.rpartition(b"/")[2].decode()
-        path: bytes | None = internal_kv._internal_kv_get(name, namespace=_NAMESPACE)
-        if path is not None and node in alive:
-            found[node] = path.decode()
-    return found
+def remove(key: str, number: int) -> None:
+    """Forget a node that does not have the file any more."""
+    _FILES.remove(key, number)
+
+
+def read(key: str) -> list[Holder]:
+    """The nodes that are there, in the order in which they began."""
+    alive = {
+        node["NodeID"]
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    }
+    entries = ((number, _FILES.get(key, number)) for number in _FILES.numbers(key))
+    holders = [Holder(number, **entry) for number, entry in entries if entry]
+    return [holder for holder in holders if holder.node in alive]
+
+
+def of_node(key: str, node: str) -> list[Holder]:
+    """The entries of one node."""
+    return [holder for holder in read(key) if holder.node == node]
 
 
 def put_listing(name: str, listing: str) -> None:
@@ -46,15 +66,5 @@ def listing(name: str) -> str | None:
     return None if found is None else found.decode()
 
 
-def nodes() -> set[str]:
-    """The cluster's nodes that are there."""
-    known = ray.nodes()  # type: ignore[no-untyped-call]
-    return {node["NodeID"] for node in known if node["Alive"]}
-
-
 def _listing(name: str) -> bytes:
     return f"listings/{name}".encode()
-
-
-def _name(key: str, node: str) -> bytes:
-    return f"files/{key}/{node}".encode()

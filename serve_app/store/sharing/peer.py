@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,18 @@ class PeerActor:
 
     async def read(self, path: str, piece: int, start: int, end: int) -> bytes | None:
         """These bytes of the file that is, or will be, at that path; None if that piece is not there."""
+        self._note_use()
+        return await asyncio.to_thread(_read, Path(path), piece, start, end)
+
+    async def age(self, path: str) -> float | None:
+        """Seconds since the download of that file made progress, 0 if it is whole; None without a file."""
+        self._note_use()
+        return await asyncio.to_thread(_age, Path(path))
+
+    def _note_use(self) -> None:
         self._asked = time.monotonic()
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        return await asyncio.to_thread(_read, Path(path), piece, start, end)
 
     async def _watch(self) -> None:
         while True:
@@ -64,6 +73,15 @@ def on(node: str) -> Any:
     }
     made: Any = ray.remote(PeerActor)
     return made.options(**options).remote()
+
+
+def _age(path: Path) -> float | None:
+    for _ in range(2):  # the part may become the whole file between two looks
+        if path.exists():
+            return 0.0
+        with suppress(OSError):
+            return time.time() - path.with_name(f"{path.name}.part").stat().st_mtime
+    return None
 
 
 def _read(path: Path, piece: int, start: int, end: int) -> bytes | None:

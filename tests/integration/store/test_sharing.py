@@ -15,7 +15,7 @@ from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
 from serve_app.progress import Stage, nowhere
 from serve_app.store.models import locate, pinned, vocabulary
-from serve_app.store.pieces import Take
+from serve_app.store.pieces import Holder
 from serve_app.store.remote import Listing, RemoteFile, UnreachableError
 from tests.integration.store.hub_server import Hub
 
@@ -23,15 +23,17 @@ ONE = ModelSource(repo="owner/name:Q4_0")
 NAME = "tiny-Q4_0.gguf"
 
 
+THERE = Holder(0, "there", "/there")
+
+
 @dataclass
 class Neighbour:
-    """One other node, and the source of one file. See Sharing and PieceSource."""
+    """One other node that has the file. See Sharing and Peers."""
 
     content: bytes
     fails: int = 0
-    """So many of its answers break off."""
-    left: list[int] = field(default_factory=list)
-    from_origin: set[int] = field(default_factory=set)
+    """So many of its answers break off. The pieces come from the origin instead."""
+    n_avoided: int = 0
     headers: bool = True
     listings: dict[str, Listing] = field(default_factory=dict)
     announced: list[Path] = field(default_factory=list)
@@ -39,8 +41,7 @@ class Neighbour:
     n_given: int = 0
     taking: threading.Lock = field(default_factory=threading.Lock)
 
-    def source(self, file: RemoteFile, path: Path, have: bytes, stop: threading.Event) -> Neighbour:
-        self.left = [piece for piece, done in enumerate(have) if not done]
+    def peers(self, file: RemoteFile, path: Path, stop: threading.Event) -> Neighbour:
         return self
 
     def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
@@ -55,14 +56,14 @@ class Neighbour:
     def told(self, name: str) -> Listing | None:
         return self.listings.get(name)
 
-    def next(self) -> Take | None:
+    def upstream(self) -> Holder | None:
         with self.taking:
-            if not self.left:
+            if self.n_avoided:
+                self.n_avoided -= 1
                 return None
-            piece = self.left.pop()
-        return Take(piece, None if piece in self.from_origin else "there", is_last_resort=False)
+            return THERE
 
-    def read(self, take: Take, start: int, end: int) -> Iterator[bytes]:
+    def read(self, holder: Holder, piece: int, start: int, end: int) -> Iterator[bytes]:
         middle = (start + end) // 2
         yield self.content[start:middle]
         with self.taking:
@@ -72,22 +73,15 @@ class Neighbour:
             self.n_given += 1
         yield self.content[middle:end]
 
-    def renew(self, take: Take) -> None:
-        pass
-
-    def done(self, take: Take) -> None:
-        pass
-
-    def failed(self, take: Take, error: Exception) -> None:
+    def avoid(self, holder: Holder, error: Exception) -> None:
         with self.taking:
-            self.from_origin.add(take.piece)
-            self.left.append(take.piece)
+            self.n_avoided += 1
+
+    def step_back(self) -> bool:
+        return False
 
     def withdraw(self) -> None:
         self.is_withdrawn = True
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
