@@ -112,6 +112,7 @@ class ClusterPeers:
         self._look_at = 0.0
         self._avoided: dict[int, float] = {}
         self._actors: dict[str, Any] = {}
+        self._show_progress()  # its file may have been made long ago, with the model's other files
 
     def upstream(self) -> Holder | None:
         """The node right before this one, or else one that has the whole file; None for the origin. While
@@ -158,6 +159,10 @@ class ClusterPeers:
         upstream = self.upstream()
         if self._stop.is_set() or upstream is None or upstream.number != holder.number:
             raise UpstreamChangedError
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        """Make the file younger, by which other nodes see progress."""
         with suppress(OSError):
             os.utime(self._path.with_name(f"{self._path.name}.part"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import ray
 
 from serve_app.store.pieces import Holder
-from serve_app.store.sharing import cluster, holders
+from serve_app.store.sharing import cluster, holders, peer
 from serve_app.store.sharing.cluster import ClusterPeers, MissingPieceError, UpstreamChangedError
 from tests.unit.store import key_values
 
@@ -119,12 +120,16 @@ def test_a_piece_is_waited_for_as_long_as_its_node_makes_progress(
 ) -> None:
     monkeypatch.setattr(cluster, "_LOOK_EVERY_S", 0.0)
     (first,) = line("a")
+    part = tmp_path / "m.gguf.part"
+    part.touch()
+    os.utime(part, (0, 0))
     second = ClusterPeers("b", "key", tmp_path / "m.gguf", threading.Event())
+    age_s = peer._age(tmp_path / "m.gguf")
+    assert age_s is not None
+    assert age_s < 60, "its file was made with the model's other files"
     holder, node = second.upstream(), Node()
     assert holder is not None
     monkeypatch.setattr(second, "_ask", node.ask)
-    part = tmp_path / "m.gguf.part"
-    part.touch()
     before = part.stat().st_mtime_ns
     second._wait(holder)
     assert part.stat().st_mtime_ns > before, "the next one in the line sees the progress"
