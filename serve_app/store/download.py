@@ -257,13 +257,14 @@ class _Fetching:
 
     def _pause(self, failures: int, error: Exception) -> None:
         name = self._file.path
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         if failures >= _MOST_FAILURES:
             raise UnreachableError(
-                f"{name} cannot be downloaded: {told}. The part that has arrived is kept for the next try."
+                f"{name} cannot be downloaded: {reason}. The part that has arrived is kept for the next "
+                "try."
             ) from error
         logger.warning(
-            "%s: the connection broke (%s). The download continues from there.", name, told
+            "%s: the connection broke (%s). The download continues from there.", name, reason
         )
         self._stop.wait(min(_LONGEST_PAUSE_S, 0.25 * 2**failures))
 
@@ -285,10 +286,10 @@ def _check(origin: Origin, file: RemoteFile, part: Path, *, had_help: bool) -> N
     if file.sha256 is None:
         return
     with part.open("rb") as whole:
-        found = hashlib.file_digest(whole, "sha256").hexdigest()
-    if found != file.sha256:
+        sha256 = hashlib.file_digest(whole, "sha256").hexdigest()
+    if sha256 != file.sha256:
         raise DamagedError(
-            f"{file.path} arrived damaged: its SHA-256 is {found} instead of {file.sha256}. It was "
+            f"{file.path} arrived damaged: its SHA-256 is {sha256} instead of {file.sha256}. It was "
             "deleted. The next try starts again."
         )
 

@@ -77,7 +77,7 @@ class Sharing(Protocol):
         """Others may have the file from there, or its header if it is not whole."""
 
     def read_header(self, file: RemoteFile, start: int, end: int) -> bytes | None:
-        """These bytes of a file, from a node that has it or its header, which may end before; None if there
+        """Bytes of a file, from a node that has it or its header, which may end before; None if there
         is no such node."""
 
     def tell(self, name: str, listing: Listing) -> None:

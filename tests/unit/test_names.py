@@ -37,7 +37,6 @@ PENDING = frozenset(
         "progress.py",
         "prompt",
         "sampling.py",
-        "store",
         "types.py",
     }
 )

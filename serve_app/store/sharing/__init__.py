@@ -1,4 +1,4 @@
 """One download for a cluster: its nodes copy a file from each other while it is downloaded."""
 
 NAMESPACE = "corral"
-"""Of Ray's actors."""
+"""The namespace of the actors in Ray."""

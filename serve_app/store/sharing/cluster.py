@@ -250,7 +250,7 @@ def _read_header(holder: Holder, start: int, end: int) -> bytes | None:
 
 
 def _key(file: RemoteFile, *, is_whole: bool = True) -> str:
-    """The same for the same content only; another one for its header alone."""
+    """The key of a file's content, or of its header alone."""
     content = file.sha256 or (file.name, file.version)
     told = repr((content, file.n_bytes, is_whole)).encode()
     return blake2b(told, digest_size=16).hexdigest()

@@ -11,8 +11,8 @@ from dataclasses import asdict
 import ray
 from ray.experimental import internal_kv
 
-from serve_app.store.numbered_entries import NumberedEntries
 from serve_app.store.pieces import Holder
+from serve_app.store.shared_entries import NumberedEntries
 
 _NAMESPACE = b"corral"
 _FILES = NumberedEntries("files", "nodes")
@@ -45,8 +45,7 @@ def read(key: str) -> list[Holder]:
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]
     }
-    entries = ((number, _FILES.get(key, number)) for number in _FILES.numbers(key))
-    holders = [Holder(number, **entry) for number, entry in entries if entry]
+    holders = [Holder(number, **entry) for number, entry in _FILES.read(key)]
     return [holder for holder in holders if holder.node in alive]
 
 

@@ -30,7 +30,7 @@ class PeerActor:
         self._watching: asyncio.Task[None] | None = None
 
     async def read(self, path: str, piece: int, start: int, end: int) -> bytes | None:
-        """These bytes of the file that is, or will be, at that path; None if that piece is not there."""
+        """Bytes of the file that is, or will be, at that path; None if that piece is not there."""
         self._note_use()
         return await asyncio.to_thread(_read, Path(path), piece, start, end)
 
@@ -86,13 +86,13 @@ def _age(path: Path) -> float | None:
 
 def _read(path: Path, piece: int, start: int, end: int) -> bytes | None:
     try:
-        found = _open(path, piece)
-        if found is None:
+        descriptor = _open(path, piece)
+        if descriptor is None:
             return None
         try:
-            data = os.pread(found, end - start, start)
+            data = os.pread(descriptor, end - start, start)
         finally:
-            os.close(found)
+            os.close(descriptor)
     except OSError:  # it was removed to make room
         return None
     return data if len(data) == end - start else None
