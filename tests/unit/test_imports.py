@@ -238,7 +238,6 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.store.sharing.cluster",
         "serve_app.store.sharing.holders",
         "serve_app.store.sharing.peer",
-        "serve_app.store.sharing.tracker",
     }
 
 
