@@ -87,10 +87,6 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
         ("serve_app.routing.request_router", ("serve_app.engine",)),
         ("serve_app.routing.autoscaling", ("serve_app",)),
         ("serve_app", ("loadtests", "tests", "tools")),
-        (
-            "serve_app.store.sharing.swarm",
-            ("ray", "threading", "asyncio", "time", "serve_app.store.sharing"),
-        ),
         *(
             (f"serve_app.store.{name}", ("ray", "serve_app.store.sharing"))
             for name in ("models", "download", "pieces", "folder", "hub", "url")
