@@ -56,16 +56,19 @@ class EngineOptions:
     cache_ram_bytes: int = 0
     """Memory for prefixes that lost their slot; 0 keeps none."""
     n_checkpoints: int = 3
-    """Checkpoints of a slot, for models with layers that have a window or are recurrent; 0 makes none."""
+    """Checkpoints of a slot, for models with layers that have a window or are recurrent; 0 makes
+    none."""
     checkpoint_ram_bytes: int = 2**30
     """Memory for those of all slots."""
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     load_mode: LoadMode = "auto"
     backend: BackendName = "llama.cpp"
-    """Whose kernels compute the model; `auto` takes those that are measured to be faster."""
+    """The library whose kernels compute the model; `auto` takes those that are measured to be
+    faster."""
     max_converted_bytes: int | None = None
-    """Of all models that are converted for OpenVINO on this node; None for what the disk has room for."""
+    """The most bytes of all models that are converted for OpenVINO on this node; None for what the
+    disk has room for."""
     max_stall_s: float | None = 0.25
     """Longest time that a running sequence should wait between two tokens because of others'
     prompts; None sets no bound."""

@@ -1,4 +1,5 @@
-"""How long it takes to save and restore states, and when streams can wait for that. Decoder thread only."""
+"""How long it takes to save and restore states, and when streams can wait for that. Decoder thread
+only."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _FORGIVING = 0.95
 
 @dataclass(slots=True)
 class CopySpeed:
-    """Of one kind of copies, learned by their bytes: small ones say little."""
+    """The speed of one kind of copies, learned by their bytes: small ones say little."""
 
     seconds: float = _FIRST_GUESS_S
     n_bytes: float = 1.0

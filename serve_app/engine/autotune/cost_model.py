@@ -67,7 +67,8 @@ class CostModel:
         self._retried: set[int] = set()
         self._n_seen = 0
         self._longer: dict[int, float] = {}
-        """How much longer drafts of several sequences take than as many sequences do, by `_doublings`."""
+        """How much longer drafts of several sequences take than as many sequences do, by
+        `_doublings`."""
 
     def __bool__(self) -> bool:
         """Whether anything was measured."""
@@ -80,7 +81,7 @@ class CostModel:
 
     @property
     def doubted_slopes(self) -> list[tuple[str, int]]:
-        """The same where what depth adds is doubted."""
+        """The numbers of rows where the cost of depth is doubted."""
         return [(kind, n) for kind, curve in self._kinds.items() for n in curve.doubted_slopes]
 
     @property
@@ -88,8 +89,8 @@ class CostModel:
         return {"decode": self._decode, "prefill": self._prefill, "verify": self._verify}
 
     def attended(self, n_past: float, n_cells: float) -> float:
-        """How many tokens of its own would cost a row as much as its `n_past` and the rest of the `n_cells`
-        in use in a unified cache. To be given as `n_past` to the other methods."""
+        """How many tokens of its own would cost a row as much as its `n_past` and the rest of the
+        `n_cells` in use in a unified cache. To be given as `n_past` to the other methods."""
         return n_past + self._masked * max(0.0, n_cells - n_past)
 
     def decode_s(self, n_rows: int, n_past: float = 0) -> float:
@@ -105,12 +106,13 @@ class CostModel:
         return self._verify.at(n_rows, n_past)
 
     def prefill_s(self, n_rows: int, n_past: float) -> float:
-        """Seconds to compute `n_rows` of a prompt that has `n_past` tokens in the cache; in a unified one,
-        where kernels see all rows alike, of whatever sequences."""
+        """Seconds to compute `n_rows` of a prompt that has `n_past` tokens in the cache; in a unified
+        one, where kernels see all rows alike, of whatever sequences."""
         return self._prefill.at(n_rows, n_past)
 
     def batch_s(self, n_rows: int, n_past: float) -> float:
-        """Seconds that a batch of so many rows may take, whatever they are of; 0 if none was measured."""
+        """Seconds that a batch of so many rows may take, whatever they are of; 0 if none was
+        measured."""
         return max(self.decode_s(n_rows, n_past), self.prefill_s(n_rows, n_past))
 
     @property
@@ -123,8 +125,8 @@ class CostModel:
     def chunk(
         self, n_pending: int, n_past: float, *, within_s: float, beside_s: float = 0.0
     ) -> int:
-        """How many of a prompt's next rows to compute in a batch of `within_s` at most, beside `beside_s`
-        that the step takes anyway: those that get the prompt on fastest; 0 if none fit.
+        """How many of a prompt's next rows to compute in a batch of `within_s` at most, beside
+        `beside_s` that the step takes anyway: those that get the prompt on fastest; 0 if none fit.
 
         Kernels have steps, and 63 rows can cost twice what 64 do: what comes into question are the
         measured numbers of rows, between them multiples of 4, and of more the larger they are, and all
@@ -135,8 +137,8 @@ class CostModel:
         return _fastest(times, within_s, beside_s)
 
     def mixed_chunk(self, n_pending: int, n_beside: int, n_past: float, *, within_s: float) -> int:
-        """The same for a batch that has `n_beside` rows of other sequences: the numbers that come into
-        question are of all rows."""
+        """The largest chunk for a batch that has `n_beside` rows of other sequences: the numbers that
+        come into question are of all rows."""
         sizes = [n - n_beside for n in self._sizes if n_beside < n < n_beside + n_pending]
         times = {n: self.prefill_s(n_beside + n, n_past) for n in [*sizes, n_pending]}
         return _fastest(times, within_s, 0.0)
@@ -164,7 +166,8 @@ class CostModel:
     def split(
         self, slots: tuple[int, ...], n_past: float, blocked: frozenset[int] = frozenset()
     ) -> tuple[int, ...]:
-        """How many of the decoding slots each batch is to compute. `slots` are their ids, which ascend.
+        """How many of the decoding slots each batch is to compute. `slots` are their ids, which
+        ascend.
 
         llama.cpp computes only consecutive slots together, so a batch also has a row for each slot between
         its own, which is wasted; none of those may be `blocked`. All slots are in one batch, unless
@@ -204,7 +207,8 @@ class CostModel:
         return (len(slots),) if whole and split_s >= (1 - _LEAST_GAIN) * whole_s else parts
 
     def steps_s(self, n_rows: int, n_past: float) -> float:
-        """Seconds of the batches that compute one token of each sequence in `n_rows` consecutive slots."""
+        """Seconds of the batches that compute one token of each sequence in `n_rows` consecutive
+        slots."""
         if not self:
             return 0.0
         parts = self._known_split(tuple(range(n_rows)), n_past)
@@ -250,8 +254,8 @@ def _deep_verify_s(profile: Profile) -> dict[int, float]:
 
 
 def _fastest(times: Mapping[int, float], within_s: float, beside_s: float) -> int:
-    """The number of rows with the best rate among those whose time fits, of equal ones the largest; 0 if
-    none does."""
+    """The number of rows with the best rate among those whose time fits, of equal ones the largest; 0
+    if none does."""
     fitting = [size for size, seconds in times.items() if seconds <= within_s]
     rates = {size: size / (beside_s + times[size] or 1e-9) for size in fitting}
     best = max(rates.values(), default=0.0)

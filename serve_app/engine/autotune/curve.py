@@ -22,7 +22,8 @@ _TRUSTED, _TRUSTED_SLOPE, _DOUBTED = 0.02, 0.1, 1.0
 
 
 class Speed:
-    """How much longer all batches take than when they were measured: neighbours, throttling, a quota."""
+    """How much longer all batches take than when they were measured: neighbours, throttling, a
+    quota."""
 
     def __init__(self) -> None:
         self.estimates = Estimates()
@@ -60,7 +61,7 @@ class Curve:
         ]
         added = {n: deep[n] - shallow[n] for n in known}
         self.doubted_slopes = [n for n in known if n in doubtful(added) or added[n] <= 0]
-        """The same of what depth adds."""
+        """Numbers of rows whose measured cost of depth looks like a hiccup."""
         self._deeper = [
             add(0.0, _DOUBTED if n in self.doubted_slopes else _TRUSTED_SLOPE, 5e-5)
             for n in self.measured
@@ -77,13 +78,13 @@ class Curve:
         )
 
     def _depth_share(self, n_rows: int) -> float:
-        """The part of the first point's slope that fewer rows have: the weights are read for one row as for
-        eight, but each row attends for itself."""
+        """The part of the first point's slope that fewer rows have: the weights are read for one row
+        as for eight, but each row attends for itself."""
         return min(1.0, n_rows / self.measured[0]) if self.measured else 1.0
 
     def learn(self, n_rows: int, n_past: float, seconds: float) -> None:
-        """See how long a batch took. Of short batches of one size, one in `_LEARN_S` counts: all tell the
-        same, and learning takes time, too."""
+        """Learn from the time of a batch. Of short batches of one size, one in `_LEARN_S` counts: all
+        tell the same, and learning takes time, too."""
         unlearnt_s = self._unlearnt_s.get(n_rows, _LEARN_S) + seconds
         self._unlearnt_s[n_rows] = unlearnt_s
         if unlearnt_s < _LEARN_S and n_rows not in self.doubted:
@@ -112,7 +113,7 @@ class Curve:
 
 
 def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
-    """Which points the value at x is made of, and how much of each: straight between the points, the
+    """The points that the value at x is made of, and the part of each: straight between the points, the
     first one's before, growing with x beyond."""
     if not points:
         return []
@@ -126,13 +127,13 @@ def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
 
 
 def _as_more_rows(found: Mapping[int, float], doubted: Sequence[int]) -> dict[int, float]:
-    """The doubted numbers of rows, with the time of the fastest larger batch where that is less: what is
-    thought too fast is tried and learnt, what is thought too slow never is."""
+    """The doubted numbers of rows, with the time of the fastest larger batch where that is less: what
+    is thought too fast is tried and learnt, what is thought too slow never is."""
     return {n: min(found[m] for m in found if m >= n) for n in doubted}
 
 
 def _by_rows(points: Sequence[int], values: Sequence[float], x: int) -> float:
-    """The same for slopes, which fewer rows have in proportion."""
+    """The points for slopes, which fewer rows have in proportion."""
     if points and x < points[0]:
         return values[0] * x / points[0]
     return sum(weight * values[i] for i, weight in _parts(points, x))

@@ -49,7 +49,7 @@ class Depth:
     prefill_s: Mapping[int, float] = field(default_factory=dict)
     """By a prompt's rows."""
     masked: float = 1.0
-    """See `Profile.masked`."""
+    """The cost of a cell of others, as a part of that of a cell of the row's own sequence."""
 
     def added_to(self, profile: Profile, *, unified: bool) -> Profile:
         """A profile of what has the same kind of attention, with this depth. In a split cache, each
@@ -83,8 +83,8 @@ class DeepProfiler:
         n_batch: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`depth` are the cells to be filled, a multiple of `ROOM`; the context has room for another batch,
-        and two sequences more than slots."""
+        """`depth` are the cells to be filled, a multiple of `ROOM`; the context has room for another
+        batch, and two sequences more than slots."""
         self._context = context
         self._counts = sorted({1, n_slots})
         self._n_turns = max(2, n_slots)
@@ -99,7 +99,7 @@ class DeepProfiler:
         self._deep_decode: dict[int, float] = {}
         self._deep_prefill: dict[int, float] = {}
         self._turns_s: dict[int, float] = {}
-        """Of batches whose sequences have cells in turns."""
+        """Measure batches whose sequences have cells in turns."""
 
     @property
     def depth(self) -> Depth:
@@ -111,7 +111,7 @@ class DeepProfiler:
 
     @property
     def noise(self) -> float:
-        """See `Trials.noise`."""
+        """The part by which the same batches differed."""
         return self._trials.noise
 
     @property

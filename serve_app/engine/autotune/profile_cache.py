@@ -49,7 +49,7 @@ def save(folder: Path, name: str, choice: DataclassInstance) -> None:
 
 
 def load_as(folder: Path, name: str, parse: Callable[[object], _Kept]) -> _Kept | None:
-    """The same for another kind of choice: `parse` makes it of the document, or raises ValueError or
+    """Load another kind of choice: `parse` makes it of the document, or raises ValueError or
     TypeError."""
     path = folder / f"{name}.json"
     try:

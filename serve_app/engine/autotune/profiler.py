@@ -23,8 +23,8 @@ _COPIED = 0.27
 # What a copy costs is a difference of two batches, each tried so often.
 _TRIALS = 3
 ALONE = 0.75
-"""A profile is not kept if this process had less of its threads' time than this meanwhile: something else
-computed. Ray and its start take a fifth of two cores."""
+"""A profile is not kept if this process had less of its threads' time than this meanwhile: something
+else computed. Ray and its start take a fifth of two cores."""
 
 
 class ProfiledContext(Protocol):
@@ -88,12 +88,12 @@ class Profiler:
 
     @property
     def noise(self) -> float:
-        """See `Trials.noise`."""
+        """The part by which the same batches differed."""
         return self._trials.noise
 
     def essentials(self, limit_s: float) -> Iterator[None]:
-        """The batches that tell one kind of context from another, in about `limit_s`: each is run when the
-        next is asked for."""
+        """The batches that tell one kind of context from another, in about `limit_s`: each is run
+        when the next is asked for."""
         self._trials.left_s = limit_s
         ends = sorted({self._n_slots, 1}, reverse=True)
         yield from self._trials.measure(self._decode, ends, self._decoded)
@@ -175,15 +175,15 @@ class Measures(Protocol):
 
     @property
     def noise(self) -> float:
-        """See `Trials.noise`."""
+        """The part by which the same batches differed."""
 
     def essentials(self, limit_s: float) -> Iterator[None]:
         """The batches that it is compared by."""
 
 
 def in_turns(profilers: Sequence[Measures], limit_s: float) -> None:
-    """Run the essentials of these, which are to be compared, batch by batch: the speed of a machine that
-    others share changes from one minute to the next."""
+    """Run the essentials of these, which are to be compared, batch by batch: the speed of a machine
+    that others share changes from one minute to the next."""
     for _ in zip_longest(
         *(profiler.essentials(limit_s / len(profilers)) for profiler in profilers)
     ):

@@ -14,7 +14,7 @@ _NEWEST, _MOST_TIMES = 0.2, 3.0
 
 
 class SamplingCost:
-    """Of one kind of parameters, as measured. The decoder thread writes, any thread reads."""
+    """The measured time of one kind of parameters. The decoder thread writes, any thread reads."""
 
     def __init__(self) -> None:
         self.token_s = 0.0
@@ -31,13 +31,13 @@ class SamplingCost:
 
 
 class SamplingCosts:
-    """Of all kinds that were seen. Decoder thread only."""
+    """The costs of all kinds that were seen. Decoder thread only."""
 
     def __init__(self) -> None:
         self._by_kind: dict[tuple[object, ...], SamplingCost] = {}
 
     def of(self, params: SamplingParams) -> SamplingCost:
-        """Of the kind that these parameters are of: it goes on learning."""
+        """The cost of these parameters' kind, which goes on learning."""
         return self._by_kind.setdefault(_kind(params), SamplingCost())
 
 

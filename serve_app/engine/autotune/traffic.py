@@ -36,7 +36,7 @@ class Load(NamedTuple):
     decode_depth: float = 0.0
     """The tokens that each has in the cache, on average."""
     prompts: tuple[tuple[int, float], ...] = ()
-    """Of each prompt, the rows, and the tokens that it has in the cache."""
+    """The rows of each prompt, and its tokens in the cache."""
     n_cells: float = 0.0
     """Tokens in all slots, if what they have in common counts once."""
 
@@ -47,7 +47,7 @@ class Alive(NamedTuple):
     n_pending: int
     """Tokens of the prompt that are to be computed."""
     n_tokens: int
-    """Of prompt and answer up to now."""
+    """Tokens of prompt and answer up to now."""
     n_shared: int
     """First tokens that another slot has, too."""
     n_left: float
@@ -92,11 +92,11 @@ class Traffic:
         self._own = _Kind(own_mode, CostModel(measured))
         self._other = _Kind(other_mode, CostModel(_at_the_same_speed(found, measured)))
         self._load = Load()
-        """The loads of the last steps, ..."""
+        """The load that the last steps had alike."""
         self._n_alike = 0
-        """... how many of them are not added up yet, ..."""
+        """Steps that are not added up yet."""
         self._step_s = 0.0, 0.0
-        """... and what each takes, with one kind and the other."""
+        """Seconds of such a step, with one kind of cache and with the other."""
 
     def regret_s(self) -> float:
         """Seconds that the other kind would have saved lately, less what may be noise; 0 or more."""
@@ -132,8 +132,8 @@ class Traffic:
         return self._own.coming_s - (1 + _LEAST_GAIN) * self._other.coming_s
 
     def turn(self, *, at_rest: bool) -> str:
-        """The engine has the other kind from now on. Returns why, in a line; unless `at_rest`, for those
-        that `saves_s` looked at, too."""
+        """The engine has the other kind from now on. Returns why, in a line; unless `at_rest`, for
+        those that `saves_s` looked at, too."""
         self._add_up()
         own, other = self._own, self._other
         self._own, self._other = other, own

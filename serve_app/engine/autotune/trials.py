@@ -13,7 +13,7 @@ _SLOWER, _SLOWER_BY_ROW, _DOUBTED_ROUNDS = 1.1, 1.2, 2
 
 
 def doubtful(found: Mapping[int, float]) -> list[int]:
-    """Which numbers of rows may have been measured while something else ran.
+    """The numbers of rows that may have been measured while something else ran.
 
     More rows take no less time, and not much more by row than fewer. Kernels with tiles break both rules,
     so what is still doubtful when it is measured again is to be believed.
@@ -29,8 +29,9 @@ def doubtful(found: Mapping[int, float]) -> list[int]:
 
 
 class Trials:
-    """Times batches, as long as there is time. The least of a size's times counts: whatever else runs makes
-    a batch longer. A size is tried again only after the others, when a hiccup is likely to be over."""
+    """Times batches, as long as there is time. The least of a size's times counts: whatever else runs
+    makes a batch longer. A size is tried again only after the others, when a hiccup is likely to be
+    over."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -59,9 +60,9 @@ class Trials:
     def measure(
         self, found: dict[int, float], sizes: Sequence[int], trial: Callable[[int], float]
     ) -> Iterator[None]:
-        """Add what batches of these sizes take; the first of all is measured in any case. One is run when
-        the next is asked for, and each size takes its turn even if there is no time for it: what is
-        compared stays in step."""
+        """Add what batches of these sizes take; the first of all is measured in any case. One is run
+        when the next is asked for, and each size takes its turn even if there is no time for it: what
+        is compared stays in step."""
         new = [n for n in sizes if n not in found]
         for n in new:
             if not found or self.time_for(_expected(found, n)):

@@ -83,15 +83,12 @@ class LlamaDraft:
         return 0
 
     def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
-        """See DraftModel.decode."""
         self._context.decode(rows)
 
     def most_likely(self, row: int) -> int:
-        """See DraftModel.most_likely."""
         return int(self._context.logits(row)[: self._n_vocab].argmax())
 
     def truncate(self, seq_id: int, n_past: int) -> None:
-        """See DraftModel.truncate."""
         self._context.truncate(seq_id, n_past)
 
     @property

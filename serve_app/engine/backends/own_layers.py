@@ -26,7 +26,7 @@ _PROJECTION = "nextn.eh_proj.weight"
 
 
 def slot_bytes(target: Model, n_ctx: int) -> int:
-    """Of one slot: cells of one layer, and the hidden states of half as many tokens."""
+    """The bytes of one slot: cells of one layer, and the hidden states of half as many tokens."""
     cells = sum(target.cache_elements) // max(1, target.n_cache_layers) * n_ctx
     return 2 * cells + 4 * target.n_embd * n_ctx // 2
 
@@ -51,11 +51,9 @@ class OwnLayers(LlamaDraft):
         super().__init__(target, self._context, target.n_vocab, options, threads)
 
     def first_fed(self, seq_id: int) -> int:
-        """See DraftModel.first_fed."""
         return self.states.first_fed(seq_id)
 
     def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
-        """See DraftModel.decode."""
         fed = [
             self._guessed[row[2]] if place == GUESSED else self.states.before(row[2], place)
             for row, place in zip(rows, places, strict=True)
@@ -68,7 +66,7 @@ class OwnLayers(LlamaDraft):
 
     @property
     def memory(self) -> MemoryUse:
-        """See LlamaDraft.memory: the weights are the model's."""
+        """The memory of context and states: the weights are the model's."""
         of_slot = self.states.n_bytes // self._n_slots
         held = super().memory
         return replace(

@@ -39,15 +39,16 @@ class Layout(NamedTuple):
 class _Parts(NamedTuple):
     layout: Layout
     cells: memoryview
-    """Their number and what they are."""
+    """The number and the kind of the state's parts."""
     keys: memoryview
     """The number of layers, and all keys."""
     values: memoryview
 
 
 def converted(state: State, layout: Layout) -> State:
-    """The same tokens for a cache of that kind; the state itself if it is of that kind. Raises ValueError
-    if it is of a cache with several kinds of layers, or has values of a format that cannot be turned."""
+    """The state of the same tokens for a cache of that kind; the state itself if it is of that kind.
+    Raises ValueError if it is of a cache with several kinds of layers, or has values of a format that
+    cannot be turned."""
     try:
         return _converted(state, layout)
     except struct.error as error:

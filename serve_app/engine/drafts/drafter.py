@@ -24,8 +24,8 @@ _MAX_FAILED = 3
 
 
 class Drafter:
-    """Proposes what running sequences may go on with: what its model finds most likely. Decoder thread
-    only.
+    """Proposes what running sequences may go on with: what its model finds most likely. Decoder
+    thread only.
 
     Its passes are learnt from, as the engine's own batches are. A pass that fails proposes nothing; after
     several, no more is proposed at all.
@@ -85,7 +85,8 @@ class Drafter:
         return rate
 
     def draft_s(self, n_sequences: int, n_drafted: int, n_fed: int) -> float:
-        """Seconds to propose so many tokens for each of so many sequences, `n_fed` tokens fed before."""
+        """Seconds to propose so many tokens for each of so many sequences, `n_fed` tokens fed
+        before."""
         n_past = self._n_cells
         first_s = self._costs.decode_s(n_fed, n_past)
         if n_sequences == 1:
@@ -105,8 +106,9 @@ class Drafter:
     def propose(
         self, sequences: SequenceOf[Sequence], n_drafted: int, token_s: float = 0.0
     ) -> dict[str, tuple[int, ...]]:
-        """So many tokens that each of these may go on with: sequences that `begin` was told of and that are
-        ready, ordered by slot. Nothing if a pass fails. Of a trial, a right token is worth `token_s`."""
+        """So many tokens that each of these may go on with: sequences that `begin` was told of and
+        that are ready, ordered by slot. Nothing if a pass fails. Of a trial, a right token is worth
+        `token_s`."""
         windows = [self._windows[one.slot_id] for one in sequences]
         rows: list[Row] = []
         places: list[int] = []
@@ -193,7 +195,8 @@ class Drafter:
     # -- afterwards -------------------------------------------------------------------------------
 
     def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
-        """Of a draft of so many tokens, the first `n_accepted` were right. Whether it was one of these."""
+        """Learn from a draft of so many tokens, of which the first `n_accepted` were right. Whether
+        it was one of these."""
         window = self._windows[sequence.slot_id]
         if window.proposed != n_drafted or window.rate is None:
             return False

@@ -29,13 +29,13 @@ class SlotWindow:
         self.cells: list[int] = []
         """The tokens in the cache."""
         self.n_kept = 0
-        """Of them, those that are the text's."""
+        """The tokens that are the text's."""
         self.rate: SequenceRate | None = None
         """The rate of the sequence that the text is of."""
         self.proposed = 0
-        """Tokens that were proposed for the step that is planned, ..."""
+        """Tokens that were proposed for the step that is planned."""
         self.token_s = 0.0
-        """... and the seconds that each is worth, if they are only tried."""
+        """The seconds that each proposed token is worth, if they are only tried."""
         self._owner = ""
         self._source: TokenArray | None = None
         self._n_skipped = 0
@@ -46,8 +46,8 @@ class SlotWindow:
         return self._owner == sequence.id
 
     def follow(self, sequence: Sequence, room: int, first: int = 0) -> int:
-        """Have the sequence's text, with cells for `room` tokens more; returns how many tokens are to be
-        fed, at least its last one. Those before the place `first` in the text cannot be fed."""
+        """Have the sequence's text, with cells for `room` tokens more; returns how many tokens are to
+        be fed, at least its last one. Those before the place `first` in the text cannot be fed."""
         tokens = sequence.tokens
         if self._source is not tokens:
             end = self._n_sink if self._n_skipped else len(self.cells)
@@ -66,7 +66,7 @@ class SlotWindow:
         return len(tokens) - self._n_skipped - self.n_kept
 
     def tail(self, n_most: int) -> list[tuple[int, int, int]]:
-        """Of what is to be fed, the first tokens, their positions, and their places in the text."""
+        """The first tokens that are to be fed, their positions, and their places in the text."""
         tokens = self._source or ()
         end = min(self.n_kept + n_most, len(tokens) - self._n_skipped)
         places = [(i, self._place(i)) for i in range(self.n_kept, end)]
@@ -83,7 +83,7 @@ class SlotWindow:
         return cut
 
     def fed(self, tokens: list[int], *, guessed: bool = False) -> None:
-        """These are in the cache now: of the text, or guessed behind it."""
+        """Note tokens that are in the cache now: of the text, or guessed behind it."""
         self.cells += tokens
         if not guessed:
             self.n_kept = len(self.cells)
@@ -94,7 +94,8 @@ class SlotWindow:
         self.n_kept, self._n_skipped, self._source = 0, 0, None
 
     def _n_alike(self, tokens: TokenArray, start: int, end: int) -> int:
-        """How many first cells are the text's, of which `start` are known to be; less than all of it."""
+        """How many first cells are the text's, of which `start` are known to be; less than all of
+        it."""
         cells = self.cells
         end = min(end, len(cells), len(tokens) - self._n_skipped - 1)
         for i in range(start, end):

@@ -40,8 +40,9 @@ def deepest(checkpoints: Iterable[Checkpoint], n_most: int) -> Checkpoint | None
 
 
 class Checkpoints:
-    """Those of all slots: `n_per_slot` at most, and no more than `budget_bytes` in all, where those used
-    last stay. There are none, and none are needed, if the backend does not forget. Decoder thread only."""
+    """The checkpoints of all slots: `n_per_slot` at most, and no more than `budget_bytes` in all,
+    where those used last stay. There are none, and none are needed, if the backend does not forget.
+    Decoder thread only."""
 
     def __init__(self, backend: Backend, n_per_slot: int = 0, budget_bytes: int = 0) -> None:
         self._backend = backend
@@ -50,7 +51,7 @@ class Checkpoints:
         self._kept = OrderedDict[tuple[int, int], Checkpoint]()
         """By slot and length, the least recently used first."""
         self.n_bytes = 0
-        """Of all, as if none were shared."""
+        """The size of all checkpoints, as if none were shared."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -70,7 +71,7 @@ class Checkpoints:
         return deepest(self.of(slot_id), n_most)
 
     def resumable(self, slot: Slot, n_shared: int, *, in_place: bool) -> int:
-        """Of the first tokens that a prompt shares with what a slot has in the cache, how many it could
+        """The number of first tokens, shared with what a slot has in the cache, that a prompt could
         start from, in that slot or in a copy."""
         if not (self.needed and n_shared):
             return n_shared
@@ -84,8 +85,8 @@ class Checkpoints:
         return 0 if found is None else found.n_tokens
 
     def stops(self, n_cached: int, n_known: int, n_tokens: int) -> tuple[int, ...]:
-        """Where to make some of a prompt of `n_tokens` whose first `n_cached` are in the slot, and of which
-        others have had `n_known`."""
+        """Where to make some of a prompt of `n_tokens` whose first `n_cached` are in the slot, and of
+        which others have had `n_known`."""
         stops, last = [], n_cached
         for stop in (n_known, n_tokens - _BEFORE_END) if self.needed else ():
             if last + _LEAST <= stop <= n_tokens - _BEFORE_END:
@@ -152,7 +153,7 @@ class Checkpoints:
 
 
 def _least_missed(checkpoints: tuple[Checkpoint, ...]) -> Checkpoint:
-    """Of several, the one without which the way to the next is shortest; not the deepest."""
+    """The checkpoint without which the way to the next is shortest; not the deepest."""
     if len(checkpoints) == 1:
         return checkpoints[0]
     ends = (0, *(one.n_tokens for one in checkpoints))

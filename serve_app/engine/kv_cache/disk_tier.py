@@ -102,7 +102,7 @@ class DiskTier:
         self._writer.submit(self._apply, name)
 
     def _name(self, prefix: StoredPrefix) -> str:
-        """Of the prefix's file: one for each cache group that has these tokens."""
+        """The name of the prefix's file: one for each cache group that has these tokens."""
         group = blake2b(prefix.group.encode()).digest()  # of one size, or tokens could pass for it
         told = self._key + group + packed(prefix.tokens)
         return blake2b(told, digest_size=16).hexdigest() + ".prefix"
@@ -120,7 +120,7 @@ class DiskTier:
         return [path for _, path in sorted(aged, reverse=True)]
 
     def _read(self, path: Path, room_bytes: int) -> StoredPrefix | None:
-        """See `state_format.read`."""
+        """Read the prefix in a file."""
         prefix = state_format.read(path, self._key, room_bytes)
         if prefix is not None and path.name != self._name(prefix):
             raise RefusedFileError("it is not under its own name")

@@ -38,9 +38,9 @@ class Place(NamedTuple):
 
     slot: Slot
     n_cached: int
-    """Its first tokens that are in the slot already."""
+    """First tokens of the sequence that are in the slot already."""
     n_restored: int
-    """Of them, those that came from the memory tier."""
+    """The part of `n_cached` that came from the memory tier."""
 
 
 class PrefixStorage(Guest):
@@ -176,8 +176,8 @@ class KVCacheManager:
         return True
 
     def make_way(self, n_sequences: int) -> None:
-        """Empty the idle slots that so many sequences will get, if the cache is unified: until then every
-        row would be computed with what is there."""
+        """Empty the idle slots that so many sequences will get, if the cache is unified: until then
+        every row would be computed with what is there."""
         if self._backend.setup.mode.kv_unified:
             n_empty = sum(slot.idle and not slot.idle_tokens for slot in self.table.slots)
             while n_empty < n_sequences and self.evict_idle():
@@ -200,8 +200,9 @@ class KVCacheManager:
             self._put(slot, tokens)
 
     def store(self, slot: Slot, tokens: TokenArray, beside_s: float = 0.0) -> None:
-        """Save a slot's first tokens, unless there are none, or the store has them, or they are not really
-        there yet, or streams would wait too long for it, and for `beside_s` seconds of other copies."""
+        """Save a slot's first tokens, unless there are none, or the store has them, or they are not
+        really there yet, or streams would wait too long for it, and for `beside_s` seconds of other
+        copies."""
         if not tokens:
             return
         n_bytes = self._contents.n_bytes(slot, len(tokens))
@@ -224,7 +225,7 @@ class KVCacheManager:
         )
 
     def _restorable(self, group: str, prompt: bytes) -> tuple[int, StoredPrefix | None]:
-        """See `MemoryTier.longest`; nothing if streams would wait too long for it."""
+        """The longest stored prefix of a prompt; nothing if streams would wait too long for it."""
         n_stored, stored = self.memory_tier.longest(group, prompt)
         if stored is None or not self.table.streams:
             return n_stored, stored
@@ -232,7 +233,7 @@ class KVCacheManager:
         return (n_stored, stored) if may_wait else (0, None)
 
     def would_keep(self, sequence: Sequence) -> tuple[int, float]:
-        """Of the tokens that a running sequence has in the cache, how many would be stored if it lost its
+        """The number of a running sequence's tokens in the cache that would be stored if it lost its
         slot now, and the seconds that this would take."""
         slot = self.table.slots[sequence.slot_id]
         n_bytes = self._contents.n_bytes(slot, slot.n_past)
@@ -282,8 +283,8 @@ class KVCacheManager:
         return self._contents.save(slot, slot.idle_tokens)
 
     def restore(self, slot_id: int, prefix: StoredPrefix) -> None:
-        """Have a prefix in an idle slot, for the cache group that it was saved of; what is lost by that is
-        stored first."""
+        """Have a prefix in an idle slot, for the cache group that it was saved of; what is lost by
+        that is stored first."""
         slot = self._at_rest(slot_id)
         self.erase(slot_id)
         try:
@@ -318,13 +319,13 @@ class KVCacheManager:
         self._hold(slot, token_array())
 
     def _hold(self, slot: Slot, tokens: TokenArray) -> None:
-        """These are what an idle slot has now."""
+        """Note the tokens that an idle slot has now."""
         slot.idle_tokens = tokens
         self.table.index.tell(slot)
 
     def shift(self, sequence: Sequence, n_keep: int, n_discard: int) -> None:
-        """Drop `n_discard` tokens behind a sequence's first `n_keep`. If the backend cannot move the rest
-        up, all is to be computed again."""
+        """Drop `n_discard` tokens behind a sequence's first `n_keep`. If the backend cannot move the
+        rest up, all is to be computed again."""
         slot = self.table.slots[sequence.slot_id]
         try:
             if slot.id in self._backend.slots_with_pending_copy:
@@ -341,8 +342,8 @@ class KVCacheManager:
         self.table.index.tell(slot)
 
     def computed(self, sequence: Sequence) -> None:
-        """Some more of a prompt is in its slot: make a checkpoint if there is to be one. It is left out if
-        streams would wait too long for it."""
+        """Some more of a prompt is in its slot: make a checkpoint if there is to be one. It is left
+        out if streams would wait too long for it."""
         slot = self.table.slots[sequence.slot_id]
         due = self.checkpoints.is_due(slot, sequence.n_past, sequence.stops)
         if due and sequence.n_exact is None and not sequence.within_span:
@@ -377,8 +378,8 @@ class KVCacheManager:
             self.drop_rows(sequence)
 
     def _keep_whole(self, sequence: Sequence, slot: Slot, n_kept: int) -> int:
-        """Of what was kept for a sequence, drop a part of a picture: another one may begin alike, and some
-        are computed in one batch. Returns what is left."""
+        """Drop, of what was kept for a sequence, a part of a picture: another one may begin alike,
+        and some are computed in one batch. Returns what is left."""
         while (n_whole := sequence.n_whole(n_kept)) < n_kept:
             n_kept = self._contents.keep(slot, n_whole)
         return n_kept

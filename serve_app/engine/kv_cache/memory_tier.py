@@ -26,11 +26,11 @@ class StoredPrefix:
     group: str
     """The cache group of the prompts that may start from it."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """Of the slot that it was, the shortest first."""
+    """The checkpoints of the slot, the shortest first."""
 
     @property
     def n_bytes(self) -> int:
-        """Of everything but the tokens."""
+        """The size of everything but the tokens."""
         return len(self.state) + sum(len(one.state) for one in self.checkpoints)
 
 
@@ -46,15 +46,16 @@ class Mirror(Protocol):
     """Receives the changes of what is stored; see `serve_app.engine.kv_cache.disk_tier`."""
 
     def add(self, prefix: StoredPrefix) -> None:
-        """It was stored, or used again."""
+        """Add a prefix that was stored, or used again."""
 
     def discard(self, prefix: StoredPrefix) -> None:
-        """It is stored no more."""
+        """Remove a prefix that is stored no more."""
 
 
 class MemoryTier:
-    """The prefixes used last whose states fit into `budget_bytes`. With `forgets`, a state is good for all
-    of its tokens, or for a checkpoint of it, but not for anything between. Decoder thread only."""
+    """The prefixes used last whose states fit into `budget_bytes`. With `forgets`, a state is good
+    for all of its tokens, or for a checkpoint of it, but not for anything between. Decoder thread
+    only."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class MemoryTier:
         self._entries = OrderedDict[StoredPrefix, _TierEntry]()  # the least recently used first
         self._prompts: tuple[CachedPrompt, ...] | None = None
         self.n_bytes = 0
-        """Of all states."""
+        """The size of all states."""
         for prefix in prefixes:
             self._keep(prefix, packed(prefix.tokens))
 
@@ -157,7 +158,8 @@ class MemoryTier:
         return n_shared, None if entry is None else entry.owner
 
     def _best(self, match: Match) -> tuple[int, StoredPrefix | None]:
-        """Of a prompt, what can be had from the prefix that gives most of it without those behind."""
+        """The part of a prompt that can be had from the prefix that gives most of it without those
+        behind."""
         usable = (
             (_resumable(one, match.n_shared(kept.entry)), one)
             for one, kept in self._entries.items()
@@ -192,7 +194,7 @@ class MemoryTier:
 
 
 def _resumable(prefix: StoredPrefix, n_shared: int) -> int:
-    """Of so many first tokens of a prefix, how many it can give without those behind."""
+    """The number of a prefix's first tokens that it can give without those behind."""
     if n_shared == len(prefix.tokens):
         return n_shared
     found = deepest(prefix.checkpoints, n_shared)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 TOKEN_BYTES = 4
-"""Of a packed token."""
+"""The bytes of a packed token."""
 _CHUNK_BYTES = 4096 * TOKEN_BYTES
 
 Tokens = Sequence[int] | bytes
@@ -46,7 +46,7 @@ def token_array(tokens: Tokens = b"") -> TokenArray:
 
 
 def n_matching(run: bytes, tokens: bytes, start: int, end: int) -> int:
-    """Of packed tokens, how many first ones of `run` stand in `tokens[start:end]`, which are bytes. Nothing
+    """The number of first tokens of `run` that stand in `tokens[start:end]`, which are bytes. Nothing
     longer than a chunk is copied, and no other thread gets the interpreter, as with numpy."""
     if tokens.startswith(run, start, end):
         return n_tokens(run)
@@ -58,7 +58,8 @@ def n_matching(run: bytes, tokens: bytes, start: int, end: int) -> int:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first items two sequences of a type share: found by halving, as comparing slices is fast."""
+    """How many first items two sequences of a type share: found by halving, as comparing slices is
+    fast."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -42,7 +42,8 @@ class IndexEntry:
 
 
 class _Node:
-    """A run of tokens behind its parent's; some entries end where it ends, or it has several children."""
+    """A run of tokens behind its parent's; some entries end where it ends, or it has several
+    children."""
 
     __slots__ = ("by_age", "children", "end", "entries", "n_aged", "parent", "run")
 
@@ -54,14 +55,14 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
         """By the first token of their runs."""
         self.entries: set[IndexEntry] = set()
-        """Those that end here."""
+        """The entries that end here."""
         self.n_aged = 0
         """Entries that end here or below, and have an age."""
         self.by_age: deque[tuple[int, IndexEntry]] = deque()
-        """Their uses, and older ones."""
+        """Uses of the entries, and older uses."""
 
     def up(self) -> Iterator[_Node]:
-        """It, its parent, and so on up to the root."""
+        """The node, its parent, and so on up to the root."""
         node: _Node | None = self
         while node is not None:
             yield node
@@ -98,11 +99,12 @@ class Match:
         self._found = dict(path)
 
     def n_shared(self, entry: IndexEntry) -> int:
-        """The first tokens that an entry has in common with the prompt; none if it is of another group."""
+        """The first tokens that an entry has in common with the prompt; none if it is of another
+        group."""
         return next((self._found[node] for node in entry.node.up() if node in self._found), 0)
 
     def longest(self) -> tuple[int, IndexEntry | None]:
-        """Of the entries with an age, the one that shares most tokens, and how many; of several, the least
+        """The entry with an age that shares most tokens, and how many; of several, the least
         recently used. None if that is nothing."""
         for node, n_shared in reversed(self._path):
             if n_shared and node.n_aged:
@@ -170,7 +172,7 @@ class PrefixIndex:
             node.use(entry)
 
     def remove(self, entry: IndexEntry) -> None:
-        """It is in the index no more."""
+        """Remove an entry."""
         for node in entry.node.up() if entry.last_used else ():
             node.n_aged -= 1
         entry.last_used, entry.owner = 0, None  # nodes may remember its uses

@@ -23,9 +23,9 @@ class Slot:
     sequences and keeps their cached tokens."""
 
     id: int
-    """Its `seq_id`."""
+    """The `seq_id`."""
     idle_tokens: TokenArray = field(default_factory=token_array)
-    """Its tokens in the cache while it is idle. Nobody changes this array: other tokens are
+    """The tokens in the cache while the slot is idle. Nobody changes this array: other tokens are
     another one."""
     sequence: Sequence | None = None
     pinned: bool = False
@@ -74,12 +74,12 @@ class Slot:
         return self._packed[1][: n_wanted * TOKEN_BYTES]
 
     def occupy(self, sequence: Sequence) -> None:
-        """It has a sequence now, and what that needs of its idle tokens."""
+        """Take a sequence, and what that needs of its idle tokens."""
         self.sequence, self.group = sequence, sequence.request.content_group
         self.idle_tokens, self._packed = token_array(), (None, b"")
 
     def release(self) -> None:
-        """Its sequence leaves; it keeps what that has in the cache."""
+        """Lose the sequence, and keep what that has in the cache."""
         n_past, sequence = self.n_past, self.sequence
         self.spare = self.in_background
         kept = self.packed(n_past)
@@ -97,7 +97,7 @@ class Slot:
 
     @property
     def prompt(self) -> SequenceOf[int]:
-        """The same without what a running sequence has generated. Nobody changes it any more."""
+        """The tokens without what a running sequence has generated. Nobody changes it any more."""
         if self.sequence is None:
             return self.idle_tokens
         prompt, n_exact = self.sequence.request.prompt, self.sequence.n_exact
@@ -126,8 +126,8 @@ class _Known:
 
 
 class SlotIndex:
-    """Keeps one engine's slots in its prefix index, and finds there what they share with prompts. Decoder
-    thread only.
+    """Keeps one engine's slots in its prefix index, and finds there what they share with prompts.
+    Decoder thread only.
 
     A slot's entry has what it had when its array of tokens became another one. Tokens that a
     running sequence has generated since then are compared only if the entry is the beginning of a
@@ -141,11 +141,12 @@ class SlotIndex:
 
     @property
     def version(self) -> int:
-        """Changes whenever a slot or a store has other tokens; but for what running sequences generate."""
+        """Changes whenever a slot or a store has other tokens; but for what running sequences
+        generate."""
         return self._index.version
 
     def shared(self, group: str, prompt: bytes, n_most: int) -> list[int]:
-        """Of each slot, how many of the first `n_most` tokens of a cache group's prompt it has, or will
+        """By slot, how many of the first `n_most` tokens of a cache group's prompt it has, or will
         have."""
         self.update()
         own = self._index.match(group, prompt, n_most)

@@ -19,13 +19,14 @@ class SlotChoice:
 
     slot: Slot
     n_cached: int
-    """Its first tokens that need not be computed."""
+    """First tokens of the prompt that need not be computed."""
     copy_from: Slot | None = None
     """The slot to copy them from; None if they are in `slot` already, or stored."""
     stored: bool = False
     """Whether they come from outside the slots."""
     n_known: int = field(default=0, compare=False)
-    """Its first tokens that slots have, or will have, whether it can start from there or not."""
+    """First tokens of the prompt that slots have, or will have, whether it can start from there or
+    not."""
 
     @property
     def in_place(self) -> bool:
@@ -42,17 +43,17 @@ class PrefixPending:
     n_tokens: int
     """How long that will be."""
     until: int = field(default=-1, compare=False)
-    """It waits until one of `comers` has more tokens in the cache than that, ..."""
+    """The prompt waits until one of `comers` has more tokens in the cache than that, or the index has
+    another `version`."""
     comers: tuple[Slot, ...] = field(default=(), compare=False)
     version: int = field(default=-1, compare=False)
-    """... or the index has another version."""
 
 
 class Resumable(Protocol):
-    """See `serve_app.engine.kv_cache.checkpoints.Checkpoints.resumable`."""
+    """Says where a prompt can start in a slot."""
 
     def __call__(self, slot: Slot, n_shared: int, *, in_place: bool) -> int:
-        """Of first tokens that a slot has in the cache, how many a prompt could start from."""
+        """The number of first tokens in a slot's cache that a prompt could start from."""
 
 
 def _all_resumable(slot: Slot, n_shared: int, *, in_place: bool) -> int:
@@ -60,9 +61,9 @@ def _all_resumable(slot: Slot, n_shared: int, *, in_place: bool) -> int:
 
 
 class SlotTable:
-    """All slots of one context, the pinned ones last. From `min_copy` tokens on, copying a slot is cheaper
-    than computing them. With `consecutive`, busy slots should be next to each other. `resumable` says where
-    prompts can start: by default wherever they leave what a slot has."""
+    """All slots of one context, the pinned ones last. From `min_copy` tokens on, copying a slot is
+    cheaper than computing them. With `consecutive`, busy slots should be next to each other.
+    `resumable` says where prompts can start: by default wherever they leave what a slot has."""
 
     def __init__(
         self,
@@ -125,8 +126,8 @@ class SlotTable:
         return sum(slot.n_past - min(slot.n_shared, slot.n_past) for slot in self.slots)
 
     def slot_ends(self, n_ctx_slot: int) -> dict[int, int]:
-        """The tokens in the cache of every slot that has room for one more, and could drop it again: none
-        within a picture."""
+        """The tokens in the cache of every slot that has room for one more, and could drop it again:
+        none within a picture."""
         ends = {
             slot.id: len(slot.idle_tokens) if slot.sequence is None else slot.sequence.n_past
             for slot in self.slots
@@ -184,7 +185,7 @@ class SlotTable:
         return SlotChoice(in_place, here[in_place.id], n_known=n_known)
 
     def _ready(self, cached: list[int], *, in_place: bool) -> list[int]:
-        """Of what each slot shares with a prompt, how much that can start from."""
+        """By slot, how much of what it shares with a prompt can start from."""
         return [
             self._resumable(slot, n, in_place=in_place)
             for n, slot in zip(cached, self.slots, strict=True)
@@ -208,8 +209,8 @@ class SlotTable:
         )
 
     def _fitting(self, group: str) -> Callable[[Slot], tuple[int, ...]]:
-        """Larger is better for a prompt of that cache group that finds nothing there. Sequences of one step
-        should be next to each other, and a step has those with the same adapters."""
+        """Larger is better for a prompt of that cache group that finds nothing there. Sequences of
+        one step should be next to each other, and a step has those with the same adapters."""
         if not self._consecutive:
             return _age
         used = adapters_of(group)

@@ -20,6 +20,6 @@ class RequestLog:
         self._records.append(record)
 
     def find(self, wanted: str) -> list[RequestRecord]:
-        """Those of that request, oldest first."""
+        """The records of that request, oldest first."""
         copied = list(self._records)  # in one go: nobody adds meanwhile
         return [record for record in copied if record.belongs_to(wanted)]

@@ -20,15 +20,15 @@ class SlotStats:
     n_prompt: int
     n_generated: int
     n_cached: int = 0
-    """Of its prompt, the tokens that were found in the cache."""
+    """Tokens of the prompt that were found in the cache."""
     background: bool = False
     """Whether nobody waits for its request."""
 
 
 @dataclass
 class Counts:
-    """A decoder loop's counters, which the groups of `EngineStats` have by the same names. Decoder thread
-    only."""
+    """A decoder loop's counters, which the groups of `EngineStats` have by the same names. Decoder
+    thread only."""
 
     steps: int = 0
     batches: int = 0
@@ -69,8 +69,8 @@ class ComputeStats:
     mode_reason: str = ""
     """The reason for `flash_attn` and `kv_unified`."""
     threads: int = 1
-    """Threads for batches of one row. `threads_few` are for batches of 2 to 16, `threads_batch` for larger
-    ones."""
+    """Threads for batches of one row. `threads_few` are for batches of 2 to 16, `threads_batch` for
+    larger ones."""
     threads_few: int = 0
     threads_batch: int = 1
     threads_reason: str = ""
@@ -195,7 +195,8 @@ class EmbeddingStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Prefixes outside the slots: in the memory tier, in checkpoints, and on their way between replicas."""
+    """Prefixes outside the slots: in the memory tier, in checkpoints, and on their way between
+    replicas."""
 
     stored_prefixes: int = 0
     stored_bytes: int = 0
@@ -262,8 +263,8 @@ class CachedPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefixes:
-    """Where new prompts could start from, at one moment. Immutable: any thread may look for as long as it
-    likes."""
+    """Where new prompts could start from, at one moment. Immutable: any thread may look for as long
+    as it likes."""
 
     prompts: tuple[CachedPrompt, ...] = ()
     """The prefixes in the cache, stored, or about to be computed; those worth most first."""

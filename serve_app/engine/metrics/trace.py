@@ -25,12 +25,12 @@ class Trace:
         self._preempted_s = 0.0
         self._n_preemptions = 0
         self._apart_s = 0.0
-        """Of the time since its first token, what it spent in batches or without a slot."""
+        """The part of the time since its first token that it spent in batches or without a slot."""
         self._n_batches = 0
         self._n_sequences = 0
 
     def admit(self) -> None:
-        """It got a slot, for the first time or again."""
+        """Note that it got a slot, for the first time or again."""
         now = time.monotonic()
         self.admitted = self.admitted or now
         if self._preempted is not None:
@@ -38,7 +38,7 @@ class Trace:
             self._preempted = None
 
     def preempt(self) -> None:
-        """It lost its slot."""
+        """Note that it lost its slot."""
         self._preempted = time.monotonic()
         self._n_preemptions += 1
 
@@ -50,7 +50,7 @@ class Trace:
             self._apart_s += seconds
 
     def tokens(self, n: int) -> None:
-        """It has so many tokens more; they leave together, so there is one gap before them all."""
+        """Note so many more tokens. They leave together, so there is one gap before them all."""
         now = time.monotonic()
         self._last_token, self.gap_s = now, now - self._last_token
         if self._first_token is None:
@@ -72,7 +72,7 @@ class Trace:
         return 0.0 if self.admitted is None else time.monotonic() - self.admitted
 
     def end(self) -> Timings:
-        """Its times up to now."""
+        """The times up to now."""
         now = time.monotonic()
         if self._preempted is not None:
             self._without_slot(now - self._preempted)

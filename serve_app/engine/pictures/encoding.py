@@ -47,7 +47,7 @@ class Failure(NamedTuple):
     """A tile cannot be encoded."""
 
     sequences: list[EngineSequence]
-    """Those that need it."""
+    """The sequences that need the tile."""
     error: CorralError
 
 
@@ -63,7 +63,7 @@ class TileEmbeddings:
         return len(self._found)
 
     def get(self, key: bytes) -> NDArray[np.float32] | None:
-        """Those of a tile, if they are still there."""
+        """The embeddings of a tile, if they are still there."""
         if key in self._found:
             self._found.move_to_end(key)
         return self._found.get(key)
@@ -80,8 +80,8 @@ class TileEmbeddings:
 
 
 class Encoding(Guest):
-    """Encodes what running sequences are about to see, in the order in which they got their slots, and each
-    tile once for all. Decoder thread only; a thread of its own resizes pictures.
+    """Encodes what running sequences are about to see, in the order in which they got their slots,
+    and each tile once for all. Decoder thread only; a thread of its own resizes pictures.
 
     libmtmd encodes a tile in one call, which may take seconds. It asks between the nodes of its graph
     whether to go on, and there, on the same thread, `interlude` serves all others: so there is one team of
@@ -230,5 +230,5 @@ def _missing(running: Iterable[EngineSequence]) -> Iterator[tuple[EngineSequence
 
 
 def _who_needs(placed: PlacedTile, running: Iterable[EngineSequence]) -> list[EngineSequence]:
-    """Those that have the same tile before them."""
+    """The sequences that have the same tile before them."""
     return [sequence for sequence, one in _missing(running) if one.key == placed.key]

@@ -9,8 +9,8 @@ _WEIGHT = 0.5
 
 
 class NodeTimes:
-    """Forecasts how long it is until the next look. Tiles of one shape have one graph: so the same look of
-    the last ones tells. Decoder thread only."""
+    """Forecasts how long it is until the next look. Tiles of one shape have one graph: so the same
+    look of the last ones tells. Decoder thread only."""
 
     def __init__(self) -> None:
         self._known: dict[Tile, list[float]] = {}
@@ -25,7 +25,7 @@ class NodeTimes:
         self._n_looks = 0
 
     def observe(self, seconds: float) -> None:
-        """It was so long until this look."""
+        """Record the time until this look."""
         if self._n_looks < len(self._times):
             self._times[self._n_looks] += _WEIGHT * (seconds - self._times[self._n_looks])
         else:

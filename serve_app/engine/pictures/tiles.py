@@ -18,10 +18,11 @@ from serve_app.types import MEDIUM, GenerationRequest, Medium
 
 @dataclass(slots=True)
 class PlacedTile:
-    """A tile of a picture or sound, and where it stands in a prompt. Decoder thread only, once there."""
+    """A tile of a picture or sound, and where it stands in a prompt. Decoder thread only, once
+    there."""
 
     start: int
-    """Its first token's index."""
+    """The index of the tile's first token."""
     tile: Tile
     medium: Medium
     number: int
@@ -29,7 +30,7 @@ class PlacedTile:
     key: bytes
     """Tells it from all others with other embeddings."""
     embeddings: NDArray[np.float32] | None = field(default=None, repr=False)
-    """Its embeddings, as long as they are needed."""
+    """The embeddings, as long as they are needed."""
 
     @property
     def end(self) -> int:

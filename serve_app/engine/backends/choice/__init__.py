@@ -1,1 +1,1 @@
-"""Which backend computes a model: as configured, or as measured."""
+"""The choice of the backend that computes a model, as configured, or as measured."""

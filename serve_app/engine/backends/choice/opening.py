@@ -15,7 +15,7 @@ from serve_app.progress import Report
 def open_named(
     name: KernelsName, path: Path, options: EngineOptions, report: Report = progress.nowhere
 ) -> Backend:
-    """That backend, with a model; on the thread that will compute. Raises ConfigError."""
+    """Open that backend with a model, on the thread that will compute. Raises ConfigError."""
     if name == "openvino":
         try:
             from serve_app.engine.backends.openvino import OpenVinoBackend

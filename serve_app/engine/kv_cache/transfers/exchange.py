@@ -58,8 +58,8 @@ class PrefixExchange:
     def export_prefix(
         self, group: str, tokens: Tokens, most_s: float | None
     ) -> StoredPrefix | None:
-        """The cache group's shortest prefix that begins with these tokens. None if there is none any more,
-        or if saving it would probably keep running sequences waiting for longer than that."""
+        """The cache group's shortest prefix that begins with these tokens. None if there is none any
+        more, or if saving it would probably keep running sequences waiting for longer than that."""
         slots = [
             one
             for one in self._table.having(group, packed(tokens))
@@ -83,9 +83,10 @@ class PrefixExchange:
         return self._contents.save(slot, slot.tokens[: slot.n_past])
 
     def import_prefix(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
-        """Store another engine's prefix for its cache group; returns what is stored, None if the store does
-        not want it. If a slot is empty and nobody runs, what is behind the first `n_wanted` tokens is cut
-        off. Raises DecodeError if the backend refuses the state then; else that shows when it is needed."""
+        """Store another engine's prefix for its cache group; returns what is stored, None if the
+        store does not want it. If a slot is empty and nobody runs, what is behind the first
+        `n_wanted` tokens is cut off. Raises DecodeError if the backend refuses the state then; else
+        that shows when it is needed."""
         empty = [
             slot
             for slot in self._table.slots
@@ -103,8 +104,8 @@ class PrefixExchange:
         return prefix
 
     def _cut(self, slot: Slot, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix:
-        """Its first tokens, by way of an empty slot: up to its last checkpoint if the model's memory cannot
-        be cut there, or all if it has none."""
+        """The first tokens of a prefix, by way of an empty slot: up to its last checkpoint if the
+        model's memory cannot be cut there, or all if it has none."""
         self._contents.restore(slot, prefix)
         n_kept = self._contents.keep(slot, n_wanted)
         if n_kept:

@@ -25,12 +25,12 @@ class Prefix(NamedTuple):
     """Tokens that prompts of one cache group begin with."""
 
     group: str
-    """See `serve_app.types.GenerationRequest.cache_group`; SHARED_GROUP for what is pinned."""
+    """The cache group; SHARED_GROUP for what is pinned."""
     tokens: bytes
     """Packed."""
 
     def cut(self, n_bytes: int) -> Prefix:
-        """Its first tokens."""
+        """The prefix's first tokens."""
         return Prefix(self.group, self.tokens[:n_bytes])
 
     def serves(self, wanted: Prefix) -> bool:
@@ -46,7 +46,7 @@ class HotPrefix:
     n_begun: int
     """How many of the last prompts began with it."""
     n_bytes: int
-    """Of the smallest state that it can be taken from."""
+    """The bytes of the smallest state that it can be taken from."""
 
 
 def n_shared(wanted: Prefix, held: Prefix) -> int:
@@ -60,8 +60,9 @@ def n_shared(wanted: Prefix, held: Prefix) -> int:
 def begun_with(
     prompts: Iterable[Prefix], held: Iterable[tuple[Prefix, int]], least: int
 ) -> list[HotPrefix]:
-    """Prompts, and what several of one cache group have in common, as far as a slot or a store of the group
-    holds it: those that at least so many prompts began with. `held` come with the bytes of their states."""
+    """Prompts, and what several of one cache group have in common, as far as a slot or a store of the
+    group holds it: those that at least so many prompts began with. `held` come with the bytes of
+    their states."""
     begun, holders = sorted(prompts), sorted(held)
     known = [one for one, _ in holders]
     found = set(begun) | {one.cut(n_shared(one, other)) for one, other in pairwise(begun)}
@@ -111,7 +112,8 @@ def hottest(
 
 
 def _n_held(known: list[Prefix], prefix: Prefix) -> int:
-    """Bytes of the first tokens that the group holds; `known` is sorted, so one of its neighbours does."""
+    """Bytes of the first tokens that the group holds; `known` is sorted, so one of its neighbours
+    does."""
     i = bisect_left(known, prefix)
     around = (one for one in known[max(0, i - 1) : i + 1] if one.group == prefix.group)
     return max((n_shared(prefix, one) for one in around), default=0)

@@ -35,12 +35,12 @@ class Payload:
     prefix: Prefix
     state: NDArray[np.uint8]
     checkpoints: tuple[tuple[int, NDArray[np.uint8]], ...] = ()
-    """Their tokens and states."""
+    """The tokens and states of prefixes."""
 
 
 class PrefixTransfer:
-    """Exports one engine's prefixes to other engines, and imports theirs. Any thread but the decoder's;
-    every call waits until that thread has run a command between two steps.
+    """Exports one engine's prefixes to other engines, and imports theirs. Any thread but the
+    decoder's; every call waits until that thread has run a command between two steps.
 
     `run_between_steps` gives it that command. Raises EngineClosedError or EngineFailedError if the engine
     is closed or has failed."""
@@ -70,8 +70,8 @@ class PrefixTransfer:
         return [not any(one.serves(wanted) for one in held) for wanted in prefixes]
 
     def export_prefix(self, wanted: Prefix) -> Payload | None:
-        """The shortest prefix of that cache group with these first tokens. None if it is gone, or if saving
-        it would keep running sequences waiting for longer than `max_stall_s`."""
+        """The shortest prefix of that cache group with these first tokens. None if it is gone, or if
+        saving it would keep running sequences waiting for longer than `max_stall_s`."""
         most_s = self._options.max_stall_s
         found: StoredPrefix | None = self._run(
             lambda cache: cache.exchange.export_prefix(wanted.group, wanted.tokens, most_s)
