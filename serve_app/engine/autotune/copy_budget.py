@@ -1,5 +1,4 @@
-"""How long it takes to save and restore states, and when streams can wait for that. Decoder thread
-only."""
+"""The time of saving and restoring states, and when streams can wait for it. Decoder thread only."""
 
 from __future__ import annotations
 
