@@ -128,15 +128,15 @@ class CacheModeSwitcher(Guest):
         if time.monotonic() < self._not_before:
             return False
         running = self._scheduler.running
-        if any(one.finished for one in running):
+        if any(sequence.finished for sequence in running):
             return False
         live = [*running, *self._waiting.unordered]
-        streams = any(one.n_generated for one in live)
+        streams = any(sequence.n_generated for sequence in live)
         cost_s = self._cost_s()
         if streams and cost_s > min(left_s, self._longest_pause_s):
             return False
-        alive = [self._alive(one, n_answer) for one in live]
-        coming = [one for one in alive if one is not None]
+        alive = [self._alive(sequence, n_answer) for sequence in live]
+        coming = [sequence for sequence in alive if sequence is not None]
         saves_s = self._traffic.saves_s(
             coming, self._idle_cells(len(coming)), self._options.n_slots
         )
@@ -250,27 +250,27 @@ class CacheModeSwitcher(Guest):
 
 def _together(batches: SequenceOf[Batch]) -> Iterator[SequenceOf[Batch]]:
     """The batches that a unified cache computes as one: all of a step's but those of tiles."""
-    rest = [one for one in batches if one.span is None]
+    rest = [batch for batch in batches if batch.span is None]
     if rest:
         yield rest
-    for one in batches:
-        if one.span is not None:
-            yield [one]
+    for batch in batches:
+        if batch.span is not None:
+            yield [batch]
 
 
 def _load(batches: SequenceOf[Batch], n_cells: int) -> Load:
     """The rows and cells that a step computes. It is rounded where it grows with every step: most
-    are like the one before."""
+    are like the step before."""
     n_decoding, n_past = 0, 0.0
     prompts: list[tuple[int, float]] = []
     for batch in batches:
         n_own = len(batch.chunks)
         if batch.prefills:
-            pending = [one for one in batch.chunks if one.sequence.n_pending > 1]
-            prompts += [(one.n_rows, one.sequence.n_past) for one in pending]
+            pending = [chunk for chunk in batch.chunks if chunk.sequence.n_pending > 1]
+            prompts += [(chunk.n_rows, chunk.sequence.n_past) for chunk in pending]
             n_own -= len(pending)
-            decoding = (one for one in batch.chunks if one.sequence.n_pending == 1)
-            n_past += sum(one.sequence.n_past for one in decoding)
+            decoding = (chunk for chunk in batch.chunks if chunk.sequence.n_pending == 1)
+            n_past += sum(chunk.sequence.n_past for chunk in decoding)
         else:
             n_past += n_own * batch.depth
         n_decoding += n_own

@@ -26,7 +26,6 @@ LEADING = re.compile(
 """The first words of a docstring that lacks its subject."""
 PENDING = frozenset(
     {
-        "engine",
         "errors.py",
         "folders.py",
         "heap.py",

@@ -126,10 +126,10 @@ def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
     return [(right - 1, 1 - part), (right, part)]
 
 
-def _as_more_rows(found: Mapping[int, float], doubted: Sequence[int]) -> dict[int, float]:
+def _as_more_rows(seconds: Mapping[int, float], doubted: Sequence[int]) -> dict[int, float]:
     """The doubted numbers of rows, with the time of the fastest larger batch where that is less: what
     is thought too fast is tried and learnt, what is thought too slow never is."""
-    return {n: min(found[m] for m in found if m >= n) for n in doubted}
+    return {n: min(seconds[m] for m in seconds if m >= n) for n in doubted}
 
 
 def _by_rows(points: Sequence[int], values: Sequence[float], x: int) -> float:

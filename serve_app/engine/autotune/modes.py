@@ -138,11 +138,11 @@ def filled(profile: Profile, like: Profile) -> Profile:
     that both have."""
     curves: dict[str, Any] = {}
     for name in ("decode_s", "prefill_s", "verify_s"):
-        found, more = getattr(profile, name), getattr(like, name)
-        both = sorted(set(found) & set(more))
-        ratios = [found[n] / more[n] for n in both if more[n]]
+        few, more = getattr(profile, name), getattr(like, name)
+        both = sorted(set(few) & set(more))
+        ratios = [few[n] / more[n] for n in both if more[n]]
         ratio = sum(ratios) / len(ratios) if ratios else 1.0
-        curves[name] = {n: ratio * seconds for n, seconds in more.items()} | dict(found)
+        curves[name] = {n: ratio * seconds for n, seconds in more.items()} | dict(few)
     return replace(profile, **curves)
 
 
@@ -171,13 +171,13 @@ def alike(profiles: Mapping[Mode, Profile]) -> dict[Mode, Profile]:
     """Only what was measured in all modes: time may have been up for some batches in some of them."""
     names = ("decode_s", "prefill_s", "deep_decode_s", "deep_prefill_s")
     sizes = {
-        name: set.intersection(*(set(getattr(found, name)) for found in profiles.values()))
+        name: set.intersection(*(set(getattr(profile, name)) for profile in profiles.values()))
         for name in names
     }
     alike = {}
-    for mode, found in profiles.items():
+    for mode, profile in profiles.items():
         curves: dict[str, Any] = {
-            name: {n: getattr(found, name)[n] for n in sizes[name]} for name in names
+            name: {n: getattr(profile, name)[n] for n in sizes[name]} for name in names
         }
-        alike[mode] = replace(found, **curves)
+        alike[mode] = replace(profile, **curves)
     return alike

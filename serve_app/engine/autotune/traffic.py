@@ -144,25 +144,25 @@ class Traffic:
         return f"{other.mode}: by the traffic of late, {work}"
 
 
-def _at_the_same_speed(found: Profile, other: Profile) -> Profile:
+def _at_the_same_speed(profile: Profile, other: Profile) -> Profile:
     """The profile as if the machine had been as fast as when the other one was measured."""
-    both = found.prefill_s.keys() & other.prefill_s.keys()
-    ratios = [other.prefill_s[n] / found.prefill_s[n] for n in both if n <= _YARDSTICK_ROWS]
+    both = profile.prefill_s.keys() & other.prefill_s.keys()
+    ratios = [other.prefill_s[n] / profile.prefill_s[n] for n in both if n <= _YARDSTICK_ROWS]
     if not ratios:
-        return found
+        return profile
     speed = statistics.median(ratios)
 
     def scaled(seconds: Mapping[int, float]) -> dict[int, float]:
         return {n: speed * s for n, s in seconds.items()}
 
     return replace(
-        found,
-        decode_s=scaled(found.decode_s),
-        prefill_s=scaled(found.prefill_s),
-        verify_s=scaled(found.verify_s),
-        deep_decode_s=scaled(found.deep_decode_s),
-        deep_prefill_s=scaled(found.deep_prefill_s),
-        copy_s=speed * found.copy_s,
+        profile,
+        decode_s=scaled(profile.decode_s),
+        prefill_s=scaled(profile.prefill_s),
+        verify_s=scaled(profile.verify_s),
+        deep_decode_s=scaled(profile.deep_decode_s),
+        deep_prefill_s=scaled(profile.deep_prefill_s),
+        copy_s=speed * profile.copy_s,
     )
 
 
@@ -174,13 +174,17 @@ def _coming(
         return
     n_at_once = min(len(alive), n_slots)
     part = n_at_once / len(alive)
-    n_pending = sum(one.n_pending for one in alive)
-    n_answers = sum(one.n_left for one in alive)
-    n_tokens = sum(one.n_tokens for one in alive)
-    n_own = n_tokens - sum(min(one.n_shared, one.n_tokens) for one in alive)
+    n_pending = sum(request.n_pending for request in alive)
+    n_answers = sum(request.n_left for request in alive)
+    n_tokens = sum(request.n_tokens for request in alive)
+    n_own = n_tokens - sum(min(request.n_shared, request.n_tokens) for request in alive)
     n_cells = n_idle_cells + part * n_own
     if n_pending:
-        rows = [(one.n_pending, one.n_tokens - one.n_pending / 2) for one in alive if one.n_pending]
+        rows = [
+            (request.n_pending, request.n_tokens - request.n_pending / 2)
+            for request in alive
+            if request.n_pending
+        ]
         yield 1, Load(prompts=tuple(rows), n_cells=n_cells)
     if n_answers:
         n_each = n_answers / len(alive)

@@ -12,19 +12,19 @@ _SHORT_S = 0.35
 _SLOWER, _SLOWER_BY_ROW, _DOUBTED_ROUNDS = 1.1, 1.2, 2
 
 
-def doubtful(found: Mapping[int, float]) -> list[int]:
+def doubtful(times: Mapping[int, float]) -> list[int]:
     """The numbers of rows that may have been measured while something else ran.
 
     More rows take no less time, and not much more by row than fewer. Kernels with tiles break both rules,
     so what is still doubtful when it is measured again is to be believed.
     """
-    sizes = sorted(found)
-    least_by_row = {n: min(found[m] / m for m in sizes if m <= n) for n in sizes}
-    least = {n: min(found[m] for m in sizes if m >= n) for n in sizes}
+    sizes = sorted(times)
+    least_by_row = {n: min(times[m] / m for m in sizes if m <= n) for n in sizes}
+    least = {n: min(times[m] for m in sizes if m >= n) for n in sizes}
     return [
         n
         for n in sizes
-        if found[n] > _SLOWER * least[n] or found[n] / n > _SLOWER_BY_ROW * least_by_row[n]
+        if times[n] > _SLOWER * least[n] or times[n] / n > _SLOWER_BY_ROW * least_by_row[n]
     ]
 
 
@@ -58,41 +58,41 @@ class Trials:
         return seconds < self.left_s
 
     def measure(
-        self, found: dict[int, float], sizes: Sequence[int], trial: Callable[[int], float]
+        self, times: dict[int, float], sizes: Sequence[int], trial: Callable[[int], float]
     ) -> Iterator[None]:
         """Add what batches of these sizes take; the first of all is measured in any case. One is run
         when the next is asked for, and each size takes its turn even if there is no time for it: what
         is compared stays in step."""
-        new = [n for n in sizes if n not in found]
+        new = [n for n in sizes if n not in times]
         for n in new:
-            if not found or self.time_for(_expected(found, n)):
-                found[n] = trial(n)
+            if not times or self.time_for(_expected(times, n)):
+                times[n] = trial(n)
             yield
         for n in new:
-            if found.get(n, _SHORT_S) < _SHORT_S:
-                self._again(found, n, trial)
+            if times.get(n, _SHORT_S) < _SHORT_S:
+                self._again(times, n, trial)
             yield
         for _ in range(_DOUBTED_ROUNDS):
-            for n in sorted(set(new) & set(doubtful(found))):
-                self._again(found, n, trial)
+            for n in sorted(set(new) & set(doubtful(times))):
+                self._again(times, n, trial)
                 yield
 
     def once_more(
-        self, found: dict[int, float], sizes: Sequence[int], trial: Callable[[int], float]
+        self, times: dict[int, float], sizes: Sequence[int], trial: Callable[[int], float]
     ) -> Iterator[None]:
         """One more round of those of these sizes that were measured, as far as there is time."""
         for n in sizes:
-            if n in found:
-                self._again(found, n, trial)
+            if n in times:
+                self._again(times, n, trial)
             yield
 
-    def _again(self, found: dict[int, float], n: int, trial: Callable[[int], float]) -> None:
-        if self.time_for(found[n]):
-            least, most = sorted((found[n], trial(n)))
-            found[n] = least
+    def _again(self, times: dict[int, float], n: int, trial: Callable[[int], float]) -> None:
+        if self.time_for(times[n]):
+            least, most = sorted((times[n], trial(n)))
+            times[n] = least
             self._differences.append(most / least - 1 if least > 0 else 0.0)
 
 
-def _expected(found: Mapping[int, float], n: int) -> float:
-    smaller = {size: seconds for size, seconds in found.items() if size <= n}
-    return n * min(seconds / size for size, seconds in (smaller or found).items())
+def _expected(times: Mapping[int, float], n: int) -> float:
+    smaller = {size: seconds for size, seconds in times.items() if size <= n}
+    return n * min(seconds / size for size, seconds in (smaller or times).items())

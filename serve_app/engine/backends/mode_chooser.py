@@ -196,10 +196,10 @@ class ModeChooser:
         window = self._model.window or DEPTH
         return min(window, DEPTH, self._options.n_ctx_slot - ROOM) // ROOM * ROOM
 
-    def _whole(self, mode: Mode, found: Profile, deep: Mapping[bool, DeepProfiler]) -> Profile:
+    def _whole(self, mode: Mode, profile: Profile, deep: Mapping[bool, DeepProfiler]) -> Profile:
         """The profile in that mode, with the other measurements. llama.cpp copies all of a slot's cells."""
-        copy_s = found.copy_s * self._options.n_ctx_slot / self._n_profiled
-        found = replace(found, copy_s=copy_s)
+        copy_s = profile.copy_s * self._options.n_ctx_slot / self._n_profiled
+        profile = replace(profile, copy_s=copy_s)
         if mode.flash_attn not in deep:
-            return found
-        return deep[mode.flash_attn].depth.added_to(found, unified=mode.kv_unified)
+            return profile
+        return deep[mode.flash_attn].depth.added_to(profile, unified=mode.kv_unified)

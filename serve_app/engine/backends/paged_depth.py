@@ -35,10 +35,10 @@ def measure_depth(
     trials.left_s = limit_s
 
     def added(shallow: Mapping[int, float], sizes: Sequence[int]) -> dict[int, float]:
-        found: dict[int, float] = {}
-        for _ in trials.measure(found, [n for n in sizes if n in shallow], trial):
+        times: dict[int, float] = {}
+        for _ in trials.measure(times, [n for n in sizes if n in shallow], trial):
             pass
-        return {n: max(0.0, seconds - shallow[n]) for n, seconds in found.items()}
+        return {n: max(0.0, seconds - shallow[n]) for n, seconds in times.items()}
 
     def trial(n_rows: int) -> float:
         end = n_tokens + n_rows

@@ -62,14 +62,14 @@ class Drafter:
         """A step is planned over these: how many tokens of each are to be fed before a draft of up to
         `room` tokens. Those that can have none are left out."""
         behind: dict[str, int] = {}
-        for one in sequences:
-            window = self._windows[one.slot_id]
+        for sequence in sequences:
+            window = self._windows[sequence.slot_id]
             window.proposed = 0
-            if not window.owned_by(one) or window.rate is None:
+            if not window.owned_by(sequence) or window.rate is None:
                 window.rate = self._common.begin()
-            first = self._model.first_fed(one.slot_id)
-            if first < len(one.tokens):
-                behind[one.id] = window.follow(one, room, first)
+            first = self._model.first_fed(sequence.slot_id)
+            if first < len(sequence.tokens):
+                behind[sequence.id] = window.follow(sequence, room, first)
         return behind
 
     @staticmethod
@@ -118,15 +118,15 @@ class Drafter:
             last_rows.append(len(rows) - 1)
         drafts: list[list[int]] = [[] for _ in sequences]
         for _ in range(n_drafted):
-            found = self._pass(sequences, rows, places, last_rows)
-            if found is None:
+            proposed = self._pass(sequences, rows, places, last_rows)
+            if proposed is None:
                 return {}
-            for draft, token in zip(drafts, found, strict=True):
+            for draft, token in zip(drafts, proposed, strict=True):
                 draft.append(token)
             if len(drafts[0]) < n_drafted:
                 rows, last_rows = [], list(range(len(sequences)))
                 places = [GUESSED] * len(sequences)
-                for one, window, token in zip(sequences, windows, found, strict=True):
+                for one, window, token in zip(sequences, windows, proposed, strict=True):
                     rows.append((token, len(window.cells), one.slot_id, True))
                     window.fed([token], guessed=True)
         for window in windows:
@@ -166,22 +166,22 @@ class Drafter:
         sequences: SequenceOf[Sequence],
         rows: list[Row],
         places: list[int],
-        wanted: list[int],
+        last_rows: list[int],
     ) -> list[int] | None:
-        """One batch, and the most likely tokens after the wanted rows; None if it failed."""
+        """One batch, and the most likely tokens after `last_rows`; None if it failed."""
         n_past, began = self._n_cells - len(rows), self._clock()
         try:
             with self._progress.computing(self._costs.batch_s(len(rows), n_past)):
                 self._model.decode(rows, places)
-            found = [self._model.most_likely(row) for row in wanted]
+            found = [self._model.most_likely(row) for row in last_rows]
         except DecodeError as error:
             self._fail(error)
             return None
         seconds = self._clock() - began
-        if not wanted:
+        if not last_rows:
             self._costs.observe_prefill(len(rows), n_past, seconds)
         else:
-            self._costs.observe_decode(len(wanted), len(rows), n_past, seconds)
+            self._costs.observe_decode(len(last_rows), len(rows), n_past, seconds)
         self.spent += [(one, seconds / len(sequences)) for one in sequences]
         return found
 

@@ -147,9 +147,9 @@ class Checkpoints:
             (slot_id, _), oldest = next(iter(self._kept.items()))
             self._drop(slot_id, oldest)
 
-    def _drop(self, slot_id: int, one: Checkpoint) -> None:
-        del self._kept[slot_id, one.n_tokens]
-        self.n_bytes -= len(one.state)
+    def _drop(self, slot_id: int, checkpoint: Checkpoint) -> None:
+        del self._kept[slot_id, checkpoint.n_tokens]
+        self.n_bytes -= len(checkpoint.state)
 
 
 def _least_missed(checkpoints: tuple[Checkpoint, ...]) -> Checkpoint:

@@ -86,13 +86,13 @@ class SlotContents:
             self._backend.truncate(slot.id, n_most)
             return n_most
         except DecodeError:
-            found = self.checkpoints.deepest(slot.id, n_most)
-        if found is not None and slot.id not in self._backend.slots_with_pending_copy:
+            checkpoint = self.checkpoints.deepest(slot.id, n_most)
+        if checkpoint is not None and slot.id not in self._backend.slots_with_pending_copy:
             try:
-                with self._copies.making(self._copies.restores, len(found.state)):
-                    self._backend.states.rewind(slot.id, found.state, found.n_tokens)
-                self.checkpoints.used(slot.id, found)
-                return found.n_tokens
+                with self._copies.making(self._copies.restores, len(checkpoint.state)):
+                    self._backend.states.rewind(slot.id, checkpoint.state, checkpoint.n_tokens)
+                self.checkpoints.used(slot.id, checkpoint)
+                return checkpoint.n_tokens
             except DecodeError as error:
                 logger.warning("A checkpoint is of no use: %s", error)
         self._backend.truncate(slot.id, 0)

@@ -122,12 +122,12 @@ class MemoryTier:
     ) -> None:
         """Keep a prefix; those of its group that it continues go, but for those of which it could give
         little; and then the least recently used of all, for room."""
-        told = packed(tokens)
-        prefix = StoredPrefix(token_array(told), state, group, checkpoints)
-        for entry in self._index.match(group, told).begun():
+        packed_tokens = packed(tokens)
+        prefix = StoredPrefix(token_array(packed_tokens), state, group, checkpoints)
+        for entry in self._index.match(group, packed_tokens).begun():
             if isinstance(entry.owner, StoredPrefix) and self._replaces(prefix, entry.n_tokens):
                 self._drop(entry.owner)
-        self._keep(prefix, told)
+        self._keep(prefix, packed_tokens)
         if self._mirror:
             self._mirror.add(prefix)
         while self.n_bytes > self._budget_bytes:

@@ -151,13 +151,13 @@ class PrefixIndex:
 
     def add(self, owner: Any, group: str, tokens: Tokens) -> IndexEntry:
         """A new entry of that group; it has no age until it is used."""
-        told = packed(tokens)
+        packed_tokens = packed(tokens)
         self._roots.setdefault(group, _Node(None, b""))
-        node, n_shared = self._path(group, told, n_tokens(told))[-1]
+        node, n_shared = self._path(group, packed_tokens, n_tokens(packed_tokens))[-1]
         if n_shared < node.end:
             node = self._split(node, n_shared)
-        if n_shared < n_tokens(told):
-            node = self._append(node, told[n_shared * TOKEN_BYTES :])
+        if n_shared < n_tokens(packed_tokens):
+            node = self._append(node, packed_tokens[n_shared * TOKEN_BYTES :])
         entry = IndexEntry(owner, group, node)
         node.entries.add(entry)
         self.version += 1

@@ -140,7 +140,7 @@ class SlotTable:
         group: str,
         prompt: Tokens,
         n_stored: int = 0,
-        wanted: int = -1,
+        slot_id: int = -1,
         *,
         background: bool = False,
     ) -> SlotChoice | PrefixPending:
@@ -153,7 +153,7 @@ class SlotTable:
         prefix that another slot, idle or busy, holds is copied into an idle slot, and so is one that
         is stored. That is the slot next to most busy ones of the same adapters in a split cache,
         which computes consecutive slots together, or else the least recently used. The slot with
-        the id `wanted` is the one, if it is idle. At least the prompt's last token is left to
+        the id `slot_id` is the one, if it is idle. At least the prompt's last token is left to
         decode. There must be an idle slot. Only in the `background` a prompt waits for what is
         computed there.
         """
@@ -167,7 +167,7 @@ class SlotTable:
             for n, slot in zip(shared, self.slots, strict=True)
         ]
         idle = [slot for slot in self.slots if slot.idle]
-        idle = [slot for slot in idle if slot.id == wanted] or idle
+        idle = [slot for slot in idle if slot.id == slot_id] or idle
         fits = self._fitting(group)
         in_place = max(idle, key=lambda slot: (_worth(slot, here[slot.id]), *fits(slot)))
         source = max(self.slots, key=lambda slot: ready[slot.id])

@@ -19,7 +19,7 @@ class RequestLog:
         """Keep it, and forget the oldest."""
         self._records.append(record)
 
-    def find(self, wanted: str) -> list[RequestRecord]:
+    def find(self, request: str) -> list[RequestRecord]:
         """The records of that request, oldest first."""
         copied = list(self._records)  # in one go: nobody adds meanwhile
-        return [record for record in copied if record.belongs_to(wanted)]
+        return [record for record in copied if record.belongs_to(request)]

@@ -134,10 +134,10 @@ class Encoding(Guest):
         `interlude` must not call this: nothing happens then."""
         if self._is_encoding:
             return None
-        wanted = next(_missing(running()), None)
-        if wanted is None:
+        missing = next(_missing(running()), None)
+        if missing is None:
             return None
-        sequence, placed = wanted
+        sequence, placed = missing
         try:
             prepared = self._prepare(running(), placed.medium, _PATIENCE_S if idle else 0)
             if prepared is not None:
@@ -152,14 +152,14 @@ class Encoding(Guest):
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self, running: Sequence[EngineSequence], medium: Medium, patience_s: float) -> Any:
-        """A medium as it is encoded; None if that is not there yet. The one needed
+        """A medium as it is encoded; None if that is not there yet. The medium that is needed
         after it is begun, too. Raises CorralError."""
-        wanted = {one.medium.key: one.medium for _, one in _missing(running)}
-        for key in self._prepared.keys() - wanted.keys():
+        media = {tile.medium.key: tile.medium for _, tile in _missing(running)}
+        for key in self._prepared.keys() - media.keys():
             del self._prepared[key]
-        for one in list(wanted.values())[:_PREPARED]:
-            if one.key not in self._prepared:
-                self._prepared[one.key] = self._preparing.submit(self._projector.prepare, one)
+        for key, following in list(media.items())[:_PREPARED]:
+            if key not in self._prepared:
+                self._prepared[key] = self._preparing.submit(self._projector.prepare, following)
         try:
             return self._prepared[medium.key].result(patience_s)
         except TimeoutError:

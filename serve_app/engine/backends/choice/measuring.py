@@ -44,10 +44,10 @@ def measured(name: KernelsName, path: Path, options: EngineOptions) -> Measured:
             raise EngineFailedError(f"{name} was not measured within {_LIMIT_S:.0f} s.") from None
         if done.returncode or not result.is_file():
             raise EngineFailedError(f"Measuring {name} ended with status {done.returncode}.")
-        found = pickle.loads(result.read_bytes())
-    if isinstance(found, ConfigError):
-        raise found
-    return found  # type: ignore[no-any-return]  # it is what `main` wrote
+        outcome = pickle.loads(result.read_bytes())
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    return outcome  # type: ignore[no-any-return]  # it is what `main` wrote
 
 
 def main(result: Path) -> None:
@@ -56,10 +56,10 @@ def main(result: Path) -> None:
     try:
         with closing(open_named(name, path, replace(options, backend=name))) as backend:
             setup = backend.setup
-            found: object = Measured(setup.mode, setup.profile, setup.undisturbed)
+            outcome: object = Measured(setup.mode, setup.profile, setup.undisturbed)
     except ConfigError as error:
-        found = error
-    result.write_bytes(pickle.dumps(found))
+        outcome = error
+    result.write_bytes(pickle.dumps(outcome))
 
 
 if __name__ == "__main__":

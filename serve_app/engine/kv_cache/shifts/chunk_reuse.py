@@ -38,10 +38,10 @@ def plan(cached: bytes, prompt: bytes, n_shared: int, n_least: int) -> Reuse:
     cuts: list[tuple[int, int]] = []
     have, at, n_gone = n_shared, n_shared, 0
     while len(cuts) < MAX_CUTS:
-        wanted = prompt[have * TOKEN_BYTES : (have + n_least) * TOKEN_BYTES]
-        if n_tokens(wanted) < n_least:
+        chunk = prompt[have * TOKEN_BYTES : (have + n_least) * TOKEN_BYTES]
+        if n_tokens(chunk) < n_least:
             break
-        at = _find(cached, wanted, at)
+        at = _find(cached, chunk, at)
         if at < 0:
             break
         if at - n_gone > have:
@@ -53,12 +53,12 @@ def plan(cached: bytes, prompt: bytes, n_shared: int, n_least: int) -> Reuse:
     return Reuse(tuple(cuts), have)
 
 
-def _find(tokens: bytes, wanted: bytes, start: int) -> int:
+def _find(tokens: bytes, chunk: bytes, start: int) -> int:
     """The first place from `start` on where these tokens stand; -1 if they do not."""
-    found = tokens.find(wanted, start * TOKEN_BYTES)
-    while found >= 0 and found % TOKEN_BYTES:
-        found = tokens.find(wanted, found + 1)
-    return found // TOKEN_BYTES if found >= 0 else -1
+    place = tokens.find(chunk, start * TOKEN_BYTES)
+    while place >= 0 and place % TOKEN_BYTES:
+        place = tokens.find(chunk, place + 1)
+    return place // TOKEN_BYTES if place >= 0 else -1
 
 
 class ChunkReuse:

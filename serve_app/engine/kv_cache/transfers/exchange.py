@@ -47,12 +47,15 @@ class PrefixExchange:
         return [
             *(
                 (
-                    CachedPrompt(one.group, one.tokens[: one.n_past]),
-                    self._contents.n_bytes(one, one.n_past),
+                    CachedPrompt(holder.group, holder.tokens[: holder.n_past]),
+                    self._contents.n_bytes(holder, holder.n_past),
                 )
-                for one in self._table.slots
+                for holder in self._table.slots
             ),
-            *((CachedPrompt(one.group, one.tokens), one.n_bytes) for one in self._memory_tier),
+            *(
+                (CachedPrompt(holder.group, holder.tokens), holder.n_bytes)
+                for holder in self._memory_tier
+            ),
         ]
 
     def export_prefix(
@@ -61,19 +64,19 @@ class PrefixExchange:
         """The cache group's shortest prefix that begins with these tokens. None if there is none any
         more, or if saving it would probably keep running sequences waiting for longer than that."""
         slots = [
-            one
-            for one in self._table.having(group, packed(tokens))
-            if one.group == group and one.id not in self._backend.slots_with_pending_copy
+            slot
+            for slot in self._table.having(group, packed(tokens))
+            if slot.group == group and slot.id not in self._backend.slots_with_pending_copy
         ]
-        found = self._memory_tier.beginning(group, tokens)
-        slot = min(slots, key=lambda one: one.n_past, default=None)
-        if slot is not None and (found is None or slot.n_past < len(found.tokens)):
+        stored = self._memory_tier.beginning(group, tokens)
+        slot = min(slots, key=lambda slot: slot.n_past, default=None)
+        if slot is not None and (stored is None or slot.n_past < len(stored.tokens)):
             most_s = most_s if self._table.busy else None
-            found = self._saved(slot, most_s) or found
-        if found is not None:
+            stored = self._saved(slot, most_s) or stored
+        if stored is not None:
             self.transferred["sent_prefixes"] += 1
-            self.transferred["sent_bytes"] += found.n_bytes
-        return found
+            self.transferred["sent_bytes"] += stored.n_bytes
+        return stored
 
     def _saved(self, slot: Slot, most_s: float | None) -> StoredPrefix | None:
         """The saved prefix of a slot, unless saving would take too long."""

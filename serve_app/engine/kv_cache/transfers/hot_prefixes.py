@@ -33,9 +33,9 @@ class Prefix(NamedTuple):
         """The prefix's first tokens."""
         return Prefix(self.group, self.tokens[:n_bytes])
 
-    def serves(self, wanted: Prefix) -> bool:
+    def serves(self, prefix: Prefix) -> bool:
         """Whether a prompt that begins with those tokens finds them all here."""
-        return n_shared(wanted, self) == len(wanted.tokens)
+        return n_shared(prefix, self) == len(prefix.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class HotPrefix:
     """The bytes of the smallest state that it can be taken from."""
 
 
-def n_shared(wanted: Prefix, held: Prefix) -> int:
-    """Bytes of the first tokens that a prompt which begins with `wanted` finds in `held`."""
-    if not may_start_from(wanted.group, held.group):
+def n_shared(prefix: Prefix, held: Prefix) -> int:
+    """Bytes of the first tokens that a prompt which begins with `prefix` finds in `held`."""
+    if not may_start_from(prefix.group, held.group):
         return 0
-    n = common_prefix(wanted.tokens, held.tokens)
+    n = common_prefix(prefix.tokens, held.tokens)
     return n - n % TOKEN_BYTES
 
 
@@ -64,10 +64,10 @@ def begun_with(
     group holds it: those that at least so many prompts began with. `held` come with the bytes of
     their states."""
     begun, holders = sorted(prompts), sorted(held)
-    known = [one for one, _ in holders]
-    found = set(begun) | {one.cut(n_shared(one, other)) for one, other in pairwise(begun)}
+    known = [prefix for prefix, _ in holders]
+    found = set(begun) | {prefix.cut(n_shared(prefix, other)) for prefix, other in pairwise(begun)}
     hot = []
-    for prefix in {one.cut(_n_held(known, one)) for one in found}:
+    for prefix in {prefix.cut(_n_held(known, prefix)) for prefix in found}:
         first, last = _range(begun, prefix)
         if len(prefix.tokens) >= _LEAST_BYTES and last - first >= least:
             smallest = min(n_bytes for _, n_bytes in holders[slice(*_range(known, prefix))])
@@ -81,34 +81,35 @@ def hottest(
     """The prefixes to take into so many bytes, the best first, given those already held.
 
     Each time, that which saves the most tokens for its bytes: what it has and nothing taken before
-    has, as often as prompts began with it lately. A prefix of a longer one that is taken is not
+    has, as often as prompts began with it lately. A prefix of a longer offer that is taken is not
     taken again.
     """
     shared = {
-        one: max((n_shared(one.prefix, known) for known in held), default=0) for one in offered
+        offer: max((n_shared(offer.prefix, known) for known in held), default=0)
+        for offer in offered
     }
     chosen: list[HotPrefix] = []
     while len(chosen) < MAX_PREFIXES:
-        room = budget_bytes - sum(one.n_bytes for one in chosen)
+        room = budget_bytes - sum(offer.n_bytes for offer in chosen)
         shared = {
-            one: n
-            for one, n in shared.items()
-            if one.n_bytes <= room and len(one.prefix.tokens) - n >= _LEAST_BYTES
+            offer: n
+            for offer, n in shared.items()
+            if offer.n_bytes <= room and len(offer.prefix.tokens) - n >= _LEAST_BYTES
         }
         if not shared:
             break
         best = max(
             shared,
-            key=lambda one: (
-                one.n_begun * (len(one.prefix.tokens) - shared[one]) / max(1, one.n_bytes),
-                one.prefix,
+            key=lambda offer: (
+                offer.n_begun * (len(offer.prefix.tokens) - shared[offer]) / max(1, offer.n_bytes),
+                offer.prefix,
             ),
         )
-        chosen = [one for one in chosen if not best.prefix.serves(one.prefix)]
+        chosen = [offer for offer in chosen if not best.prefix.serves(offer.prefix)]
         chosen.append(best)
-        for one in shared:
-            shared[one] = max(shared[one], n_shared(one.prefix, best.prefix))
-    return sorted(chosen, key=lambda one: -one.n_begun)
+        for offer in shared:
+            shared[offer] = max(shared[offer], n_shared(offer.prefix, best.prefix))
+    return sorted(chosen, key=lambda offer: -offer.n_begun)
 
 
 def _n_held(known: list[Prefix], prefix: Prefix) -> int:

@@ -69,18 +69,18 @@ class PrefixTransfer:
         held = self.held()
         return [not any(one.serves(wanted) for one in held) for wanted in prefixes]
 
-    def export_prefix(self, wanted: Prefix) -> Payload | None:
+    def export_prefix(self, asked_for: Prefix) -> Payload | None:
         """The shortest prefix of that cache group with these first tokens. None if it is gone, or if
         saving it would keep running sequences waiting for longer than `max_stall_s`."""
         most_s = self._options.max_stall_s
-        found: StoredPrefix | None = self._run(
-            lambda cache: cache.exchange.export_prefix(wanted.group, wanted.tokens, most_s)
+        stored: StoredPrefix | None = self._run(
+            lambda cache: cache.exchange.export_prefix(asked_for.group, asked_for.tokens, most_s)
         )
-        if found is None:
+        if stored is None:
             return None
-        prefix = Prefix(found.group, packed(found.tokens))
-        marks = ((one.n_tokens, np.frombuffer(one.state, np.uint8)) for one in found.checkpoints)
-        return Payload(self.key, prefix, np.frombuffer(found.state, np.uint8), tuple(marks))
+        prefix = Prefix(stored.group, packed(stored.tokens))
+        marks = ((one.n_tokens, np.frombuffer(one.state, np.uint8)) for one in stored.checkpoints)
+        return Payload(self.key, prefix, np.frombuffer(stored.state, np.uint8), tuple(marks))
 
     def import_prefix(self, payload: Payload, n_wanted: int) -> int:
         """Store another engine's prefix, of which the first `n_wanted` tokens are wanted: see
