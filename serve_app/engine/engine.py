@@ -31,8 +31,10 @@ from serve_app.errors import (
     PromptTooLongError,
     TextTooLongError,
 )
+from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.vision.tiles import Tile
 from serve_app.progress import Report
+from serve_app.sampling import SamplingParams
 from serve_app.types import (
     MEDIUM,
     GenerationRequest,
@@ -91,10 +93,21 @@ class Engine:
         """A key that tells this vocabulary from others."""
         return self._vocabulary.vocabulary_key
 
-    def prepare(self, grammar: str) -> None:
-        """Compile a request's grammar, which `submit` does else, and may take a second. Raises
-        InvalidRequestError if it is none."""
-        self._vocabulary.constraint(grammar)
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Compile a request's grammar, and find the breakers of DRY, which `submit` does else, and may take
+        a second. Raises InvalidRequestError for those that cannot be used."""
+        self._constraint(sampling)
+        self._dry_sampler(sampling)
+
+    def _constraint(self, sampling: SamplingParams) -> Constraint | None:
+        if sampling.grammar is None:
+            return None
+        return self._vocabulary.constraint(sampling.grammar, sampling.triggers)
+
+    def _dry_sampler(self, sampling: SamplingParams) -> object:
+        if not sampling.counts_repeats:
+            return None
+        return self._vocabulary.dry_sampler(sampling, self.options.n_ctx_slot)
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Start a request. Raises InvalidRequestError, PromptTooLongError, QueueFullError,
@@ -226,20 +239,17 @@ class Engine:
     def _sequence(
         self, request: GenerationRequest, sink: Callable[[TokenDelta], None]
     ) -> EngineSequence | CorralError:
-        grammar = request.sampling.grammar
         try:
             request, tiles = self._seen(request)
             refusal = self._reason_to_refuse(request, is_expanded=bool(tiles))
             if refusal is not None:
                 return refusal
-            constraint = (
-                None
-                if grammar is None
-                else self._vocabulary.constraint(grammar, request.sampling.triggers)
-            )
+            constraint = self._constraint(request.sampling)
+            dry_sampler = self._dry_sampler(request.sampling)
         except InvalidRequestError as error:
             return error
         sequence = EngineSequence(request, sink, constraint, tiles)
+        sequence.shared_sampler = dry_sampler
         n_keep = context_shift.n_kept(request, self.options)
         sequence.resume(self._vocabulary, self.options.n_ctx_slot, n_keep)
         return sequence

@@ -23,7 +23,8 @@ from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint
 from serve_app.llama.grammars.grammar_tokenizer import grammar_tokenizer, is_delimiter
 from serve_app.llama.grammars.triggers import LazyConstraint
-from serve_app.sampling import Triggers
+from serve_app.llama.sampling.dry import DrySampler, DrySamplers
+from serve_app.sampling import SamplingParams, Triggers
 
 _CONTROL_KINDS = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 _KINDS_FOUND_BY_TEXT = _CONTROL_KINDS | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
@@ -143,6 +144,7 @@ class Model:
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._constraints = threading.Lock()
         self._compiled = CompiledGrammars(self._compile)
+        self._dry_samplers = DrySamplers(self._vocab, self._all_pieces)
 
     # -- metadata ---------------------------------------------------------------------------------
 
@@ -491,6 +493,14 @@ class Model:
         if probe.fault is not None:
             raise InvalidRequestError(f"The grammar takes too much: {probe.fault.splitlines()[0]}")
         return made
+
+    def dry_sampler(self, params: SamplingParams, n_ctx_slot: int) -> DrySampler:
+        """The sampler with DRY's breakers that those of sequences are copies of. A new one takes tenths of
+        a second. Raises InvalidRequestError for breakers that are in too many tokens."""
+        return self._dry_samplers.sampler(params, n_ctx_slot)
+
+    def _all_pieces(self) -> list[bytes]:
+        return [self._read_piece(token, True) for token in range(self.n_vocab)]
 
     @functools.cached_property
     def _trie(self) -> LLTokenizer:

@@ -154,8 +154,8 @@ class LoadedModel:
             self._refuse_strange_tokens(vocabulary_key)
             await self._adapters.have(request.adapters)
             channel = await self._channels.to(address)
-            if request.sampling.grammar is not None:
-                await asyncio.to_thread(self._engine.prepare, request.sampling.grammar)
+            if request.sampling.grammar is not None or request.sampling.counts_repeats:
+                await asyncio.to_thread(self._engine.prepare, request.sampling)
             if sizes := [one.size for one in request.media if isinstance(one, Sound)]:
                 await asyncio.to_thread(self._engine.media_tokens, sizes)
             end = await self._run(request, channel, number)

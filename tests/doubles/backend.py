@@ -60,6 +60,10 @@ class FakeVocabulary:
         """There is none."""
         raise InvalidRequestError("A scripted vocabulary has no grammars.", "grammar")
 
+    def dry_sampler(self, params: SamplingParams, n_ctx_slot: int) -> object:
+        """Nothing: scripts have no samplers."""
+        return None
+
 
 class FakeAdapters:
     """Adapters that are only names."""

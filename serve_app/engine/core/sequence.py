@@ -120,6 +120,8 @@ class Sequence:
         self.preempted = False
         """Whether it waits because it was preempted for another client's request."""
         self.trace = Trace()
+        self.shared_sampler: object = None
+        """Keeps the sampler that its own copies when the sequence is admitted: a new one takes long."""
         self._sampler: Sampler | None = None
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._text = Detokenizer(request.sampling.stop)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +13,12 @@ from numpy.typing import NDArray
 
 from serve_app.llama import library
 from serve_app.llama.sampling.candidates import Candidates
+from serve_app.llama.sampling.dry import last_n
 from serve_app.llama.sampling.source import LogitsSource
 from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
 
-# llama-server's default, which counts where a request asks for less than 1.
-_DRY_BASE = 1.75
 _accept = library.brief(llama_cpp.llama_sampler_accept)
 
 
@@ -121,16 +119,7 @@ def _dry(context: LogitsSource, params: SamplingParams) -> Any:
     """llama.cpp's sampler; None if it would change nothing."""
     if not params.counts_repeats:
         return None
-    breakers = [text.encode() for text in params.dry_sequence_breakers]
-    return llama_cpp.llama_sampler_init_dry(
-        context.model.vocabulary,
-        params.dry_multiplier,
-        params.dry_base if params.dry_base >= 1 else _DRY_BASE,
-        params.dry_allowed_length,
-        _last_n(context, params.dry_penalty_last_n),
-        (ctypes.c_char_p * len(breakers))(*breakers),
-        len(breakers),
-    )
+    return context.model.dry_sampler(params, context.n_ctx_slot).copy()
 
 
 def _window(context: LogitsSource, params: SamplingParams) -> int:
@@ -141,5 +130,4 @@ def _window(context: LogitsSource, params: SamplingParams) -> int:
 
 
 def _last_n(context: LogitsSource, n: int) -> int:
-    """All that there can be for -1, which llama.cpp does not read so."""
-    return context.n_ctx_slot if n < 0 else min(n, context.n_ctx_slot)
+    return last_n(n, context.n_ctx_slot)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import llama_cpp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from serve_app.errors import InvalidRequestError
 from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
@@ -106,3 +108,43 @@ def pick_within(whole: WholeChain, constraint: Constraint, logits: NDArray[np.fl
         assert constraint.take(token)
     whole.accept(token)
     return token
+
+
+def test_breakers_are_looked_for_once_and_samplers_share_nothing_else(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the sequences counts its own repeats, as with a sampler that was made for it alone."""
+    scans: list[int] = []
+    make = llama_cpp.llama_sampler_init_dry
+
+    def noted(*arguments: Any) -> Any:
+        scans.append(arguments[-1])
+        return make(*arguments)
+
+    monkeypatch.setattr(llama_cpp, "llama_sampler_init_dry", noted)
+    breakers = ("\n", ".", "\n", "." + "x" * 1000)
+    params = SamplingParams(
+        temperature=0, dry_multiplier=100, dry_sequence_breakers=breakers, dry_penalty_last_n=32
+    )
+    shared = context.model.dry_sampler(params, N_CTX_SLOT)
+    repeated = [97, 98, 99, 100, 97, 98, 99]  # 100 would repeat four tokens
+    decode(context, [5], 0)
+    logits = context.logits(0)
+    logits[100], logits[101] = 90, 80
+    for prompt, token in ((repeated, 101), (repeated[:4], 100), (repeated, 101)):
+        sampler = SequenceSampler(context, params, prompt)
+        assert sampler.sample(0).token == token
+        sampler.close()
+    assert scans == [3]
+    assert context.model.dry_sampler(params, N_CTX_SLOT) is shared
+
+
+def test_breakers_that_are_in_too_many_tokens_are_refused(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of their sampler would take long, on the decoder thread, for each sequence."""
+    letters = tuple("etaoinsrhldcumfp")
+    params = SamplingParams(dry_multiplier=1, dry_sequence_breakers=letters)
+    with pytest.raises(InvalidRequestError, match="Use fewer or rarer strings"):
+        context.model.dry_sampler(params, N_CTX_SLOT)
+    context.model.dry_sampler(SamplingParams(dry_multiplier=1), N_CTX_SLOT)

@@ -143,8 +143,9 @@ def test_an_expression_that_blows_up_is_refused(
     limit."""
     limits = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=10)
     monkeypatch.setattr("serve_app.llama.model.LIMITS", limits)
+    grammar = grammars.from_regex("([a-z]{1,50}x){50}", "regex")
     with pytest.raises(InvalidRequestError, match="takes too much"):
-        engine.prepare(grammars.from_regex("([a-z]{1,50}x){50}", "regex"))
+        engine.prepare(SamplingParams(grammar=grammar))
 
 
 async def test_what_is_no_grammar_is_refused(engine: Engine) -> None:
