@@ -11,7 +11,7 @@ import contextvars
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +156,7 @@ class BackgroundResponses:
         self._putting: dict[str, BackgroundResponse] = {}
         """Complete ones on their way to the store."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reading = asyncio.Lock()
 
     @property
     def keep_any(self) -> bool:
@@ -198,7 +199,8 @@ class BackgroundResponses:
         logger.warning(
             "%s continues in this ingress, after %d entries", stored_request.id, stored.n_entries
         )
-        response = BackgroundResponse(stored_request, stored.owner, stored.entries(), stored.turn)
+        entries = [entry async for part in self._parts(stored) for entry in part]
+        response = BackgroundResponse(stored_request, stored.owner, entries, stored.turn)
         caller = Caller(request_id=stored_request.request.http_id, is_operator=False)
         self._begin(response, caller, ExitStack())
         return True
@@ -361,12 +363,26 @@ class BackgroundResponses:
         self._putting.pop(response.stored_request.id, None)
 
     async def found(self, response_id: str, key: str | None) -> tuple[StoredRequest, list[Event]]:
-        """A response of this key's, as far as it is. Raises ResponseNotFoundError."""
+        """A response of this key's, as far as it is, its deltas in few entries. Raises
+        ResponseNotFoundError."""
         response = self._own(response_id, key)
         if response is not None:
             return response.stored_request, response.entries[: response.n_readable]
         kept = await self._ask(response_id, key)
-        return StoredRequest.unpacked(kept.stored_request), kept.entries()
+        entries = [entry async for part in self._parts(kept) for entry in log.merged(part)]
+        return StoredRequest.unpacked(kept.stored_request), entries
+
+    async def _parts(self, kept: StoredResponse, since: int = 0) -> AsyncGenerator[Sequence[Event]]:
+        """The log from that place on. Between its parts, all others on the event loop have their turn, and
+        one log is read at a time: who reads many long ones holds up no stream for longer."""
+        parts = kept.parts(since)
+        while True:
+            async with self._reading:
+                part = next(parts, None)
+                if part is None:
+                    return
+                await asyncio.sleep(0)
+            yield part
 
     async def follow(self, response_id: str, key: str | None, since: int) -> AsyncGenerator[Event]:
         """A response's entries from that place on, up to the last one. Ends early if it is deleted."""
@@ -382,11 +398,10 @@ class BackgroundResponses:
                 kept = await self._ask(response_id, key, since, WAIT_S)
             except ResponseNotFoundError:
                 return
-            for entry in kept.entries(since):
-                since += 1
-                yield entry
-                if since % _AT_ONCE == 0:
-                    await asyncio.sleep(0)
+            async for part in self._parts(kept, since):
+                for entry in part:
+                    since += 1
+                    yield entry
             if kept.has_ended and since >= kept.n_entries:
                 return
 

@@ -5,13 +5,18 @@ All else, its events and the response itself, is computed from these two, by any
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from serve_app.errors import CorralError
 from serve_app.types import GenerationRequest, TokenDelta
+
+_PART = 64
+"""The most entries that are unpacked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +76,18 @@ class Event:
 
 
 def packed(entries: Iterable[Event]) -> bytes:
-    """For `unpacked`."""
-    return pickle.dumps(list(entries), pickle.HIGHEST_PROTOCOL)
+    """Pack entries for `unpacked`."""
+    rest, packs = iter(entries), []
+    while part := list(islice(rest, _PART)):
+        packs.append(pickle.dumps(part, pickle.HIGHEST_PROTOCOL))
+    return b"".join(packs)
 
 
-def unpacked(pack: bytes) -> list[Event]:
-    """The entries that were packed by another ingress."""
-    found: list[Event] = pickle.loads(pack)
-    return found
+def unpacked(pack: bytes) -> Iterator[Sequence[Event]]:
+    """Unpack the entries that an ingress packed, some at a time: a part takes about a millisecond."""
+    file = io.BytesIO(pack)
+    while file.tell() < len(pack):
+        yield pickle.load(file)
 
 
 def merged(entries: Sequence[Event]) -> list[Event]:

@@ -5,6 +5,7 @@ Source: OpenAI's API reference, "Responses".
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -70,7 +71,7 @@ async def _conversation(
 ) -> tuple[bytes, Sequence[object]]:
     try:
         stored_request, entries = await responses.found(response_id, stored.key())
-        answer = stored.told(responses.models, stored_request, entries)
+        answer = await asyncio.to_thread(stored.told, responses.models, stored_request, entries)
     except ResponseNotFoundError:
         raise PreviousResponseError(response_id) from None
     if not (entries and entries[-1].is_last):

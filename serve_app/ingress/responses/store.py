@@ -9,7 +9,7 @@ import asyncio
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from serve_app.errors import EngineFailedError, KeyLimitError, RateLimitError
@@ -87,14 +87,18 @@ class StoredResponse:
     turn: int
     owner: Owner
 
+    def parts(self, since: int = 0) -> Iterator[Sequence[Event]]:
+        """The entries from that place on, some at a time. None is empty."""
+        for first, pack in self.packs:
+            place = first
+            for part in log.unpacked(pack):
+                if new := part[max(0, since - place) :]:
+                    yield new
+                place += len(part)
+
     def entries(self, since: int = 0) -> list[Event]:
-        """From that place on."""
-        return [
-            entry
-            for first, pack in self.packs
-            for place, entry in enumerate(log.unpacked(pack), first)
-            if place >= since
-        ]
+        """The entries from that place on."""
+        return [entry for part in self.parts(since) for entry in part]
 
 
 @dataclass

@@ -5,12 +5,13 @@ Source: OpenAI's API reference, "Responses".
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from serve_app.errors import InvalidRequestError, ModelNotFoundError, ResponseNotFoundError
 from serve_app.ingress.access.limits.bodies import unread
@@ -59,6 +60,14 @@ def told(
     return answer
 
 
+async def json_of(
+    responses: BackgroundResponses, stored_request: StoredRequest, entries: Sequence[Event]
+) -> bytes:
+    """A response as far as it is, as JSON. Raises ResponseNotFoundError if its model is no more."""
+    answer = await asyncio.to_thread(told, responses.models, stored_request, entries)
+    return orjson.dumps(answer.whole())
+
+
 async def _responses(request: Request) -> BackgroundResponses:
     responses: BackgroundResponses = request.app.state.responses
     return responses
@@ -81,7 +90,7 @@ async def get_response(
     `starting_after`, from its beginning and then as they come."""
     stored_request, entries = await responses.found(response_id, key())
     if not stream:
-        return JSONResponse(told(responses.models, stored_request, entries).whole())
+        return written(await json_of(responses, stored_request, entries))
     answer = told(responses.models, stored_request, [])
     answer.obfuscates = include_obfuscation
     with responses.open_requests.entered(request_context.current().holder):
@@ -106,9 +115,10 @@ async def cancel_response(responses: ResponsesArgument, response_id: str) -> Res
         raise InvalidRequestError("Cannot cancel a synchronous response.")
     if not (entries and entries[-1].is_last):
         await responses.cancel(response_id, key())
-        async for entry in responses.follow(response_id, key(), len(entries)):
-            entries.append(entry)
-    return JSONResponse(told(responses.models, stored_request, entries).whole())
+        async for _ in responses.follow(response_id, key(), 0):
+            pass  # up to its end
+        stored_request, entries = await responses.found(response_id, key())
+    return written(await json_of(responses, stored_request, entries))
 
 
 @ROUTER.get("/v1/responses/{response_id}/input_items", response_model=None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from serve_app.ingress.access.auth import Access
 from serve_app.ingress.access.limits.open_requests import OpenRequests
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.ingress.responses import background, store
+from serve_app.ingress.responses import background, log, store
 from serve_app.ingress.responses.background import BackgroundResponses
+from serve_app.ingress.responses.log import Event
 from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.types import TokenDelta
 from tests.unit.ingress.harness import (
@@ -540,3 +542,32 @@ async def test_noise_hides_the_sizes_of_pieces(first: Ingress) -> None:
         pieces = [event for event in told if event["type"].endswith(".delta")]
         assert [len(p["delta"] + p["obfuscation"]) for p in pieces] == [64, 64]
         assert all("obfuscation" not in event for event in told if event not in pieces)
+
+
+async def test_long_logs_are_read_in_parts_one_between_turns_of_the_event_loop(
+    shared: Store, engine: ScriptedEngine, access: Access, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams have their turns while logs of megabytes are read, whoever reads how many."""
+    monkeypatch.setattr(log, "_PART", 1)
+    engine.script = [TokenDelta(character, (1,)) for character in "long" * 50] + HELLO[-1:]
+    maker, other = (Ingress(shared, engine, access) for _ in range(2))
+    response = await posted(maker)
+    turns, read_at, unpacked = itertools.count(), list[int](), log.unpacked
+    turn = 0
+
+    def noted(pack: bytes) -> Iterator[Sequence[Event]]:
+        for part in unpacked(pack):
+            read_at.append(turn)
+            yield part
+
+    async def take_turns() -> None:
+        nonlocal turn
+        for turn in turns:  # noqa: B007
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(log, "unpacked", noted)
+    taking = asyncio.create_task(take_turns())
+    answers = await asyncio.gather(*(got(other, response["id"]) for _ in range(2)))
+    taking.cancel()
+    assert [answer.json() for answer in answers] == [response] * 2
+    assert len(read_at) == len(set(read_at)) > 400
