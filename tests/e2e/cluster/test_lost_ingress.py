@@ -14,19 +14,19 @@ import pytest
 
 from tests.e2e.conftest import Corral, model, wait_until
 
-N_TOKENS = 1500
+N_TOKENS = 12_000
 
 
 @pytest.mark.long
 def test_a_stream_is_read_on_when_its_ingress_was_lost(
     start: Callable[[list[dict[str, Any]]], Corral], gguf: Path
 ) -> None:
-    corral = start([model(gguf, "big", n_slots=2, n_ctx_slot=2048)])
+    corral = start([model(gguf, "big", n_slots=2, n_ctx_slot=16_384)])
     corral.wait_ready()
     client = openai.OpenAI(base_url=f"{corral.url}/v1", api_key="none", max_retries=0)
     kept = client.responses.create(model="big", input="y", max_output_tokens=4)
     asked: dict[str, Any] = {"model": "big", "input": "x", "max_output_tokens": N_TOKENS}
-    schema = {"type": "string", "minLength": 20_000}
+    schema = {"type": "string", "minLength": 160_000}
     text = {"format": {"type": "json_schema", "name": "long", "schema": schema}}
     asked |= {"background": True, "stream": True, "text": text}
     seen = []
