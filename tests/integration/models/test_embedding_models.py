@@ -68,7 +68,9 @@ def test_tokens_that_see_the_whole_text(tmp_path: Path, pooling: PoolingType) ->
     tokenizer = Tokenizer(path)
     with running(path) as engine:
         before = engine.stats().embeddings.embedding_batches
-        together, alone = both_ways(engine, [tokenizer.encode(text) for text in TEXTS])
+        together, alone = both_ways(
+            engine, [tokenizer.encode_for_embedding(text) for text in TEXTS]
+        )
         assert engine.stats().embeddings.embedding_batches - before == 1 + len(TEXTS)
     assert together == pytest.approx(alone, abs=1e-5)
     assert together == pytest.approx(reference_vectors(path, TEXTS), abs=1e-4)
