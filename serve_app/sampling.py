@@ -276,8 +276,8 @@ class SamplingParams:
     )
 
     samplers: tuple[str, ...] | None = None
-    """llama-server's names of those that are used, in their order; None for all in the usual one.
-    Penalties and DRY come first, wherever they stand."""
+    """llama-server's names of the samplers that are used, in their order; None for all in the usual one.
+    Each counts once. Penalties and DRY come first, wherever they stand."""
     # What requests do not give as it is: their protocols make it of several fields.
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, value added to its logit); -inf bans the token."""

@@ -199,7 +199,7 @@ class GenerationParams(RequestModel):
         Annotated[str, Field(max_length=64)] | Annotated[list[str], Field(max_length=64)] | None
     ) = None
     """llama-server's: the samplers that are used, in their order, by their names or as a string of their
-    letters. Penalties and DRY come first all the same."""
+    letters. Each counts once. Penalties and DRY come first all the same."""
     timings: bool = False
     """Whether to tell, at the end, what the request waited for and how long; only with one answer."""
     timings_per_token: bool = False

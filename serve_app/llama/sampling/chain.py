@@ -26,6 +26,8 @@ _FEW = 64
 _RANDOM_SEED = 0xFFFFFFFF
 # As llama.cpp has it: above, XTC leaves nothing out.
 _MOST_THRESHOLD = 0.5
+# Candidates that infill gets at most: it compares each with each, which takes minutes for a vocabulary.
+_MOST_INFILL = 128
 # Tokens that Mirostat 1 estimates with: llama-server's number.
 _MIROSTAT_M = 100
 
@@ -188,8 +190,14 @@ def _unusual(params: SamplingParams, model: Model) -> list[llama_cpp.llama_sampl
         ),
         "infill": lambda: llama_cpp.llama_sampler_init_infill(model.vocabulary),
     }
-    names = CHAIN if params.samplers is None else params.samplers
-    links = [makers[name]() for name in names if name in makers]
+    # Each once: each may go over the whole vocabulary, and the request says how many there are.
+    names = tuple(dict.fromkeys(CHAIN if params.samplers is None else params.samplers))
+    links = []
+    for name in names:
+        if name == "infill":
+            links.append(llama_cpp.llama_sampler_init_top_k(_MOST_INFILL))
+        if name in makers:
+            links.append(makers[name]())
     if "adaptive_p" in names:
         target, decay = params.adaptive_target, params.adaptive_decay
         return [*links, llama_cpp.llama_sampler_init_adaptive_p(target, decay, seed)]

@@ -148,3 +148,21 @@ def test_breakers_that_are_in_too_many_tokens_are_refused(
     with pytest.raises(InvalidRequestError, match="Use fewer or rarer strings"):
         context.model.dry_sampler(params, N_CTX_SLOT)
     context.model.dry_sampler(SamplingParams(dry_multiplier=1), N_CTX_SLOT)
+
+
+def test_samplers_count_once_and_infill_compares_few(context: Context) -> None:
+    """Infill compares each candidate with each: all of a large vocabulary would take minutes."""
+    named = ("typ_p", "infill", "typ_p", "infill", "top_n_sigma")
+    sampler = SequenceSampler(
+        context, SamplingParams(samplers=named, typical_p=0.5, top_n_sigma=1), PROMPT
+    )
+    chain = sampler._chain._others
+    links = [
+        llama_cpp.llama_sampler_chain_get(chain, i)
+        for i in range(llama_cpp.llama_sampler_chain_n(chain))
+    ]
+    names = [llama_cpp.llama_sampler_name(link).decode() for link in links]
+    assert names == ["typical", "top-k", "infill", "top-n-sigma", "dist"]
+    decode(context, [5], 0)
+    assert 0 <= sampler.sample(0).token < N_VOCAB
+    sampler.close()
