@@ -332,7 +332,7 @@ class QueueFullError(RateLimitError):
 
 
 class NoRoomError(QueueFullError):
-    """The same was said to this client a moment ago, and nobody asked the engines again."""
+    """The client was told QueueFullError a moment ago, and nobody asked the engines again."""
 
 
 class MediaError(CorralError):

@@ -20,7 +20,7 @@ _opening = threading.Lock()
 
 
 def leave_all() -> None:
-    """This process uses nothing any more that it has shared. Any thread."""
+    """Give up all locks that this process holds shared. Any thread may call it."""
     with _opening:
         for descriptor in _open.values():
             os.close(descriptor)

@@ -29,11 +29,11 @@ class Stage:
     """The part of the weights that is here, converted or loaded; nothing for measuring, whose time runs by
     itself."""
     limit_s: float | None = None
-    """It takes so many seconds at most."""
+    """The most seconds that the stage takes; None: no limit."""
     from_origin_bytes: int = 0
-    """The bytes of a model's files that this process has downloaded from where they come from,"""
+    """The bytes of a model's files that this process has downloaded from their origin."""
     from_nodes_bytes: int = 0
-    """and the bytes that it has from other nodes."""
+    """The bytes of a model's files that this process has got from other nodes."""
 
 
 Report = Callable[[Stage], None]

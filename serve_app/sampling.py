@@ -29,7 +29,7 @@ _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Api(StrEnum):
-    """Whose requests a parameter is in."""
+    """An API whose requests may have a parameter."""
 
     OPENAI = "openai"
     """Completions and chat completions; llama-server's own routes take the same."""
@@ -43,7 +43,7 @@ class Taken:
 
     bounds: Bounds | None = None
     name: str | None = None
-    """Its name there; None if that is the parameter's own."""
+    """The name in the API's requests; None if it is the parameter's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Parameter:
 
     name: str
     type: Any
-    """Of its value in the engine, as a type hint."""
+    """The type hint of the value in the engine."""
     default: Any
     meaning: str
     apis: Mapping[Api, Taken]
@@ -62,7 +62,7 @@ class Parameter:
     """Values that requests may have, and the engine's that mean the same."""
 
     def name_in(self, api: Api) -> str:
-        """Its name in the API's requests. Raises KeyError if they do not have it."""
+        """The parameter's name in the API's requests. Raises KeyError if they do not have it."""
         return self.apis[api].name or self.name
 
 
@@ -330,7 +330,7 @@ PARAMETERS = _declared()
 CHAIN = tuple(dict.fromkeys(one.sampler for one in PARAMETERS if one.sampler is not None))
 """llama-server's names of Corral's samplers, in their order."""
 EXTRA = ("infill", "adaptive_p")
-"""Those that are used only if a request names them; the last one draws, wherever it stands."""
+"""Samplers that are used only if a request names them; the last one draws, wherever it stands."""
 
 
 _OTHER_NAMES = {
@@ -374,7 +374,7 @@ def samplers_by(names: str | Sequence[str]) -> tuple[str, ...]:
     common/sampling.cpp.
     """
     if isinstance(names, str):
-        found = [_LETTERS.get(letter, "") for letter in names]
+        samplers = [_LETTERS.get(letter, "") for letter in names]
     else:
-        found = [_OTHER_NAMES.get(name.lower(), name.lower()) for name in names]
-    return tuple(name for name in found if name in CHAIN or name in EXTRA)
+        samplers = [_OTHER_NAMES.get(name.lower(), name.lower()) for name in names]
+    return tuple(name for name in samplers if name in CHAIN or name in EXTRA)

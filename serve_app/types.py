@@ -34,12 +34,12 @@ class AdapterUse(NamedTuple):
     """A LoRA adapter that a request is computed with."""
 
     id: str
-    """Its name among the model's adapters."""
+    """The adapter's name among the model's adapters."""
     scale: float
     """The factor by which its change of the weights is multiplied."""
     version: str = ""
-    """Of one that was loaded while serving, a hash of its file: another one may get the same name later.
-    Empty for those of the configuration."""
+    """A hash of the file of an adapter that was loaded while serving: another file may get the same name
+    later. Empty for the adapters of the configuration."""
 
     @property
     def key(self) -> str:
@@ -93,7 +93,7 @@ class Picture(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def size(self) -> Size:
-        """Its width and height."""
+        """The width and the height."""
         return self.width, self.height
 
 
@@ -103,7 +103,7 @@ class Sound(msgspec.Struct, frozen=True, tag=True):
     key: bytes
     """A hash of its samples."""
     samples: bytes
-    """Of one channel, SAMPLE_RATE a second, from -1 to 1: floats of four bytes."""
+    """The samples of one channel, SAMPLE_RATE a second, from -1 to 1: floats of four bytes."""
 
     @classmethod
     def of(cls, samples: bytes) -> Sound:
@@ -135,7 +135,7 @@ class GenerationRequest:
     each of `media`, until an engine has put their own tokens there."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     client: str = ""
-    """Whose it is: slots are shared fairly among clients."""
+    """The client that sent the request: slots are shared fairly among clients."""
     priority: int = 0
     """Lower ones get a slot first, as in vLLM."""
     context_shift: bool | None = None
@@ -147,11 +147,12 @@ class GenerationRequest:
     http_id: str = ""
     """The `x-request-id` of the HTTP request that it belongs to."""
     generated: tuple[int, ...] = ()
-    """Its first tokens, if other replicas began it and could not end it: their text was delivered."""
+    """The first tokens of the answer, if other replicas began it and could not end it: their text was
+    delivered."""
     n_failovers: int = 0
-    """How many replicas that was."""
+    """The number of replicas that began the request and could not end it."""
     failed_over_s: float = 0.0
-    """Seconds that it spent with them."""
+    """The seconds that the request spent with these replicas."""
     n_discard: int = 0
     """Tokens that a context shift drops; 0: half of what it may."""
     n_cache_reuse: int = 0
@@ -162,16 +163,17 @@ class GenerationRequest:
     return_progress: bool = False
     """Whether its stream tells how far its prompt is computed."""
     cache_group: str = ""
-    """Whose prefixes it may start from, and who may start from what it leaves in the KV cache: requests of
-    the same group. It is empty for all that come without API keys and without a `cache_salt`."""
+    """The requests that share prefixes in the KV cache: a request may start from what requests of its group
+    left there, and from nothing else. Empty for all that come without API keys and without a
+    `cache_salt`."""
     background: bool = False
     """Whether nobody waits for it: it gets what all others leave, whatever its `priority`."""
     told_together: bool = False
     """Whether nobody reads along: but for its first one, its tokens may come several at a time."""
     adapters: Adapters = ()
-    """Its LoRA adapters. KV computed with them is of no use with others."""
+    """The request's LoRA adapters. KV computed with them is of no use with others."""
     media: tuple[Medium, ...] = ()
-    """Those in its prompt, in order."""
+    """The pictures and sounds in the prompt, in order."""
 
     @property
     def account(self) -> str:
@@ -222,18 +224,18 @@ class Timings:
     decode_s: float
     """From the first token to the end."""
     stalled_s: float = 0.0
-    """Of `decode_s`, the time in which others were computed, or nobody, but not this request."""
+    """The part of `decode_s` in which others were computed, or nobody, but not this request."""
     preempted_s: float = 0.0
-    """Of `prefill_s` and `decode_s`, the time without a slot: the cache was full, its client had more than
-    its share, or somebody came for whom it stepped back."""
+    """The part of `prefill_s` and `decode_s` without a slot: the cache was full, the client had more than
+    its share, or a request came for which this one stepped back."""
     n_preemptions: int = 0
     mean_batch: float = 0.0
     """Sequences that were computed together with this one, itself among them, on average."""
     failed_over_s: float = 0.0
-    """Before all that: with replicas that began it and could not end it."""
+    """The time before all that, with replicas that began the request and could not end it."""
     n_failovers: int = 0
     n_resumed: int = 0
-    """Of its generated tokens, those from there."""
+    """The generated tokens that are from these replicas."""
     gaps: tuple[tuple[int, float], ...] = ()
     """Between two tokens: for each bucket of GAP_BOUNDARIES_S, how many gaps, and their seconds in all."""
 
@@ -267,10 +269,10 @@ class RequestRecord:
     replica_id: str = ""
     node_id: str = ""
 
-    def belongs_to(self, wanted: str) -> bool:
-        """Whether it has that id, is part of the answer with that id, or of that HTTP request."""
-        asked = self.id.partition("~")[0]  # without the number of a replica that went on with it
-        return wanted != "" and wanted in (self.id, asked, asked.rpartition(".")[0], self.http_id)
+    def belongs_to(self, any_id: str) -> bool:
+        """Whether the request has that id, is part of the answer with that id, or of that HTTP request."""
+        base = self.id.partition("~")[0]  # without the number of a replica that went on with it
+        return any_id != "" and any_id in (self.id, base, base.rpartition(".")[0], self.http_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +282,13 @@ class FetchingReplica:
     replica_id: str
     node_id: str
     stage: str
-    """Its present stage, as `serve_app.progress.Stage.name`."""
+    """The present stage, as `serve_app.progress.Stage.name`."""
     done: float
-    """The part of it that is done."""
+    """The part of the stage that is done."""
     from_origin_bytes: int = 0
-    """The bytes that it has downloaded from where the model comes from,"""
+    """The bytes of the model that the replica has downloaded from its origin."""
     from_nodes_bytes: int = 0
-    """and the bytes that it has from other nodes."""
+    """The bytes of the model that the replica has got from other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,9 +311,9 @@ class TokenLogprobs:
     """How likely a token was, by the model's own logits: before penalties, temperature and the rest."""
 
     logprob: float
-    """Its natural logarithm."""
+    """The natural logarithm of the token's probability."""
     top: tuple[tuple[int, float], ...]
-    """The most likely tokens there, the likeliest first, with theirs."""
+    """The most likely tokens in its place, the likeliest first, with their logarithms."""
 
 
 class Sampled(NamedTuple):
@@ -354,8 +356,8 @@ class TokenDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `token_ids`, if the request wants them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Those of the prompt's tokens but for the first, if the request wants them: with its first token, or
-    with its end if it generates none."""
+    """One for each of the prompt's tokens but for the first, if the request wants them: with its first
+    token, or with its end if it generates none."""
     progress: tuple[PromptProgress, ...] = ()
     """How far the prompt was, from time to time, if the request wants to know: before its first token."""
 
@@ -388,7 +390,7 @@ class SlotAction:
     slot_id: int
     n_tokens: int
     n_bytes: int
-    """Of the file, if there was one."""
+    """The size of the file, if there was one."""
     seconds: float
 
 
@@ -400,7 +402,7 @@ class Version:
     """The id that it is served under, with others."""
     name: str
     weight: float
-    """Its part of the requests that name no version, in proportion to the other versions'."""
+    """The version's part of the requests that name no version, in proportion to the others' weights."""
     given: float | None = None
     """The weight that it has at this moment, if that is not yet the same."""
 
@@ -428,7 +430,8 @@ class ReplicaStats:
     numa_node: int | None = None
     """The NUMA node that has all of them, if one has."""
     latencies: dict[str, dict[float, int]] = field(default_factory=dict)
-    """Of the last five minutes: how many first tokens (`ttft_s`, from the arrival here) and gaps between
-    tokens (`itl_s`) took up to so many seconds, and more than the bound before; bounds are 10% apart."""
+    """The latencies of the last five minutes: how many first tokens (`ttft_s`, from the arrival here) and
+    gaps between tokens (`itl_s`) took up to so many seconds, and more than the bound before; bounds are
+    10% apart."""
     placement: str = ""
     """Why it is there, why there are so many replicas, and the memory that these divide."""

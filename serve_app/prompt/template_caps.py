@@ -100,7 +100,7 @@ class TemplateCaps:
     """A user's turn right behind the result of a call."""
 
     def strict(self) -> Self:
-        """The same abilities with the one shape that every template takes."""
+        """Return these abilities, with only the one shape that every template takes."""
         kept = {"system": self.system, "user_after_result": False}
         return replace(self, **dict.fromkeys(_SHAPES, False) | kept)
 

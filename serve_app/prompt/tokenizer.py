@@ -160,12 +160,12 @@ class Tokenizer:
 
     @property
     def eog_tokens(self) -> Sequence[int]:
-        """Those that end a text."""
+        """The tokens that end a text."""
         return sorted(self._model.eog_tokens)
 
     @property
     def vocabulary_key(self) -> bytes:
-        """See `serve_app.llama.model.Model.vocabulary_key`."""
+        """The key of the vocabulary, as `serve_app.llama.model.Model.vocabulary_key`."""
         return self._model.vocabulary_key
 
     @property
@@ -221,7 +221,7 @@ class Tokenizer:
         return self._model.detokenize((one for one in tokens if one >= 0), special=special)
 
     def delimiter_token(self, text: str) -> int | None:
-        """See `serve_app.llama.model.Model.delimiter_token`."""
+        """The token that is this text and delimits, as `serve_app.llama.model.Model.delimiter_token`."""
         return self._model.delimiter_token(text)
 
     def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:

@@ -35,8 +35,8 @@ class Constraint:
         self._origin: Constraint | None = None
 
     def fresh(self) -> Constraint:
-        """The same grammar from its beginning, for another sequence; of one that took nothing yet. That
-        one lives as long."""
+        """A constraint by the same grammar from its beginning, for another sequence, while this one took
+        nothing yet. This one lives as long."""
         made = Constraint(self._matcher.deep_copy(), self.n_vocab)
         made._origin = self
         return made
@@ -62,8 +62,8 @@ class Constraint:
 
 
 class CompiledGrammars:
-    """Those in use, for requests with many answers; and the last ones, up to so many bytes of their texts,
-    as the next request may have the same. One thread at a time."""
+    """Grammars in use, for requests with many answers, and the last ones, up to so many bytes of their
+    texts, as the next request may have the same. One thread at a time."""
 
     def __init__(
         self, compile_one: Callable[[str], Constraint], kept_bytes: int = KEPT_BYTES
@@ -72,18 +72,18 @@ class CompiledGrammars:
         self._most_bytes = kept_bytes
         self._used = WeakValueDictionary[str, Constraint]()
         self._kept: dict[str, Constraint] = {}
-        """The one that was wanted last is last."""
+        """By their texts; the grammar that was used last is last."""
         self._n_bytes = 0
 
     def __getitem__(self, grammar: str) -> Constraint:
-        found = self._used.get(grammar)
-        if found is None:
-            found = self._used[grammar] = self._compile(grammar)
+        compiled = self._used.get(grammar)
+        if compiled is None:
+            compiled = self._used[grammar] = self._compile(grammar)
             if len(grammar) > self._most_bytes:
-                finalize(found, heap.trim_soon)
+                finalize(compiled, heap.trim_soon)
         if len(grammar) <= self._most_bytes:
-            self._keep(grammar, found)
-        return found
+            self._keep(grammar, compiled)
+        return compiled
 
     def _keep(self, grammar: str, compiled: Constraint) -> None:
         if self._kept.pop(grammar, None) is None:

@@ -38,18 +38,18 @@ def _tokenize(
     parse_special: bool,
 ) -> int:
     """llama_tokenize, piece by piece: the number of tokens, or minus the capacity that they need."""
-    found: list[int] = []
+    ids: list[int] = []
     for piece in pieces(ctypes.string_at(text, n_bytes)):
         room = (llama_cpp.llama_token * (len(piece) + 2))()
         n = llama_cpp.llama_tokenize(
-            vocab, piece, len(piece), room, len(room), add_special and not found, parse_special
+            vocab, piece, len(piece), room, len(room), add_special and not ids, parse_special
         )
-        found += room[: max(0, n)]
-    if len(found) > capacity:
-        return -len(found)
-    for i, token in enumerate(found):
+        ids += room[: max(0, n)]
+    if len(ids) > capacity:
+        return -len(ids)
+    for i, token in enumerate(ids):
         tokens[i] = token
-    return len(found)
+    return len(ids)
 
 
 # Kept at module level: llguidance holds a bare pointer.
