@@ -68,7 +68,7 @@ def _describe(schema: dict[str, Any], model: type[Any]) -> None:
     schema["properties"]["logit_bias"]["anyOf"] += pairs["anyOf"]
 
 
-class Constraint(NamedTuple):
+class TextForm(NamedTuple):
     """A form that the text must have."""
 
     param: str
@@ -102,21 +102,21 @@ class StructuredOutputs(RequestModel):
     grammar: str | None = None
     """A GBNF grammar."""
 
-    def constraints(self, prefix: str) -> Iterator[Constraint]:
+    def constraints(self, prefix: str) -> Iterator[TextForm]:
         """The forms that are given, for fields of these names. Raises InvalidRequestError."""
         if self.json_ is not None:
-            yield Constraint(f"{prefix}json", "schema", _schema(self.json_, f"{prefix}json"))
+            yield TextForm(f"{prefix}json", "schema", _schema(self.json_, f"{prefix}json"))
         if self.json_object:
-            yield Constraint(f"{prefix}json_object", "schema", {"type": "object"})
+            yield TextForm(f"{prefix}json_object", "schema", {"type": "object"})
         if self.regex is not None:
-            yield Constraint(f"{prefix}regex", "regex", self.regex)
+            yield TextForm(f"{prefix}regex", "regex", self.regex)
         if self.choice is not None:
             if not self.choice:
                 raise InvalidRequestError(f"{prefix}choice: no text is listed.", f"{prefix}choice")
             choices = "|".join(map(re.escape, self.choice))
-            yield Constraint(f"{prefix}choice", "regex", f"(?:{choices})")
+            yield TextForm(f"{prefix}choice", "regex", f"(?:{choices})")
         if self.grammar is not None:
-            yield Constraint(f"{prefix}grammar", "grammar", self.grammar)
+            yield TextForm(f"{prefix}grammar", "grammar", self.grammar)
 
 
 def _schema(value: dict[str, Any] | str, param: str) -> dict[str, Any]:
@@ -276,14 +276,14 @@ class GenerationParams(RequestModel):
         """To every prompt, by either name."""
         return self.n_cmpl or self.n or 1
 
-    def constraints(self) -> Iterator[Constraint]:
+    def constraints(self) -> Iterator[TextForm]:
         """All that the request says the text must match."""
         if self.grammar is not None:
-            yield Constraint("grammar", "grammar", self.grammar)
+            yield TextForm("grammar", "grammar", self.grammar)
         if self.json_schema is not None:
-            yield Constraint("json_schema", "schema", self.json_schema)
+            yield TextForm("json_schema", "schema", self.json_schema)
         if self.regex is not None:
-            yield Constraint("regex", "regex", self.regex)
+            yield TextForm("regex", "regex", self.regex)
         if self.structured_outputs is not None:
             yield from self.structured_outputs.constraints("structured_outputs.")
         guided = StructuredOutputs.model_construct(
@@ -295,7 +295,7 @@ class GenerationParams(RequestModel):
         yield from guided.constraints("guided_")
 
     @property
-    def constraint(self) -> Constraint | None:
+    def constraint(self) -> TextForm | None:
         """The one that there may be. Raises InvalidRequestError if there are several."""
         constraints = list(self.constraints())
         if len(constraints) > 1:
@@ -519,12 +519,12 @@ class ChatRequest(GenerationParams):
         strict = strict or self.constraint is not None
         return strict or self.parallel_tool_calls is False or bool(self.forced_tools())
 
-    def constraints(self) -> Iterator[Constraint]:
+    def constraints(self) -> Iterator[TextForm]:
         """The constraints of GenerationParams, and the format of the answer."""
         yield from super().constraints()
         schema = self.response_format.schema_of_answer() if self.response_format else None
         if schema is not None:
-            yield Constraint("response_format", "schema", schema)
+            yield TextForm("response_format", "schema", schema)
 
     def matched(self) -> str | None:
         """The grammar of the whole answer; None for a schema, as it depends on the prompt what may come

@@ -39,7 +39,7 @@ from serve_app.types import Medium
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaCompletion:
+class PreparedLlamaCompletion:
     """The prepared request for texts."""
 
     generation: Generation
@@ -55,7 +55,7 @@ class LlamaCompletion:
     """The triggers of the grammar, as the request has them."""
 
 
-def completion(models: Models, body: bytes) -> LlamaCompletion:
+def completion(models: Models, body: bytes) -> PreparedLlamaCompletion:
     """POST /completion. Raises CorralError."""
     request = parsed(LlamaCompletionRequest, body)
     model = find(models, request.model, beginnings.of_text(request.prompts[0]))
@@ -86,7 +86,7 @@ def _with_media(
     return with_media(model, tuple(tokens), urls, "prompt")
 
 
-def infill(models: Models, body: bytes) -> LlamaCompletion:
+def infill(models: Models, body: bytes) -> PreparedLlamaCompletion:
     """POST /infill. Raises CorralError."""
     request = parsed(InfillRequest, body)
     model = find(models, request.model, beginnings.of_text(request.input_prefix))
@@ -100,10 +100,10 @@ def _completion(
     *,
     is_batch: bool,
     media: tuple[Medium, ...] = (),
-) -> LlamaCompletion:
+) -> PreparedLlamaCompletion:
     sampling, n = _with_triggers(model, request), request.n_answers
     fields = request.response_fields
-    return LlamaCompletion(
+    return PreparedLlamaCompletion(
         preparation.generation(model, request, prompts, n, sampling, "prompt", media),
         tuple(model.tokenizer.decode(prompt, special=True) for prompt in prompts),
         is_batch,

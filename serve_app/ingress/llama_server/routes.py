@@ -26,7 +26,7 @@ from serve_app.ingress.http.dependencies import (
 )
 from serve_app.ingress.llama_server import metrics as llama_metrics
 from serve_app.ingress.llama_server import preparation, serving
-from serve_app.ingress.llama_server.preparation import LlamaCompletion
+from serve_app.ingress.llama_server.preparation import PreparedLlamaCompletion
 from serve_app.ingress.llama_server.protocol import MEDIA_MARKER
 from serve_app.ingress.llama_server.serving import LlamaAnswer
 from serve_app.ingress.llama_server.slots import slots_of
@@ -42,7 +42,7 @@ ROUTER = APIRouter()
 @ROUTER.post("/completions", response_model=None)
 async def completion(
     models: ModelsArgument,
-    body: Annotated[LlamaCompletion, prepared(preparation.completion)],
+    body: Annotated[PreparedLlamaCompletion, prepared(preparation.completion)],
 ) -> Response:
     """Continue texts, llama-server's way."""
     return await _respond(models, body)
@@ -50,13 +50,13 @@ async def completion(
 
 @ROUTER.post("/infill", response_model=None)
 async def infill(
-    models: ModelsArgument, body: Annotated[LlamaCompletion, prepared(preparation.infill)]
+    models: ModelsArgument, body: Annotated[PreparedLlamaCompletion, prepared(preparation.infill)]
 ) -> Response:
     """Fill in what is between two texts, for models with tokens for that."""
     return await _respond(models, body)
 
 
-async def _respond(models: Mapping[str, ServedModel], body: LlamaCompletion) -> Response:
+async def _respond(models: Mapping[str, ServedModel], body: PreparedLlamaCompletion) -> Response:
     plan = body.generation
     model = find(models, plan.model)
     started = generation.requests(f"cmpl-{uuid.uuid4().hex}", plan)

@@ -13,7 +13,7 @@ from serve_app.ingress.generation import generation, sampling_fields
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
-from serve_app.ingress.llama_server.preparation import LlamaCompletion
+from serve_app.ingress.llama_server.preparation import PreparedLlamaCompletion
 from serve_app.ingress.openai import logprobs
 from serve_app.ingress.openai.logprobs import Piece
 from serve_app.ingress.openai.timings import Running, prompt_progress, timings
@@ -32,7 +32,7 @@ class LlamaAnswer:
     """As the model got it."""
     n_prompt: int
     n_ctx_slot: int
-    asked: LlamaCompletion
+    asked: PreparedLlamaCompletion
     sampling: SamplingParams
     piece: Piece
     eog: Sequence[int]
@@ -187,7 +187,7 @@ def generation_settings(
     sampling: SamplingParams,
     n_ctx_slot: int,
     model: str,
-    body: LlamaCompletion | None = None,
+    body: PreparedLlamaCompletion | None = None,
     eog: Sequence[int] = (),
 ) -> Json:
     """The settings of a request, in llama-server's words; without the tokens `eog`."""

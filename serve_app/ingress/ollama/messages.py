@@ -20,7 +20,7 @@ def parts(text: str, images: Sequence[str] | None) -> tuple[str | Attachment, ..
     return (*(Attachment(f"data:;base64,{image}") for image in images or ()), text)
 
 
-class CalledFunction(RequestModel):
+class OllamaCalledFunction(RequestModel):
     """The function that an earlier turn called."""
 
     name: str = ""
@@ -31,7 +31,7 @@ class OllamaCall(RequestModel):
     """A call that the assistant made in an earlier turn."""
 
     id: str | None = None
-    function: CalledFunction = Field(default=CalledFunction())
+    function: OllamaCalledFunction = Field(default=OllamaCalledFunction())
 
     def as_call(self) -> PastCall:
         """The call in the canonical form."""

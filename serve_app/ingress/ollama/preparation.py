@@ -18,9 +18,9 @@ from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import ModelInfo, find, full_name
 from serve_app.ingress.ollama import messages
 from serve_app.ingress.ollama.protocol import (
-    GenerationRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
+    OllamaRequest,
 )
 from serve_app.ingress.workers.worker import Models
 from serve_app.prompt.conversation import Turn
@@ -104,23 +104,23 @@ def generate(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     return _asked(model, asked, found, context=not media)
 
 
-def _load(model: ModelInfo, asked: GenerationRequest) -> OllamaLoad:
+def _load(model: ModelInfo, asked: OllamaRequest) -> OllamaLoad:
     return OllamaLoad(model.id, _name(model, asked), "unload" if asked.unloads else "load")
 
 
-def _name(model: ModelInfo, asked: GenerationRequest) -> str:
+def _name(model: ModelInfo, asked: OllamaRequest) -> str:
     """As it was asked, if it was."""
     return full_name(model.id) if asked.model is None else asked.model
 
 
 def _asked(
-    model: ModelInfo, asked: GenerationRequest, found: Chat, *, context: bool
+    model: ModelInfo, asked: OllamaRequest, found: Chat, *, context: bool
 ) -> OllamaGeneration:
     shows_thinking = asked.think is not False
     return OllamaGeneration(_name(model, asked), found, shows_thinking, asked.logprobs, context)
 
 
-def _check_thinking(model: ModelInfo, asked: GenerationRequest) -> None:
+def _check_thinking(model: ModelInfo, asked: OllamaRequest) -> None:
     """Raises InvalidRequestError, in Ollama's words, which clients look for."""
     if asked.think and not model.tokenizer.thinks:
         raise InvalidRequestError(f'"{_name(model, asked)}" does not support thinking', "think")
@@ -128,7 +128,7 @@ def _check_thinking(model: ModelInfo, asked: GenerationRequest) -> None:
 
 def _last_turns(
     model: ModelInfo,
-    asked: GenerationRequest,
+    asked: OllamaRequest,
     request: TranslatedChat,
     turns: Sequence[Turn],
 ) -> TranslatedChat:
@@ -151,7 +151,7 @@ def _last_turns(
     return from_(starts[min(found, len(starts) - 1)]) if starts else request
 
 
-def _room(model: ModelInfo, asked: GenerationRequest) -> int:
+def _room(model: ModelInfo, asked: OllamaRequest) -> int:
     """Tokens that a prompt may have that is cut."""
     for_answer = max(1, model.n_ctx_slot // _ANSWERS_SHARE)
     return model.n_ctx_slot - min(asked.options.max_tokens or for_answer, for_answer)
@@ -187,7 +187,7 @@ def _infill(model: ModelInfo, asked: OllamaGenerateRequest) -> Chat:
 
 def _untemplated(
     model: ModelInfo,
-    asked: GenerationRequest,
+    asked: OllamaRequest,
     params: GenerationParams,
     prompt: tuple[int, ...],
     *,

@@ -32,7 +32,7 @@ _DURATION = re.compile(r"[-+]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[-+]?0")
 _NUMBER = re.compile(r"\d+(?:\.\d*)?")
 
 
-class GenerationRequest(RequestModel):
+class OllamaRequest(RequestModel):
     """The common fields of chats and completions."""
 
     model: str | None = None
@@ -156,7 +156,7 @@ class GenerationRequest(RequestModel):
         return {"enable_thinking": bool(self.think), **level}
 
 
-class OllamaChatRequest(GenerationRequest):
+class OllamaChatRequest(OllamaRequest):
     """POST /api/chat."""
 
     messages: list[OllamaMessage] = Field(default=[])
@@ -175,7 +175,7 @@ class OllamaChatRequest(GenerationRequest):
         return known_tools(("function",), value)
 
 
-class OllamaGenerateRequest(GenerationRequest):
+class OllamaGenerateRequest(OllamaRequest):
     """POST /api/generate."""
 
     prompt: str = ""

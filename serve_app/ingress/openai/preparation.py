@@ -14,7 +14,7 @@ from serve_app.ingress.workers.worker import Models
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class PreparedCompletion:
     """A prepared completion."""
 
     generation: Generation
@@ -26,7 +26,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatCompletion:
+class PreparedChatCompletion:
     """A prepared chat completion."""
 
     chat: Chat
@@ -34,13 +34,13 @@ class ChatCompletion:
     verbose: bool
 
 
-def completion(models: Models, body: bytes) -> Completion:
+def completion(models: Models, body: bytes) -> PreparedCompletion:
     """POST /v1/completions. Raises CorralError."""
     request = parsed(CompletionRequest, body)
     model = find(models, request.model, beginnings.of_text(request.prompts[0]))
     sampling = preparation.sampling(model, request)
     prompts, n = _prompts(model, request), request.best_of or request.n_answers
-    return Completion(
+    return PreparedCompletion(
         preparation.generation(model, request, prompts, n, sampling, "prompt"),
         request.n_answers if request.best_of else None,
         tuple(_echoes(model, request)) if request.echo else ("",) * len(prompts),
@@ -48,12 +48,12 @@ def completion(models: Models, body: bytes) -> Completion:
     )
 
 
-def chat(models: Models, body: bytes) -> ChatCompletion:
+def chat(models: Models, body: bytes) -> PreparedChatCompletion:
     """POST /v1/chat/completions. Raises CorralError."""
     request = parsed(ChatCompletionRequest, body)
     model = find(models, request.model, beginnings.of_chat(request.conversation))
     found = preparation.chat(model, request, request.n_answers, "messages")
-    return ChatCompletion(found, request.n_logprobs is not None, request.verbose)
+    return PreparedChatCompletion(found, request.n_logprobs is not None, request.verbose)
 
 
 def input_tokens(models: Models, body: bytes) -> PromptLength:

@@ -24,7 +24,7 @@ from serve_app.ingress.openai.answers import (
     card_of,
     model_cards,
 )
-from serve_app.ingress.openai.preparation import ChatCompletion, Completion
+from serve_app.ingress.openai.preparation import PreparedChatCompletion, PreparedCompletion
 from serve_app.ingress.openai.serving import Answer, Choice
 from serve_app.types import GenerationRequest
 
@@ -34,7 +34,7 @@ ROUTER = APIRouter()
 @ROUTER.post("/v1/completions", response_model=None)
 async def completions(
     models: ModelsArgument,
-    completion: Annotated[Completion, prepared(preparation.completion)],
+    completion: Annotated[PreparedCompletion, prepared(preparation.completion)],
 ) -> Response:
     """Continue texts; `stream` sends server-sent events."""
     plan, n = completion.generation, completion.generation.n
@@ -63,7 +63,7 @@ async def completions(
 async def chat_completions(
     request: Request,
     models: ModelsArgument,
-    completion: Annotated[ChatCompletion, prepared(preparation.chat)],
+    completion: Annotated[PreparedChatCompletion, prepared(preparation.chat)],
 ) -> Response:
     """Answer a chat through the model's own template; `stream` sends server-sent events."""
     plan = completion.chat.generation

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 Json = dict[str, Any]
 
 
-class Usage(BaseModel):
+class CompletionUsage(BaseModel):
     """Tokens of a completion."""
 
     prompt_tokens: int
@@ -42,7 +42,7 @@ class Completion(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[TextChoice]
-    usage: Usage
+    usage: CompletionUsage
     timings: Json = {}
 
 
@@ -88,7 +88,7 @@ class ChatCompletion(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: CompletionUsage
     timings: Json = {}
 
 

@@ -54,7 +54,7 @@ class Part(RequestModel):
         return {"type": self.type, "text": self.text, **of_answer}
 
 
-class PicturePart(RequestModel):
+class InputImagePart(RequestModel):
     """A picture in a message, or in a call's output."""
 
     INERT: ClassVar[frozenset[str]] = frozenset({"detail"})
@@ -70,7 +70,7 @@ class PicturePart(RequestModel):
         return {"type": self.type, "image_url": self.image_url, "detail": "auto"}
 
 
-class SoundPart(messages.SoundPart):
+class InputAudioPart(messages.SoundPart):
     """A sound in a message."""
 
     def told(self) -> Json:
@@ -112,8 +112,8 @@ def _part(part: object) -> object:
 
 AnyPart = Annotated[
     Annotated[Part, Tag("text")]
-    | Annotated[PicturePart, Tag("input_image")]
-    | Annotated[SoundPart, Tag("input_audio")]
+    | Annotated[InputImagePart, Tag("input_image")]
+    | Annotated[InputAudioPart, Tag("input_audio")]
     | Annotated[ForeignItem, Tag("foreign")],
     Discriminator(_kind_of_part),
 ]
@@ -126,9 +126,9 @@ def _canonical(parts: Sequence[AnyPart]) -> tuple[str | Attachment, ...]:
     """Parts in the canonical form."""
     return tuple(
         Attachment(part.image_url)
-        if isinstance(part, PicturePart)
+        if isinstance(part, InputImagePart)
         else Attachment(part.url, is_sound=True)
-        if isinstance(part, SoundPart)
+        if isinstance(part, InputAudioPart)
         else part.text
         for part in parts
     )
