@@ -24,7 +24,7 @@ LEADING = re.compile(
     r"Of|The same|See|One that|Ones|\.\.\.|And|Or|But|Like `|Also)\b|\.\.\."
 )
 """The first words of a docstring that lacks its subject."""
-PENDING = frozenset({"ingress", "llama"})
+PENDING = frozenset({"llama"})
 """The parts of the product that do not keep to these rules yet. Nothing joins them."""
 
 

@@ -146,7 +146,7 @@ class CountTokensRequest(RequestModel):
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def as_chat(self) -> TranslatedChat:
-        """The same for OpenAI's chat. Raises InvalidRequestError."""
+        """Translate the request to OpenAI's chat. Raises InvalidRequestError."""
         texts = tuple(block.text for block in self.system if block.text)
         system = [Turn("system", texts)] if texts else []
         choice = self.tool_choice

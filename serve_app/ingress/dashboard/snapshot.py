@@ -68,7 +68,7 @@ class Board:
 
     def look(
         self,
-        found: Mapping[str, Iterable[ReplicaStats]],
+        replicas: Mapping[str, Iterable[ReplicaStats]],
         missing: Mapping[str, Sequence[str]],
         states: Mapping[str, Mapping[str, int]],
         now: float,
@@ -79,11 +79,11 @@ class Board:
         """Takes each model's statistics of replicas at this moment, the replicas that run and did
         not answer, the number in each of Serve's states, the replicas that download, and what else
         is shown of models."""
-        told = {stats.replica_id for of_model in found.values() for stats in of_model}
-        for model, of_model in found.items():
+        seen = {stats.replica_id for of_model in replicas.values() for stats in of_model}
+        for model, of_model in replicas.items():
             for stats in of_model:
                 self._saw(model, stats, now, wall_s)
-        for replica_id in [one for one in self._replicas if one not in told]:
+        for replica_id in [name for name in self._replicas if name not in seen]:
             is_late = replica_id in missing.get(self._replicas[replica_id].model, ())
             self._missed(replica_id, wall_s, is_late=is_late)
         self._follow_states(states, wall_s)
@@ -94,7 +94,7 @@ class Board:
                 model: self._model(model, missing.get(model, ()))
                 | {"fetching": _fetched(fetching.get(model, ()))}
                 | more.get(model, {})
-                for model in found
+                for model in replicas
             },
             "replicas": {key: _told(one) for key, one in sorted(self._replicas.items())},
             "events": {str(event["n"]): event for event in self._events},

@@ -83,7 +83,7 @@ class SoundPart(RequestModel):
 
     @property
     def url(self) -> str:
-        """It as a data URL."""
+        """The sound as a data URL."""
         data = self.input_audio.data
         is_url = data[:5].lower() == "data:"
         return data if is_url else f"data:audio/{self.input_audio.format};base64,{data}"

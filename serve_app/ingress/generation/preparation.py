@@ -175,26 +175,26 @@ class PromptLength(msgspec.Struct, frozen=True, tag=True):
 def sampling(model: ModelInfo, params: GenerationParams) -> SamplingParams:
     """The engine's parameters. Of a token that `logit_bias` names twice, the last counts. Raises
     InvalidRequestError."""
-    found = params.sampling(model.defaults)
+    defaulted = params.sampling(model.defaults)
     if params.token_bias is None:
-        return found
-    bias = dict(found.logit_bias)
+        return defaulted
+    bias = dict(defaulted.logit_bias)
     for which, value in params.token_bias:
         tokens = (
             [which] if isinstance(which, int) else model.tokenizer.tokenize(which, False, False)
         )
         bias |= dict.fromkeys(tokens, float("-inf") if value is False else float(value))
-    return dataclasses.replace(found, logit_bias=tuple(bias.items()))
+    return dataclasses.replace(defaulted, logit_bias=tuple(bias.items()))
 
 
 def chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
-    prompt, found = chat_with_media(model, body, prompt_field)
+    prompt, media = chat_with_media(model, body, prompt_field)
     sampling = chat_sampling(model, body, prompt)
     if body.may_think:
         sampling = dataclasses.replace(sampling, reasoning=_reasoning(model, body, prompt))
     return Chat(
-        generation(model, body, [prompt], n, sampling, prompt_field, found),
+        generation(model, body, [prompt], n, sampling, prompt_field, media),
         body.tools_for_template() if body.parse_tool_calls else [],
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
         frozenset(tool.function.name for tool in body.offered_tools if tool.type == "custom"),

@@ -317,12 +317,12 @@ class GenerationParams(RequestModel):
         model's defaults, or Corral's. Raises InvalidRequestError."""
         most = self.most_tokens
         most = defaults.max_tokens if most is None else most
-        asked = {**defaults.sampling, **given(self, Api.OPENAI)}
-        asked["stop"] = tuple(filter(None, asked.get("stop", ())))
-        if asked.get("seed") == _NO_SEED:
-            del asked["seed"]
+        values = {**defaults.sampling, **given(self, Api.OPENAI)}
+        values["stop"] = tuple(filter(None, values.get("stop", ())))
+        if values.get("seed") == _NO_SEED:
+            del values["seed"]
         return SamplingParams(
-            **asked,
+            **values,
             samplers=None if self.samplers is None else samplers_by(self.samplers),
             logit_bias=tuple(
                 (token, float("-inf") if bias == -100 else bias)
@@ -413,7 +413,7 @@ class ChatRequest(GenerationParams):
     logprobs: bool | None = None
     """Whether to tell every token's log probability."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """And those of so many most likely tokens."""
+    """The number of most likely tokens whose log probabilities are told as well."""
     response_format: ResponseFormat | None = None
     """The form of the answer: text, any JSON object, or JSON that a schema validates."""
     max_completion_tokens: MaxTokens | None = None
@@ -467,12 +467,12 @@ class ChatRequest(GenerationParams):
 
     @property
     def n_logprobs(self) -> int | None:
-        """See GenerationParams."""
+        """The number of most likely tokens to tell with each token; None: no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else super().n_logprobs
 
     @property
     def most_tokens(self) -> int | None:
-        """See GenerationParams."""
+        """The most tokens of the answer: `n_predict` counts first, then `max_completion_tokens`."""
         newer = self.max_completion_tokens
         return super().most_tokens if newer is None or self.n_predict is not None else newer
 
@@ -495,14 +495,14 @@ class ChatRequest(GenerationParams):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """More variables for the chat template; those that the request gives by their names count first."""
-        found: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             effort = self.reasoning_effort
-            found["enable_thinking"] = found["thinking"] = effort not in NO_EFFORT
-            found["reasoning_effort"] = _EFFORTS_OF_TEMPLATES.get(effort, effort)
+            variables["enable_thinking"] = variables["thinking"] = effort not in NO_EFFORT
+            variables["reasoning_effort"] = _EFFORTS_OF_TEMPLATES.get(effort, effort)
         if self.verbosity is not None:
-            found["verbosity"] = self.verbosity
-        return found | (self.chat_template_kwargs or {})
+            variables["verbosity"] = self.verbosity
+        return variables | (self.chat_template_kwargs or {})
 
     @property
     def may_think(self) -> bool:

@@ -36,9 +36,9 @@ class OllamaLoad(msgspec.Struct, frozen=True, tag=True):
     """A request that asks for nothing but a model that is loaded, or not."""
 
     model: str
-    """Its id."""
+    """The model's id."""
     name: str
-    """As it was asked."""
+    """The model's name in the request."""
     reason: Literal["load", "unload"]
 
 
@@ -46,7 +46,7 @@ class OllamaGeneration(msgspec.Struct, frozen=True, tag=True):
     """The prepared request for an answer."""
 
     name: str
-    """The model's, as it was asked."""
+    """The model's name in the request."""
     chat: Chat
     shows_thinking: bool
     logprobs: bool
@@ -56,80 +56,82 @@ class OllamaGeneration(msgspec.Struct, frozen=True, tag=True):
 
 def chat(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     """POST /api/chat. Raises CorralError."""
-    asked = parsed(OllamaChatRequest, body)
-    turns = [message.as_turn() for message in asked.messages]
-    model = find(models, asked.model, beginnings.of_chat(turns) or None)
+    request = parsed(OllamaChatRequest, body)
+    turns = [message.as_turn() for message in request.messages]
+    model = find(models, request.model, beginnings.of_chat(turns) or None)
     if not turns:
-        return _load(model, asked)
-    _check_thinking(model, asked)
-    request = asked.as_chat(turns, asked.tools, can_think=model.tokenizer.thinks)
+        return _load(model, request)
+    _check_thinking(model, request)
+    translated = request.as_chat(turns, request.tools, can_think=model.tokenizer.thinks)
     try:
-        found = preparation.chat(model, request, 1, "messages")
+        prepared = preparation.chat(model, translated, 1, "messages")
     except PromptTooLongError:
-        if not asked.truncates:
+        if not request.truncates:
             raise
-        fitting = _last_turns(model, asked, request, turns)
-        found = preparation.chat(model, fitting, 1, "messages")
-    return _asked(model, asked, found, context=False)
+        fitting = _last_turns(model, request, translated, turns)
+        prepared = preparation.chat(model, fitting, 1, "messages")
+    return _generation(model, request, prepared, context=False)
 
 
 def generate(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     """POST /api/generate. Raises CorralError."""
-    asked = parsed(OllamaGenerateRequest, body)
-    said = asked.context or f"{asked.system}\n{asked.prompt}"
-    model = find(models, asked.model, beginnings.of_text(said) if asked.prompt else None)
-    if not asked.prompt:
-        return _load(model, asked)
-    if asked.images and (asked.raw or asked.suffix):
+    request = parsed(OllamaGenerateRequest, body)
+    said = request.context or f"{request.system}\n{request.prompt}"
+    model = find(models, request.model, beginnings.of_text(said) if request.prompt else None)
+    if not request.prompt:
+        return _load(model, request)
+    if request.images and (request.raw or request.suffix):
         raise InvalidRequestError("Pictures go with a chat template: not raw, no suffix.", "images")
-    if asked.raw and (asked.template or asked.system or asked.context):
+    if request.raw and (request.template or request.system or request.context):
         raise InvalidRequestError("raw mode does not support template, system, or context", "raw")
-    if asked.template:
+    if request.template:
         raise InvalidRequestError(
             "template: Ollama's templates are not rendered here. Send the whole prompt, with raw: true.",
             "template",
         )
-    _check_thinking(model, asked)
-    if asked.suffix:
-        return _asked(model, asked, _infill(model, asked), context=False)
-    if asked.raw:
+    _check_thinking(model, request)
+    if request.suffix:
+        return _generation(model, request, _infill(model, request), context=False)
+    if request.raw:
         encode = model.tokenizer.encode
-        prompt = tokenize_checked(model, "prompt", len(asked.prompt), encode, asked.prompt)
-        found = _untemplated(model, asked, asked.as_completion(), prompt, thinks=False)
-        return _asked(model, asked, found, context=False)
-    request = asked.as_chat(_turns(asked), [], can_think=model.tokenizer.thinks)
-    prompt, media = preparation.chat_with_media(model, request, "images")
-    prompt = _after_context(model, asked, prompt)
-    found = _untemplated(model, asked, request, prompt, thinks=True, media=media)
-    return _asked(model, asked, found, context=not media)
+        prompt = tokenize_checked(model, "prompt", len(request.prompt), encode, request.prompt)
+        prepared = _untemplated(model, request, request.as_completion(), prompt, thinks=False)
+        return _generation(model, request, prepared, context=False)
+    translated = request.as_chat(_turns(request), [], can_think=model.tokenizer.thinks)
+    prompt, media = preparation.chat_with_media(model, translated, "images")
+    prompt = _after_context(model, request, prompt)
+    prepared = _untemplated(model, request, translated, prompt, thinks=True, media=media)
+    return _generation(model, request, prepared, context=not media)
 
 
-def _load(model: ModelInfo, asked: OllamaRequest) -> OllamaLoad:
-    return OllamaLoad(model.id, _name(model, asked), "unload" if asked.unloads else "load")
+def _load(model: ModelInfo, request: OllamaRequest) -> OllamaLoad:
+    return OllamaLoad(model.id, _name(model, request), "unload" if request.unloads else "load")
 
 
-def _name(model: ModelInfo, asked: OllamaRequest) -> str:
-    """As it was asked, if it was."""
-    return full_name(model.id) if asked.model is None else asked.model
+def _name(model: ModelInfo, request: OllamaRequest) -> str:
+    """The model's name in the request, or its full name if the request has none."""
+    return full_name(model.id) if request.model is None else request.model
 
 
-def _asked(
-    model: ModelInfo, asked: OllamaRequest, found: Chat, *, context: bool
+def _generation(
+    model: ModelInfo, request: OllamaRequest, prepared: Chat, *, context: bool
 ) -> OllamaGeneration:
-    shows_thinking = asked.think is not False
-    return OllamaGeneration(_name(model, asked), found, shows_thinking, asked.logprobs, context)
+    shows_thinking = request.think is not False
+    return OllamaGeneration(
+        _name(model, request), prepared, shows_thinking, request.logprobs, context
+    )
 
 
-def _check_thinking(model: ModelInfo, asked: OllamaRequest) -> None:
+def _check_thinking(model: ModelInfo, request: OllamaRequest) -> None:
     """Raises InvalidRequestError, in Ollama's words, which clients look for."""
-    if asked.think and not model.tokenizer.thinks:
-        raise InvalidRequestError(f'"{_name(model, asked)}" does not support thinking', "think")
+    if request.think and not model.tokenizer.thinks:
+        raise InvalidRequestError(f'"{_name(model, request)}" does not support thinking', "think")
 
 
 def _last_turns(
     model: ModelInfo,
-    asked: OllamaRequest,
-    request: TranslatedChat,
+    request: OllamaRequest,
+    translated: TranslatedChat,
     turns: Sequence[Turn],
 ) -> TranslatedChat:
     """The request without its oldest turns, so that there is room for it and an answer: from a turn of the
@@ -139,55 +141,55 @@ def _last_turns(
 
     def from_(start: int) -> TranslatedChat:
         system = [turn for turn in turns[:start] if turn.role == "system"]
-        return request.model_copy(update={"turns": [*system, *turns[start:]]})
+        return translated.model_copy(update={"turns": [*system, *turns[start:]]})
 
     def fits(start: int) -> bool:
         try:
-            return len(preparation.chat_prompt(model, from_(start))) <= _room(model, asked)
+            return len(preparation.chat_prompt(model, from_(start))) <= _room(model, request)
         except PromptTooLongError:
             return False
 
-    found = bisect.bisect_left(starts, True, key=fits)
-    return from_(starts[min(found, len(starts) - 1)]) if starts else request
+    first = bisect.bisect_left(starts, True, key=fits)
+    return from_(starts[min(first, len(starts) - 1)]) if starts else translated
 
 
-def _room(model: ModelInfo, asked: OllamaRequest) -> int:
+def _room(model: ModelInfo, request: OllamaRequest) -> int:
     """Tokens that a prompt may have that is cut."""
     for_answer = max(1, model.n_ctx_slot // _ANSWERS_SHARE)
-    return model.n_ctx_slot - min(asked.options.max_tokens or for_answer, for_answer)
+    return model.n_ctx_slot - min(request.options.max_tokens or for_answer, for_answer)
 
 
-def _turns(asked: OllamaGenerateRequest) -> list[Turn]:
-    system = [Turn("system", (asked.system,))] if asked.system else []
-    return [*system, Turn("user", messages.parts(asked.prompt, asked.images))]
+def _turns(request: OllamaGenerateRequest) -> list[Turn]:
+    system = [Turn("system", (request.system,))] if request.system else []
+    return [*system, Turn("user", messages.parts(request.prompt, request.images))]
 
 
 def _after_context(
-    model: ModelInfo, asked: OllamaGenerateRequest, prompt: tuple[int, ...]
+    model: ModelInfo, request: OllamaGenerateRequest, prompt: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The prompt as the conversation's next turn. The tokens that begin a text are there already."""
-    if not asked.context:
+    if not request.context:
         return prompt
-    refuse_unknown_tokens(model, "context", asked.context)
+    refuse_unknown_tokens(model, "context", request.context)
     begins = model.tokenizer.encode("")
     if begins and prompt[: len(begins)] == begins:
         prompt = prompt[len(begins) :]
-    return (*asked.context, *prompt)
+    return (*request.context, *prompt)
 
 
-def _infill(model: ModelInfo, asked: OllamaGenerateRequest) -> Chat:
+def _infill(model: ModelInfo, request: OllamaGenerateRequest) -> Chat:
     if not model.tokenizer.can_infill:
-        raise InvalidRequestError(f'"{_name(model, asked)}" does not support insert', "suffix")
-    texts = asked.prompt, asked.suffix
+        raise InvalidRequestError(f'"{_name(model, request)}" does not support insert', "suffix")
+    texts = request.prompt, request.suffix
     encode = model.tokenizer.encode_infill
     prompt = tokenize_checked(model, "prompt", sum(map(len, texts)), encode, *texts)
-    whole = asked.model_copy(update={"truncate": False})  # its parts must stay where they are
-    return _untemplated(model, whole, asked.as_completion(), prompt, thinks=False)
+    whole = request.model_copy(update={"truncate": False})  # its parts must stay where they are
+    return _untemplated(model, whole, request.as_completion(), prompt, thinks=False)
 
 
 def _untemplated(
     model: ModelInfo,
-    asked: OllamaRequest,
+    request: OllamaRequest,
     params: GenerationParams,
     prompt: tuple[int, ...],
     *,
@@ -195,19 +197,19 @@ def _untemplated(
     media: tuple[Medium, ...] = (),
 ) -> Chat:
     """The answer to these tokens, cut if they must and may be: not with media."""
-    if not media and len(prompt) >= model.n_ctx_slot and asked.truncates:
-        prompt = _cut(prompt, _room(model, asked), asked.options.num_keep)
+    if not media and len(prompt) >= model.n_ctx_slot and request.truncates:
+        prompt = _cut(prompt, _room(model, request), request.options.num_keep)
     sampling = (
         preparation.chat_sampling(model, params, prompt)
         if isinstance(params, TranslatedChat)
         else params.sampling(model.defaults)
     )
-    sampling = dataclasses.replace(sampling, logprobs=asked.n_logprobs)
-    found = preparation.generation(model, params, [prompt], 1, sampling, "prompt", media)
-    return Chat(found, (), thinks)
+    sampling = dataclasses.replace(sampling, logprobs=request.n_logprobs)
+    generation = preparation.generation(model, params, [prompt], 1, sampling, "prompt", media)
+    return Chat(generation, (), thinks)
 
 
 def _cut(prompt: tuple[int, ...], room: int, num_keep: int | None) -> tuple[int, ...]:
-    """Its first tokens and its last ones, as Ollama cuts."""
+    """The first and the last tokens of a prompt, as Ollama cuts it."""
     n_keep = min(_NUM_KEEP if num_keep is None or num_keep < 0 else num_keep, room // 2)
     return prompt[:n_keep] + prompt[len(prompt) - (room - n_keep) :]

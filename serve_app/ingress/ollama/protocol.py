@@ -54,9 +54,9 @@ class OllamaRequest(RequestModel):
     logprobs: bool = False
     """Whether to tell every token's log probability."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
-    """And those of so many most likely tokens."""
+    """The number of most likely tokens whose log probabilities are told as well."""
     user: str | None = None
-    """Not Ollama's: whose request it is. Slots are shared fairly among users."""
+    """The user who sent the request, which is not Ollama's. Slots are shared fairly among users."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """vLLM's: lower ones get a slot first."""
     cache_salt: CacheSalt | None = None
@@ -105,7 +105,7 @@ class OllamaRequest(RequestModel):
 
     @property
     def n_logprobs(self) -> int | None:
-        """See GenerationParams."""
+        """The number of most likely tokens to tell with each token; None: no log probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     def schema_of_answer(self) -> dict[str, Any] | None:
@@ -246,7 +246,7 @@ class OllamaShowRequest(RequestModel):
     model: str | None = None
     """A model's name, with or without a tag; the first of /api/tags if it is missing."""
     name: str | None = None
-    """The same, in an older form."""
+    """The older name of `model`."""
     verbose: bool = False
     """Changes nothing: what is long is left out."""
 

@@ -47,10 +47,10 @@ class After(msgspec.Struct, frozen=True, tag=True):
 
 def response(models: Models, body: bytes) -> PreparedResponse | After:
     """POST /v1/responses. Raises CorralError."""
-    asked = parsed(ResponsesRequest, body)
-    if asked.previous_response_id is not None:
-        return After(asked.previous_response_id)
-    return _response(models, asked, [])
+    request = parsed(ResponsesRequest, body)
+    if request.previous_response_id is not None:
+        return After(request.previous_response_id)
+    return _response(models, request, [])
 
 
 def response_after(models: Models, body: bytes) -> PreparedResponse:
@@ -61,10 +61,10 @@ def response_after(models: Models, body: bytes) -> PreparedResponse:
 
 def input_tokens(models: Models, body: bytes) -> PromptLength | After:
     """POST /v1/responses/input_tokens: how many the prompt would have. Raises CorralError."""
-    asked = parsed(ResponsesRequest, body)
-    if asked.previous_response_id is not None:
-        return After(asked.previous_response_id)
-    return _input_tokens(models, asked, [])
+    request = parsed(ResponsesRequest, body)
+    if request.previous_response_id is not None:
+        return After(request.previous_response_id)
+    return _input_tokens(models, request, [])
 
 
 def input_tokens_after(models: Models, body: bytes) -> PromptLength:
@@ -81,22 +81,22 @@ def with_conversation(before: bytes, output: Sequence[Any], pieces: list[bytes])
 
 def page(models: Models, body: bytes) -> bytes:
     """GET /v1/responses/{id}/input_items: what is asked for, and a conversation."""
-    wanted, _, conversation = body.partition(b"\n")
-    order, limit, after = orjson.loads(wanted)
-    found = loads(conversation.decode())
+    query, _, conversation = body.partition(b"\n")
+    order, limit, after = orjson.loads(query)
+    listed = loads(conversation.decode())
     if order == "desc":
-        found.reverse()
+        listed.reverse()
     if after is not None:
-        places = [place for place, item in enumerate(found) if item["id"] == after]
-        found = found[places[0] + 1 :] if places else []
-    shown = found[:limit]
+        places = [place for place, item in enumerate(listed) if item["id"] == after]
+        listed = listed[places[0] + 1 :] if places else []
+    shown = listed[:limit]
     return orjson.dumps(
         {
             "object": "list",
             "data": shown,
             "first_id": shown[0]["id"] if shown else None,
             "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(found) > len(shown),
+            "has_more": len(listed) > len(shown),
         }
     )
 
@@ -110,39 +110,41 @@ def _conversation(body: bytes) -> tuple[list[Any], bytes]:
     return [*before, *output], rest[n_before + n_told :]
 
 
-def _response(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> PreparedResponse:
-    chat = asked.as_chat(_ITEMS.validate_python(before))
-    model = find(models, asked.model, beginnings.of_chat(chat.conversation))
-    found = preparation.chat(model, chat, 1, "input")
-    kept = items.kept(before, asked.input)
-    return PreparedResponse(found, _told(asked, found.generation.sampling), kept, asked.obfuscates)
+def _response(models: Models, request: ResponsesRequest, before: Sequence[Any]) -> PreparedResponse:
+    chat = request.as_chat(_ITEMS.validate_python(before))
+    model = find(models, request.model, beginnings.of_chat(chat.conversation))
+    prepared = preparation.chat(model, chat, 1, "input")
+    kept = items.kept(before, request.input)
+    return PreparedResponse(
+        prepared, _told(request, prepared.generation.sampling), kept, request.obfuscates
+    )
 
 
-def _input_tokens(models: Models, asked: ResponsesRequest, before: Sequence[Any]) -> PromptLength:
-    chat = asked.as_chat(_ITEMS.validate_python(before))
-    model = find(models, asked.model, beginnings.of_chat(chat.conversation))
+def _input_tokens(models: Models, request: ResponsesRequest, before: Sequence[Any]) -> PromptLength:
+    chat = request.as_chat(_ITEMS.validate_python(before))
+    model = find(models, request.model, beginnings.of_chat(chat.conversation))
     return preparation.length(model, chat, "input")
 
 
-def _told(asked: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
+def _told(request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
     return {
-        "background": bool(asked.background),
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata or {},
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": asked.previous_response_id,
+        "background": bool(request.background),
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
         "reasoning": {
-            "effort": asked.reasoning.effort if asked.reasoning else None,
+            "effort": request.reasoning.effort if request.reasoning else None,
             "summary": None,
         },
-        "store": asked.store is not False,
-        "text": asked.text.model_dump(
+        "store": request.store is not False,
+        "text": request.text.model_dump(
             by_alias=True, include={"format", "verbosity"}, exclude_none=True
         ),
-        "tool_choice": asked.tool_choice or "auto",
-        "tools": [_tool_told(tool) for tool in asked.tools],
-        "user": asked.user,
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [_tool_told(tool) for tool in request.tools],
+        "user": request.user,
         **sampling_fields.told(sampling, Api.RESPONSES),
     }
 
@@ -151,9 +153,9 @@ def _tool_told(tool: AnyTool) -> dict[str, Any]:
     """The tool as the response repeats it."""
     if isinstance(tool, FunctionTool):
         return tool.model_dump() | {"strict": bool(tool.strict)}
-    told = tool.model_dump(exclude_none=True)
+    body = tool.model_dump(exclude_none=True)
     if isinstance(tool, NamespaceTool):
-        told["tools"] = [_tool_told(inner) for inner in tool.tools]
+        body["tools"] = [_tool_told(inner) for inner in tool.tools]
     if isinstance(tool, CustomTextTool):
-        told["format"] |= told["format"].pop("grammar", {})
-    return told
+        body["format"] |= body["format"].pop("grammar", {})
+    return body

@@ -152,11 +152,11 @@ class ResponsesRequest(RequestModel):
 
     @property
     def obfuscates(self) -> bool:
-        """See ResponseStreamOptions."""
+        """Whether the events of a stream are padded, as ResponseStreamOptions says."""
         return self.stream_options is not None and self.stream_options.include_obfuscation
 
     def as_chat(self, before: Sequence[AnyItem] = ()) -> TranslatedChat:
-        """The same for OpenAI's chat, behind these items. Raises InvalidRequestError."""
+        """Translate the request to OpenAI's chat, behind these items. Raises InvalidRequestError."""
         conversation = turns([*before, *self.input])
         if not (before or self.input):
             raise InvalidRequestError("'input' has no message.", "input")
