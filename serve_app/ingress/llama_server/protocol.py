@@ -22,11 +22,11 @@ _TOKEN, _WORD, _PATTERN = range(3)
 MEDIA_MARKER = "<__media__>"
 """Stands for a picture in a prompt."""
 
-Mixed = list[TokenId | Text]
+Mixed = list[TokenId | str]
 """Token ids and texts, side by side."""
 
 
-def several(prompt: str | list[Mixed | Text | TokenId]) -> list[str | list[int | str]]:
+def several(prompt: str | list[Mixed | str | TokenId]) -> list[str | list[int | str]]:
     """One prompt, or several: a list of texts only, or with a list in it, is of several."""
     if isinstance(prompt, str):
         return [prompt]
@@ -161,8 +161,8 @@ class LlamaParams(GenerationParams):
 class LlamaCompletionRequest(LlamaParams):
     """POST /completion."""
 
-    prompt: Text | list[Mixed | Text | TokenId] | MediaPrompt
-    """A text, or token ids and texts mixed; or several of either."""
+    prompt: str | list[Mixed | str | TokenId] | MediaPrompt
+    """A text, or token ids and texts mixed; or several of either. An empty text is a model's BOS."""
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -173,7 +173,7 @@ class LlamaCompletionRequest(LlamaParams):
 
     @model_validator(mode="after")
     def _check_prompts(self) -> LlamaCompletionRequest:
-        if not self.prompts or not all(self.prompts):
+        if not self.prompts:
             raise InvalidRequestError("The prompt is empty.", "prompt")
         n = len(self.prompts) * self.n_answers
         if n > MAX_CHOICES:

@@ -108,11 +108,22 @@ def test_base64_with_line_ends() -> None:
     assert from_base64(base64.encodebytes(data).decode(), "Picture 1", "messages") == data
 
 
+@pytest.mark.parametrize(
+    ("path", "method"), [("/v1/completions", "encode"), ("/completion", "tokenize")]
+)
+@pytest.mark.parametrize("prompt", ["", [""]])
 async def test_an_empty_prompt_is_the_models_bos(
-    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    method: str,
+    prompt: object,
 ) -> None:
-    refused = await client.post("/v1/completions", json={"prompt": ""})
+    tokenize = f"tests.unit.ingress.harness.ByteTokenizer.{method}"
+    monkeypatch.setattr(tokenize, lambda *_: ())
+    refused = await client.post(path, json={"prompt": prompt})
     assert (refused.status_code, "empty" in refused.text) == (400, True)
-    monkeypatch.setattr("tests.unit.ingress.harness.ByteTokenizer.encode", lambda *_: (1,))
-    assert (await client.post("/v1/completions", json={"prompt": ""})).status_code == 200
+    monkeypatch.setattr(tokenize, lambda *_: (1,))
+    assert (await client.post(path, json={"prompt": prompt})).status_code == 200
     assert engine.requests[-1].prompt == (1,)
