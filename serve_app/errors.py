@@ -169,7 +169,7 @@ class PicturesWantedError(InvalidRequestError):
 
     @property
     def pictures(self) -> tuple[tuple[str, str], ...]:
-        """As they were given."""
+        """The pictures as they were given."""
         pictures: tuple[tuple[str, str], ...] = self.args[1]
         return pictures
 

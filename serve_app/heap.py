@@ -15,9 +15,9 @@ _SOON_S = 0.2
 
 
 def give_back() -> None:
-    """From now on, large blocks are given back as soon as they are freed, and of what smaller ones leave,
-    little is kept, in few places. By itself, glibc learns from the largest block that was freed to keep
-    such ones, for each thread: a process that once had large bodies or grammars stays that large.
+    """Have large blocks given back as soon as they are freed from now on. Of the room that smaller blocks
+    leave, little is kept, in few places. By itself, glibc learns from the largest block that was freed to
+    keep such blocks, for each thread: a process that once had large bodies or grammars stays that large.
     Elsewhere than with glibc, nothing happens. Any thread, once, early."""
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -291,9 +291,9 @@ class SamplingParams:
     preserved_tokens: tuple[int, ...] = ()
     """Control tokens that are told as texts."""
     reasoning: ReasoningBudget | None = None
-    """None: it may reason as long as it likes."""
+    """The limit of the reasoning; None: no limit."""
     logprobs: int | None = None
-    """For every token its log probability, and those of so many most likely ones; None for neither."""
+    """The number of most likely tokens whose log probabilities are told with each token's; None: none."""
     post_sampling_probs: bool = False
     """Whether these are the probabilities that the token was drawn with, after all samplers."""
     prompt_logprobs: bool = False

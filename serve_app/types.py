@@ -87,7 +87,7 @@ class Picture(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, pixels: bytes, width: int, height: int) -> Picture:
-        """With its key."""
+        """Make a picture with its key."""
         size = b"%d %d " % (width, height)
         return cls(blake2b(size + pixels, digest_size=32).digest(), width, height, pixels)
 
@@ -107,7 +107,7 @@ class Sound(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, samples: bytes) -> Sound:
-        """With its key."""
+        """Make a sound with its key."""
         return cls(blake2b(samples, digest_size=32, person=b"sound").digest(), samples)
 
     @property
@@ -218,11 +218,11 @@ class Timings:
     ended it."""
 
     queue_s: float
-    """From submit to a slot."""
+    """The time from submit to a slot."""
     prefill_s: float
-    """From a slot to the first token."""
+    """The time from a slot to the first token."""
     decode_s: float
-    """From the first token to the end."""
+    """The time from the first token to the end."""
     stalled_s: float = 0.0
     """The part of `decode_s` in which others were computed, or nobody, but not this request."""
     preempted_s: float = 0.0

@@ -55,7 +55,7 @@ class AdapterControl:
         self._known: dict[str, tuple[LoadedAdapter, ...]] = {}
 
     async def watch(self) -> None:
-        """For ever."""
+        """Look again and again, for ever."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             await self.look()

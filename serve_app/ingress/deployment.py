@@ -86,7 +86,7 @@ def _client(
 
 
 async def _listener() -> Listener:
-    """For the channels from engines to this process, whose address its calls have from now on."""
+    """The listener for channels from engines to this process, whose address its calls have from now on."""
     context: Any = ray.get_runtime_context()
     node_ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     listener = Listener(context.get_node_id(), node_ip, reports.HERE.connection)

@@ -233,7 +233,7 @@ class Context:
             self._batch.n_seq_id[i] = 1
 
     def _measure_cache(self, lines: Sequence[str]) -> None:
-        """By what llama.cpp logged."""
+        """Read the cache's size in the lines that llama.cpp logged."""
         model, params = self.model, self._params
         per_token = sum(map(n_bytes, self._formats, model.cache_elements))
         per_layer = per_token / max(1, model.n_cache_layers)

@@ -63,8 +63,9 @@ class CacheLayout:
 
     @classmethod
     def read(cls, lines: Sequence[str], per_layer: float, n_seq_max: int) -> CacheLayout | None:
-        """By llama.cpp's log lines; None if they do not say. `per_layer` are the bytes of one token in one
-        layer as the model's file has it: if they fit what llama.cpp says, they are not rounded."""
+        """The layout that llama.cpp's log lines tell; None if they do not say. `per_layer` are the bytes of
+        one token in one layer as the model's file has it: if they fit what llama.cpp says, they are not
+        rounded."""
         parts = [found for found in map(_KEYS_VALUES.search, lines) if found]
         recurrent = [found for found in map(_RECURRENT.search, lines) if found]
         if not (parts or recurrent) or len(parts) > 2:

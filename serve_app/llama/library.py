@@ -75,7 +75,7 @@ def captured() -> Iterator[list[str]]:
 
 
 def log_callback() -> Any:
-    """For the other libraries of llama.cpp."""
+    """The callback for logs of the other libraries of llama.cpp."""
     return _log_callback
 
 

@@ -181,7 +181,7 @@ class Model:
 
     @property
     def vocab_type(self) -> int:
-        """By llama.cpp's numbers, `llama_vocab_type`."""
+        """The kind of the vocabulary, by llama.cpp's numbers: `llama_vocab_type`."""
         return int(llama_cpp.llama_vocab_type(self._vocab))
 
     @property

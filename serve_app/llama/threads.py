@@ -1,4 +1,4 @@
-"""With how many threads a batch is computed. Does not load llama.cpp."""
+"""The number of threads that compute a batch. Does not load llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Threads:
 
     one_row: int
     few_rows: int
-    """For 2 to FEW_ROWS rows: sequences that decode together, and short ends of prompts."""
+    """The threads for 2 to FEW_ROWS rows: sequences that decode together, and short ends of prompts."""
     many_rows: int
     reason: str
     """Why, in one line."""

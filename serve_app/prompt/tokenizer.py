@@ -135,7 +135,7 @@ class Tokenizer:
 
     @property
     def vocab_type(self) -> int:
-        """By llama.cpp's numbers."""
+        """The kind of the vocabulary, by llama.cpp's numbers."""
         return self._model.vocab_type
 
     @property

@@ -48,7 +48,7 @@ meanwhile."""
 MOST_HELD, MOST_HELD_BYTES = 256, 64 * 2**10
 """Requests that are held up so at once. Those with larger bodies wait nowhere: bodies come all the same."""
 BATCH_LINE = "corral.batch_line"
-"""In the scope of a batch's line, which this process asks: its Caller. Clients cannot write there."""
+"""The scope's key of the Caller of a batch's line, which this process asks. Clients cannot write there."""
 IGNORED = "x-corral-ignored"
 """The header of answers that names the request's fields which Corral does not support."""
 MOST_IGNORED, MOST_IGNORED_CHARS = 32, 64
@@ -237,7 +237,7 @@ def _noting_status(caller: Caller, send: Send) -> Send:
 
 
 def _told(names: Sequence[str]) -> str:
-    """As a header can have them; no more than a few."""
+    """The names as a header can have them; no more than a few."""
     shown = [name[:MOST_IGNORED_CHARS] for name in names[:MOST_IGNORED]]
     return ", ".join(shown).encode("unicode_escape").decode()
 

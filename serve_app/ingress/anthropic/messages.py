@@ -49,12 +49,12 @@ class PictureSource(RequestModel):
     type: Literal["base64", "url"]
     media_type: str | None = None
     data: str = ""
-    """In base64."""
+    """The picture in base64."""
     url: str = ""
 
     @property
     def as_url(self) -> str:
-        """As a URL."""
+        """The picture as a URL."""
         return self.url if self.type == "url" else f"data:;base64,{self.data}"
 
 

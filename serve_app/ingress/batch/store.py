@@ -61,7 +61,7 @@ STRAY_S = 7200.0
 
 
 _LEAST_FREE_BYTES = 2**20
-"""With less room on the disk, SQLite cannot open its journal."""
+"""The free bytes on the disk that SQLite needs to open its journal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,12 @@ from serve_app.ingress.model_registry import ServedModel, families, present_shar
 PERIOD_S = 1.0
 """Between two looks."""
 N_FRAMES = 60
-"""After which a viewer has to subscribe again: Serve stops no ingress replica while it has a request."""
+"""The frames after which a viewer has to subscribe again: Serve stops no ingress replica while it has a
+request."""
 # How long the board is kept without viewers: one who comes back finds its rates and events.
 _LINGER_S = 10.0
 MAX_VIEWERS = 64
-"""At once, of one ingress replica."""
+"""The most viewers of one ingress replica at once."""
 
 logger = logging.getLogger("corral.ingress")
 
@@ -36,7 +37,7 @@ class Broadcaster:
         self._models = models
         self._period_s = period_s
         self._viewers: dict[object, str] = {}
-        """In the order in which they came, and whose each is."""
+        """Viewers and their owners, in the order in which they came."""
         self._looking: asyncio.Task[None] | None = None
         self._board = Board()
         self._looked = asyncio.Condition()

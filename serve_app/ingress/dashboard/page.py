@@ -75,6 +75,6 @@ class Page:
 
 
 def _takes_html(headers: Headers) -> bool:
-    """Not so Ollama's clients, which look here whether a server is running."""
+    """Whether the client takes HTML: not so Ollama's, which look here whether a server is running."""
     accepted = headers.get("accept", "*/*")
     return "text/html" in accepted or "*/*" in accepted

@@ -147,7 +147,7 @@ class ComputedVectors:
     """The time from the request to the vectors, which Ollama's answer tells."""
 
     def packed(self) -> bytes:
-        """As a worker takes it."""
+        """The bytes that a worker takes."""
         return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
 
 
@@ -208,5 +208,5 @@ def normalized(vectors: Vectors, kind: int) -> Vectors:
 
 
 def in_base64(vector: Vectors) -> str:
-    """As OpenAI's clients read it: little-endian 32-bit floats."""
+    """The vector as OpenAI's clients read it: little-endian 32-bit floats."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()

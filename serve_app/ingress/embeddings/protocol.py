@@ -105,7 +105,7 @@ class RerankRequest(RequestModel):
     documents: Annotated[list[Text], _Batch] = Field(
         validation_alias=AliasChoices("documents", "texts")
     )
-    """As `texts`, the answer is a list, as from text-embeddings-inference."""
+    """The texts to rank. By the name `texts`, the answer is a list, as from text-embeddings-inference."""
     top_n: Annotated[int, Field(ge=1)] | None = None
     """How many of the most relevant to give; all by default."""
     model: str | None = None

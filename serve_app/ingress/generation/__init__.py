@@ -1,1 +1,1 @@
-"""From a prompt or a chat to a stream of deltas, for every protocol."""
+"""The path from a prompt or a chat to a stream of deltas, for every protocol."""

@@ -57,7 +57,7 @@ class PicturePart(RequestModel):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The place of the picture."""
         return self.image_url.url
 
     @classmethod

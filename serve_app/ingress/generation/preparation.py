@@ -66,7 +66,7 @@ class Chat:
 
     generation: Generation
     tools: Sequence[Mapping[str, Any]]
-    """As chat templates read them; empty if calls are not looked for."""
+    """The tools as chat templates read them; empty if calls are not looked for."""
     thinks: bool
     """Whether reasoning is split off."""
     custom_tools: frozenset[str] = frozenset()
@@ -146,8 +146,8 @@ def _reseeded(sampling: SamplingParams, number: int) -> SamplingParams:
 
 
 def _adapters(model: ModelInfo, params: GenerationParams) -> Adapters:
-    """By what the request says, or its model's name. Raises InvalidRequestError for those that the model
-    does not have."""
+    """The adapters that the request or its model's name names. Raises InvalidRequestError for adapters that
+    the model does not have."""
     if params.lora is None:
         return model.used
     scales = {}

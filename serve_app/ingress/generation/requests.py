@@ -273,7 +273,7 @@ class GenerationParams(RequestModel):
 
     @property
     def n_answers(self) -> int:
-        """To every prompt, by either name."""
+        """The number of answers to every prompt, by either name."""
         return self.n_cmpl or self.n or 1
 
     def constraints(self) -> Iterator[TextForm]:

@@ -113,7 +113,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _path(request: Request) -> str:
-    """Not `request.url.path`, which fails for some queries that are not UTF-8."""
+    """The path. `request.url.path` fails for some queries that are not UTF-8."""
     path: str = request.scope["path"]
     return path
 

@@ -66,7 +66,7 @@ def depth(value: object) -> int:
 
 
 def _n_containers(text: str) -> int:
-    """At most so many lists and objects are in this JSON."""
+    """The most lists and objects that this JSON can have."""
     return text.count("[") + text.count("{")
 
 

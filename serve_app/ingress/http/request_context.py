@@ -25,9 +25,9 @@ class Caller:
     request_id: str = ""
     """The request's `x-request-id`: its sender's, or Serve's."""
     account: Account | None = None
-    """If there are API keys."""
+    """The account of the API key, if there are keys."""
     address: str = ""
-    """Where it comes from: an IPv4 address, or a network of IPv6 ones."""
+    """The sender's IPv4 address, or network of IPv6 addresses."""
     is_operator: bool = True
     """Whether it may do what operators do, and see what others do."""
     is_batch_line: bool = False
@@ -168,5 +168,5 @@ def current() -> Caller:
 
 
 def enter(caller: Caller) -> None:
-    """From here on, this task answers that caller."""
+    """Have this task answer that caller from here on."""
     _current.set(caller)

@@ -50,7 +50,7 @@ class PreparedLlamaCompletion:
     return_tokens: bool
     response_fields: tuple[str, ...] | None
     grammar: str
-    """As the request has it."""
+    """The grammar, as the request has it."""
     triggers: tuple[dict[str, Any], ...] = ()
     """The triggers of the grammar, as the request has them."""
 
@@ -197,7 +197,7 @@ def apply_template(models: Models, body: bytes) -> bytes:
 
 
 def _json(answer: dict[str, Any]) -> bytes:
-    """As long as its request: a worker writes it, too."""
+    """The answer's JSON, which is as long as its request: a worker writes it, too."""
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 

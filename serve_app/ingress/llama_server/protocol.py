@@ -244,7 +244,7 @@ class SlotRequest(RequestModel):
     """POST /slots/{id_slot}."""
 
     filename: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """In `engine.slot_folder`; to save and to restore."""
+    """The file in `engine.slot_folder`, to save and to restore."""
     model: str | None = None
 
 

@@ -29,7 +29,7 @@ class LlamaAnswer:
 
     index: int
     prompt: str
-    """As the model got it."""
+    """The prompt as the model got it."""
     n_prompt: int
     n_ctx_slot: int
     asked: PreparedLlamaCompletion

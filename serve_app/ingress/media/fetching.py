@@ -142,7 +142,7 @@ class Fetcher:
         raise _FetchError(f"it is redirected more than {MAX_REDIRECTS} times")
 
     async def _request(self, url: httpx2.URL) -> httpx2.Request:
-        """To an address of the host that is known to be public. Raises _FetchError."""
+        """The request to an address of the host that is known to be public. Raises _FetchError."""
         import httpx2
 
         host, port = url.host, url.port or _PORTS[url.scheme]

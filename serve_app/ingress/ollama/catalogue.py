@@ -123,7 +123,7 @@ def human(number: int) -> str:
 
 
 def _quantization(file_type: object) -> str:
-    """As `Q4_K_M`."""
+    """The name of a file type, such as `Q4_K_M`."""
     for one in LlamaFileType:
         if one.value == file_type:
             return one.name.removeprefix("MOSTLY_").removeprefix("ALL_")
@@ -176,7 +176,7 @@ def value_of(name: str, text: str) -> str | int | float | bool:
 
 
 def _capabilities(model: ModelInfo) -> list[str]:
-    """In Ollama's words."""
+    """The model's abilities, in Ollama's words."""
     tokenizer = model.tokenizer
     if tokenizer.reranks:
         return []

@@ -219,7 +219,7 @@ class OllamaEmbedRequest(RequestModel):
     keep_alive: float | str | None = None
     """Changes nothing."""
     user: str | None = None
-    """Not Ollama's: whose texts these are. The engine is shared fairly among clients."""
+    """The user who sent the texts, which is not Ollama's. The engine is shared fairly among clients."""
 
     @property
     def texts(self) -> list[str]:

@@ -32,7 +32,7 @@ class ModelMeta(BaseModel):
     vocab_type: int
     n_vocab: int
     n_ctx: int
-    """As `n_ctx_slot`."""
+    """The tokens of one slot, as `n_ctx_slot`."""
     n_ctx_train: int
     n_embd: int
     n_params: int
@@ -56,7 +56,7 @@ class VersionCard(BaseModel):
     """The version's own name, `MODEL@VERSION`."""
     version: str
     weight: float
-    """In proportion to the other versions'."""
+    """The configured part of requests, in proportion to the other versions' weights."""
     share: float
     """The part of requests that it is given now, up to 1: nothing until it is loaded."""
     status: ModelStatus

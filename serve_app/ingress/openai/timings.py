@@ -58,7 +58,7 @@ class Running:
             self._began_s = time.monotonic()
 
     def told(self, progress: PromptProgress | None = None) -> Json:
-        """As they are now, or at that earlier point of the prompt."""
+        """The timings as they are now, or at that earlier point of the prompt."""
         at = progress or self._progress
         n_tokens = 0 if progress else self._n_tokens
         n_prompt = at.n_processed - at.n_cached

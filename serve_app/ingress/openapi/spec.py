@@ -195,7 +195,7 @@ ROUTES = {
         dict[Literal["success"], bool], AdapterChange | list[LoraAdapter], asks_engine=False
     ),
 }
-"""By the names of the functions that answer them."""
+"""The routes by the names of the functions that answer them."""
 
 _OF_KEPT = ("get_response", "cancel_response", "response_input_items")
 
@@ -290,7 +290,7 @@ def _content(about: Route, schemas: Json) -> Json:
 
 
 def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
-    """By status: those that the route can give."""
+    """The errors that the route can give, by status."""
     statuses = {500}
     if route.name != "health":
         statuses |= {401, 403, 429, 501}

@@ -49,7 +49,7 @@ class Part(RequestModel):
     text: str = ""
 
     def told(self) -> Json:
-        """As it is kept and given back."""
+        """The JSON that is kept and given back."""
         of_answer: Json = {"annotations": [], "logprobs": []} if self.type == "output_text" else {}
         return {"type": self.type, "text": self.text, **of_answer}
 
@@ -66,7 +66,7 @@ class InputImagePart(RequestModel):
     """A data URL: `data:image/png;base64,…`."""
 
     def told(self) -> Json:
-        """As it is kept and given back."""
+        """The JSON that is kept and given back."""
         return {"type": self.type, "image_url": self.image_url, "detail": "auto"}
 
 
@@ -74,7 +74,7 @@ class InputAudioPart(messages.SoundPart):
     """A sound in a message."""
 
     def told(self) -> Json:
-        """As it is kept and given back."""
+        """The JSON that is kept and given back."""
         return self.model_dump()
 
 
@@ -82,7 +82,7 @@ class ForeignItem(Foreign):
     """A part or an item of a kind that Corral does not know: kept, and given back as it is."""
 
     def told(self) -> Json:
-        """As it is kept and given back."""
+        """The JSON that is kept and given back."""
         return self.model_dump()
 
 
@@ -156,7 +156,7 @@ class MessageItem(Item):
         return Turn("system" if self.role == "developer" else self.role, _canonical(self.content))
 
     def told(self) -> Json:
-        """As it is kept and given back."""
+        """The JSON that is kept and given back."""
         content = [part.told() for part in self.content]
         return {**_identity("msg"), "type": self.type, "role": self.role, "content": content}
 
@@ -229,7 +229,7 @@ class CallOutputItem(Item):
         return Turn("tool", _canonical(self.output), call_id=self.call_id)
 
     def told(self) -> Json:
-        """As it is kept and given back."""
+        """The JSON that is kept and given back."""
         output: Any = [part.told() for part in self.output]
         if len(self.output) == 1 and isinstance(self.output[0], Part):
             output = self.output[0].text

@@ -32,7 +32,7 @@ class StoredRequest:
     request: GenerationRequest
     """The engine's request, whose id is the response's."""
     tools: Sequence[Mapping[str, Any]]
-    """As chat templates read them."""
+    """The tools as chat templates read them."""
     thinks: bool
     """Whether reasoning is split off."""
     return_progress: bool
@@ -41,7 +41,7 @@ class StoredRequest:
 
     @property
     def id(self) -> str:
-        """The response's."""
+        """The response's id."""
         return self.request.id
 
     @property
@@ -50,7 +50,7 @@ class StoredRequest:
         return bool(self.asked["background"])
 
     def packed(self) -> bytes:
-        """For `unpacked`."""
+        """The bytes that `unpacked` reads."""
         return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
 
     @classmethod

@@ -73,7 +73,7 @@ class VersionControl:
         await self.look()
 
     async def watch(self) -> None:
-        """For ever."""
+        """Look again and again, for ever."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             await self.look()

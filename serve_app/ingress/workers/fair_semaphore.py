@@ -20,7 +20,7 @@ class FairSemaphore:
         self._most_each = n_places if most_each is None else most_each
         self._inside: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By client; whose turn is next is first."""
+        """The tasks that wait, by client. The client whose turn is next is first."""
 
     def try_enter(self, client: str) -> bool:
         """Enter if that needs no waiting; whoever entered must `leave`."""

@@ -84,7 +84,7 @@ class Worker:
         return self._cpu_s
 
     def renice(self) -> None:
-        """From now on it has less of the processors than others. That cannot be undone. Idempotent."""
+        """Give the process less of the processors than others have. That cannot be undone. Idempotent."""
         if self.is_niced:
             return
         self.is_niced = True
@@ -93,7 +93,7 @@ class Worker:
             os.setpriority(os.PRIO_PROCESS, self.pid, min(19, niceness + NICENESS))
 
     def set_idle_priority(self) -> None:
-        """From now on it gets what others leave of the processors. That cannot be undone. Idempotent."""
+        """Give the process what others leave of the processors. That cannot be undone. Idempotent."""
         if self.is_idle_priority:
             return
         self.is_idle_priority = True

@@ -26,8 +26,8 @@ CPU_S = 5.0
 MEMORY_BYTES = 32 * 2**20
 """Memory that one request may take here, and MEMORY_FACTOR times its body besides, the body included."""
 MEMORY_FACTOR = 2
-"""With what the ingress and the proxy hold of it, a body of the largest size takes less than ten times as
-much everywhere."""
+"""The bytes of memory for each byte of a body. With what the ingress and the proxy hold of it, a body of
+the largest size takes less than ten times as much everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def more_memory(n_bytes: int) -> Iterator[None]:
 
 
 def grant_memory(n_bytes: int) -> None:
-    """From now on, the work that runs here may take so much more, or less if it is negative."""
+    """Let the work that runs here take so many bytes more, or less if the number is negative."""
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if soft not in (resource.RLIM_INFINITY, sys.maxsize):
         _set_limit(resource.RLIMIT_DATA, soft + n_bytes)

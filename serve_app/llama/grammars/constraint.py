@@ -72,7 +72,7 @@ class CompiledGrammars:
         self._most_bytes = kept_bytes
         self._used = WeakValueDictionary[str, Constraint]()
         self._kept: dict[str, Constraint] = {}
-        """By their texts; the grammar that was used last is last."""
+        """Grammars by their texts; the grammar that was used last is last."""
         self._n_bytes = 0
 
     def __getitem__(self, grammar: str) -> Constraint:

@@ -27,7 +27,7 @@ def hidden(context: Any, n_rows: int, n_embd: int) -> States:
 
 
 def pointer_to(states: States) -> Any:
-    """As a batch of llama.cpp takes them; they must be kept as long."""
+    """The pointer that a batch of llama.cpp takes. The states must be kept as long."""
     return states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
 
 

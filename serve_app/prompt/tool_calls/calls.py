@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Function = Mapping[str, Any]
-"""As OpenAI describes functions: `name`, and `parameters`, a JSON schema, if there are any."""
+"""A function as OpenAI describes it: `name`, and `parameters`, a JSON schema, if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class CallPiece:
     """A piece of a call, where calls are told in pieces."""
 
     name: str | None
-    """With the first piece of a call; the next ones go on with its arguments."""
+    """The function's name, with the first piece of a call; the next pieces go on with its arguments."""
     arguments: str
     """A piece of the text of a JSON object, which all pieces make together, unless the answer is cut short
     or goes wrong."""

@@ -77,7 +77,7 @@ class ToolFormat:
     has_channels: bool = False
     """Whether its parser splits reasoning off, too, and is needed without tools."""
     describe: Describe | None = None
-    """For templates that have neither tools nor calls."""
+    """The description of tools for templates that have neither tools nor calls."""
 
     def without_unwritable(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """A function's schema without the properties that the format cannot write, and their names."""
@@ -95,7 +95,7 @@ class ToolFormat:
         in_pieces: bool = False,
         splits_reasoning: bool = True,
     ) -> CallParser:
-        """For an answer to a chat with these tools, as OpenAI describes them."""
+        """The parser of an answer to a chat with these tools, as OpenAI describes them."""
         parser = self.make_parser([tool["function"] for tool in tools])
         parser.in_pieces, parser.splits_reasoning = in_pieces, splits_reasoning
         return parser

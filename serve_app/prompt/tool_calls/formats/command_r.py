@@ -73,12 +73,12 @@ def _held(delimiter: lark.Delimiter, has_calls: bool) -> str:
 
 
 def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With reasoning, which the template writes before calls."""
+    """The message with reasoning, which the template writes before calls."""
     return {"reasoning_content": "", **message} if message.get("tool_calls") else message
 
 
 def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With what the template does not do without."""
+    """The tool with the fields that the template does not do without."""
     return {**tool, "function": {"description": "", "parameters": {}, **tool["function"]}}
 
 

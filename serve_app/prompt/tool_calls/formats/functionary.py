@@ -43,7 +43,7 @@ def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: b
 
 
 def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With a description, which the template does not do without."""
+    """The tool with a description, which the template does not do without."""
     return {**tool, "function": {"description": "", **tool["function"]}}
 
 

@@ -194,7 +194,7 @@ def _held(delimiter: lark.Delimiter, has_calls: bool) -> str:
 
 
 def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With a description, which the template does not do without."""
+    """The tool with a description, which the template does not do without."""
     return {**tool, "function": {"description": "", **tool["function"]}}
 
 

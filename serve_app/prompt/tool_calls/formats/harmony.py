@@ -126,7 +126,7 @@ TEXT: /(.|\\n)*/"""
 
 
 def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With reasoning where the template looks for it: before calls."""
+    """The message with reasoning where the template looks for it: before calls."""
     changed = dict(message)
     reasoning = changed.pop("reasoning_content", None)
     if reasoning and changed.get("tool_calls") and not changed.get("content"):
@@ -135,7 +135,7 @@ def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With a description, which the template does not do without."""
+    """The tool with a description, which the template does not do without."""
     return {**tool, "function": {"description": "", **tool["function"]}}
 
 

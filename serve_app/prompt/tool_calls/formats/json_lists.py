@@ -19,7 +19,7 @@ _GRANITE_OPEN = "<|tool_call|>"
 
 
 def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With calls as the model wrote them: the template writes contents only."""
+    """The message with calls as the model wrote them: the template writes contents only."""
     calls = message.get("tool_calls")
     if not calls:
         return message
