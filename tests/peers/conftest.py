@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -28,6 +29,13 @@ def server_binary() -> Path:
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Pair]:
+    with servers() as pair:
+        yield pair
+
+
+@contextmanager
+def servers(template: Path | None = None) -> Iterator[Pair]:
+    """Both servers with the built-in model, and with this chat template in place of the model's."""
     server = server_binary()
 
     def theirs(_: Path, port: int) -> list[str | Path]:
@@ -36,16 +44,18 @@ def pair() -> Iterator[Pair]:
             *("--parallel", str(N_SLOTS), "--ctx-size", str(N_SLOTS * N_CTX_SLOT)),
             *("--threads", "1", "--temp", "0", "--seed", "42", "--n-predict", str(N_PREDICT)),
             *("--metrics", "--slots", "--no-warmup"),
+            *(() if template is None else ("--chat-template-file", template)),
         ]
 
     def ours(directory: Path, port: int) -> list[str | Path]:
         engine = {"n_slots": N_SLOTS, "n_ctx_slot": N_CTX_SLOT, "threads": 1}
+        own = {} if template is None else {"chat_template_file": str(template)}
         model = {
             "id": "model",
             "aliases": ["*"],
             "source": {"builtin": True},
             "projector": False,  # llama-server is not given one either
-            "defaults": DEFAULTS,
+            "defaults": DEFAULTS | own,
             "engine": engine,
         }
         config = write_config(directory, [model], port)
