@@ -53,7 +53,7 @@ SAMPLED = [
     {"samplers": ["temperature", "top_k"], "top_k": 3},
     {"samplers": "kt"},
     {"samplers": []},
-    {"samplers": "ttk"},
+    {"samplers": "tk"},
     {"samplers": ["TOP_K", "minp", "nobody"]},
     {"mirostat": 2, "repeat_penalty": 1.5, "dry_multiplier": 2},
     {"temperature": 0, "xtc_probability": 1.0},
@@ -209,3 +209,14 @@ def test_samplers_draw_alike(pair: Pair, sampling: dict[str, Any], seed: int) ->
     assert ours.body["content"] == theirs.body["content"]
     told = [one.body["generation_settings"] for one in (theirs, ours)]
     assert told[1]["samplers"] == told[0]["samplers"]
+
+
+@pytest.mark.parametrize("names", ["ttk", ["temperature", "top_k", "temperature"]], ids=str)
+def test_a_sampler_that_is_named_twice_counts_once(pair: Pair, names: object) -> None:
+    """llama-server applies it twice: here a request cannot make each token cost as much as it likes."""
+    body = {"prompt": "Tell me a story", "temperature": 1.3, "seed": 1}
+    twice = pair.ask("POST", "/completion", body | {"samplers": names})
+    once = pair.ask("POST", "/completion", body | {"samplers": "tk"})
+    assert (twice[0].status, twice[1].status) == (200, 200)
+    assert twice[0].body["content"] != once[0].body["content"]
+    assert twice[1].body["content"] == once[1].body["content"] == once[0].body["content"]
