@@ -36,7 +36,7 @@ class _Step:
 
     kind: str
     next: Sequence[int] = ()
-    """Where it goes on, the preferred way first."""
+    """The steps that follow, the preferred way first."""
     takes: Callable[[str], bool] | None = None
     group: int = 0
 
@@ -153,17 +153,17 @@ class Search:
         its first group with a text in it; None if there is no match."""
         for char in text:
             self._take(char)
-        found = self._found
+        match = self._found
         passed = set[int]()
         for thread in [*self._threads, _Thread(0, self._n_chars)]:
             closure = self._closure(thread, passed, at_end=True, only_match=True)
             ended = next(closure, None)
             if ended is not None:
-                found = ended if found is None or ended.start <= found.start else found
+                match = ended if match is None or ended.start <= match.start else match
                 break
-        if found is None:
+        if match is None:
             return None
-        return found.start if found.group is None else found.group[1]
+        return match.start if match.group is None else match.group[1]
 
     def _take(self, char: str) -> None:
         reached: list[_Thread] = []
@@ -190,43 +190,44 @@ class Search:
         at_end: bool = False,
         only_match: bool = False,
     ) -> Iterator[_Thread]:
-        """Where it gets without a character: at characters, or at the end of the expression. Not through
-        steps that it, or a thread before it, has `passed`: those are more wanted, and a character so takes
-        no more time than the expression has steps."""
+        """Where the thread gets without a character: at characters, or at the end of the expression. It
+        does not go through steps that it, or a thread before it, has `passed`: those are more wanted, and a
+        character so takes no more time than the expression has steps."""
         stack = [thread]
         while stack:
-            one = stack.pop()
-            if one.step in passed:
+            thread = stack.pop()
+            if thread.step in passed:
                 continue
-            passed.add(one.step)
-            step = self._steps[one.step]
+            passed.add(thread.step)
+            step = self._steps[thread.step]
             if step.kind == "match" or (step.kind == "char" and not only_match):
-                yield one
+                yield thread
             elif step.kind == "fork":
                 stack += [
-                    _Thread(way, one.start, one.open, one.group) for way in reversed(step.next)
+                    _Thread(way, thread.start, thread.open, thread.group)
+                    for way in reversed(step.next)
                 ]
             elif self._passes(step, at_end):
-                stack.append(self._through(one, step))
+                stack.append(self._through(thread, step))
 
     def _passes(self, step: _Step, at_end: bool) -> bool:
         if step.kind == "begin":
             return self._n_chars == 0
         return at_end if step.kind == "end" else step.kind in ("open", "close")
 
-    def _through(self, one: _Thread, step: _Step) -> _Thread:
-        opened, group = one.open, one.group
+    def _through(self, thread: _Thread, step: _Step) -> _Thread:
+        opened, group = thread.open, thread.group
         is_wanted = group is None or group[0] == step.group  # what a group matched last counts
         if step.kind == "open" and opened is None and is_wanted:
             opened = step.group, self._n_chars
         elif step.kind == "close" and opened is not None and opened[0] == step.group:
             group = opened if self._n_chars > opened[1] else group
             opened = None
-        return _Thread(step.next[0], one.start, opened, group)
+        return _Thread(step.next[0], thread.start, opened, group)
 
 
 def _predicate(kind: Any, what: Any) -> Callable[[str], bool] | None:
-    """Of what stands for one character; None for all else."""
+    """The test of a node that stands for one character; None for all others."""
     if kind is ops.LITERAL:
         return chr(what).__eq__
     if kind is ops.NOT_LITERAL:

@@ -39,7 +39,7 @@ class LazyConstraint(Constraint):
         self._fault: str | None = None
 
     def take(self, token: int) -> bool:
-        """See Constraint."""
+        """Go on by this token; False if the grammar, once it has begun, does not allow it."""
         if self._fault is not None:
             return False
         if not self._is_free:
@@ -64,15 +64,15 @@ class LazyConstraint(Constraint):
         return None if place is None else self._text[place:]
 
     def allowed(self) -> NDArray[np.bool_]:
-        """See Constraint."""
+        """For each token id, whether it may be next: all may before the grammar begins."""
         return ~np.zeros(self._held.n_vocab, np.bool_) if self._is_free else self._held.allowed()
 
     @property
     def complete(self) -> bool:
-        """See Constraint."""
+        """Whether nothing can follow: the grammar has begun, and is complete."""
         return not self._is_free and self._held.complete
 
     @property
     def fault(self) -> str | None:
-        """See Constraint."""
+        """Why the grammar gave up, or could not begin with its trigger, if so."""
         return self._fault or self._held.fault
