@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.http import media
+from serve_app.ingress.generation.messages import refuse_media
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
 from serve_app.prompt.conversation import Attachment, PastCall, Turn, texts_in
 
@@ -78,7 +78,7 @@ def _blocks(content: object) -> object:
     if not isinstance(content, list):
         return [] if content is None else content
     blocks = [_as_text(block) for block in content if block is not None]
-    media.refuse(blocks, "messages", takes={"image"})
+    refuse_media(blocks, "messages", takes={"image"})
     return blocks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve_app.ingress.anthropic.protocol import CountTokensRequest, MessagesRequest
-from serve_app.ingress.generation import beginnings, preparation
+from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.http.json_body import parsed
 from serve_app.ingress.model_registry import find
@@ -24,7 +24,7 @@ def messages(models: Models, body: bytes) -> Messages:
     """POST /v1/messages. Raises CorralError."""
     request = parsed(MessagesRequest, body)
     chat = request.as_chat()
-    model = find(models, request.model, beginnings.of_chat(chat.conversation))
+    model = find(models, request.model, preparation.chat_beginning(chat.conversation))
     shown = (
         request.thinking is not None and request.thinks and request.thinking.display != "omitted"
     )
@@ -35,5 +35,5 @@ def count_tokens(models: Models, body: bytes) -> PromptLength:
     """POST /v1/messages/count_tokens. Raises CorralError."""
     request = parsed(CountTokensRequest, body)
     chat = request.as_chat()
-    model = find(models, request.model, beginnings.of_chat(chat.conversation))
+    model = find(models, request.model, preparation.chat_beginning(chat.conversation))
     return preparation.length(model, chat, "messages")

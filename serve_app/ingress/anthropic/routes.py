@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from serve_app.ingress.anthropic import preparation, serving
 from serve_app.ingress.anthropic.preparation import Messages
 from serve_app.ingress.anthropic.serving import MessageAnswer
-from serve_app.ingress.generation import chat, generation
+from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.preparation import PromptLength
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.dependencies import ModelsArgument, prepared
@@ -33,7 +33,7 @@ async def messages(
     model = find(models, plan.model)
     answer_id = f"msg_{uuid.uuid4().hex}"
     started = generation.requests(answer_id, plan)
-    parser = chat.parser(model, message.chat)
+    parser = generation.output_parser(model, message.chat)
     n_prompt = len(message.chat.prompt)
     answer = MessageAnswer(answer_id, model.id, n_prompt, parser, message.shows_reasoning)
     deltas = await generation.start(model, started)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from serve_app.errors import CorralError, PromptTooLongError
-from serve_app.ingress.generation import chat
+from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import ErrorShape, cut
@@ -54,7 +54,7 @@ class MessageAnswer:
     def events(self, delta: TokenDelta) -> list[Json]:
         """One delta's events; the last one's tell the end."""
         events: list[Json] = []
-        for part in chat.parts(self.parser, delta):
+        for part in generation.parts(self.parser, delta):
             if isinstance(part, ToolCall | CallPiece):
                 events += self._call(part)
             elif isinstance(part, str):

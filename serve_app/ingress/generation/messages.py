@@ -6,7 +6,7 @@ Source: OpenAI's API reference, "Chat".
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
@@ -19,13 +19,46 @@ from pydantic import (
     model_validator,
 )
 
-from serve_app.ingress.http import media
+from serve_app.errors import InvalidRequestError, MediaError
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
 from serve_app.prompt.conversation import Attachment, PastCall, Role, Turn
 from serve_app.prompt.tool_calls.names import described
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128)]
 """A name of a function, in any characters: see `serve_app.prompt.tool_calls.names`."""
+
+
+_KINDS = {
+    "image": "Image",
+    "image_url": "Image",
+    "input_image": "Image",
+    "audio": "Audio",
+    "audio_url": "Audio",
+    "input_audio": "Audio",
+    "video": "Video",
+    "video_url": "Video",
+    "input_video": "Video",
+    "document": "Document",
+    "file": "File",
+    "input_file": "File",
+    "search_result": "Search result",
+}
+_MEDIA = frozenset({"Image", "Audio", "Video"})
+
+
+def refuse_media(parts: object, field: str, takes: Set[str] = frozenset()) -> None:
+    """Refuse messages with parts that are no text, but for the types that they may have (`takes`). Anything
+    but a list of parts is not looked at. Raises MediaError or, for files, InvalidRequestError, in
+    llama-server's words."""
+    for part in parts if isinstance(parts, list) else ():
+        name = part.get("type") if isinstance(part, dict) else None
+        kind = _KINDS.get(name) if isinstance(name, str) else None
+        if kind is not None and name not in takes:
+            error = MediaError if kind in _MEDIA else InvalidRequestError
+            raise error(
+                f"{kind} input is not supported: a message has a part of the type {name!r}.",
+                field,
+            )
 
 
 class TextPart(RequestModel):
@@ -107,7 +140,7 @@ def _readable(content: object) -> object:
     if not isinstance(content, list):
         return content
     parts = [_part(part) for part in content if part is not None]
-    media.refuse(parts, "messages", takes={"image_url", "input_audio"})
+    refuse_media(parts, "messages", takes={"image_url", "input_audio"})
     return parts
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation import beginnings, preparation
+from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.generation.tokenization import (
     check_medium,
@@ -58,7 +58,7 @@ class PreparedLlamaCompletion:
 def completion(models: Models, body: bytes) -> PreparedLlamaCompletion:
     """POST /completion. Raises CorralError."""
     request = parsed(LlamaCompletionRequest, body)
-    model = find(models, request.model, beginnings.of_text(request.prompts[0]))
+    model = find(models, request.model, preparation.text_beginning(request.prompts[0]))
     if isinstance(request.prompt, MediaPrompt):
         prompt, found = _with_media(model, request.prompt)
         return _completion(model, request, [prompt], is_batch=request.is_batch, media=found)
@@ -89,7 +89,7 @@ def _with_media(
 def infill(models: Models, body: bytes) -> PreparedLlamaCompletion:
     """POST /infill. Raises CorralError."""
     request = parsed(InfillRequest, body)
-    model = find(models, request.model, beginnings.of_text(request.input_prefix))
+    model = find(models, request.model, preparation.text_beginning(request.input_prefix))
     return _completion(model, request, [_infill_prompt(model, request)], is_batch=False)
 
 

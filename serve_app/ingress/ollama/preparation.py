@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
-from serve_app.ingress.generation import beginnings, preparation
+from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Chat
 from serve_app.ingress.generation.requests import GenerationParams, TranslatedChat
 from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
@@ -58,7 +58,7 @@ def chat(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     """POST /api/chat. Raises CorralError."""
     request = parsed(OllamaChatRequest, body)
     turns = [message.as_turn() for message in request.messages]
-    model = find(models, request.model, beginnings.of_chat(turns) or None)
+    model = find(models, request.model, preparation.chat_beginning(turns) or None)
     if not turns:
         return _load(model, request)
     _check_thinking(model, request)
@@ -77,7 +77,9 @@ def generate(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     """POST /api/generate. Raises CorralError."""
     request = parsed(OllamaGenerateRequest, body)
     said = request.context or f"{request.system}\n{request.prompt}"
-    model = find(models, request.model, beginnings.of_text(said) if request.prompt else None)
+    model = find(
+        models, request.model, preparation.text_beginning(said) if request.prompt else None
+    )
     if not request.prompt:
         return _load(model, request)
     if request.images and (request.raw or request.suffix):

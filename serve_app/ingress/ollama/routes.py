@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 
 from serve_app.ingress.embeddings.preparation import ComputedVectors
 from serve_app.ingress.embeddings.routes import embed, n_tokens
-from serve_app.ingress.generation import chat, generation
+from serve_app.ingress.generation import generation
 from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.http.dependencies import (
     BodiesArgument,
@@ -78,7 +78,7 @@ async def _respond(
     answer = OllamaAnswer(
         kind,
         body.name,
-        chat.parser(model, body.chat, in_pieces=False),
+        generation.output_parser(model, body.chat, in_pieces=False),
         body.shows_thinking,
         model.tokenizer.piece if body.logprobs else None,
         list(body.chat.prompt) if body.has_context else None,

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from serve_app.errors import CorralError, ModelNotFoundError
-from serve_app.ingress.generation import chat
+from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import ErrorShape, cut
@@ -123,7 +123,7 @@ class OllamaAnswer:
             self.context += delta.token_ids
         if self.piece is not None:
             said.logprobs = logprobs.of_chat(delta, self.piece)["content"]
-        for part in chat.parts(self.parser, delta):
+        for part in generation.parts(self.parser, delta):
             if isinstance(part, ToolCall):
                 said.calls.append(self._call(part))
             elif isinstance(part, str):

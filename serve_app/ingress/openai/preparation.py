@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serve_app.ingress.generation import beginnings, preparation
+from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Chat, Generation, PromptLength
 from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.http.json_body import parsed
@@ -37,7 +37,7 @@ class PreparedChatCompletion:
 def completion(models: Models, body: bytes) -> PreparedCompletion:
     """POST /v1/completions. Raises CorralError."""
     request = parsed(CompletionRequest, body)
-    model = find(models, request.model, beginnings.of_text(request.prompts[0]))
+    model = find(models, request.model, preparation.text_beginning(request.prompts[0]))
     sampling = preparation.sampling(model, request)
     prompts, n = _prompts(model, request), request.best_of or request.n_answers
     return PreparedCompletion(
@@ -51,7 +51,7 @@ def completion(models: Models, body: bytes) -> PreparedCompletion:
 def chat(models: Models, body: bytes) -> PreparedChatCompletion:
     """POST /v1/chat/completions. Raises CorralError."""
     request = parsed(ChatCompletionRequest, body)
-    model = find(models, request.model, beginnings.of_chat(request.conversation))
+    model = find(models, request.model, preparation.chat_beginning(request.conversation))
     found = preparation.chat(model, request, request.n_answers, "messages")
     return PreparedChatCompletion(found, request.n_logprobs is not None, request.verbose)
 
@@ -59,7 +59,7 @@ def chat(models: Models, body: bytes) -> PreparedChatCompletion:
 def input_tokens(models: Models, body: bytes) -> PromptLength:
     """POST /v1/chat/completions/input_tokens: how many the prompt would have. Raises CorralError."""
     request = parsed(ChatCompletionRequest, body)
-    model = find(models, request.model, beginnings.of_chat(request.conversation))
+    model = find(models, request.model, preparation.chat_beginning(request.conversation))
     return preparation.length(model, request, "messages")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from serve_app.ingress.generation import chat, generation
+from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.preparation import Generation, PromptLength
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.dependencies import ModelsArgument, prepared
@@ -76,7 +76,7 @@ async def chat_completions(
             i,
             "chat",
             piece,
-            chat.parser(model, completion.chat),
+            generation.output_parser(model, completion.chat),
             completion.chat.prefill,
             shares=plan.sampling.post_sampling_probs,
             custom_tools=completion.chat.custom_tools,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from serve_app import __version__
-from serve_app.ingress.generation import chat
+from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body
@@ -105,7 +105,7 @@ class Choice:
         """The delta's text as content, and reasoning and calls in the shape that they have in a stream."""
         if self.parser is None:
             return [delta.text] if delta.text else []
-        parts = [self._shaped(part) for part in chat.parts(self.parser, delta)]
+        parts = [self._shaped(part) for part in generation.parts(self.parser, delta)]
         if self.echo and not self._begun:
             self._begun = True
             return [self.echo, *parts]

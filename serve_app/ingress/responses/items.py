@@ -23,7 +23,6 @@ from pydantic import (
 )
 
 from serve_app.ingress.generation import messages
-from serve_app.ingress.http import media
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
 from serve_app.ingress.openai.tools import CUSTOM_INPUT
 from serve_app.ingress.responses.tools import CallForm
@@ -98,7 +97,7 @@ def _parts(value: object) -> object:
     parts = [value] if isinstance(value, dict) else value
     if not isinstance(parts, list):
         return [] if parts is None else parts
-    media.refuse(parts, "input", takes={"input_image", "input_audio"})
+    messages.refuse_media(parts, "input", takes={"input_image", "input_audio"})
     return [_part(part) for part in parts if part is not None]
 
 

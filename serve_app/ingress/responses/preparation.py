@@ -9,7 +9,7 @@ import msgspec
 import orjson
 from pydantic import TypeAdapter
 
-from serve_app.ingress.generation import beginnings, preparation, sampling_fields
+from serve_app.ingress.generation import preparation, sampling_fields
 from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.http.json_body import loads, parsed
 from serve_app.ingress.model_registry import find
@@ -112,7 +112,7 @@ def _conversation(body: bytes) -> tuple[list[Any], bytes]:
 
 def _response(models: Models, request: ResponsesRequest, before: Sequence[Any]) -> PreparedResponse:
     chat = request.as_chat(_ITEMS.validate_python(before))
-    model = find(models, request.model, beginnings.of_chat(chat.conversation))
+    model = find(models, request.model, preparation.chat_beginning(chat.conversation))
     prepared = preparation.chat(model, chat, 1, "input")
     kept = items.kept(before, request.input)
     return PreparedResponse(
@@ -122,7 +122,7 @@ def _response(models: Models, request: ResponsesRequest, before: Sequence[Any]) 
 
 def _input_tokens(models: Models, request: ResponsesRequest, before: Sequence[Any]) -> PromptLength:
     chat = request.as_chat(_ITEMS.validate_python(before))
-    model = find(models, request.model, beginnings.of_chat(chat.conversation))
+    model = find(models, request.model, preparation.chat_beginning(chat.conversation))
     return preparation.length(model, chat, "input")
 
 

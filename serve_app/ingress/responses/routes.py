@@ -22,7 +22,7 @@ from serve_app.errors import (
     PreviousResponseError,
     ResponseNotFoundError,
 )
-from serve_app.ingress.generation import chat, generation
+from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.generation.preparation import PromptLength
 from serve_app.ingress.http import request_context, sse
@@ -115,8 +115,8 @@ async def responses(
         made.id,
         model.id,
         told,
-        chat.parser(model, prepared.chat, in_pieces=True),
-        chat.counter(model),
+        generation.output_parser(model, prepared.chat, in_pieces=True),
+        generation.token_counter(model),
         return_progress=wanted.return_progress,
         timings_per_token=wanted.timings_per_token,
         obfuscates=prepared.obfuscates,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.errors import CorralError
-from serve_app.ingress.generation import chat
+from serve_app.ingress.generation import generation
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import unexpected
 from serve_app.ingress.openai.timings import Running, prompt_progress, timings
@@ -108,7 +108,7 @@ class ResponseAnswer:
 
     def _news(self, delta: TokenDelta) -> list[Json]:
         events: list[Json] = []
-        for part in chat.parts(self.parser, delta):
+        for part in generation.parts(self.parser, delta):
             if isinstance(part, Reasoning):
                 events += self._thought(part.text)
             else:

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 
 from serve_app.errors import InvalidRequestError, ModelNotFoundError, ResponseNotFoundError
 from serve_app.ingress.access.limits.bodies import unread
-from serve_app.ingress.generation import chat
+from serve_app.ingress.generation import generation
 from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.http.dependencies import BodiesArgument, written
 from serve_app.ingress.model_registry import ServedModel, find
@@ -49,7 +49,7 @@ def told(
             stored_request.thinks,
             in_pieces=True,
         ),
-        chat.counter(model),
+        generation.token_counter(model),
         return_progress=stored_request.return_progress,
         created=stored_request.created,
     )

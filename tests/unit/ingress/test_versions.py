@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from serve_app.errors import InvalidRequestError, ModelNotFoundError
-from serve_app.ingress.generation import beginnings
+from serve_app.ingress.generation import preparation
 from serve_app.ingress.model_registry import ModelInfo, ServedModel, find
 from serve_app.ingress.openai.answers import card_of, model_cards
 from serve_app.ingress.versions.choice import before_rollout, changed, given
@@ -109,15 +109,15 @@ def test_ollama_s_names_mean_all_versions() -> None:
 
 
 def chat(*turns: tuple[Any, str]) -> str:
-    return beginnings.of_chat([Turn(role, (text,)) for role, text in turns])
+    return preparation.chat_beginning([Turn(role, (text,)) for role, text in turns])
 
 
 def test_a_conversation_keeps_its_beginning_as_it_goes_on() -> None:
     first = ("system", "Be kind."), ("user", "Hello")
     assert chat(*first) == chat(*first, ("assistant", "Hi"), ("user", "And then?"))
     assert chat(*first) != chat(first[0], ("user", "Good morning"))
-    text = "x" * beginnings.BEGINNING_CHARS
-    assert beginnings.of_text(text) == beginnings.of_text(text + " and more")
+    text = "x" * preparation.BEGINNING_CHARS
+    assert preparation.text_beginning(text) == preparation.text_beginning(text + " and more")
 
 
 @pytest.mark.parametrize(
