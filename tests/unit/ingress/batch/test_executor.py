@@ -281,7 +281,10 @@ async def test_lines_rise_before_their_window_runs_out(
     assert len(risen) == 30
 
 
-async def test_a_window_that_runs_out(server: Server) -> None:
+async def test_a_window_that_runs_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        executors, "_PROMOTION_S", 60.0
+    )  # the lines wait behind everybody to the end
     async with server.process() as client:
         server.engine.held.clear()
         batch_id = await begin(client, [line(f"q{i}") for i in range(30)], completion_window="1s")
