@@ -199,7 +199,8 @@ class HandleClient:
         if self._states is None or self._states.done():  # a thread that hangs is left alone
             self._states = asyncio.create_task(asyncio.to_thread(serve.status))
         try:
-            status = await asyncio.wait_for(asyncio.shield(self._states), _STATS_TIMEOUT_S)
+            async with asyncio.timeout(_STATS_TIMEOUT_S):
+                status = await asyncio.shield(self._states)
         except (RayError, TimeoutError):
             return {}
         application = status.applications.get(self._handle.app_name)
@@ -212,7 +213,8 @@ class HandleClient:
     async def fetching(self) -> Sequence[FetchingReplica]:
         """The replicas that fetch their model now. Callers that ask meanwhile share the next look."""
         try:
-            return await asyncio.wait_for(self._fetching.ask(), _STATS_TIMEOUT_S)
+            async with asyncio.timeout(_STATS_TIMEOUT_S):
+                return await self._fetching.ask()
         except (RayError, OSError, TimeoutError):
             return ()
 

@@ -47,7 +47,8 @@ async def told(context: ReplicaContext, node_id: str, report: Report) -> AsyncIt
                         internal_kv._internal_kv_put, key, value, True, namespace=_NAMESPACE
                     )
             with suppress(TimeoutError):
-                await asyncio.wait_for(enough.wait(), _EVERY_S)
+                async with asyncio.timeout(_EVERY_S):
+                    await enough.wait()
 
     telling = asyncio.create_task(keep_telling())
     try:

@@ -96,8 +96,10 @@ class DiskRoom:
             self._check_is_full(error)
         with self._waiting():
             while True:
+                # Unlike `wait_for`, a timeout never swallows a cancellation that comes with the event.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._closed.wait(), _ROOM_S)
+                    async with asyncio.timeout(_ROOM_S):
+                        await self._closed.wait()
                 try:
                     return await run(thread, function, *arguments)
                 except (OSError, sqlite3.Error) as error:
@@ -188,7 +190,8 @@ class BatchExecutor:
                 logger.exception("The store of batches cannot be read.")
                 pause_s = min(_MOST_LOOK_S, 2 * pause_s)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._woken.wait()
             self._woken.clear()
 
     def _begin(self, batch: ClaimedBatch) -> None:

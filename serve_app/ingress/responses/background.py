@@ -271,7 +271,8 @@ class BackgroundResponses:
         """Tell the store, as long as there are some."""
         while self._responses:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._read.wait(), TELL_S)
+                async with asyncio.timeout(TELL_S):
+                    await self._read.wait()
             self._read.clear()
             try:
                 await self._tell()
