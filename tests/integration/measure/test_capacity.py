@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from serve_app.measure.capacity import UserLoad, drive
 from serve_app.measure.outcomes import ABORTED, COMPLETE, FAILED, REFUSED
@@ -20,14 +20,23 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def served(answer: Answer) -> AsyncIterator[str]:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await answer(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
-            writer.close()
+    answering = set[asyncio.Task[None]]()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            await answer(reader, writer)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(serve(reader, writer))
+        answering.add(task)
+        task.add_done_callback(answering.discard)
+
+    async with await asyncio.start_server(begin, "127.0.0.1", 0) as server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await asyncio.gather(*answering)
 
 
 async def streams(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
