@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,27 +82,6 @@ class Turn:
 
 
 Conversation = Sequence[Turn]
-
-
-def from_messages(messages: Iterable[Mapping[str, Any]]) -> list[Turn]:
-    """Turns from messages in OpenAI's form with texts as contents: for callers that are no clients."""
-    return [
-        Turn(
-            message["role"],
-            (message["content"],),
-            message.get("reasoning_content", ""),
-            tuple(
-                PastCall(
-                    call["function"]["name"],
-                    json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                    call["id"],
-                )
-                for call in message.get("tool_calls", ())
-            ),
-            message.get("tool_call_id", ""),
-        )
-        for message in messages
-    ]
 
 
 _TEXT_FIELDS = (

@@ -170,14 +170,19 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def starts() -> Iterator[Callable[[list[dict[str, Any]]], Corral]]:
+def starts() -> Iterator[Callable[..., Corral]]:
     """Starts servers, and ends them."""
     started: list[Corral] = []
     # Ray puts sockets in here, whose paths must be short.
     directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
 
-    def start_one(models: list[dict[str, Any]], *, make_serve: bool = False) -> Corral:
-        started.append(Corral(directory, models, make_serve=make_serve))
+    def start_one(
+        models: list[dict[str, Any]],
+        *,
+        make_serve: bool = False,
+        import_path: str = servers.BUILD,
+    ) -> Corral:
+        started.append(Corral(directory, models, make_serve=make_serve, import_path=import_path))
         return started[-1]
 
     try:

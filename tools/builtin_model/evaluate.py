@@ -27,7 +27,6 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.engine.options import BackendName
-from serve_app.prompt.conversation import from_messages
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, detect
 from tools.builtin_model.corpus import conversation, skills, tables
@@ -37,6 +36,7 @@ from tools.builtin_model.corpus.source import Source
 from tools.builtin_model.corpus.stories import story
 from tools.builtin_model.corpus.tools import Toolbox, call_message, result_message
 from tools.chat_template import CHAT_TEMPLATE
+from tools.messages import from_messages
 
 N_CTX_SLOT = 2048
 LONG = 1500

@@ -6,15 +6,14 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.clients.agents.agents import AGENTS, CONTEXT, Agent
 from tests.clients.environment import FOLDER, NODE
-from tests.e2e.conftest import Corral, model
+from tests.e2e.conftest import Corral, model, starts
 
 _TIMEOUT_S = 220
 LEAST_REUSED = 0.95
@@ -22,20 +21,17 @@ LEAST_REUSED = 0.95
 _ANSWERED = re.compile(r" (?:GET|HEAD|POST) (/\S*) (\d{3}) ")
 
 
+start_for_module = pytest.fixture(starts, name="start_for_module", scope="module")
+
+
 @pytest.fixture(scope="module")
-def scripted() -> Iterator[Corral]:
+def scripted(start_for_module: Callable[..., Corral]) -> Corral:
     """A server whose model follows the script of these tests."""
-    # Ray puts sockets in here, whose paths must be short.
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     models = [model(None, "demo", n_slots=3, n_ctx_slot=CONTEXT, max_waiting=16)]
     build = "tests.clients.agents.scripted:build"
-    server = Corral(directory, models, make_serve=True, import_path=build)
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+    corral = start_for_module(models, make_serve=True, import_path=build)
+    corral.wait_ready()
+    return corral
 
 
 @pytest.mark.timeout(3 * _TIMEOUT_S)

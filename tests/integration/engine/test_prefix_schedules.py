@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.prompt.conversation import from_messages
 from serve_app.prompt.tokenizer import Tokenizer
+from tools.messages import from_messages
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
 SYSTEM = "You are a patient assistant who answers every question of every guest in this house."

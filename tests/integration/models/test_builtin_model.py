@@ -10,10 +10,10 @@ import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.prompt.conversation import from_messages
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls.formats import hermes
 from tools.builtin_model.evaluate import SCORES, Score, run
+from tools.messages import from_messages
 
 N_SLOTS = 4
 N_CASES = 40
