@@ -1,8 +1,7 @@
-"""Locks for what lies in a folder that processes share: who uses which part of it, who changes it.
+"""File locks, flock(2), by which the processes of a node share cores, places and folders.
 
-Each part has a lock file that is never deleted: whoever has the part open holds the lock shared until its
-process ends, however it ends; whoever changes the part holds it alone. So does a process that it was handed
-to, until both have ended.
+The kernel drops a lock with its process, however that ends, and with all processes that it was handed to.
+Lock files are never removed, or two processes could lock different files of one name.
 """
 
 from __future__ import annotations
@@ -19,6 +18,36 @@ _open: dict[Path, int] = {}
 _opening = threading.Lock()
 
 
+def lock(path: Path, how: int) -> int:
+    """A file descriptor that holds the file's lock, in one of flock's ways; exec does not inherit it.
+    Raises OSError: BlockingIOError if somebody else has the lock, and `how` says not to wait."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody has the file's lock alone."""
+    try:
+        os.close(lock(path, fcntl.LOCK_SH | fcntl.LOCK_NB))
+    except BlockingIOError:
+        return True
+    return False
+
+
+def make_private(folder: Path) -> None:
+    """Have a folder that is this user's alone: where everybody may write, somebody else may have been
+    first. Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in (folder.parent, folder):
+        if path.is_symlink() or path.stat().st_uid != os.getuid():
+            raise PermissionError(f"{path} belongs to another user.")
+
+
 def leave_all() -> None:
     """Give up all locks that this process holds shared. Any thread may call it."""
     with _opening:
@@ -28,7 +57,8 @@ def leave_all() -> None:
 
 
 class FolderLocks:
-    """The locks of one folder. Any thread may call."""
+    """The locks of the parts of a folder: whoever has a part open holds its lock shared until the process
+    ends, and whoever changes the part holds the lock alone. Any thread may call."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,30 +66,33 @@ class FolderLocks:
     def share(self, name: str, is_whole: Callable[[], bool]) -> bool:
         """Whether the part is there, as `is_whole` says, and nobody changes it. It stays as it is until
         this process ends or leaves all then, and counts as used now."""
-        lock = self._folder / name
+        path = self._path(name)
         with _opening:
-            descriptor = _open.get(lock)
+            descriptor = _open.get(path)
             if descriptor is None:
-                descriptor = _descriptor(lock)
-                if not _try(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB):
-                    os.close(descriptor)
+                try:
+                    descriptor = lock(path, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
                     return False
             if not is_whole():
                 os.close(descriptor)
-                _open.pop(lock, None)
+                _open.pop(path, None)
                 return False
-            _open[lock] = descriptor
-            os.utime(lock)
+            _open[path] = descriptor
+            os.utime(path)
         return True
 
     @contextmanager
     def alone(self, name: str, *, wait: bool = False) -> Iterator[int | None]:
         """Nobody else uses or changes the part until the end: the lock's descriptor. None if somebody does,
         unless the caller waits for them."""
-        descriptor = _descriptor(self._folder / name)
         try:
-            held = _try(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            yield descriptor if held else None
+            descriptor = lock(self._path(name), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield None
+            return
+        try:
+            yield descriptor
         finally:
             os.close(descriptor)
 
@@ -70,15 +103,6 @@ class FolderLocks:
         except OSError:
             return 0.0
 
-
-def _descriptor(lock: Path) -> int:
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-
-def _try(descriptor: int, how: int) -> bool:
-    try:
-        fcntl.flock(descriptor, how)
-    except BlockingIOError:
-        return False
-    return True
+    def _path(self, name: str) -> Path:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self._folder / name

@@ -31,8 +31,8 @@ from serve_app.ingress.batch.preparation import prefix_of
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.openvino.exported.header import vocabulary_file
+from serve_app.placement.pinning import place_on_cpus
 from serve_app.progress import nowhere
-from serve_app.replica.cpu_placement import place_on_cpus
 from serve_app.store.models import locate
 from serve_app.store.sharing.cluster import ClusterSharing
 

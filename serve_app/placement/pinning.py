@@ -1,17 +1,52 @@
-"""Pins a replica to cores of its own, if it can have them."""
+"""A replica's place on its node: the cores that it leases, alone, and is pinned to, and its threads.
+
+A lease is an flock(2) on one file for each CPU: the kernel drops it with the process, however that ends.
+Files are never removed, or two processes could lock different files of one name.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from fcntl import LOCK_EX
 from pathlib import Path
 
-from serve_app.placement import leases
-from serve_app.placement.leases import CoreLease
-from serve_app.placement.machine import Machine, read
-from serve_app.placement.topology import list_cpus
+from serve_app.config.resolved import ResolvedModel
+from serve_app.errors import ConfigError
+from serve_app.locks import is_locked, lock, make_private
+from serve_app.placement import machine, plan
+from serve_app.placement.machine import (
+    Machine,
+    PhysicalCore,
+    Topology,
+    list_cpus,
+    oversubscription,
+    own_cpus,
+)
+
+logger = logging.getLogger("corral.replica")
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLease:
+    """CPUs that nobody else leases while this process lives, or until it is released."""
+
+    cpus: tuple[int, ...]
+    """Ascending."""
+    one_of_each: tuple[int, ...]
+    """One of these CPUs for each physical core; ascending."""
+    numa_node: int | None
+    """The node that has all of them, if one has and the kernel tells."""
+    _locks: tuple[int, ...]
+    """File descriptors that hold the locks; not inherited over exec."""
+
+    def release(self) -> None:
+        """Give the CPUs back. Not twice."""
+        for descriptor in self._locks:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +66,6 @@ class CorePinning:
         return None if self.lease is None else self.lease.cpus
 
     @property
-    def one_of_each(self) -> tuple[int, ...] | None:
-        """One leased CPU for each physical core."""
-        return None if self.lease is None else self.lease.one_of_each
-
-    @property
     def numa_node(self) -> int | None:
         """The NUMA node that has all leased CPUs."""
         return None if self.lease is None else self.lease.numa_node
@@ -47,52 +77,115 @@ class CorePinning:
             _set_affinity(self.cpus_before)
 
 
-def unpinned(reason: str) -> CorePinning:
-    """A process that runs wherever the kernel puts it."""
-    return CorePinning(None, f"not pinned to cores: {reason}")
+@dataclass(frozen=True, slots=True)
+class CpuPlacement:
+    """Where a replica computes."""
+
+    pinning: CorePinning
+    threads: int
+    reason: str
+    """Why so many, in one line."""
+    computing_cpus: tuple[int, ...] | None
+    """The CPUs that the computing threads keep to; None: all that the process may use."""
+
+
+def place_on_cpus(
+    model: ResolvedModel, reserved: float, here: Machine | None = None
+) -> CpuPlacement:
+    """A replica's place on its node, by default this one, and its threads, with so many reserved CPUs.
+    Before anything starts threads: they inherit the place. Raises ConfigError for more threads than CPUs,
+    unless the configuration allows them."""
+    here = here or machine.read()
+    n_cores = plan.n_cores(here, reserved)
+    most = max(model.threads or n_cores, model.options.threads_batch or 0)
+    complaint = oversubscription(
+        most,
+        own_cpus(here, reserved),
+        "all that this replica may use (affinity mask, CPU quota, num_cpus)",
+    )
+    if complaint and not model.allow_oversubscription:
+        raise ConfigError(f"models ({model.id}): {complaint}")
+    if complaint:
+        logger.warning("Model %s: %s", model.id, complaint)
+        pinning = _unpinned("it has more threads than cores")
+    else:
+        pinning = _pinning(model, reserved, here, spread=most > n_cores)
+    if pinning.lease is not None:
+        n_cores = len(pinning.lease.one_of_each)
+    if model.threads is not None:
+        return CpuPlacement(pinning, model.threads, "as configured", _computing(pinning, most))
+    reason = _reason(here, pinning, reserved)
+    return CpuPlacement(pinning, n_cores, reason, _computing(pinning, max(most, n_cores)))
+
+
+def _pinning(model: ResolvedModel, reserved: float, here: Machine, *, spread: bool) -> CorePinning:
+    numa = model.options.numa
+    if numa is not None and len(here.topology.nodes) == 1:
+        logger.info("Model %s: engine.numa has no effect: there is one NUMA node.", model.id)
+    elif numa in ("distribute", "isolate"):
+        return _unpinned(f"engine.numa: {numa} places its threads")
+    if not model.pin_cores:
+        return _unpinned("engine.pin_cores is false")
+    return pin(reserved, default_folder(), here, spread=spread)
+
+
+def _computing(pinning: CorePinning, threads: int) -> tuple[int, ...] | None:
+    """One hyper-thread of each leased core, if that is enough: the kernel cannot put two threads on
+    one then, and the others are left to the rest of the process."""
+    alone = () if pinning.lease is None else pinning.lease.one_of_each
+    return alone if alone != pinning.cores and 0 < threads <= len(alone) else None
+
+
+def _reason(here: Machine, pinning: CorePinning, reserved: float) -> str:
+    if here.quota is not None:
+        n_all = len(here.topology.cpus)
+        return f"its part of a CPU quota of {here.quota:g} cores, on {n_all} that others use too"
+    n_cpus = own_cpus(here, reserved) if pinning.cores is None else len(pinning.cores)
+    return f"one for each physical core of its {n_cpus} CPU{'s' * (n_cpus > 1)}"
 
 
 def pin(
-    reserved: float, folder: Path, machine: Machine | None = None, *, spread: bool = False
+    reserved: float, folder: Path, here: Machine | None = None, *, spread: bool = False
 ) -> CorePinning:
     """Lease as many CPUs as are reserved for this process and pin all its threads to them; those that
-    start later inherit that. Default: of this machine. For `spread`, see `leases.choose`. Memory follows:
+    start later inherit that. Default: of this machine. For `spread`, see `choose`. Memory follows:
     the kernel takes a page from the node of the thread that first touches it. No lease is not an error:
     CPUs that are not its own are left to the kernel then."""
     if reserved < 1 or reserved != int(reserved):
-        return unpinned(f"num_cpus is {reserved:g}, which is not a whole number of cores")
-    here = machine or read()
+        return _unpinned(f"num_cpus is {reserved:g}, which is not a whole number of cores")
+    here = here or machine.read()
     cpus, quota = here.topology.cpus, here.quota
     if quota is not None:
-        return unpinned(
+        return _unpinned(
             f"it has a CPU quota of {quota:g} cores, on {len(cpus)} cores that others use too"
         )
     try:
-        lease = leases.take(here.topology, int(reserved), folder, spread=spread)
+        lease = take(here.topology, int(reserved), folder, spread=spread)
     except OSError as error:
-        return unpinned(f"leases cannot be kept in {folder} ({error})")
+        return _unpinned(f"leases cannot be kept in {folder} ({error})")
     if lease is None:
-        return unpinned(f"fewer than {reserved:g} of {len(cpus)} cores are free")
+        return _unpinned(f"fewer than {reserved:g} of {len(cpus)} cores are free")
     before = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     try:
         _set_affinity(lease.cpus)
     except OSError as error:
         lease.release()
-        return unpinned(f"the kernel does not allow it ({error})")
-    where = f"{list_cpus(lease.cpus)}{_node(here, lease)}"
+        return _unpinned(f"the kernel does not allow it ({error})")
+    node = ""
+    if len(here.topology.nodes) > 1 and lease.numa_node is not None:
+        node = f" of NUMA node {lease.numa_node}"
+    elif len(here.topology.nodes) > 1:
+        node = f" of several NUMA nodes (no node has {len(lease.cpus)} free)"
+    where = f"{list_cpus(lease.cpus)}{node}"
     return CorePinning(lease, f"pinned to cores {where}, which no other replica uses", before)
 
 
-def _node(here: Machine, lease: CoreLease) -> str:
-    if len(here.topology.nodes) < 2:
-        return ""
-    if lease.numa_node is not None:
-        return f" of NUMA node {lease.numa_node}"
-    return f" of several NUMA nodes (no node has {len(lease.cpus)} free)"
+def _unpinned(reason: str) -> CorePinning:
+    return CorePinning(None, f"not pinned to cores: {reason}")
 
 
 def _set_affinity(cpus: Iterable[int]) -> None:
-    """Every thread of this process; sched_setaffinity(2) is for one thread."""
+    """Place every thread of this process; sched_setaffinity(2) is for one thread."""
     if not hasattr(os, "sched_setaffinity"):
         raise OSError("it has no affinity masks")
     mask = set(cpus)
@@ -100,3 +193,59 @@ def _set_affinity(cpus: Iterable[int]) -> None:
     for thread in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), mask)
+
+
+def default_folder() -> Path:
+    """Where this user's processes on this node keep the lock files: memory that no other node sees."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    base = Path(runtime) / "corral" if runtime else Path(f"/dev/shm/corral-{os.getuid()}")
+    return base / "cores"
+
+
+def take(topology: Topology, n: int, folder: Path, *, spread: bool = False) -> CoreLease | None:
+    """Lease `n` CPUs as `choose` says; None if fewer are free. Processes that take at the same time do it
+    one after the other. Raises OSError if the folder is not ours alone, or cannot be used."""
+    make_private(folder)
+    choosing = lock(folder / "choosing", LOCK_EX)
+    try:
+        free = {cpu for cpu in topology.cpus if not is_locked(folder / str(cpu))}
+        cpus = choose(topology, free, n, spread=spread)
+        if cpus is None:
+            return None
+        # Free a moment ago, and whoever wants one now waits for this one.
+        locks = tuple(lock(folder / str(cpu), LOCK_EX) for cpu in cpus)
+        of_all = set(cpus)
+        return CoreLease(cpus, topology.one_of_each(of_all), topology.node_of(of_all), locks)
+    finally:
+        os.close(choosing)
+
+
+def choose(
+    topology: Topology, free: Set[int], n: int, *, spread: bool = False
+) -> tuple[int, ...] | None:
+    """`n` of the free CPUs, ascending, or None. Pure.
+
+    Of one NUMA node if one has as many: the one with most idle physical cores, as each node has memory
+    bandwidth of its own. Whole idle physical cores first, so that nobody else computes on their other
+    hyper-threads, then those beside somebody else's. With `spread`, which is for as many threads as CPUs,
+    one hyper-thread of each idle physical core first.
+    """
+    nodes = [[core for core in topology.cores if core.node == node] for node in topology.nodes]
+    nodes.sort(key=lambda cores: (-len(_idle(cores, free)), -_n_free(cores, free)))
+    fitting = [cores for cores in nodes if _n_free(cores, free) >= n]
+    pool = fitting[0] if fitting else [core for cores in nodes for core in cores]
+    idle = _idle(pool, free)
+    preferred = [cpu for core in idle for cpu in core.cpus]
+    if spread:
+        first = {core.cpus[0] for core in idle}
+        preferred.sort(key=lambda cpu: cpu not in first)
+    preferred += [cpu for core in pool if core not in idle for cpu in core.cpus if cpu in free]
+    return tuple(sorted(preferred[:n])) if len(preferred) >= n else None
+
+
+def _idle(cores: Sequence[PhysicalCore], free: Set[int]) -> list[PhysicalCore]:
+    return [core for core in cores if free >= {*core.cpus}]
+
+
+def _n_free(cores: Sequence[PhysicalCore], free: Set[int]) -> int:
+    return sum(cpu in free for core in cores for cpu in core.cpus)

@@ -37,11 +37,10 @@ from serve_app.errors import (
 from serve_app.folders import cache_folder
 from serve_app.logs import forward_to_serve
 from serve_app.openvino.exported.header import vocabulary_file
-from serve_app.placement.machine import available_memory, cpu_quota, throttled_s
-from serve_app.placement.throttling import ThrottleWatch
+from serve_app.placement.machine import ThrottleWatch, available_memory, cpu_quota, throttled_s
+from serve_app.placement.pinning import place_on_cpus
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.adapters import ReplicaAdapters
-from serve_app.replica.cpu_placement import place_on_cpus
 from serve_app.replica.files import Files
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics

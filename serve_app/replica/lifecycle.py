@@ -1,17 +1,21 @@
-"""A model that comes and goes within one process: when it is loaded, and when it leaves."""
+"""A model on demand within one process: its place on the node, when it is loaded, and when it leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
+from urllib.parse import quote
 
 from serve_app.channel.address import Address
 from serve_app.errors import CorralError, EngineUnavailableError
-from serve_app.placement.residency import Residency
+from serve_app.locks import is_locked, lock, make_private
 
 logger = logging.getLogger("corral.replica")
 
@@ -25,6 +29,83 @@ _END_S = 30.0
 """Answers that run then get so long to end. The others go on when it is loaded again."""
 _CUT_OFF_S = 1.0
 """Longest time in which calls end after the model is closed."""
+
+
+class Residency:
+    """One process's part in the models on demand of a node: so many are loaded at most, each with a
+    place.
+
+    A place is a lock on a file, which says how the model is used. A process that waits for a place has a
+    lock on a file of its own, which says since when. Used in one thread; nothing here takes long.
+    """
+
+    def __init__(self, folder: Path, name: str, most: int) -> None:
+        """The process waits under that name, which no other one has. Raises OSError if the folder is not
+        ours alone, or cannot be used."""
+        make_private(folder)
+        self._places = [folder / f"place-{number}" for number in range(most)]
+        self._ticket = folder / f"waiting-{quote(name, safe='')}"
+        self._since: bytes | None = None
+        """When it began to wait, if it waits."""
+        self._own: Path | None = None
+        self._lock = -1
+        """Descriptor that holds the lock of the place, if the process has one."""
+
+    def take(self, now: float) -> bool:
+        """Take a free place, if there is one, and nobody has waited for longer; it counts as used now."""
+        if any(self._since is None or since < self._since for since in self._others_wait()):
+            return False
+        for place in self._places:
+            with suppress(BlockingIOError):
+                self._lock = lock(place, LOCK_EX | LOCK_NB)
+                self._own = place
+                self.note(now)
+                return True
+        return False
+
+    def note(self, since: float, *, is_busy: bool = False) -> None:
+        """The model has worked without a pause since then, or was used last then, as `time.monotonic`
+        counts."""
+        if self._own is not None:
+            _write(self._lock, since, is_busy)
+
+    def leave(self) -> None:
+        """The model is not loaded any more. Idempotent."""
+        if self._own is not None:
+            os.close(self._lock)
+            self._own = None
+
+    @contextmanager
+    def waiting(self, now: float) -> Iterator[None]:
+        """Meanwhile, others know that this one waits for a place."""
+        ticket = lock(self._ticket, LOCK_EX)  # who looks holds it for microseconds
+        try:
+            self._since = _write(ticket, now)
+            yield
+        finally:
+            self._since = None
+            os.close(ticket)
+
+    def gives_way(self) -> bool:
+        """Whether somebody waits, no place is free, and this model is the one to go: the idle one that was
+        used longest ago, or else the one that has worked for longest."""
+        if self._own is None or not self._others_wait():
+            return False
+        others = [place for place in self._places if place != self._own]
+        own = self._own.read_bytes()
+        return all(is_locked(place) and place.read_bytes() >= own for place in others)
+
+    def _others_wait(self) -> list[bytes]:
+        """Since when each of them waits."""
+        tickets = self._ticket.parent.glob("waiting-*")
+        return [path.read_bytes() for path in tickets if path != self._ticket and is_locked(path)]
+
+
+def _write(descriptor: int, since: float, is_busy: bool = False) -> bytes:
+    """The text sorts by who is to go first."""
+    text = f"{is_busy:d} {since:020.6f}".encode()
+    os.pwrite(descriptor, text, 0)
+    return text
 
 
 class Loaded(Protocol):

@@ -24,10 +24,9 @@ from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import AdapterConfig
 from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
 from serve_app.errors import CorralError
-from serve_app.placement.residency import Residency
 from serve_app.replica.deployment import LoadedModel, prepare_process
 from serve_app.replica.kv_transfer import Offer, TransferTarget
-from serve_app.replica.lifecycle import ModelLifecycle
+from serve_app.replica.lifecycle import ModelLifecycle, Residency
 from serve_app.routing.autoscaling import PRESSURE
 from serve_app.types import (
     Asleep,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from serve_app.placement.machine import Machine, read
-from serve_app.placement.topology import PhysicalCore, Topology, list_cpus
+from serve_app.placement.machine import Machine, PhysicalCore, Topology, list_cpus, read
 
 # (hyper-threads, NUMA node) of each physical core, numbered as Linux numbers Intel's and AMD's servers:
 # first one hyper-thread of every core, then the others.

@@ -13,8 +13,7 @@ from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import ConfigError
 from serve_app.placement.machine import Machine
-from serve_app.placement.pinning import CorePinning
-from serve_app.replica.cpu_placement import CpuPlacement, place_on_cpus
+from serve_app.placement.pinning import CorePinning, CpuPlacement, place_on_cpus
 from tests.unit.placement.machines import EPYC, FOUR_NODES, LAPTOP, SMALL, machine
 
 FOUR = [((i,), 0) for i in range(4)]
