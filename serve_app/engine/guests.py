@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from serve_app.engine.autotune.quiet_trials import QuietTrials
 from serve_app.engine.backends.adapter_turns import AdapterTurns
 from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.core.engine_core import EngineCore
@@ -24,7 +23,6 @@ def make_guests(core: EngineCore) -> list[Guest]:
         ),
         EmbeddingQueue(backend, costs, core.budget, core.progress, core.queue.accounts),
         PrefixStorage(core.cache),
-        QuietTrials(backend, costs, core.cache.table, options.n_ctx_slot),
     ]
     if backend.traits.can_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft

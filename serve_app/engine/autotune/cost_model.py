@@ -74,20 +74,6 @@ class CostModel:
         """Whether anything was measured."""
         return bool(self._decode.measured)
 
-    @property
-    def doubts(self) -> list[tuple[str, int]]:
-        """Kinds of batches (decode, prefill, verify) and their rows whose measurement is doubted."""
-        return [(kind, n) for kind, curve in self._kinds.items() for n in curve.doubted]
-
-    @property
-    def doubted_slopes(self) -> list[tuple[str, int]]:
-        """The numbers of rows where the cost of depth is doubted."""
-        return [(kind, n) for kind, curve in self._kinds.items() for n in curve.doubted_slopes]
-
-    @property
-    def _kinds(self) -> dict[str, Curve]:
-        return {"decode": self._decode, "prefill": self._prefill, "verify": self._verify}
-
     def attended(self, n_past: float, n_cells: float) -> float:
         """How many tokens of its own would cost a row as much as its `n_past` and the rest of the
         `n_cells` in use in a unified cache. To be given as `n_past` to the other methods."""

@@ -60,10 +60,9 @@ class Curve:
             add(0.0, _DOUBTED if n in self.doubted else _TRUSTED, 2e-5) for n in self.measured
         ]
         added = {n: deep[n] - shallow[n] for n in known}
-        self.doubted_slopes = [n for n in known if n in doubtful(added) or added[n] <= 0]
-        """Numbers of rows whose measured cost of depth looks like a hiccup."""
+        doubted_slopes = [n for n in known if n in doubtful(added) or added[n] <= 0]
         self._deeper = [
-            add(0.0, _DOUBTED if n in self.doubted_slopes else _TRUSTED_SLOPE, 5e-5)
+            add(0.0, _DOUBTED if n in doubted_slopes else _TRUSTED_SLOPE, 5e-5)
             for n in self.measured
         ]
         self._all_deeper = add(0.0, 1.0, 1e-4)
