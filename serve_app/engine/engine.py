@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from serve_app import progress
 from serve_app.engine.backends.adapters import EngineAdapters
 from serve_app.engine.backends.base import Backend
-from serve_app.engine.backends.choice.choosing import open_backend
+from serve_app.engine.backends.choice import open_backend
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.embedding import EmbeddingQueue, Texts, Vectors

@@ -21,11 +21,8 @@ PURE = (
     "kv_cache.shifts.context_shift",
     "core.text",
     "autotune.cost_model",
-    "autotune.curve",
-    "autotune.kalman",
     "autotune.modes",
     "autotune.traffic",
-    "autotune.trials",
 )
 
 

@@ -1,17 +1,206 @@
 """The cost model: how long a batch takes with this model on this machine. Pure: no model, no clock.
 
-Measured at the start and corrected while running. A batch is either some tokens of each of some decoding
-sequences, or a chunk of one prompt, and a step's time is their sum; in a unified cache the two share one.
-It takes longer the more tokens stand in the cache before it; that part grows straight. In a unified cache
-those of other sequences count, too, as far as the kernel does not skip what is masked.
+A batch is either some tokens of each of some decoding sequences, or a chunk of one prompt, and a step's
+time is their sum; in a unified cache the two share one. It takes `speed * (base + slope * depth)`: the base
+for its number of rows, the slope for each token that stands in the cache before them. In a unified cache
+those of other sequences count, too, as far as the kernel does not skip what is masked. All numbers are
+measured at the start and learned while running.
+
+A Kalman filter learns them from the relative errors of forecasts. It knows how unsure each number is, and
+which were wrong together. Sources: Kalman, "A New Approach to Linear Filtering and Prediction Problems",
+1960; errors are bounded as in Huber, "Robust Estimation of a Location Parameter", 1964.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from serve_app.engine.autotune.curve import Curve, Speed
+import numpy as np
+
+# Batches that are forecast rightly differ from that by so much, as a variance of the relative error.
+_NOISE = 0.08**2
+# An error counts up to so many standard deviations: more may be a hiccup. One that stays is learnt anyway.
+_MOST_DEVIATIONS = 2.0
+
+
+class Estimates:
+    """Numbers that are learned from forecasts' errors. The first one is the speed: how much longer all
+    batches take than when they were measured (neighbours, throttling, a quota), as a logarithm."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._covariance = np.zeros((0, 0))
+        self._drift, self._jump = np.zeros(0), np.zeros(0)
+        self._most = np.zeros(0)
+        self._speed = self.add(0.005, 0.0007, jump=0.03)
+
+    @property
+    def speed(self) -> float:
+        """The factor of measured seconds."""
+        return math.exp(self.values[self._speed])
+
+    def add(self, variance: float, drift: float, jump: float = 0.0) -> int:
+        """Add a number, 0 at first, and return its index. It becomes unsure again by `drift` with each
+        error, until it is as unsure as at the beginning; and by `jump` with each that is too large to be
+        noise."""
+        self.values.append(0.0)
+        n = len(self.values)
+        self._covariance = np.pad(self._covariance, (0, 1))
+        self._covariance[-1, -1] = variance
+        self._drift = np.append(self._drift, drift)
+        self._jump = np.append(self._jump, jump)
+        self._most = np.append(self._most, variance)
+        return n - 1
+
+    def learn(self, shares: Mapping[int, float], error: float) -> None:
+        """Learn from a forecast's relative error. A share says how much the forecast grows, relatively,
+        with that number; with the speed, it grows as much as that."""
+        shares = {self._speed: 1.0, **shares}
+        diagonal = np.einsum("ii->i", self._covariance)
+        np.add(diagonal, self._drift, out=diagonal, where=diagonal < self._most)
+        indices, parts = list(shares), np.array(list(shares.values()))
+        due = parts @ self._covariance[indices]  # it is symmetric
+        variance = _NOISE + float(parts @ due[indices])
+        most = _MOST_DEVIATIONS * math.sqrt(variance)
+        moved = due * (max(-most, min(most, error)) / variance)
+        self.values = (moved + self.values).tolist()
+        if abs(error) <= most:
+            self._covariance -= np.outer(due, due) / variance
+        else:  # a hiccup, which tells nothing, or something has changed
+            diagonal += self._jump
+
+
+# Where no slope was measured, a depth of so many tokens may double what a batch takes.
+_DOUBLING_DEPTH = 4_000
+# Seconds of batches of one size, of which one is learnt from.
+_LEARN_S = 0.1
+# Variances of what was measured: it is wrong by a seventh, or, where it is doubted, by anything.
+_TRUSTED, _TRUSTED_SLOPE, _DOUBTED = 0.02, 0.1, 1.0
+# Doubted are batches that take so many times longer than a larger one, or, by row, than a smaller one.
+_SLOWER, _SLOWER_BY_ROW = 1.1, 1.2
+
+
+class Curve:
+    """Seconds by number of rows and depth: straight between what was measured, and beyond."""
+
+    def __init__(
+        self,
+        shallow: Mapping[int, float],
+        deep: Mapping[int, float],
+        depth: int,
+        estimates: Estimates,
+    ) -> None:
+        self.measured = sorted(shallow)
+        self._doubted = doubtful(shallow)
+        # What is thought too fast is tried and learned, what is thought too slow never is.
+        shallow = {
+            n: min(shallow[m] for m in shallow if m >= n) if n in self._doubted else shallow[n]
+            for n in shallow
+        }
+        self._estimates = estimates
+        self._seconds = [shallow[n] for n in self.measured]
+        known = sorted(n for n in deep if n in shallow)
+        slopes = [max(0.0, deep[n] - shallow[n]) / max(1, depth) for n in known]
+        self._slopes = [_by_rows(known, slopes, n) for n in self.measured]
+        row_s = min((shallow[n] / n for n in self.measured), default=0.0)
+        self._scales = [
+            max(slope, n * row_s / _DOUBLING_DEPTH)
+            for n, slope in zip(self.measured, self._slopes, strict=True)
+        ]
+        add = estimates.add
+        self._bases = [
+            add(_DOUBTED if n in self._doubted else _TRUSTED, 2e-5) for n in self.measured
+        ]
+        added = {n: deep[n] - shallow[n] for n in known}
+        doubted_slopes = [n for n in known if n in doubtful(added) or added[n] <= 0]
+        self._deeper = [
+            add(_DOUBTED if n in doubted_slopes else _TRUSTED_SLOPE, 5e-5) for n in self.measured
+        ]
+        self._all_deeper = add(1.0, 1e-4)
+        self._unlearnt_s: dict[int, float] = {}
+        """By number of rows, what batches took since one was learnt from."""
+
+    def at(self, n_rows: int, n_past: float) -> float:
+        """Seconds of a batch; 0 if none was measured."""
+        parts, attending = _parts(self.measured, n_rows), n_past * self._depth_share(n_rows)
+        return self._estimates.speed * sum(
+            weight * (self._base_s(i) + attending * self._slope_s(i)) for i, weight in parts
+        )
+
+    def _depth_share(self, n_rows: int) -> float:
+        """The part of the first point's slope that fewer rows have: the weights are read for one row
+        as for eight, but each row attends for itself."""
+        return min(1.0, n_rows / self.measured[0]) if self.measured else 1.0
+
+    def learn(self, n_rows: int, n_past: float, seconds: float) -> None:
+        """Learn from the time of a batch. Of short batches of one size, one in `_LEARN_S` counts: all
+        tell the same, and learning takes time, too."""
+        unlearnt_s = self._unlearnt_s.get(n_rows, _LEARN_S) + seconds
+        self._unlearnt_s[n_rows] = unlearnt_s
+        if unlearnt_s < _LEARN_S and n_rows not in self._doubted:
+            return
+        self._unlearnt_s[n_rows] = 0.0
+        expected = self.at(n_rows, n_past)
+        if not expected or seconds <= 0:
+            return
+        scale, deeper = self._estimates.speed / expected, 0.0
+        shares: dict[int, float] = {}
+        for i, weight in _parts(self.measured, n_rows):
+            shares[self._bases[i]] = scale * weight * self._base_s(i)
+            attending = n_past * self._depth_share(n_rows)
+            shares[self._deeper[i]] = scale * weight * attending * self._scales[i]
+            deeper += shares[self._deeper[i]]
+        shares[self._all_deeper] = deeper
+        self._estimates.learn(shares, seconds / expected - 1)
+
+    def _base_s(self, i: int) -> float:
+        return math.exp(self._estimates.values[self._bases[i]]) * self._seconds[i]
+
+    def _slope_s(self, i: int) -> float:
+        values = self._estimates.values
+        more = values[self._all_deeper] + values[self._deeper[i]]
+        return max(0.0, self._slopes[i] + more * self._scales[i])
+
+
+def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
+    """The points that the value at x is made of, and the part of each: straight between the points, the
+    first one's before, growing with x beyond."""
+    if not points:
+        return []
+    right = bisect_left(points, x)
+    if right == len(points):
+        return [(right - 1, x / points[-1])]
+    if right == 0 or points[right] == x:
+        return [(right, 1.0)]
+    part = (x - points[right - 1]) / (points[right] - points[right - 1])
+    return [(right - 1, 1 - part), (right, part)]
+
+
+def _by_rows(points: Sequence[int], values: Sequence[float], x: int) -> float:
+    """The points for slopes, which fewer rows have in proportion."""
+    if points and x < points[0]:
+        return values[0] * x / points[0]
+    return sum(weight * values[i] for i, weight in _parts(points, x))
+
+
+def doubtful(times: Mapping[int, float]) -> list[int]:
+    """The numbers of rows that may have been measured while something else ran.
+
+    More rows take no less time, and not much more by row than fewer. Kernels with tiles break both rules,
+    so what is still doubtful when it is measured again is to be believed.
+    """
+    sizes = sorted(times)
+    least_by_row = {n: min(times[m] / m for m in sizes if m <= n) for n in sizes}
+    least = {n: min(times[m] for m in sizes if m >= n) for n in sizes}
+    return [
+        n
+        for n in sizes
+        if times[n] > _SLOWER * least[n] or times[n] / n > _SLOWER_BY_ROW * least_by_row[n]
+    ]
+
 
 # Up to so many rows, kernels like multiples of the second number; beyond the last one, of _LARGE_STEP.
 _ROW_STEPS = ((64, 4), (128, 8), (256, 16))
@@ -56,10 +245,10 @@ class CostModel:
 
     def begin(self, profile: Profile) -> None:
         """Predict by that profile from now on, and learn anew, of another kind of cache."""
-        speed, depth = Speed(), profile.depth
-        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, speed)
-        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth, speed)
-        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth, speed)
+        estimates, depth = Estimates(), profile.depth
+        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, estimates)
+        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth, estimates)
+        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth, estimates)
         self.copy_s = profile.copy_s
         """Seconds that copying a slot takes."""
         self._masked = profile.masked

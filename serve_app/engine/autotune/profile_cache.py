@@ -1,28 +1,21 @@
-"""Profiles and the modes chosen by them, kept on disk: a start does not measure again what is known."""
+"""Profiles and the choices made by them, kept on disk: a start does not measure again what is known."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
 import platform
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode, ModeChoice
-from serve_app.llama.threads import Threads
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+import msgspec
 
 logger = logging.getLogger("corral.engine")
 
 _FORMAT = 7
-_Kept = TypeVar("_Kept")
+_Choice = TypeVar("_Choice")
 
 
 def key(**measured_with: object) -> str:
@@ -32,89 +25,32 @@ def key(**measured_with: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def load(folder: Path, name: str) -> ModeChoice | None:
-    """The choice that was kept under that name; None if nothing was, or if the file is damaged."""
-    return load_as(folder, name, _parse)
-
-
-def save(folder: Path, name: str, choice: DataclassInstance) -> None:
-    """Keep it; a folder that cannot be written to is only worth a warning."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(json.dumps(dataclasses.asdict(choice)).encode())
-        Path(file.name).replace(folder / f"{name}.json")
-    except OSError as error:
-        logger.warning("The profile cannot be kept in %s: %s", folder, error)
-
-
-def load_as(folder: Path, name: str, parse: Callable[[object], _Kept]) -> _Kept | None:
-    """Load another kind of choice: `parse` makes it of the document, or raises ValueError or
-    TypeError."""
+def load(folder: Path | None, name: str, kind: type[_Choice]) -> _Choice | None:
+    """The choice, a dataclass, that was kept under that name; None if nothing was, or if the file is
+    damaged."""
+    if folder is None:
+        return None
     path = folder / f"{name}.json"
     try:
-        return parse(json.loads(path.read_text()))
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         logger.warning("The profile in %s cannot be used and is measured again: %s", path, error)
         return None
 
 
-def _parse(document: object) -> ModeChoice:
-    """Raises ValueError or TypeError for anything but what `save` writes."""
-    match document:
-        case {
-            "mode": {"flash_attn": bool(flash_attn), "kv_unified": bool(kv_unified)},
-            "reason": str(reason),
-            "profile": dict(profile),
-            **others,
-        }:
-            threads, other = _threads(others.get("threads")), _other(others.get("other"))
-            return ModeChoice(
-                Mode(flash_attn, kv_unified), reason, _profile(profile), threads, other
-            )
-    raise TypeError("it holds no profile")
-
-
-def _other(document: object) -> tuple[Mode, Profile] | None:
-    match document:
-        case [
-            {"flash_attn": bool(flash_attn), "kv_unified": bool(kv_unified)},
-            dict(profile),
-        ]:
-            return Mode(flash_attn, kv_unified), _profile(profile)
-        case None:
-            return None
-    raise TypeError(f"the other mode is {document!r}")
-
-
-def _threads(document: object) -> Threads | None:
-    match document:
-        case {
-            "one_row": int(one_row),
-            "few_rows": int(few_rows),
-            "many_rows": int(many_rows),
-            "reason": str(reason),
-        }:
-            return Threads(one_row, few_rows, many_rows, reason)
-        case None:
-            return None
-    raise TypeError(f"threads are {document!r}")
-
-
-def _profile(document: Mapping[str, object]) -> Profile:
-    known = dataclasses.asdict(Profile())
-    fields: dict[str, Any] = {}
-    for name, value in document.items():
-        match known.get(name), value:
-            case dict(), dict(curve):
-                fields[name] = {int(n): float(seconds) for n, seconds in curve.items()}
-            case int() | float(), int() | float():
-                fields[name] = value
-            case _:
-                raise TypeError(f"{name} is {value!r}")
-    return Profile(**fields)
+def save(folder: Path | None, name: str, choice: object) -> None:
+    """Keep it; a folder that cannot be written to is only worth a warning."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(msgspec.json.encode(choice))
+        Path(file.name).replace(folder / f"{name}.json")
+    except OSError as error:
+        logger.warning("The profile cannot be kept in %s: %s", folder, error)
 
 
 def _processor() -> str:

@@ -3,52 +3,184 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Protocol
 
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.trials import Trials
+from serve_app.engine.autotune.cost_model import Profile, doubtful
 from serve_app.engine.backends.base import Row, State
 
-# Numbers of rows: the most telling ones first.
+# Batches shorter than this are measured in two rounds: the shorter, the noisier. And batches whose time is
+# doubtful get so many rounds more.
+_SHORT_S, _DOUBTED_ROUNDS = 0.35, 2
+
+# Numbers of rows: the most telling ones first. Flash attention has another kernel from 64 on.
 _CHUNKS, _NEXT_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 48), (24, 40, 56, 128, 96, 256, 512)
 _MOST_CHUNKS = (80, 112, 192, 160, 384)
 _DECODES, _MORE_DECODES = (2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
 _VERIFIES = (2, 4, 8, 16, 3, 6, 12)
-# The part of a slot that is in use when it is copied: with less, only that would be copied.
-_COPIED = 0.27
-# What a copy costs is a difference of two batches, each tried so often.
-_TRIALS = 3
+# The part of a slot that is in use when it is copied: with less, only that would be copied. And what a copy
+# costs is a difference of two batches, each tried so often.
+_COPIED, _COPY_TRIALS = 0.27, 3
 ALONE = 0.75
 """A profile is not kept if this process had less of its threads' time than this meanwhile: something
 else computed. Ray and its start take a fifth of two cores."""
 
+DEPTH = 2048
+"""Tokens before a deep batch, at most: keys and values are in no cache of the processor any more, and from
+there on the time grows straight."""
+ROOM = 64
+"""Cells besides, for the rows of a deep batch."""
+_MORE_DEEP_CHUNKS = (56, 32)
+# More than this is noise.
+_MOST_MASKED = 4.0
+# Rows that a sequence writes until it is another one's turn: cells of others lie between its own, as on a
+# server. In one piece they cost a fifth of that with flash attention (0.6B, Q4_0, 16 sequences).
+_TURN = 4
+# All deep batches are measured so often, and so often more if they break a physical order; and the part of
+# the time that must be left for another round.
+_DEEP_ROUNDS, _MORE_DEEP_ROUNDS, _LEFT = 2, 1, 0.4
+
 
 class ProfiledContext(Protocol):
-    """The methods that the profiler needs of a context; see
-    `serve_app.engine.backends.base.Backend`."""
+    """The methods that profilers need of a context; see `serve_app.engine.backends.base.Backend`."""
 
-    def decode(self, rows: Sequence[Row]) -> None:
-        """One forward pass."""
+    def decode(self, rows: Sequence[Row]) -> None: ...
 
-    def truncate(self, seq_id: int, n_past: int) -> None:
-        """Drop the sequence's tokens from position n_past on."""
+    def truncate(self, seq_id: int, n_past: int) -> None: ...
 
-    def copy(self, source: int, target: int) -> None:
-        """Make sequence `target` a copy of sequence `source`."""
+    def copy(self, source: int, target: int) -> None: ...
 
-    def save(self, seq_id: int) -> State:
-        """The sequence's tokens as a state."""
+    def save(self, seq_id: int) -> State: ...
 
-    def restore(self, seq_id: int, state: State) -> None:
-        """Fill a sequence with a state."""
+    def restore(self, seq_id: int, state: State) -> None: ...
 
 
-class Profiler:
-    """Makes a profile without depth, in an empty cache. Decoder thread only.
+class DeepContext(ProfiledContext, Protocol):
+    """A context with a unified cache; see `serve_app.llama.context.Context`."""
+
+    def append(self, source: int, target: int) -> None: ...
+
+
+class PretendingContext(ProfiledContext, Protocol):
+    """A context with a paged cache; see `serve_app.openvino.paged.context.PagedContext`."""
+
+    def pretend(self, seq_id: int, n_tokens: int) -> None: ...
+
+
+class Trials:
+    """Times batches, as long as there is time. The least of a size's times counts: whatever else runs
+    makes a batch longer. A size is tried again only after the others, when a hiccup is likely to be
+    over. Decoder thread only."""
+
+    def __init__(
+        self, context: ProfiledContext, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._context = context
+        self._clock = clock
+        self.left_s = 0.0
+        """Seconds that may still be spent."""
+        self.n_before = 0
+        """Tokens that the sequences have before each batch, by their positions."""
+        self._differences: list[float] = []
+
+    @property
+    def noise(self) -> float:
+        """By what part a batch took longer one time than another, as the median of all that were tried
+        again; 0 if none was."""
+        return statistics.median(self._differences or [0.0])
+
+    def timed(self, run: Callable[[], None]) -> float:
+        """Seconds of that, which are spent."""
+        began = self._clock()
+        run()
+        seconds = self._clock() - began
+        self.left_s -= seconds
+        return seconds
+
+    def time_for(self, seconds: float) -> bool:
+        """Whether so many are left."""
+        return seconds < self.left_s
+
+    def decoded(self, n_rows: int) -> float:
+        """Seconds of a row of each of so many sequences."""
+        return self._batch([(0, self.n_before, seq_id, True) for seq_id in range(n_rows)])
+
+    def prefilled(self, n_rows: int) -> float:
+        """Seconds of so many rows of a prompt."""
+        return self._batch(_prompt_rows(self.n_before, n_rows))
+
+    def verified(self, n_rows: int) -> float:
+        """Seconds of a sequence's next token and drafted ones."""
+        return self._batch([(0, self.n_before + i, 0, True) for i in range(n_rows)])
+
+    def _batch(self, rows: Sequence[Row]) -> float:
+        """Seconds of one batch, whose rows are forgotten again."""
+        seconds = self.timed(partial(self._context.decode, rows))
+        for seq_id in {row[2] for row in rows}:
+            self._context.truncate(seq_id, self.n_before)
+        return seconds
+
+    def measure(
+        self, times: dict[int, float], sizes: Sequence[int], trial: Callable[[int], float]
+    ) -> Iterator[None]:
+        """Add what batches of these sizes take; the first of all is measured in any case. One is run
+        when the next is asked for, and each size takes its turn even if there is no time for it: what
+        is compared stays in step."""
+        new = [n for n in sizes if n not in times]
+        for n in new:
+            if not times or self.time_for(_expected(times, n)):
+                times[n] = trial(n)
+            yield
+        for n in new:
+            if times.get(n, _SHORT_S) < _SHORT_S:
+                self._again(times, n, trial)
+            yield
+        for _ in range(_DOUBTED_ROUNDS):
+            for n in sorted(set(new) & set(doubtful(times))):
+                self._again(times, n, trial)
+                yield
+
+    def once_more(
+        self, times: dict[int, float], sizes: Sequence[int], trial: Callable[[int], float]
+    ) -> Iterator[None]:
+        """One more round of those of these sizes that were measured, as far as there is time."""
+        for n in sizes:
+            if n in times:
+                self._again(times, n, trial)
+            yield
+
+    def _again(self, times: dict[int, float], n: int, trial: Callable[[int], float]) -> None:
+        if self.time_for(times[n]):
+            least, most = sorted((times[n], trial(n)))
+            times[n] = least
+            self._differences.append(most / least - 1 if least > 0 else 0.0)
+
+
+def _prompt_rows(start: int, n_rows: int) -> list[Row]:
+    end = start + n_rows
+    return [(0, i, 0, i == end - 1) for i in range(start, end)]
+
+
+def _expected(times: Mapping[int, float], n: int) -> float:
+    smaller = {size: seconds for size, seconds in times.items() if size <= n}
+    return n * min(seconds / size for size, seconds in (smaller or times).items())
+
+
+def in_turns(profilers: Sequence[Profiler | DeepProfiler], limit_s: float) -> None:
+    """Run the essentials of these, which are to be compared, batch by batch: the speed of a machine
+    that others share changes from one minute to the next."""
+    each_s = limit_s / len(profilers)
+    for _ in zip_longest(*(profiler.essentials(each_s) for profiler in profilers)):
+        pass
+
+
+class Profiler(Trials):
+    """Makes a profile without depth, in an empty cache.
 
     First `essentials`, then `rest`. A batch that would take more time than is left is left out, and
     predicted from those that were measured.
@@ -65,12 +197,11 @@ class Profiler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Without `can_rewind`, copies are not measured: a slot would have to forget the row behind."""
-        self._context = context
+        super().__init__(context, clock)
         self._n_slots = n_slots
         self._n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
         self._can_rewind = can_rewind
-        self._trials = Trials(clock)
         self._decode: dict[int, float] = {}
         self._verify: dict[int, float] = {}
         self._prefill: dict[int, float] = {}
@@ -79,41 +210,31 @@ class Profiler:
     @property
     def profile(self) -> Profile:
         """The measurements so far."""
-        return Profile(
-            decode_s=self._decode,
-            prefill_s=self._prefill,
-            verify_s=self._verify,
-            copy_s=self._copy_s,
-        )
-
-    @property
-    def noise(self) -> float:
-        """The part by which the same batches differed."""
-        return self._trials.noise
+        return Profile(self._decode, self._prefill, self._verify, copy_s=self._copy_s)
 
     def essentials(self, limit_s: float) -> Iterator[None]:
         """The batches that tell one kind of context from another, in about `limit_s`: each is run
         when the next is asked for."""
-        self._trials.left_s = limit_s
+        self.left_s = limit_s
         ends = sorted({self._n_slots, 1}, reverse=True)
-        yield from self._trials.measure(self._decode, ends, self._decoded)
+        yield from self.measure(self._decode, ends, self.decoded)
         chunks = self._fitting(_CHUNKS) or [min(self._n_batch, self._n_ctx_slot - 1)]
-        yield from self._trials.measure(self._prefill, chunks, self._prefilled)
+        yield from self.measure(self._prefill, chunks, self.prefilled)
 
     def rest(self, limit_s: float) -> None:
         """After all essentials, what is between them, in about `limit_s`. Leaves the cache empty."""
-        self._trials.left_s = limit_s
+        self.left_s = limit_s
         self._measure_copy()
         kinds = (
-            (self._decode, self._slot_counts(_DECODES), self._decoded),
-            (self._prefill, self._fitting(_NEXT_CHUNKS), self._prefilled),
-            (self._verify, self._fitting(_VERIFIES), self._verified),
-            (self._decode, self._slot_counts(_MORE_DECODES), self._decoded),
-            (self._prefill, self._fitting(_MORE_CHUNKS), self._prefilled),
-            (self._prefill, self._fitting(_MOST_CHUNKS), self._prefilled),
+            (self._decode, self._slot_counts(_DECODES), self.decoded),
+            (self._prefill, self._fitting(_NEXT_CHUNKS), self.prefilled),
+            (self._verify, self._fitting(_VERIFIES), self.verified),
+            (self._decode, self._slot_counts(_MORE_DECODES), self.decoded),
+            (self._prefill, self._fitting(_MORE_CHUNKS), self.prefilled),
+            (self._prefill, self._fitting(_MOST_CHUNKS), self.prefilled),
         )
-        for found, sizes, trial in kinds:
-            for _ in self._trials.measure(found, sizes, trial):
+        for times, sizes, trial in kinds:
+            for _ in self.measure(times, sizes, trial):
                 pass
 
     def _slot_counts(self, counts: Sequence[int]) -> list[int]:
@@ -123,68 +244,208 @@ class Profiler:
         return [n for n in sizes if n <= min(self._n_batch, self._n_ctx_slot)]
 
     def _measure_copy(self) -> None:
-        """Measures how much a copied slot adds to the next batch."""
-        begin = min(int(_COPIED * self._n_ctx_slot), self._n_batch)
+        """Measure how much a copied slot adds to the next batch."""
+        end = min(int(_COPIED * self._n_ctx_slot), self._n_batch)
         row_s = min(seconds / n for n, seconds in self._prefill.items())
-        possible = self._n_slots > 1 and self._can_rewind and begin > 0
-        if not possible or not self._trials.time_for(2 * begin * row_s):
+        possible = self._n_slots > 1 and self._can_rewind and end > 0
+        if not possible or not self.time_for(2 * end * row_s):
             return
-        self._trials.timed(partial(self._context.decode, _prompt_rows(begin)))
+        self.timed(partial(self._context.decode, _prompt_rows(0, end)))
+        self.n_before = end
         alone_s = with_copy_s = math.inf
-        for _ in range(_TRIALS):
-            alone_s = min(alone_s, self._one_more(begin))
-            with_copy_s = min(with_copy_s, self._copied(begin))
+        for _ in range(_COPY_TRIALS):
+            alone_s = min(alone_s, self.prefilled(1))
+            copy_s = self.timed(partial(self._context.copy, 0, 1))
+            with_copy_s = min(with_copy_s, copy_s + self.prefilled(1))
         self._copy_s = max(0.0, with_copy_s - alone_s)
+        self.n_before = 0
         for seq_id in range(self._n_slots):
             self._context.truncate(seq_id, 0)
 
-    def _one_more(self, begin: int) -> float:
-        seconds = self._trials.timed(partial(self._context.decode, [(0, begin, 0, True)]))
-        self._context.truncate(0, begin)
-        return seconds
 
-    def _copied(self, begin: int) -> float:
-        began = self._trials.left_s
-        self._trials.timed(partial(self._context.copy, 0, 1))
-        self._one_more(begin)
-        return began - self._trials.left_s
-
-    def _decoded(self, n_rows: int) -> float:
-        return self._trial([(0, 0, seq_id, True) for seq_id in range(n_rows)])
-
-    def _prefilled(self, n_rows: int) -> float:
-        return self._trial(_prompt_rows(n_rows))
-
-    def _verified(self, n_rows: int) -> float:
-        return self._trial([(0, i, 0, True) for i in range(n_rows)])
-
-    def _trial(self, rows: Sequence[Row]) -> float:
-        """Seconds of one batch, whose rows are forgotten again."""
-        seconds = self._trials.timed(partial(self._context.decode, rows))
-        for seq_id in {row[2] for row in rows}:
-            self._context.truncate(seq_id, 0)
-        return seconds
+# -- depth: what batches take longer the more tokens stand in the cache before them ----------------------
 
 
-def _prompt_rows(n_rows: int) -> list[Row]:
-    return [(0, i, 0, i == n_rows - 1) for i in range(n_rows)]
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """The seconds that a depth adds to batches."""
+
+    n_tokens: int = 0
+    decode_s: Mapping[int, float] = field(default_factory=dict)
+    """By sequences that get one token each and attend to the same cells."""
+    prefill_s: Mapping[int, float] = field(default_factory=dict)
+    """By a prompt's rows."""
+    masked: float = 1.0
+    """The cost of a cell of others, as a part of that of a cell of the row's own sequence."""
+
+    def added_to(self, profile: Profile, *, unified: bool) -> Profile:
+        """A profile of what has the same kind of attention, with this depth. In a split cache, each
+        sequence attends to cells of its own: `n` take `n` times as long."""
+        decode_s = dict(self.decode_s)
+        if not unified and 1 in decode_s:
+            decode_s = {n: n * decode_s[1] for n in profile.decode_s}
+        return replace(
+            profile,
+            depth=self.n_tokens,
+            deep_decode_s=_sum(profile.decode_s, decode_s),
+            deep_prefill_s=_sum(profile.prefill_s, self.prefill_s),
+            masked=self.masked,
+        )
 
 
-class Measures(Protocol):
-    """A measurement that takes turns with others of its kind."""
+_Measure = Callable[[dict[int, float], Sequence[int], Callable[[int], float]], Iterator[None]]
+
+
+class DeepProfiler(Trials):
+    """Measures a depth in an empty, unified context.
+
+    Nothing is computed to get deep: a few tokens are saved and restored again and again, each time into
+    other cells, which are given to the sequences in turns, and later to all of them. Their positions
+    repeat, but kernels take as long.
+    """
+
+    def __init__(
+        self,
+        context: DeepContext,
+        *,
+        n_slots: int,
+        depth: int,
+        n_batch: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`depth` are the cells to be filled, a multiple of `ROOM`; the context has room for another
+        batch, and two sequences more than slots."""
+        super().__init__(context, clock)
+        self._append = context.append
+        self._counts = sorted({1, n_slots})
+        self._n_turns = max(2, n_slots)
+        """Sequences that have the cells in turns, before they share them."""
+        self._depth = depth
+        self._n_batch = n_batch
+        self._decode: dict[int, float] = {}
+        self._prefill: dict[int, float] = {}
+        self._deep_decode: dict[int, float] = {}
+        self._deep_prefill: dict[int, float] = {}
+        self._turns_s: dict[int, float] = {}
+        """Seconds of batches whose sequences have cells in turns."""
 
     @property
-    def noise(self) -> float:
-        """The part by which the same batches differed."""
+    def depth(self) -> Depth:
+        """The measurements so far."""
+        decode_s = _difference(self._deep_decode, self._decode)
+        prefill_s = _difference(self._deep_prefill, self._prefill)
+        masked = min(_MOST_MASKED, max(0.0, self._masked))
+        return Depth(self._depth if decode_s else 0, decode_s, prefill_s, masked)
+
+    @property
+    def _masked(self) -> float:
+        """The cost of other sequences' cells, as a part of the cost of own ones; 1 if it was not
+        measured. Below 0 if something else computed meanwhile. A row has its part of all cells, the
+        others' are masked."""
+        n, whole_s = self._counts[-1], _difference(self._deep_decode, self._decode)
+        if n not in self._turns_s or not whole_s.get(n):
+            return 1.0
+        part = (self._turns_s[n] - self._decode[n]) / whole_s[n]
+        return (self._n_turns * part - 1) / (self._n_turns - 1)
+
+    @property
+    def _is_doubtful(self) -> bool:
+        depths = (self.depth.decode_s, self.depth.prefill_s)
+        falls = any(not added for depth in depths for added in depth.values())
+        return falls or self._masked < 0 or any(doubtful(depth) for depth in depths)
 
     def essentials(self, limit_s: float) -> Iterator[None]:
-        """The batches that it is compared by."""
+        """The batches that tell one kind of attention from another, in about `limit_s`: each is run when
+        the next is asked for."""
+        self.left_s = limit_s
+        yield from self._round(self.measure)
+        for n_more in range(1, _DEEP_ROUNDS + _MORE_DEEP_ROUNDS):
+            if not self.time_for(_LEFT * limit_s):
+                break
+            if n_more < _DEEP_ROUNDS or self._is_doubtful:
+                yield from self._round(self.once_more)
+
+    def _round(self, measure: _Measure) -> Iterator[None]:
+        """All batches, from an empty cache on."""
+        self._empty()
+        yield from measure(self._decode, self._counts, self.decoded)
+        yield from measure(self._prefill, self._fitting(_CHUNKS), self.prefilled)
+        self.timed(self._fill)
+        yield from measure(self._turns_s, self._counts[-1:], self.decoded)
+        self._share()
+        yield from measure(self._deep_decode, self._counts, self.decoded)
+        chunks = [n for n in self._fitting(_CHUNKS) if n in self._prefill]
+        yield from measure(self._deep_prefill, chunks, self.prefilled)
+
+    def rest(self, limit_s: float) -> None:
+        """After all essentials, more chunks, in about `limit_s`. Leaves the cache empty."""
+        self.left_s = limit_s
+        chunks = self._fitting(_MORE_DEEP_CHUNKS)
+        for _ in self.measure(self._deep_prefill, chunks, self.prefilled):
+            pass
+        self._empty()
+        chunks = [n for n in chunks if n in self._deep_prefill]
+        for _ in self.measure(self._prefill, chunks, self.prefilled):
+            pass
+
+    def _fitting(self, sizes: Sequence[int]) -> list[int]:
+        return [n for n in sizes if n <= self._n_batch] or [self._n_batch]
+
+    def _empty(self) -> None:
+        self.n_before = 0
+        for seq_id in range(self._n_turns):
+            self._context.truncate(seq_id, 0)
+
+    def _fill(self) -> None:
+        """Give the sequences all cells of the depth, in turns."""
+        writer, n_tokens = self._n_turns, min(_TURN, self._n_batch)
+        self._context.decode([(0, i, writer, i == n_tokens - 1) for i in range(n_tokens)])
+        state = self._context.save(writer)
+        for turn in range(self._depth // n_tokens):
+            self._context.restore(writer, state)
+            self._append(writer, turn % self._n_turns)
+        self.n_before = n_tokens
+        self._context.truncate(writer, 0)
+
+    def _share(self) -> None:
+        """Give each sequence what the others have."""
+        for seq_id in range(1, self._n_turns):
+            self._append(seq_id, 0)
+        for seq_id in range(1, self._n_turns):
+            self._context.copy(0, seq_id)
 
 
-def in_turns(profilers: Sequence[Measures], limit_s: float) -> None:
-    """Run the essentials of these, which are to be compared, batch by batch: the speed of a machine
-    that others share changes from one minute to the next."""
-    for _ in zip_longest(
-        *(profiler.essentials(limit_s / len(profilers)) for profiler in profilers)
-    ):
-        pass
+def _difference(deep: Mapping[int, float], shallow: Mapping[int, float]) -> dict[int, float]:
+    return {n: max(0.0, deep[n] - shallow[n]) for n in deep if n in shallow}
+
+
+def _sum(shallow: Mapping[int, float], added: Mapping[int, float]) -> dict[int, float]:
+    return {n: shallow[n] + added[n] for n in shallow if n in added}
+
+
+def paged_depth(
+    context: PretendingContext,
+    profile: Profile,
+    n_tokens: int,
+    limit_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Depth:
+    """Measure what so many tokens before a batch add to it in a paged cache, in about `limit_s`. The first
+    sequence has them. It has room for a chunk more, and is empty before and after."""
+    trials = Trials(context, clock)
+    trials.left_s, trials.n_before = limit_s, n_tokens
+    deep_decode_s: dict[int, float] = {}
+    deep_prefill_s: dict[int, float] = {}
+    context.pretend(0, n_tokens)
+    try:
+        for times, shallow, sizes, trial in (
+            (deep_decode_s, profile.decode_s, (1,), trials.decoded),
+            (deep_prefill_s, profile.prefill_s, _CHUNKS, trials.prefilled),
+        ):
+            for _ in trials.measure(times, [n for n in sizes if n in shallow], trial):
+                pass
+    finally:
+        context.truncate(0, 0)
+    decode_s = _difference(deep_decode_s, profile.decode_s)
+    prefill_s = _difference(deep_prefill_s, profile.prefill_s)
+    return Depth(n_tokens if decode_s else 0, decode_s, prefill_s)

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from serve_app.engine.autotune import modes, profile_cache
+from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.profiler import Profiler
+from serve_app.engine.autotune.profiler import Profiler, in_turns
 from serve_app.engine.backends.base import MemoryUse, Row
 from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.options import EngineOptions
@@ -59,9 +59,9 @@ class LlamaDraft:
             slots=(options.n_slots, self.n_ctx),
             limit_s=options.profile_limit_s,
         )
-        known = profile_cache.load(folder, name) if folder else None
+        known = profile_cache.load(folder, name, Profile)
         if known is not None:
-            return known.profile
+            return known
         limit_s = min(_ENOUGH_S, _PROFILING * options.profile_limit_s)
         profiler = Profiler(
             self._context,
@@ -70,12 +70,9 @@ class LlamaDraft:
             n_batch=self.n_batch,
             can_rewind=False,  # nothing is copied
         )
-        for _ in profiler.essentials(limit_s / 2):
-            pass
+        in_turns([profiler], limit_s / 2)
         profiler.rest(limit_s / 2)
-        if folder:
-            mode = modes.Mode(flash_attn=True, kv_unified=True)
-            profile_cache.save(folder, name, modes.ModeChoice(mode, "draft", profiler.profile))
+        profile_cache.save(folder, name, profiler.profile)
         logger.info("Measured the draft model %s.", self._model.path.name)
         return profiler.profile
 

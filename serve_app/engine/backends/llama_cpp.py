@@ -368,7 +368,7 @@ class LlamaBackend:
 
     def save_choice(self, name: str | None, choice: ModeChoice) -> None:
         """Keep the choice of a mode for the next start, if it was kept at all."""
-        if self._options.profile_folder and name:
+        if name:
             profile_cache.save(self._options.profile_folder, name, choice)
 
     # -- running ----------------------------------------------------------------------------------

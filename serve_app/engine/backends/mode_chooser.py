@@ -11,9 +11,8 @@ from typing import Protocol
 
 from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, DeepProfiler
 from serve_app.engine.autotune.modes import Mode, ModeChoice
-from serve_app.engine.autotune.profiler import ALONE, Measures, Profiler, in_turns
+from serve_app.engine.autotune.profiler import ALONE, DEPTH, ROOM, DeepProfiler, Profiler, in_turns
 from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.options import EngineOptions
 from serve_app.llama import library
@@ -69,7 +68,7 @@ class ModeChooser:
         if options.profile_limit_s <= 0 or not self._model.is_causal:
             return ChosenMode(modes.choose({open_modes[0]: Profile()}, options))
         name = self._name(open_modes)
-        known = profile_cache.load(folder, name) if folder else None
+        known = profile_cache.load(folder, name, ModeChoice)
         if known is not None:
             return ChosenMode(known, kept_as=name)
         self._report(Stage("measuring", limit_s=options.profile_limit_s))
@@ -117,7 +116,7 @@ class ModeChooser:
             began, computed = time.perf_counter(), time.process_time()
             threads = self._try_threads([*contexts.values(), *deep_contexts.values()])
             tried_s = time.perf_counter() - began
-            compared: list[Measures] = [*profilers.values(), *deep.values()]
+            compared: list[Profiler | DeepProfiler] = [*profilers.values(), *deep.values()]
             in_turns(compared, _COMPARING * options.profile_limit_s - tried_s)
             choice = modes.choose(
                 {mode: self._whole(mode, profilers[mode].profile, deep) for mode in candidates},

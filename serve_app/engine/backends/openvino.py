@@ -13,9 +13,16 @@ from pathlib import Path
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.deep_profiler import DEPTH, ROOM, Depth
-from serve_app.engine.autotune.modes import Mode, ModeChoice
-from serve_app.engine.autotune.profiler import ALONE, Profiler
+from serve_app.engine.autotune.modes import Mode
+from serve_app.engine.autotune.profiler import (
+    ALONE,
+    DEPTH,
+    ROOM,
+    Depth,
+    Profiler,
+    in_turns,
+    paged_depth,
+)
 from serve_app.engine.backends.base import (
     CacheTraits,
     EmbeddingShape,
@@ -25,7 +32,6 @@ from serve_app.engine.backends.base import (
     State,
 )
 from serve_app.engine.backends.draft_model import LlamaDraft, open_draft
-from serve_app.engine.backends.paged_depth import measure_depth
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
 from serve_app.folders import cache_folder
@@ -186,9 +192,9 @@ class OpenVinoBackend:
             limit_s=options.profile_limit_s,
         )
         folder = options.profile_folder
-        known = profile_cache.load(folder, name) if folder else None
+        known = profile_cache.load(folder, name, Profile)
         if known is not None:
-            return known.profile, True
+            return known, True
         report(Stage("measuring", limit_s=options.profile_limit_s))
         began, computed = time.perf_counter(), time.process_time()
         profiler = Profiler(
@@ -197,16 +203,15 @@ class OpenVinoBackend:
             n_ctx_slot=options.n_ctx_slot,
             n_batch=options.n_batch,
         )
-        for _ in profiler.essentials(_ESSENTIAL * options.profile_limit_s):
-            pass
+        in_turns([profiler], _ESSENTIAL * options.profile_limit_s)
         depth = self._measure_depth(profiler.profile)
         profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
         profile = depth.added_to(replace(profiler.profile, copy_s=0.0), unified=False)
         took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
         logger.info("Measured batches in %.1f s.", took_s)
         undisturbed = computed_s >= ALONE * took_s * options.threads
-        if folder and undisturbed:
-            profile_cache.save(folder, name, ModeChoice(_MODE, _REASON, profile))
+        if undisturbed:
+            profile_cache.save(folder, name, profile)
         return profile, undisturbed
 
     def _measure_depth(self, profile: Profile) -> Depth:
@@ -215,7 +220,7 @@ class OpenVinoBackend:
         n_tokens = n_tokens // BLOCK * BLOCK
         if n_tokens <= 0:
             return Depth()
-        return measure_depth(self._context, profile, n_tokens, _DEEP * options.profile_limit_s)
+        return paged_depth(self._context, profile, n_tokens, _DEEP * options.profile_limit_s)
 
     # -- running ----------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ async def test_what_was_learned_is_kept_for_the_next_start(path: Path, tmp_path:
         backend.modes.change("learned")
     finally:
         backend.close()
-    assert profile_cache.load(tmp_path, "a") == ModeChoice(
+    assert profile_cache.load(tmp_path, "a", ModeChoice) == ModeChoice(
         UNIFIED, "learned", FLAT, None, (SPLIT, DEEP)
     )
 

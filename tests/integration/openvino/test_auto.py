@@ -10,8 +10,7 @@ import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.backends.choice.choosing import chosen
-from serve_app.engine.backends.choice.measuring import measured
+from serve_app.engine.backends.choice import chosen, measured
 from serve_app.errors import ConfigError
 from tests.integration.models.forgetful_models import FORGETFUL
 

@@ -11,8 +11,8 @@ import pytest
 
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.backends.choice import choosing
-from serve_app.engine.backends.choice.kernels import LLAMA_CPP, OPENVINO, Measured
+from serve_app.engine.backends import choice as choosing
+from serve_app.engine.backends.choice import LLAMA_CPP, OPENVINO, Measured
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
 

@@ -8,7 +8,7 @@ import pytest
 
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.backends.choice.kernels import LLAMA_CPP, OPENVINO, Measured, faster
+from serve_app.engine.backends.choice import LLAMA_CPP, OPENVINO, Measured, faster
 from serve_app.engine.options import EngineOptions, KernelsName
 
 OPTIONS = EngineOptions(n_slots=16, n_ctx_slot=1024, threads=2)

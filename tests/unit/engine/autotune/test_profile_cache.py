@@ -12,7 +12,7 @@ import pytest
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode, ModeChoice
-from serve_app.engine.backends.choice.kernels import KernelsChoice
+from serve_app.engine.backends.choice import KernelsChoice
 from serve_app.llama.threads import Threads
 
 CHOICE = ModeChoice(
@@ -32,20 +32,20 @@ CHOICE = ModeChoice(
 )
 def test_what_was_kept_is_found_again(tmp_path: Path, changed: dict[str, Any]) -> None:
     folder, choice = tmp_path / "profiles", replace(CHOICE, **changed)
-    assert profile_cache.load(folder, "a") is None
+    assert profile_cache.load(folder, "a", ModeChoice) is None
     profile_cache.save(folder, "a", choice)
-    assert profile_cache.load(folder, "a") == choice
-    assert profile_cache.load(folder, "b") is None
+    assert profile_cache.load(folder, "a", ModeChoice) == choice
+    assert profile_cache.load(folder, "b", ModeChoice) is None
     assert [path.name for path in folder.iterdir()] == ["a.json"]
 
 
 def test_a_choice_of_a_backend_is_found_again(tmp_path: Path) -> None:
     choice = KernelsChoice("openvino", "measured")
-    assert profile_cache.load_as(tmp_path, "a", KernelsChoice.parse) is None
+    assert profile_cache.load(tmp_path, "a", KernelsChoice) is None
     profile_cache.save(tmp_path, "a", choice)
-    assert profile_cache.load_as(tmp_path, "a", KernelsChoice.parse) == choice
+    assert profile_cache.load(tmp_path, "a", KernelsChoice) == choice
     (tmp_path / "a.json").write_text('{"name": "vllm", "reason": ""}')
-    assert profile_cache.load_as(tmp_path, "a", KernelsChoice.parse) is None
+    assert profile_cache.load(tmp_path, "a", KernelsChoice) is None
 
 
 def test_other_conditions_have_another_name() -> None:
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_said_and_not_used(
 ) -> None:
     (tmp_path / "a.json").write_text(text)
     with caplog.at_level(logging.WARNING):
-        assert profile_cache.load(tmp_path, "a") is None
+        assert profile_cache.load(tmp_path, "a", ModeChoice) is None
     assert "cannot be used" in caplog.text
 
 

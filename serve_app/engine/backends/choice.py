@@ -1,0 +1,241 @@
+"""Opens the backend that the options name, or with `auto` the one that is measured to be faster.
+
+A measurement runs in a process of its own, which gives all of its memory back."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from serve_app import progress
+from serve_app.engine.autotune import profile_cache
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.modes import Mode, alike, request_s
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.options import EngineOptions, KernelsName
+from serve_app.errors import ConfigError, EngineFailedError
+from serve_app.llama import library
+from serve_app.llama.model import files_of, fingerprint_of
+from serve_app.openvino.convert import versions
+from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
+from serve_app.progress import Report, Stage
+
+logger = logging.getLogger("corral.engine")
+
+LLAMA_CPP: KernelsName = "llama.cpp"
+OPENVINO: KernelsName = "openvino"
+# Seconds of a measurement, at most: to convert a large model takes the most of it.
+_LIMIT_S = 3600.0
+# OpenVINO must take so much less time, as a part: less is noise, and llama.cpp can do more.
+_LEAST_GAIN = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The costs of one backend's batches."""
+
+    mode: Mode
+    profile: Profile
+    undisturbed: bool
+    """Whether it had its threads' time meanwhile: otherwise nothing is to be kept of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsChoice:
+    """A backend, and why it is this one, in one line."""
+
+    name: KernelsName
+    reason: str
+
+
+def faster(measured: Mapping[KernelsName, Measured], options: EngineOptions) -> KernelsChoice:
+    """The backend with which a request takes less of the machine's time.
+
+    A server with several slots often has a single stream, too. So the time is the geometric mean of
+    two: with one sequence, and with all slots busy. A ratio counts the same upwards and downwards then.
+    """
+    ratios = _ratios(measured, options)
+    if not ratios:
+        return KernelsChoice(LLAMA_CPP, "nothing was measured")
+    mean = math.exp(sum(math.log(one) for one in ratios.values()) / len(ratios))
+    name = OPENVINO if mean <= 1 - _LEAST_GAIN else LLAMA_CPP
+    parts = ", ".join(f"{ratio:.2f} with {n} at once" for n, ratio in ratios.items())
+    reason = f"measured: the time of a request, OpenVINO's to llama.cpp's, is {parts}"
+    if len(ratios) > 1:
+        reason += f", {mean:.2f} in the mean"
+    return KernelsChoice(name, reason)
+
+
+def _ratios(measured: Mapping[KernelsName, Measured], options: EngineOptions) -> dict[int, float]:
+    """OpenVINO's seconds of a request to llama.cpp's, by sequences at once."""
+    modes = {name: one.mode for name, one in measured.items()}
+    profiles = alike({one.mode: one.profile for one in measured.values()})
+    found = {}
+    for n in sorted({1, options.n_slots}):
+        sized = replace(options, n_slots=n)
+        seconds = {name: request_s(profiles[mode], sized, mode) for name, mode in modes.items()}
+        if all(seconds.values()):
+            found[n] = seconds[OPENVINO] / seconds[LLAMA_CPP]
+    return found
+
+
+def open_named(
+    name: KernelsName, path: Path, options: EngineOptions, report: Report = progress.nowhere
+) -> Backend:
+    """Open that backend with a model, on the thread that will compute. Raises ConfigError."""
+    if name == "openvino":
+        try:
+            from serve_app.engine.backends.openvino import OpenVinoBackend
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"engine.backend: openvino needs the package {error.name}. Install corral[openvino]."
+            ) from None
+        return OpenVinoBackend(path, options, report)
+    if is_graph(path):
+        raise ConfigError(ONLY_OPENVINO)
+    from serve_app.engine.backends.llama_cpp import LlamaBackend
+
+    return LlamaBackend(path, options, report)
+
+
+def measured(name: KernelsName, path: Path, options: EngineOptions) -> Measured:
+    """The costs of that backend's batches, as measured now or at an earlier start. Raises ConfigError if
+    it cannot serve the model so, and EngineFailedError if nothing came of it."""
+    with tempfile.TemporaryDirectory(prefix="corral-") as folder:
+        result = Path(folder) / "result"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", f"import {__name__} as choice; choice.main()", str(result)],
+                input=pickle.dumps((name, path, options)),
+                stdout=subprocess.DEVNULL,
+                timeout=_LIMIT_S,
+                check=False,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        except subprocess.TimeoutExpired:
+            raise EngineFailedError(f"{name} was not measured within {_LIMIT_S:.0f} s.") from None
+        if done.returncode or not result.is_file():
+            raise EngineFailedError(f"Measuring {name} ended with status {done.returncode}.")
+        outcome = pickle.loads(result.read_bytes())
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    return outcome  # type: ignore[no-any-return]  # it is what `main` wrote
+
+
+def main() -> None:
+    """Measure in this process. Its input is what `measured` was given, as a pickle; it writes what that
+    returns, or a ConfigError, to the file that its first argument names."""
+    logging.basicConfig(level=logging.WARNING)
+    name, path, options = pickle.load(sys.stdin.buffer)
+    try:
+        with closing(open_named(name, path, replace(options, backend=name))) as backend:
+            setup = backend.setup
+            outcome: object = Measured(setup.mode, setup.profile, setup.undisturbed)
+    except ConfigError as error:
+        outcome = error
+    Path(sys.argv[1]).write_bytes(pickle.dumps(outcome))
+
+
+def open_backend(
+    path: str | os.PathLike[str], options: EngineOptions, report: Report = progress.nowhere
+) -> Backend:
+    """The backend, opened; on the thread that will compute. Raises ConfigError."""
+    path = Path(path)
+    if options.backend != "auto":
+        choice = KernelsChoice(options.backend, "as configured")
+    else:
+        choice = chosen(path, options, report)
+        logger.info("Backend %s: %s.", choice.name, choice.reason)
+    try:
+        backend = open_named(choice.name, path, replace(options, backend=choice.name), report)
+    except ConfigError as error:
+        if options.backend != "auto" or choice.name == LLAMA_CPP or is_graph(path):
+            raise
+        choice = KernelsChoice(LLAMA_CPP, f"OpenVINO could not be started: {_said(error)}")
+        logger.warning("Backend %s: %s.", choice.name, choice.reason)
+        backend = open_named(LLAMA_CPP, path, replace(options, backend=LLAMA_CPP), report)
+    backend.setup = replace(backend.setup, kernels_reason=choice.reason)
+    return backend
+
+
+def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere) -> KernelsChoice:
+    """The backend for `auto`, as measured now or at an earlier start. One of the two has weights in memory
+    at a time, in a process of its own. Of several processes of this node that ask at once, one measures.
+    Nothing is measured of a model in OpenVINO's format, which llama.cpp cannot read."""
+    if is_graph(path):
+        return KernelsChoice(OPENVINO, "the model is in OpenVINO's format")
+    if names := options.unsupported_by_openvino():
+        return KernelsChoice(LLAMA_CPP, f"OpenVINO's backend does not support {names[0]}")
+    try:
+        kernels = versions()
+    except ConfigError as error:
+        return KernelsChoice(LLAMA_CPP, _said(error))
+    folder = options.profile_folder
+    if options.profile_limit_s <= 0:
+        return KernelsChoice(LLAMA_CPP, "nothing is measured")
+    if folder is None:
+        return _compare(path, options, report)[0]
+    name = f"backend-{_key(path, options, kernels)}"
+    with _alone(folder, name):
+        known = profile_cache.load(folder, name, KernelsChoice)
+        if known is not None:
+            return known
+        choice, is_certain = _compare(path, options, report)
+        if is_certain:
+            profile_cache.save(folder, name, choice)
+    return choice
+
+
+def _compare(path: Path, options: EngineOptions, report: Report) -> tuple[KernelsChoice, bool]:
+    """The backend, and whether the next start may rely on that."""
+    report(Stage("measuring", limit_s=options.profile_limit_s))
+    try:
+        theirs = measured(OPENVINO, path, options)
+    except ConfigError as error:
+        return KernelsChoice(LLAMA_CPP, f"OpenVINO cannot serve it: {_said(error)}"), True
+    except EngineFailedError as error:
+        return KernelsChoice(LLAMA_CPP, f"OpenVINO could not be measured: {_said(error)}"), False
+    report(Stage("measuring", limit_s=options.profile_limit_s))
+    ours = measured(LLAMA_CPP, path, options)
+    choice = faster({LLAMA_CPP: ours, OPENVINO: theirs}, options)
+    return choice, ours.undisturbed and theirs.undisturbed
+
+
+def _said(error: Exception) -> str:
+    """The error as a part of a sentence."""
+    return str(error).removesuffix(".")
+
+
+def _key(path: Path, options: EngineOptions, kernels: str) -> str:
+    """A name for the choice under these conditions."""
+    return profile_cache.key(
+        model=fingerprint_of(files_of(path)).hex(),
+        kernels=(library.version(), kernels),
+        threads=(options.threads, options.threads_batch, options.fewer_threads),
+        slots=(options.n_slots, options.n_ctx_slot, options.n_ctx),
+        pinned=[len(tokens) for tokens in options.pinned],
+        attention=(options.flash_attn, options.kv_unified),
+        cache=(options.cache_type_k, options.cache_type_v),
+        max_stall_s=options.max_stall_s,
+        n_batch=options.n_batch,
+        limit_s=options.profile_limit_s,
+    )
+
+
+@contextmanager
+def _alone(folder: Path, name: str) -> Iterator[None]:
+    """Inside the block, no other process of this node is in it with that name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
