@@ -28,7 +28,7 @@ def make_guests(core: EngineCore) -> list[Guest]:
         model = backend.draft
         drafter = None if model is None else Drafter(model, options.n_slots, core.progress)
         drafting = Drafting(
-            costs, options.n_ctx_slot, core.budget, lookup=options.speculate, proposer=drafter
+            costs, options.n_ctx_slot, core.budget, lookup=options.speculate, drafter=drafter
         )
         core.scheduler.drafts = drafting
         guests.append(drafting)

@@ -26,11 +26,9 @@ from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.health import Progress
 from serve_app.engine.kv_cache.opening import open_cache
-from serve_app.engine.metrics.latencies import Latencies
-from serve_app.engine.metrics.published import Published, View
-from serve_app.engine.metrics.request_log import RequestLog
-from serve_app.engine.metrics.snapshot import engine_stats
+from serve_app.engine.metrics.snapshot import Published, View, engine_stats
 from serve_app.engine.metrics.stats import CachedPrefixes, CachedPrompt, Counts
+from serve_app.engine.metrics.trace import Latencies, RequestLog
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import (
     CacheFullError,

@@ -10,8 +10,8 @@ from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import SequenceState
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.shifts import context_shift
-from serve_app.engine.metrics.latencies import Latencies
 from serve_app.engine.metrics.stats import Counts
+from serve_app.engine.metrics.trace import Latencies
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import CorralError
 from serve_app.types import FinishReason, Sampled

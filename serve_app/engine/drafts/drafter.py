@@ -1,4 +1,4 @@
-"""Has a draft model propose tokens."""
+"""Has a draft model propose tokens. Its cache has a window of each slot's text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,115 @@ from collections.abc import Sequence as SequenceOf
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import GUESSED, DraftModel, Row
 from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.drafts.rates import Allowance, CommonRate, SequenceRate
-from serve_app.engine.drafts.window import SlotWindow
+from serve_app.engine.drafts.rates import AcceptanceRate
 from serve_app.engine.health import Progress
+from serve_app.engine.kv_cache.packing import TokenArray
 from serve_app.errors import DecodeError
+
+# Tokens at the beginning that are always there: models rest their attention on the first ones.
+# Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023.
+N_SINK = 4
+
+
+class SlotWindow:
+    """The first tokens of a text and its last ones, in `n_ctx` cells. Decoder thread only.
+
+    A draft may be wrong, so it need not see all: a long text is fed from its last `n_fed` tokens on, and
+    when the cells are full, it is fed so again. So a draft model never costs more than that at once.
+
+    With `own_layers`, what is fed of a text is the other model's hidden states. Then guesses are never the
+    text's, as they were made without these, and a window may begin anywhere, without the first tokens.
+    """
+
+    def __init__(self, n_ctx: int, *, own_layers: bool = False) -> None:
+        self._n_ctx = n_ctx
+        self._n_fed = n_ctx // 2
+        self._n_sink = 0 if own_layers else N_SINK
+        self._keeps_guesses = not own_layers
+        self.cells: list[int] = []
+        """The tokens in the cache."""
+        self.n_kept = 0
+        """The tokens that are the text's."""
+        self.rate: AcceptanceRate | None = None
+        """The rate of the sequence that the text is of."""
+        self.proposed = 0
+        """Tokens that were proposed for the step that is planned."""
+        self._owner = ""
+        self._source: TokenArray | None = None
+        self._n_skipped = 0
+        """Tokens of the text behind its first ones that are left out."""
+
+    def owned_by(self, sequence: Sequence) -> bool:
+        """Whether its text is that sequence's."""
+        return self._owner == sequence.id
+
+    def follow(self, sequence: Sequence, room: int, first: int = 0) -> int:
+        """Have the sequence's text, with cells for `room` tokens more; returns how many tokens are to
+        be fed, at least its last one. Those before the place `first` in the text cannot be fed."""
+        tokens = sequence.tokens
+        if self._source is not tokens:
+            end = self._n_sink if self._n_skipped else len(self.cells)
+            self.n_kept = self._n_alike(tokens, 0, end)
+            self._n_skipped, self._source, self._owner = 0, tokens, sequence.id
+        else:
+            end = len(self.cells) if self._keeps_guesses else self.n_kept
+            self.n_kept = self._n_alike(tokens, self.n_kept, end)
+        n_text = len(tokens) - self._n_skipped
+        if n_text + room > self._n_ctx or n_text - self.n_kept > self._n_fed:
+            self._n_skipped = max(0, len(tokens) - self._n_sink - self._n_fed)
+            if self._n_skipped:
+                self.n_kept = min(self.n_kept, self._n_sink)
+        if self._place(self.n_kept) < first:
+            self._n_skipped, self.n_kept = first, 0
+        return len(tokens) - self._n_skipped - self.n_kept
+
+    def tail(self, n_most: int) -> list[tuple[int, int, int]]:
+        """The first tokens that are to be fed, their positions, and their places in the text."""
+        tokens = self._source or ()
+        end = min(self.n_kept + n_most, len(tokens) - self._n_skipped)
+        places = [(i, self._place(i)) for i in range(self.n_kept, end)]
+        return [(tokens[place], i, place) for i, place in places]
+
+    def _place(self, i: int) -> int:
+        """In the text, of a cell."""
+        return i if i < self._n_sink else i + self._n_skipped
+
+    def cut(self) -> bool:
+        """Forget what is not the text's; whether there was any."""
+        cut = len(self.cells) > self.n_kept
+        del self.cells[self.n_kept :]
+        return cut
+
+    def fed(self, tokens: list[int], *, guessed: bool = False) -> None:
+        """Note tokens that are in the cache now: of the text, or guessed behind it."""
+        self.cells += tokens
+        if not guessed:
+            self.n_kept = len(self.cells)
+
+    def empty(self) -> None:
+        """Nothing is in the cache."""
+        self.cells.clear()
+        self.n_kept, self._n_skipped, self._source = 0, 0, None
+
+    def _n_alike(self, tokens: TokenArray, start: int, end: int) -> int:
+        """How many first cells are the text's, of which `start` are known to be; less than all of
+        it."""
+        cells = self.cells
+        end = min(end, len(cells), len(tokens) - self._n_skipped - 1)
+        for i in range(start, end):
+            if cells[i] != tokens[self._place(i)]:
+                return i
+        return max(0, end)
+
 
 logger = logging.getLogger("corral.engine")
 
-# A sequence of which more tokens are to be fed first is not ready for a draft.
-_MOST_FED = 16
+MOST_FED = 16
+"""A sequence of which more tokens are to be fed first is not ready for a draft."""
+# The rate that is expected of an unknown model. For the rate of all sequences: the weight of the newest
+# token, and how fast a bad rate is forgotten, at each step without a draft. Forty steps bring back what a
+# wrong draft takes from a half, so a bad model is hardly tried.
+_LIKELY, _NEWEST_OF_ALL, _FORGIVING_OF_ALL = 0.95, 0.04, 0.001
 # Passes that failed, after which the draft model counts as broken.
 _MAX_FAILED = 3
 
@@ -42,9 +142,8 @@ class Drafter:
         self._progress = progress
         self._clock = clock
         self._costs = CostModel(model.profile)
-        self._common = CommonRate()
-        self.allowance = Allowance()
-        """For drafts that are only tried."""
+        self._common = AcceptanceRate(_LIKELY, _NEWEST_OF_ALL, _FORGIVING_OF_ALL)
+        """The rate of all sequences: what a new one is expected to have."""
         self._windows = [
             SlotWindow(model.n_ctx, own_layers=model.own_layers) for _ in range(n_slots)
         ]
@@ -66,18 +165,13 @@ class Drafter:
             window = self._windows[sequence.slot_id]
             window.proposed = 0
             if not window.owned_by(sequence) or window.rate is None:
-                window.rate = self._common.begin()
+                window.rate = AcceptanceRate(self._common.acceptance)
             first = self._model.first_fed(sequence.slot_id)
             if first < len(sequence.tokens):
                 behind[sequence.id] = window.follow(sequence, room, first)
         return behind
 
-    @staticmethod
-    def is_ready(n_behind: int) -> bool:
-        """Whether a sequence of which so many tokens are to be fed can have a draft at once."""
-        return n_behind <= _MOST_FED
-
-    def rate(self, sequence: Sequence) -> SequenceRate:
+    def rate(self, sequence: Sequence) -> AcceptanceRate:
         """The record of its drafts. After `begin`."""
         rate = self._windows[sequence.slot_id].rate
         if rate is None:
@@ -104,17 +198,16 @@ class Drafter:
     # -- passes -----------------------------------------------------------------------------------
 
     def propose(
-        self, sequences: SequenceOf[Sequence], n_drafted: int, token_s: float = 0.0
+        self, sequences: SequenceOf[Sequence], n_drafted: int
     ) -> dict[str, tuple[int, ...]]:
         """So many tokens that each of these may go on with: sequences that `begin` was told of and
-        that are ready, ordered by slot. Nothing if a pass fails. Of a trial, a right token is worth
-        `token_s`."""
+        that are ready, ordered by slot. Nothing if a pass fails."""
         windows = [self._windows[one.slot_id] for one in sequences]
         rows: list[Row] = []
         places: list[int] = []
         last_rows: list[int] = []
         for one, window in zip(sequences, windows, strict=True):
-            self._feed(one.slot_id, window, _MOST_FED, rows, places)
+            self._feed(one.slot_id, window, MOST_FED, rows, places)
             last_rows.append(len(rows) - 1)
         drafts: list[list[int]] = [[] for _ in sequences]
         for _ in range(n_drafted):
@@ -130,14 +223,14 @@ class Drafter:
                     rows.append((token, len(window.cells), one.slot_id, True))
                     window.fed([token], guessed=True)
         for window in windows:
-            window.proposed, window.token_s = n_drafted, token_s
+            window.proposed = n_drafted
         return {one.id: tuple(draft) for one, draft in zip(sequences, drafts, strict=True)}
 
     def catch_up(self, sequences: SequenceOf[Sequence], within_s: float | None) -> None:
         """Feed some of what is to be fed of these sequences, in about so many seconds; None: all."""
         for one in sequences:
             n_rows = self._model.n_batch
-            while within_s is not None and n_rows > _MOST_FED and self.feed_s(n_rows) > within_s:
+            while within_s is not None and n_rows > MOST_FED and self.feed_s(n_rows) > within_s:
                 n_rows //= 2
             rows: list[Row] = []
             places: list[int] = []
@@ -202,8 +295,15 @@ class Drafter:
             return False
         window.proposed = 0
         window.rate.record(n_drafted, n_accepted)
-        self.allowance.changes(n_accepted * window.token_s)
+        self._common.record(n_drafted, n_accepted)
         return True
+
+    def unused(self, sequences: SequenceOf[Sequence]) -> None:
+        """A step has no proposals for these: they come closer to what all have, no better."""
+        for sequence in sequences:
+            self.rate(sequence).unused(self._common.acceptance)
+        if sequences:
+            self._common.unused(_LIKELY)
 
     def take_spent(self) -> list[tuple[Sequence, float]]:
         """The seconds of passes since the last call, with the sequence of each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.core.guest import Guest
@@ -12,7 +12,8 @@ from serve_app.engine.core.scheduler.batch import Batch
 from serve_app.engine.core.scheduler.scheduler import Drafts
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.drafts.ngram_proposer import MAX_INDEXED, NgramProposer
+from serve_app.engine.drafts.drafter import MOST_FED, Drafter
+from serve_app.engine.drafts.ngram_proposer import LIKELY, MAX_INDEXED, NgramProposer
 from serve_app.engine.kv_cache.packing import TokenArray
 
 if TYPE_CHECKING:
@@ -30,53 +31,6 @@ _LEAST_HOPE = 16
 # drafts may take, if that is above the budget.
 _FED_PART = 0.4
 _MOST_LONGER = 2.0
-
-
-# Lengths of drafts that are only tried.
-_TRIED = (1, 2, 3)
-
-
-class _Allowance(Protocol):
-    def passed(self, seconds: float) -> None: ...
-
-    def grants(self, loss_s: float) -> bool: ...
-
-    def changes(self, seconds: float) -> None: ...
-
-
-class _Rate(Protocol):
-    def expected(self, n_drafted: int) -> float: ...
-
-    def unused(self) -> None: ...
-
-
-class Proposer(Protocol):
-    """Proposes tokens, besides lookup; see `serve_app.engine.drafts.drafter.Drafter`."""
-
-    @property
-    def allowance(self) -> _Allowance: ...
-
-    def __bool__(self) -> bool: ...
-
-    def begin(self, sequences: list[Sequence], room: int) -> dict[str, int]: ...
-
-    def is_ready(self, n_behind: int) -> bool: ...
-
-    def rate(self, sequence: Sequence) -> _Rate: ...
-
-    def draft_s(self, n_sequences: int, n_drafted: int, n_fed: int) -> float: ...
-
-    def feed_s(self, n_rows: int) -> float: ...
-
-    def propose(
-        self, sequences: list[Sequence], n_drafted: int, token_s: float = 0.0
-    ) -> Drafts: ...
-
-    def catch_up(self, sequences: list[Sequence], within_s: float | None) -> None: ...
-
-    def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool: ...
-
-    def take_spent(self) -> list[tuple[Sequence, float]]: ...
 
 
 class _Plan(NamedTuple):
@@ -100,13 +54,13 @@ class Drafting(Guest):
         budget: StepBudget,
         *,
         lookup: bool,
-        proposer: Proposer | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._costs = costs
         self._n_ctx_slot = n_ctx_slot
         self._budget = budget
         self._lookup = lookup
-        self._proposer = proposer
+        self._drafter = drafter
         self._lookups: dict[str, tuple[TokenArray, NgramProposer]] = {}
         """The proposers of sequences, with the arrays that their n-grams are of."""
         self._most_s = 0.0
@@ -114,27 +68,52 @@ class Drafting(Guest):
     def drafts(self, decoding: list[Sequence], n_past: float, *, mixed: bool) -> Drafts:
         """The drafts that are worth a batch of their own, of sequences that are ordered by slot. `mixed`:
         the cache is unified, so that all slots are computed together."""
-        if not self._costs:
+        looked_up = self._look_up(decoding) if self._lookup else {}
+        drafter = self._drafter or None  # which may be broken
+        if not self._costs or not (looked_up or drafter):
             return {}
+        able, behind = list[Sequence](), dict[str, int]()
+        if drafter is not None:
+            able = [seq for seq in decoding if not seq.spans]
+            able = [seq for seq in able if seq.draft_room(self._n_ctx_slot) > 0]
+            behind = drafter.begin(able, _DRAFTS[-1])
         plain_s = self._costs.steps_s(len(decoding), n_past)
         self._most_s = max(self._budget.left_s, _MOST_LONGER * plain_s)
-        looked_up = self._look_up(decoding) if self._lookup else {}
-        if self._proposer:
-            return self._with_proposer(self._proposer, decoding, looked_up, n_past, mixed)
-        return self._best_lookups(looked_up, decoding, n_past) if looked_up else {}
+        best = self._best(decoding, looked_up, behind, n_past, mixed)
+        late = [seq for seq in best.proposed if behind[seq.id] > MOST_FED]
+        if late and drafter is not None:
+            ready = {name: n for name, n in behind.items() if n <= MOST_FED}
+            now = self._best(decoding, looked_up, ready, n_past, mixed)
+            if self._pays(late, best, now, sum(drafter.feed_s(behind[seq.id]) for seq in late)):
+                drafter.catch_up(late, self._fed_s)
+            best = now
+        drafts = {seq.id: looked_up[seq.id][: best.n_drafted] for seq in best.looked_up}
+        if best.proposed and drafter is not None:
+            drafts |= drafter.propose(best.proposed, best.n_drafted)
+        for seq in decoding:
+            if seq.id not in drafts and looked_up.get(seq.id):
+                self._lookup_of(seq).rate.unused(LIKELY)
+        if drafter is not None:
+            drafter.unused([seq for seq in able if seq.id not in drafts])
+        return drafts
+
+    @property
+    def _fed_s(self) -> float | None:
+        """Seconds that feeding may take in a step."""
+        bound_s = self._budget.max_stall_s
+        return None if bound_s is None else min(_FED_PART * bound_s, self._most_s)
 
     def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
         """Learn from a draft of which the first `n_accepted` tokens were right; returns whether the draft
         model proposed it."""
-        proposer = self._proposer
-        if proposer is not None and proposer.record(sequence, n_drafted, n_accepted):
+        if self._drafter is not None and self._drafter.record(sequence, n_drafted, n_accepted):
             return True
-        self._lookup_of(sequence).record(n_drafted, n_accepted)
+        self._lookup_of(sequence).rate.record(n_drafted, n_accepted)
         return False
 
     def scheduled(self, core: EngineCore, batches: SequenceOf[Batch]) -> None:
         """Charge the passes of the draft model to the clients whose sequences they were for."""
-        for sequence, seconds in self._proposer.take_spent() if self._proposer is not None else ():
+        for sequence, seconds in self._drafter.take_spent() if self._drafter is not None else ():
             core.queue.charge(sequence, seconds)
             core.counts.draft_s += seconds
 
@@ -164,106 +143,6 @@ class Drafting(Guest):
         self._lookups[sequence.id] = sequence.tokens, proposer
         return proposer
 
-    def _best_lookups(self, drafts: Drafts, decoding: list[Sequence], n_past: float) -> Drafts:
-        """With lookup alone."""
-        best_rate = (1 + _LEAST_GAIN) * len(decoding) / self._costs.steps_s(len(decoding), n_past)
-        best: Drafts = {}
-        for n_drafted in _DRAFTS:
-            group = [seq for seq in decoding if len(drafts[seq.id]) >= n_drafted]
-            if not group or len(group) * n_drafted > MAX_DRAFTED_ROWS:
-                continue
-            rest = len(decoding) - len(group)
-            seconds = self._costs.verify_s(len(group), n_drafted, n_past)
-            seconds += self._costs.steps_s(rest, n_past) if rest else 0.0
-            rate = (rest + sum(self._lookup_of(seq).expected(n_drafted) for seq in group)) / seconds
-            if rate > best_rate and seconds <= self._most_s:
-                best_rate = rate
-                best = {seq.id: drafts[seq.id][:n_drafted] for seq in group}
-        for seq in decoding:
-            if drafts[seq.id] and seq.id not in best:
-                self._lookup_of(seq).unused()
-        return best
-
-    # -- a draft model ----------------------------------------------------------------------------
-
-    def _with_proposer(
-        self,
-        proposer: Proposer,
-        decoding: list[Sequence],
-        looked_up: Drafts,
-        n_past: float,
-        mixed: bool,
-    ) -> Drafts:
-        able = [seq for seq in decoding if not seq.spans and seq.draft_room(self._n_ctx_slot) > 0]
-        behind = proposer.begin(able, _DRAFTS[-1])
-        best = self._best(proposer, decoding, looked_up, behind, n_past, mixed)
-        late = [seq for seq in best.proposed if not proposer.is_ready(behind[seq.id])]
-        if late:
-            ready = {name: n for name, n in behind.items() if proposer.is_ready(n)}
-            now = self._best(proposer, decoding, looked_up, ready, n_past, mixed)
-            if self._pays(late, best, now, sum(proposer.feed_s(behind[seq.id]) for seq in late)):
-                proposer.catch_up(late, self._fed_s)
-            best = now
-        drafts = {seq.id: looked_up[seq.id][: best.n_drafted] for seq in best.looked_up}
-        if best.proposed:
-            drafts |= proposer.propose(list(best.proposed), best.n_drafted)
-        elif not late and not drafts:
-            drafts = self._try(proposer, decoding, behind, n_past, mixed)
-        for seq in decoding:
-            if seq.id not in drafts and looked_up.get(seq.id):
-                self._lookup_of(seq).unused()
-        for seq in able:
-            if seq.id not in drafts:
-                proposer.rate(seq).unused()
-        return drafts
-
-    @property
-    def _fed_s(self) -> float | None:
-        """Seconds that feeding may take in a step."""
-        bound_s = self._budget.max_stall_s
-        return None if bound_s is None else min(_FED_PART * bound_s, self._most_s)
-
-    def _try(
-        self,
-        proposer: Proposer,
-        decoding: list[Sequence],
-        behind: dict[str, int],
-        n_past: float,
-        mixed: bool,
-    ) -> Drafts:
-        """A short draft of one sequence that is not thought to pay, or some of its text fed for one. It is
-        made now and then: what is never tried is never known to be good."""
-        able = [seq for seq in decoding if seq.id in behind]
-        plain_s, allowance = self._costs.steps_s(len(decoding), n_past), proposer.allowance
-        allowance.passed(plain_s)
-        if not able:
-            return {}
-        seq = max(able, key=lambda seq: proposer.rate(seq).expected(1) - behind[seq.id])
-        n_behind, token_s = behind[seq.id], plain_s / len(decoding)
-        rest_s = self._costs.steps_s(len(decoding) - 1, n_past) if len(decoding) > 1 else 0.0
-        longer_s = {
-            n: max(0.0, self._verify_s([seq], n, n_past, mixed) + rest_s - plain_s)
-            + proposer.draft_s(1, n, min(n_behind, 2))
-            for n in _TRIED
-            if n <= seq.draft_room(self._n_ctx_slot)
-        }
-        rate = proposer.rate(seq)
-        n_drafted = min(longer_s, key=lambda n: longer_s[n] - rate.expected(n) * token_s)
-        fed_s = 0.0 if proposer.is_ready(n_behind) else proposer.feed_s(n_behind)
-        if plain_s + longer_s[n_drafted] > self._most_s:
-            return {}
-        if not allowance.grants(longer_s[n_drafted] + fed_s):
-            return {}
-        fed_now_s = fed_s if self._fed_s is None else min(fed_s, self._fed_s)
-        allowance.changes(-fed_now_s or -longer_s[n_drafted])
-        sure = self._best(proposer, decoding, {}, behind, n_past, mixed, sure=True)
-        if not sure.proposed or not self._pays([seq], sure, _Plan(1 / token_s), fed_s):
-            return {}
-        if fed_s:
-            proposer.catch_up([seq], self._fed_s)
-            return {}
-        return proposer.propose([seq], n_drafted, token_s)
-
     def _pays(self, late: list[Sequence], then: _Plan, now: _Plan, price_s: float) -> bool:
         """Whether to feed these. They are thought to go on for as long as they did, which is right half the
         time where nothing is known."""
@@ -276,17 +155,14 @@ class Drafting(Guest):
 
     def _best(
         self,
-        proposer: Proposer,
         decoding: list[Sequence],
         looked_up: Drafts,
         ready: dict[str, int],
         n_past: float,
         mixed: bool,
-        *,
-        sure: bool = False,
     ) -> _Plan:
-        """`ready` are those that the draft model could propose for, and how many tokens are fed before.
-        `sure`: as if it were always right."""
+        """`ready` are those that the draft model could propose for, and how many tokens are fed before."""
+        drafter = self._drafter
         n, plain_s = len(decoding), self._costs.steps_s(len(decoding), n_past)
         best = _Plan(n / plain_s)
         least = (1 + _LEAST_GAIN) * best.tokens_per_s
@@ -294,11 +170,11 @@ class Drafting(Guest):
             options: list[tuple[float, bool, Sequence]] = []
             for seq in decoding:
                 known = len(looked_up.get(seq.id, ())) >= n_drafted
-                value = self._lookup_of(seq).expected(n_drafted) if known else 0.0
+                value = self._lookup_of(seq).rate.expected(n_drafted) if known else 0.0
                 proposes = seq.id in ready and seq.draft_room(self._n_ctx_slot) >= n_drafted
                 own = 0.0
-                if proposes:
-                    own = n_drafted + 1 if sure else proposer.rate(seq).expected(n_drafted)
+                if proposes and drafter is not None:
+                    own = drafter.rate(seq).expected(n_drafted)
                 if known or proposes:
                     options.append((max(value, own), own > value, seq))
             options.sort(key=lambda option: -option[0])
@@ -307,9 +183,9 @@ class Drafting(Guest):
                 proposed = tuple(seq for _, by_model, seq in chosen if by_model)
                 seconds = self._verify_s([seq for *_, seq in chosen], n_drafted, n_past, mixed)
                 seconds += self._costs.steps_s(n - size, n_past) if n > size else 0.0
-                if proposed:
+                if proposed and drafter is not None:
                     n_fed = sum(min(ready[seq.id], 2) for seq in proposed)
-                    seconds += proposer.draft_s(len(proposed), n_drafted, n_fed)
+                    seconds += drafter.draft_s(len(proposed), n_drafted, n_fed)
                 rate = (n - size + sum(value for value, *_ in chosen)) / seconds
                 if rate > max(least, best.tokens_per_s) and seconds <= self._most_s:
                     rest = tuple(seq for _, by_model, seq in chosen if not by_model)

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from serve_app.engine.drafts.rates import AcceptanceRate
+
 _N_GRAM = 3
 MAX_INDEXED = 1024
 """Tokens that one step should index at most: in a third of a millisecond."""
-_FIRST_GUESS = 0.5
-# Weight of the newest drafted token in the running rate.
-_NEWEST = 0.1
-# How fast a bad rate is forgotten, at each chance that was not taken: the text may have changed.
-_FORGIVING = 0.01
+LIKELY = 0.5
+"""The rate of right tokens that is expected of text that was found."""
 
 
 class NgramProposer:
     """Proposes drafts from one sequence's n-grams. Decoder thread only."""
 
     def __init__(self) -> None:
-        self.acceptance = _FIRST_GUESS
-        """Running rate of drafted tokens that were right."""
+        self.rate = AcceptanceRate(LIKELY)
         self.forget()
 
     def draft(
@@ -53,21 +51,6 @@ class NgramProposer:
         for n_gram, position in _n_grams(tokens, first, known.start).items():
             self._after.setdefault(n_gram, position)
         self._indexed = range(first, end)
-
-    def expected(self, n_drafted: int) -> float:
-        """Tokens that a batch over so many drafted ones, and the one before them, is worth."""
-        return float(sum(self.acceptance**n for n in range(n_drafted + 1)))
-
-    def record(self, n_drafted: int, n_accepted: int) -> None:
-        """Learn from a draft of which the first `n_accepted` were right; the rest went unseen."""
-        for _ in range(n_accepted):
-            self.acceptance += _NEWEST * (1 - self.acceptance)
-        if n_accepted < n_drafted:
-            self.acceptance -= _NEWEST * self.acceptance
-
-    def unused(self) -> None:
-        """A draft was not used."""
-        self.acceptance += _FORGIVING * (_FIRST_GUESS - self.acceptance)
 
 
 def _n_grams(tokens: Sequence[int], first: int, end: int) -> dict[tuple[int, ...], int]:

@@ -1,11 +1,14 @@
-"""Collects an engine's statistics at one moment from the parts that know them. Decoder thread only."""
+"""An engine's statistics at one moment, from the parts that know them, and when they are made.
+
+Other threads read them, and most steps change little: so they are made when they may be read."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
@@ -14,6 +17,7 @@ from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.metrics.stats import (
+    CachedPrefixes,
     CacheStats,
     ComputeStats,
     CostStats,
@@ -30,6 +34,49 @@ from serve_app.engine.metrics.stats import (
     TokenStats,
 )
 from serve_app.engine.options import EngineOptions
+
+_EVERY_S = 0.5
+"""The oldest that anything is while the engine works."""
+
+
+class View(NamedTuple):
+    """The loop at one moment. Immutable."""
+
+    stats: EngineStats
+    cached_prefixes: CachedPrefixes
+    forecast: Forecast
+
+
+class Published:
+    """The newest view. Any thread reads it; the decoder thread makes it.
+
+    A new one is made when something has changed but the number of tokens, when somebody has read the last
+    one, and after _EVERY_S.
+    """
+
+    def __init__(self, make: Callable[[], View]) -> None:
+        self._make = make
+        self._is_read = False
+        self.refresh()
+
+    @property
+    def view(self) -> View:
+        """The newest one. The next step makes another."""
+        self._is_read = True
+        return self._view
+
+    def refresh(self) -> None:
+        """Decoder thread: make it now."""
+        self._is_read = False
+        self._view = self._make()
+        self._made = time.monotonic()
+
+    def stepped(self, *, changed: bool) -> None:
+        """Decoder thread: a step is over; `changed` says whether it changed anything but the number of
+        tokens."""
+        if changed or self._is_read or time.monotonic() >= self._made + _EVERY_S:
+            self.refresh()
+
 
 _Group = TypeVar("_Group", RequestStats, TokenStats, TimingStats, SpeculationStats, PictureStats)
 

@@ -1,11 +1,13 @@
-"""The trace of one sequence: where its time goes."""
+"""Where requests' time goes: the trace of each, and histograms and records of the recent ones."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
 
-from serve_app.types import GAP_BOUNDARIES_S, Timings
+from serve_app.types import GAP_BOUNDARIES_S, RequestRecord, Timings
 
 
 class Trace:
@@ -95,3 +97,65 @@ class Trace:
         self._preempted_s += seconds
         if self._first_token is not None:
             self._apart_s += seconds
+
+
+_SLICE_S = 15.0
+_N_SLICES = 20
+# From a millisecond to ten minutes, each a tenth more than the one before.
+BOUNDS = tuple(float(f"{0.001 * 1.1**i:.3g}") for i in range(141))
+KINDS = ("ttft_s", "itl_s")
+
+
+class Latencies:
+    """Histograms of the last five minutes. The decoder thread adds, any thread may look.
+
+    Lists of counts and not of times: what adding and looking cost does not grow with the load, and those
+    of several engines can be added up.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._slices: deque[tuple[float, dict[str, list[int]]]] = deque(maxlen=_N_SLICES)
+
+    def add(self, kind: str, seconds: float) -> None:
+        """One of `KINDS` took so long."""
+        now = self._clock() // _SLICE_S
+        if not self._slices or self._slices[-1][0] != now:
+            self._slices.append((now, {kind: [0] * (len(BOUNDS) + 1) for kind in KINDS}))
+        self._slices[-1][1][kind][bisect_left(BOUNDS, seconds)] += 1
+
+    def recent(self) -> dict[str, dict[float, int]]:
+        """For each kind, how many took up to so many seconds, and more than the bound before it (the last
+        bound: or longer); bounds without any are left out."""
+        oldest = self._clock() // _SLICE_S - _N_SLICES
+        slices = [counts for at, counts in list(self._slices) if at > oldest]
+        return {kind: _summed([counts[kind] for counts in slices]) for kind in KINDS}
+
+
+def _summed(slices: list[list[int]]) -> dict[float, int]:
+    summed = [sum(counts) for counts in zip(*slices, strict=True)]
+    found: dict[float, int] = {}
+    for i, n in enumerate(summed):
+        if n:
+            bound = BOUNDS[min(i, len(BOUNDS) - 1)]
+            found[bound] = found.get(bound, 0) + n
+    return found
+
+
+_N_KEPT = 1024
+
+
+class RequestLog:
+    """The last records. The decoder thread adds, any thread may look."""
+
+    def __init__(self) -> None:
+        self._records: deque[RequestRecord] = deque(maxlen=_N_KEPT)
+
+    def add(self, record: RequestRecord) -> None:
+        """Keep it, and forget the oldest."""
+        self._records.append(record)
+
+    def find(self, request: str) -> list[RequestRecord]:
+        """The records of that request, oldest first."""
+        copied = list(self._records)  # in one go: nobody adds meanwhile
+        return [record for record in copied if record.belongs_to(request)]

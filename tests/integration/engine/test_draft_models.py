@@ -59,7 +59,7 @@ SEEDS = range(24)
 
 def as_if_drafts_were_free(engine: Engine) -> None:
     """As on a machine on which they cost nothing."""
-    drafter = engine._loop.core.guest(Drafting)._proposer
+    drafter = engine._loop.core.guest(Drafting)._drafter
     assert isinstance(drafter, Drafter)
     for costs in (engine._loop.core.costs, drafter._costs):
         mock.patch.object(costs, "verify_s", return_value=1e-6).start()

@@ -55,17 +55,3 @@ def test_changed_text_is_indexed_anew() -> None:
     assert proposer.draft([1, 2, 3, 4, 1, 2, 3], 1) == (4,)
     proposer.forget()
     assert proposer.draft([3, 4, 1, 2, 3], 1) == ()
-
-
-def test_the_rate_follows_how_drafts_fare() -> None:
-    proposer = NgramProposer()
-    assert proposer.expected(2) == pytest.approx(1 + 0.5 + 0.25)
-    for _ in range(50):
-        proposer.record(3, 3)
-    assert proposer.expected(3) > 3.9
-    for _ in range(50):
-        proposer.record(3, 0)
-    assert proposer.expected(3) < 1.01
-    for _ in range(1000):
-        proposer.unused()
-    assert proposer.acceptance == pytest.approx(0.5, abs=0.01)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.drafts.window import N_SINK, SlotWindow
+from serve_app.engine.drafts.drafter import N_SINK, SlotWindow
 from tests.unit.engine.harness import request
 
 N_CTX = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.engine.metrics.latencies import BOUNDS, Latencies
+from serve_app.engine.metrics.trace import BOUNDS, Latencies
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import SteppedBackend, ask, endless, options, request, running, start
 
