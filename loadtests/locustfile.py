@@ -34,9 +34,9 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from loadtests.load.users import shapes
 from loadtests.load.users.client import LoadClient
+from serve_app.measure import users
 from serve_app.measure.outcomes import Slo
-from serve_app.measure.users import mixes, workloads
-from serve_app.measure.users.workloads import Ask, Setting
+from serve_app.measure.users import Ask, Setting
 
 MOST_OPEN = 2000
 """Requests of an open loop at the same time."""
@@ -48,7 +48,7 @@ DEFAULT_RUN_S = 300
 @events.init_command_line_parser.add_listener
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Locust's own come first."""
-    mix = ", ".join(workloads.KINDS)
+    mix = ", ".join(users.KINDS)
     parser.add_argument("--mix", default="chat=6,rag=2,agent=1,code=2,batch=1", help=f"of {mix}")
     parser.add_argument("--arrivals", type=float, default=0.0, help="requests/s: an open loop")
     parser.add_argument("--shape", choices=tuple(shapes.SHAPES), default="constant")
@@ -70,7 +70,7 @@ class Run:
         runner = environment.runner
         self.worker = runner.worker_index if isinstance(runner, WorkerRunner) else 0
         self.numbers = itertools.count(self.worker, self.options.workers)
-        self.mix = mixes.parse_mix(self.options.mix)
+        self.mix = users.parse_mix(self.options.mix)
         host = environment.host or self.options.host
         key = self.options.api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -91,16 +91,16 @@ class Run:
         slo = Slo(self.options.slo_ttft, self.options.slo_itl)
         self.client = LoadClient(host, headers, self._journal, listen, slo)
 
-    def new_user(self) -> tuple[int, str, workloads.User]:
+    def new_user(self) -> tuple[int, str, users.User]:
         """The next user: number, kind, and what they do."""
         number = next(self.numbers)
-        kind = mixes.kind_of(number, self.mix)
-        return number, kind, workloads.user(kind, self.options.seed, number, self.setting)
+        kind = users.kind_of(number, self.mix)
+        return number, kind, users.user(kind, self.options.seed, number, self.setting)
 
     def body(self, ask: Ask, kind: str, number: int) -> Ask:
         """The request as this server wants it."""
         named = {"model": self.options.model} if self.options.model else {}
-        return workloads.with_body(ask, **named, user=f"{kind}-{number}")
+        return users.with_body(ask, **named, user=f"{kind}-{number}")
 
     def close(self) -> None:
         """The test is over."""

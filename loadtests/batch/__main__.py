@@ -23,20 +23,22 @@ from loadtests.batch import native
 from loadtests.batch.engine import measure
 from loadtests.batch.figures import Window, used_of_left
 from loadtests.batch.people import Shape
-from serve_app.engine import EngineOptions
+from serve_app.engine import Engine, EngineOptions
 from serve_app.measure import process
 from serve_app.measure.benchmark import (
     bounded,
     choice,
+    in_turns,
     listed,
     machine,
     machine_line,
+    of_each,
+    ratios,
     spread,
     table,
     usable_cores,
 )
 from serve_app.measure.process import text_tokens
-from serve_app.measure.rounds import in_turns, of_each, ratios
 
 BATCH, PEOPLE, BOTH = "batch", "people", "both"
 _WAYS = (BATCH, PEOPLE, BOTH)
@@ -61,7 +63,7 @@ class Bench:
             threads=settings.threads,
             cache_ram_bytes=2**30,
         )
-        self._pool = process.started(settings.model, options)
+        self._pool = process.started(Engine.load, settings.model, options)
         with self._pool:
             ways = (*settings.ways, native.NATIVE) if settings.batched_bench else settings.ways
             return in_turns(ways, settings.rounds, self._turn, warm_up=False)

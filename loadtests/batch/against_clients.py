@@ -25,15 +25,10 @@ from pathlib import Path
 import httpx
 
 from loadtests.batch.behind_chats import N_GENERATED, Clients
+from loadtests.common.comparing import compared
 from loadtests.common.servers import Server, exit_on_sigterm, serve_run
 from loadtests.compare import llama_server, sides
-from serve_app.measure.benchmark import (
-    bounded,
-    machine,
-    machine_line,
-    usable_cores,
-)
-from serve_app.measure.rounds import compared, in_turns
+from serve_app.measure.benchmark import bounded, in_turns, machine, machine_line, usable_cores
 
 BATCH, LOOP = "a batch", "clients at llama-server"
 _N_CTX_SLOT = 1024

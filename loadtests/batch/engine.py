@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from loadtests.batch.figures import Window
 from loadtests.batch.people import People, Shape, for_a_while
-from serve_app.engine import CorralError, GenerationRequest, SamplingParams
+from serve_app.engine import CorralError, Engine, GenerationRequest, SamplingParams
 from serve_app.engine.core.loop import BACKGROUND_PLACES
 from serve_app.measure import process
 from serve_app.measure.benchmark import BenchmarkError, Prompt, Prompts
@@ -43,7 +43,7 @@ class _Run:
         self._n_begun = 0
         self._n_tokens = 0
         """Of lines."""
-        self._engine = process.engine()
+        self._engine: Engine = process.opened()
 
     async def measure(self, window_s: float, *, people: bool, lines: bool) -> Window:
         tasks = []

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from serve_app.measure.benchmark import BenchmarkError, percentile
-from serve_app.measure.streams import Read, StreamedAnswer, parse
+from serve_app.measure.outcomes import Read, StreamedAnswer, parse
 
 TIMEOUT_S = 600.0
 FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_p50_ms", "itl_p99_ms")

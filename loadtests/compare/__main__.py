@@ -53,6 +53,7 @@ from typing import Any
 
 from loadtests.common import bursts
 from loadtests.common.bursts import Burst
+from loadtests.common.comparing import absolute
 from loadtests.common.processes import tagged
 from loadtests.common.servers import Server, exit_on_sigterm
 from loadtests.common.thread_time import beside_compute_s, thread_times
@@ -81,14 +82,13 @@ from loadtests.compare.sides import (
     start,
 )
 from serve_app.measure.benchmark import (
-    absolute,
     bounded,
     choice,
     listed,
     machine_and_model,
+    turns,
     usable_cores,
 )
-from serve_app.measure.rounds import turns
 
 REST_S = 5.0
 """Seconds in which a server may do what it puts off until nobody waits."""

@@ -31,11 +31,11 @@ from typing import Any
 import httpx
 
 from loadtests.common import processes, servers
+from loadtests.common.comparing import ratio_spread
 from loadtests.common.servers import Server
 from loadtests.compare import llama_server
 from loadtests.compare.sides import Sizes, llama_server_command
-from serve_app.measure.benchmark import bounded, machine, table, usable_cores
-from serve_app.measure.rounds import in_turns, of_each, ratio_spread
+from serve_app.measure.benchmark import bounded, in_turns, machine, of_each, table, usable_cores
 
 CORRAL, PEER = "corral", "llama-server"
 _PATIENCE_S = 120.0

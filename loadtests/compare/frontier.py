@@ -36,6 +36,7 @@ from typing import Any
 
 import aiohttp
 
+from loadtests.common.comparing import absolute, ratio_spread
 from loadtests.common.plot import Chart, svg
 from loadtests.common.servers import Server, exit_on_sigterm
 from loadtests.compare import llama_server
@@ -45,18 +46,18 @@ from serve_app.measure.benchmark import (
     SEED,
     BenchmarkError,
     Prompt,
-    absolute,
     bounded,
     choice,
+    in_turns,
     listed,
     machine_and_model,
+    of_each,
     percentile,
     spread,
     table,
     usable_cores,
 )
-from serve_app.measure.rounds import in_turns, of_each, ratio_spread
-from serve_app.measure.streams import Reader
+from serve_app.measure.outcomes import Reader
 
 REST_S = 2.0
 """Seconds in which a server may do what it puts off until nobody waits."""

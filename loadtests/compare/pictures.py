@@ -36,6 +36,7 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from loadtests.common.comparing import ratio_spread
 from loadtests.common.servers import (
     Server,
     exit_on_sigterm,
@@ -47,13 +48,14 @@ from loadtests.compare import llama_server
 from serve_app.measure.benchmark import (
     BenchmarkError,
     bounded,
+    in_turns,
     listed,
+    of_each,
     percentile,
     table,
     usable_cores,
 )
-from serve_app.measure.rounds import in_turns, of_each, ratio_spread
-from serve_app.measure.streams import Reader
+from serve_app.measure.outcomes import Reader
 from tools.gguf_file import ModelShape
 from tools.random_models.model import write_random_gguf
 from tools.random_models.projector import IDEFICS3_TOKENS, SHAPES, write_random_projector

@@ -49,11 +49,11 @@ from serve_app.measure.benchmark import (
     BenchmarkError,
     Prompts,
     choice,
+    in_turns,
     listed,
     machine,
 )
 from serve_app.measure.process import RunnerProcess, text_tokens
-from serve_app.measure.rounds import in_turns
 
 
 @dataclass(frozen=True, slots=True)

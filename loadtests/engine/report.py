@@ -12,7 +12,7 @@ from loadtests.engine.modes import BATCHED, OPENVINO
 from loadtests.engine.run import AnyRun
 from serve_app.measure import bench, benchmark
 from serve_app.measure.benchmark import machine_line
-from serve_app.measure.rounds import ratios as ratios_of
+from serve_app.measure.benchmark import ratios as ratios_of
 
 Round = Mapping[str, AnyRun]
 """One run of each mode, by its name, with the same prompts."""

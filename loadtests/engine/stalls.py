@@ -22,18 +22,20 @@ from itertools import pairwise
 from pathlib import Path
 
 from loadtests.common import asking
+from loadtests.common.comparing import ratio_spread
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 from serve_app.measure import process
 from serve_app.measure.benchmark import (
     Prompt,
     Prompts,
+    in_turns,
     listed,
+    of_each,
     percentile,
     table,
     usable_cores,
 )
 from serve_app.measure.process import text_tokens
-from serve_app.measure.rounds import in_turns, of_each, ratio_spread
 
 _TIMEOUT_S = 300
 _SWITCH = {"auto": None, "on": True, "off": False}
@@ -65,7 +67,7 @@ class Round:
 
 
 def _run(alone: Prompt, long: Prompt, streams: Sequence[Prompt]) -> Round:
-    round_ = _round(process.engine(), alone, long, streams)
+    round_ = _round(process.opened(), alone, long, streams)
     return asyncio.run(asyncio.wait_for(round_, _TIMEOUT_S))
 
 
@@ -123,7 +125,7 @@ def measure(settings: argparse.Namespace) -> list[dict[str, Round]]:
         for _ in range(settings.rounds + 1)
     ]
     pools = {
-        bound: process.started(settings.model, _options(settings, bound))
+        bound: process.started(Engine.load, settings.model, _options(settings, bound))
         for bound in settings.bounds
     }
 

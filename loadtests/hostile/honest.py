@@ -27,8 +27,7 @@ from loadtests.hostile.setups import DEMO, HONEST
 from loadtests.load.users.client import LoadClient
 from serve_app.measure.benchmark import bounded
 from serve_app.measure.outcomes import Slo
-from serve_app.measure.users.vocabulary import WORDS
-from serve_app.measure.users.workloads import CHAT, Ask
+from serve_app.measure.users import CHAT, WORDS, Ask
 
 API_KEYS = "CORRAL_API_KEYS"
 THINK_S, PATIENCE_S = 0.15, 25.0

@@ -19,20 +19,25 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import get_args
 
+from loadtests.common.comparing import ratio_spread
+from serve_app.folders import cache_folder
 from serve_app.llama.model import Model
 from serve_app.measure.benchmark import (
     bounded,
     choice,
+    in_turns,
     listed,
     machine,
     machine_line,
+    of_each,
     table,
     usable_cores,
 )
-from serve_app.measure.rounds import in_turns, of_each, ratio_spread
-from serve_app.measure.tune.quality import paged_context
+from serve_app.openvino.convert import converted
+from serve_app.openvino.folder import ConvertedModels
+from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType
-from serve_app.openvino.paged.context import PagedContext
+from serve_app.openvino.paged.context import PagedContext, PagedOptions
 
 _TOKEN = 5
 """Of all rows: which one does not matter to the time."""
@@ -103,6 +108,25 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=bounded(1, 100), default=5)
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
     return parser.parse_args()
+
+
+def paged_context(model: Model, n_ctx: int, threads: int, cache_type: CacheType) -> PagedContext:
+    """OpenVINO's context for one sequence of so many tokens, warmed up. The model is converted where an
+    engine would do so, and needs its vocabulary only. Raises ConfigError."""
+    models = ConvertedModels(cache_folder() / "openvino")
+    context = PagedContext(
+        converted(model.files, model.fingerprint(), models),
+        model,
+        PagedOptions(
+            n_sequences=1,
+            n_ctx_slot=n_ctx,
+            n_blocks=-(-n_ctx // BLOCK),
+            threads=threads,
+            cache_type=cache_type,
+        ),
+    )
+    context.warm_up()
+    return context
 
 
 if __name__ == "__main__":

@@ -14,20 +14,34 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any
 
-from serve_app.engine.options import KernelsName
 from serve_app.errors import ConfigError
-from serve_app.measure import benchmark
+from serve_app.llama.model import Model
+from serve_app.measure import benchmark, quality
 from serve_app.measure.benchmark import bounded, choice, listed, usable_cores
-from serve_app.measure.tune import quality
-from serve_app.measure.tune.quality import Kernels, TextReading
+from serve_app.measure.quality import WINDOW, ReadingContext, TextReading, llama
 
-BACKENDS = {
-    **{name: Kernels(name) for name in get_args(KernelsName)},
-    **{f"{name}-bf16": Kernels(name, "bf16") for name in get_args(KernelsName)},
+if TYPE_CHECKING:
+    from serve_app.openvino.paged.compiling import CacheType
+    from serve_app.openvino.paged.context import PagedContext
+
+
+def paged(path: Path, threads: int, cache_type: CacheType = "f16") -> tuple[Model, PagedContext]:
+    """The model's vocabulary and a context of OpenVINO, with keys and values of that format."""
+    from loadtests.tune.paged_passes import paged_context  # needs corral[openvino]
+
+    model = Model(path, vocab_only=True)
+    return model, paged_context(model, WINDOW, threads, cache_type)
+
+
+KERNELS: dict[str, Callable[..., tuple[Model, Any]]] = {"llama.cpp": llama, "openvino": paged}
+BACKENDS: dict[str, ReadingContext] = {
+    **KERNELS,
+    **{f"{name}-bf16": partial(opened, cache_type="bf16") for name, opened in KERNELS.items()},
 }
 
 
@@ -53,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--backends", type=listed(choice(*BACKENDS)), default=get_args(KernelsName))
+    parser.add_argument("--backends", type=listed(choice(*BACKENDS)), default=tuple(KERNELS))
     parser.add_argument("--text", type=Path, default=None)
     parser.add_argument("--windows", type=bounded(1, 1000), default=16)
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())

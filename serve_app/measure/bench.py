@@ -29,6 +29,7 @@ from serve_app.measure.benchmark import (
     Prompts,
     bounded,
     choice,
+    in_turns,
     listed,
     machine,
     machine_line,
@@ -37,7 +38,6 @@ from serve_app.measure.benchmark import (
     usable_cores,
 )
 from serve_app.measure.process import RunFigures, RunnerProcess, engine_runner, text_tokens
-from serve_app.measure.rounds import in_turns
 
 WARM_UP_TOKENS = 8
 MIB = 2**20
@@ -130,12 +130,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m serve_app.measure.bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file")
-    parser.add_argument(
-        "--backends",
-        type=listed(choice(*get_args(KernelsName))),
-        default=("llama.cpp",),
-        help="the backends that are compared",
-    )
+    backends = listed(choice(*get_args(KernelsName)))
+    compared = "the backends that are compared"
+    parser.add_argument("--backends", type=backends, default=("llama.cpp",), help=compared)
     add_load_arguments(parser)
     parser.add_argument("--json", type=Path, default=None, help="a file for all figures")
     return parser.parse_args(argv)
@@ -143,28 +140,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the load: sequences, lengths, rounds, threads."""
-    parser.add_argument(
-        "--sequences",
-        type=listed(bounded(1, 64)),
-        default=(1, 2, 4, 8, 16),
-        help="how many run at once, in each run",
-    )
-    parser.add_argument(
-        "--prompt-tokens", type=bounded(1, 8192), default=128, help="tokens of each prompt"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=bounded(WARM_UP_TOKENS, 4096),
-        default=64,
-        help="tokens that each sequence generates",
-    )
-    parser.add_argument("--rounds", type=bounded(1, 50), default=3, help="runs of each")
-    parser.add_argument(
-        "--threads",
-        type=bounded(1, 512),
-        default=usable_cores(),
-        help="threads that compute; by default one for each core",
-    )
+    add, numbers = parser.add_argument, listed(bounded(1, 64))
+    sequences = "how many run at once, in each run"
+    add("--sequences", type=numbers, default=(1, 2, 4, 8, 16), help=sequences)
+    add("--prompt-tokens", type=bounded(1, 8192), default=128, help="tokens of each prompt")
+    generated = "tokens that each sequence generates"
+    add("--max-tokens", type=bounded(WARM_UP_TOKENS, 4096), default=64, help=generated)
+    add("--rounds", type=bounded(1, 50), default=3, help="runs of each")
+    threads = "threads that compute; by default one for each core"
+    add("--threads", type=bounded(1, 512), default=usable_cores(), help=threads)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

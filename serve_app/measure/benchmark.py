@@ -1,4 +1,8 @@
-"""Prompts, percentiles, facts of the machine, tables, and the types of arguments."""
+"""Prompts, rounds, percentiles, facts of the machine, tables, and the types of arguments.
+
+A machine that others use as well changes its speed from minute to minute, so only what is close together is
+compared: the ways of one round. They take turns (A B C, C B A, ...), so that no drift favours one of them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ import platform
 import random
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 SEED = 20
 
@@ -38,18 +44,9 @@ class Prompts:
         return tuple(self._rng.choices(self._vocabulary, k=n_tokens))
 
 
-def absolute(text: str) -> Path:
-    """A type of argument: a file that is opened from another folder, as servers do."""
-    return Path(text).resolve()
-
-
 def percentile(values: Sequence[float], percent: float) -> float:
     """The value below which that many percent lie, interpolated; `values` in any order."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, percent))
 
 
 def peak_bytes(pid: int | str = "self") -> int:
@@ -148,3 +145,47 @@ def choice(*names: str) -> Callable[[str], str]:
         return text
 
     return name
+
+
+Way = TypeVar("Way", bound=Hashable)
+Measured = TypeVar("Measured")
+
+
+def turns(ways: Sequence[Way], number: int) -> Sequence[Way]:
+    """The ways in the order of the round of this number: even ones as they are, odd ones backwards."""
+    return ways[::-1] if number % 2 else ways
+
+
+def in_turns(
+    ways: Sequence[Way],
+    n_rounds: int,
+    measure: Callable[[int, Way], Measured],
+    *,
+    warm_up: bool = True,
+) -> list[dict[Way, Measured]]:
+    """Each round's results by way, in the order of `ways`. `measure(number, way)` is called for every
+    way in the rounds 1 to `n_rounds`, and before them in round 0, which is to warm up and is left out.
+    Raises what it raises."""
+    found = []
+    for number in range(0 if warm_up else 1, n_rounds + 1):
+        measured = {way: measure(number, way) for way in turns(ways, number)}
+        if number:
+            found.append({way: measured[way] for way in ways})
+    return found
+
+
+def of_each(rounds: Sequence[Mapping[Way, Measured]]) -> Iterator[tuple[Way, list[Measured]]]:
+    """The ways, each with what was measured of it in all rounds."""
+    for way in rounds[0]:
+        yield way, [one[way] for one in rounds]
+
+
+def ratios(values: Sequence[float | None], baseline: Sequence[float | None]) -> list[float] | None:
+    """The values over those of the baseline in the same rounds; None if one is unknown, or the baseline's
+    is 0."""
+    found = []
+    for value, other in zip(values, baseline, strict=True):
+        if value is None or not other:
+            return None
+        found.append(value / other)
+    return found

@@ -41,13 +41,12 @@ from serve_app.measure.outcomes import (
     FAILED,
     REFUSED,
     Outcome,
+    Reader,
     Slo,
     figures,
     heard,
 )
-from serve_app.measure.streams import Reader
-from serve_app.measure.users import mixes, workloads
-from serve_app.measure.users.workloads import Ask, Setting
+from serve_app.measure.users import Ask, Setting, checked_mix, kind_of, parse_mix, user, with_body
 
 UNITS = {"ttft": "s", "itl": "ms", "e2e": "s"}
 SILENCE_S = 300.0
@@ -93,7 +92,7 @@ class Crowd:
         self._client = client
         self._load = load
         self._setting = Setting(n_ctx, load.think_s)
-        self._mix = mixes.parse_mix(load.mix)
+        self._mix = parse_mix(load.mix)
         self._ids = map(str, itertools.count())
         self.outcomes: list[Outcome] = []
 
@@ -108,13 +107,13 @@ class Crowd:
         return time.perf_counter() - began
 
     async def _sit(self, number: int) -> None:
-        kind = mixes.kind_of(number, self._mix)
-        asks = workloads.user(kind, self._load.seed, number, self._setting)
+        kind = kind_of(number, self._mix)
+        asks = user(kind, self._load.seed, number, self._setting)
         ask = next(asks)
         named = {"model": self._load.model} if self._load.model else {}
         while True:
             await asyncio.sleep(ask.think_s)
-            ask = workloads.with_body(ask, **named, user=f"{kind}-{number}")
+            ask = with_body(ask, **named, user=f"{kind}-{number}")
             text, retry_after_s = await self._send(ask, kind)
             await asyncio.sleep(min(retry_after_s, MOST_BACKOFF_S))
             ask = asks.send(text)
@@ -318,36 +317,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m serve_app.measure.capacity", description=__doc__
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--slo",
-        type=parse_slo,
-        required=True,
-        help="what users should get, as ttft_p95=2s,itl_p95=150ms",
-    )
+    add, slo = parser.add_argument, "what users should get, as ttft_p95=2s,itl_p95=150ms"
+    add("--slo", type=parse_slo, required=True, help=slo)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="a server that runs already")
-    where.add_argument(
-        "--configs", type=Path, nargs="+", help="configuration files; each is served in turn"
-    )
-    parser.add_argument(
-        "--mix", type=mixes.checked_mix, default="chat=1", help="what users do, as chat=6,rag=2"
-    )
-    parser.add_argument(
-        "--think", type=float, default=5.0, help="seconds between an answer and the next question"
-    )
-    parser.add_argument(
-        "--seconds", type=bounded(5, 3600), default=60, help="the time of each load"
-    )
-    parser.add_argument(
-        "--most",
-        type=bounded(1, 5000),
-        default=256,
-        help="the highest number of users that is tried",
-    )
-    parser.add_argument("--seed", type=int, default=SEED, help="decides what is asked")
-    parser.add_argument(
-        "--model", default="", help="the model that is asked; by default the server's first"
-    )
+    configs = "configuration files; each is served in turn"
+    where.add_argument("--configs", type=Path, nargs="+", help=configs)
+    add("--mix", type=checked_mix, default="chat=1", help="what users do, as chat=6,rag=2")
+    think = "seconds between an answer and the next question"
+    add("--think", type=float, default=5.0, help=think)
+    add("--seconds", type=bounded(5, 3600), default=60, help="the time of each load")
+    most = "the highest number of users that is tried"
+    add("--most", type=bounded(1, 5000), default=256, help=most)
+    add("--seed", type=int, default=SEED, help="decides what is asked")
+    add("--model", default="", help="the model that is asked; by default the server's first")
     return parser.parse_args(argv)
 
 

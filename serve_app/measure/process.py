@@ -28,27 +28,15 @@ RUN_TIMEOUT_S = 600.0
 _opened: Any = None
 
 
-def started(model: Path, options: EngineOptions) -> ProcessPoolExecutor:
-    """A new process with an engine; what is submitted runs there and finds `engine()`."""
-    return started_with(Engine.load, model, options)
-
-
-def started_with(open_one: Callable[..., object], *arguments: object) -> ProcessPoolExecutor:
+def started(open_one: Callable[..., object], *arguments: object) -> ProcessPoolExecutor:
     """A new process that has called this first; what is submitted runs there, on its one thread, and finds
     what was returned as `opened()`."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, context, _open, (partial(open_one, *arguments),))
 
 
-def engine() -> Engine:
-    """The engine of this process. Raises RuntimeError if it has none."""
-    if not isinstance(_opened, Engine):
-        raise RuntimeError("The process has no engine.")
-    return _opened
-
-
 def opened() -> Any:
-    """The files that this process has opened; None if nothing."""
+    """What this process has opened when it started; None if nothing."""
     return _opened
 
 
@@ -149,7 +137,7 @@ class RunnerProcess:
 
     def __init__(self, name: str, opener: Opener, model: Path, options: EngineOptions) -> None:
         self._name = name
-        self._pool = started_with(opener, model, options)
+        self._pool = started(opener, model, options)
 
     def run(self, prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
         """Run all prompts at once, `max_tokens` tokens each. Raises BenchmarkError for a failure in the

@@ -15,7 +15,7 @@ from loadtests.common.servers import is_healthy, running
 from serve_app.engine import Engine
 from serve_app.engine.stream import TokenStream
 from serve_app.llama.model import Model
-from serve_app.measure.tune import quality
+from serve_app.measure import quality
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest
 from tests.peers.conftest import server_binary

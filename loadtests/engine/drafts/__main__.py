@@ -20,10 +20,17 @@ from pathlib import Path
 
 from loadtests.engine.drafts.models import DRAFT, TARGET, agreeing, random
 from loadtests.engine.drafts.rounds import TIMEOUT_S, Round, run_round
-from serve_app.engine import EngineOptions
+from serve_app.engine import Engine, EngineOptions
 from serve_app.measure import process
-from serve_app.measure.benchmark import listed, machine, machine_line, spread, table, usable_cores
-from serve_app.measure.rounds import in_turns
+from serve_app.measure.benchmark import (
+    in_turns,
+    listed,
+    machine,
+    machine_line,
+    spread,
+    table,
+    usable_cores,
+)
 
 _N_CTX_SLOT = 512
 _HEADER = (
@@ -45,7 +52,7 @@ def main() -> int:
     made = random if args.wrong else agreeing
     draft = args.draft or made(args.folder, DRAFT, args.draft_type)
     pools = {
-        way: process.started(target, _options(args, one))
+        way: process.started(Engine.load, target, _options(args, one))
         for way, one in ((_WITHOUT, None), (_WITH, draft))
     }
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from serve_app.engine import GenerationRequest, SamplingParams
+from serve_app.engine import Engine, GenerationRequest, SamplingParams
 from serve_app.measure import process
 
 TIMEOUT_S = 400
@@ -28,7 +28,7 @@ class Round:
 
 def run_round(n_streams: int, n_prompt: int, n_tokens: int) -> Round:
     """Over there: all streams at once."""
-    engine = process.engine()
+    engine: Engine = process.opened()
     before = engine.stats()
     sampling = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
     requests = [

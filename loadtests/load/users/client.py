@@ -21,9 +21,17 @@ from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError, HTTPSocketPoolResponse
 
 from loadtests.load.stream_metrics import ended_line, sent_line
-from serve_app.measure.outcomes import ABORTED, COMPLETE, FAILED, REFUSED, Outcome, Slo, heard
-from serve_app.measure.streams import Reader
-from serve_app.measure.users.workloads import Ask
+from serve_app.measure.outcomes import (
+    ABORTED,
+    COMPLETE,
+    FAILED,
+    REFUSED,
+    Outcome,
+    Reader,
+    Slo,
+    heard,
+)
+from serve_app.measure.users import Ask
 
 TIMEOUT_S = 300.0
 """Longest silence of a server."""

@@ -28,7 +28,7 @@ from serve_app.engine.backends.draft_model import check_draft
 from serve_app.engine.drafts.drafter import Drafter
 from serve_app.engine.drafts.drafting import Drafting
 from serve_app.llama.model import Model
-from serve_app.measure.tune.quantise import quantised
+from serve_app.measure.quality import quantised
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.integration.models.forgetful_models import write_mamba

@@ -11,9 +11,8 @@ from serve_app.builtin_model import BUILTIN_MODEL
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
-from loadtests.tune.paged_passes import pass_s, report
+from loadtests.tune.paged_passes import paged_context, pass_s, report
 from serve_app.llama.model import Model
-from serve_app.measure.tune.quality import paged_context
 
 
 def test_a_pass_begins_anew_each_time() -> None:

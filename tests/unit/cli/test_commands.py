@@ -373,7 +373,7 @@ class _ReadyError(Exception):
     [
         ("serve_app.measure.bench", "parse_args"),
         ("serve_app.measure.capacity", "parse_args"),
-        ("serve_app.measure.tune.__main__", "parse_args"),
+        ("serve_app.measure.tune", "parse_args"),
         ("serve_app.batch.__main__", "parse_args"),
     ],
 )

@@ -1,22 +1,28 @@
-"""What the benchmarks share."""
+"""What all measurements share."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
+from loadtests.common.comparing import compared
 from serve_app.measure.benchmark import (
     Prompts,
     bounded,
     choice,
+    in_turns,
     listed,
+    of_each,
     peak_bytes,
     percentile,
+    ratios,
     spread,
     table,
+    turns,
 )
 
 
@@ -77,3 +83,80 @@ def test_table() -> None:
 def test_spread() -> None:
     assert spread([3.0, 1.0, 2.5]) == "2.50 (1.00-3.00)"
     assert spread([]) == "-"
+
+
+WAYS = ("a", "b", "c")
+
+
+def measured(n_rounds: int, *, warm_up: bool) -> tuple[list[str], list[dict[str, str]]]:
+    """What was measured, in order, and the rounds."""
+    calls: list[str] = []
+
+    def measure(number: int, way: str) -> str:
+        calls.append(f"{way}{number}")
+        return calls[-1]
+
+    return calls, in_turns(WAYS, n_rounds, measure, warm_up=warm_up)
+
+
+def test_turns_go_forth_and_back() -> None:
+    assert [list(turns(WAYS, number)) for number in range(3)] == [
+        ["a", "b", "c"],
+        ["c", "b", "a"],
+        ["a", "b", "c"],
+    ]
+
+
+def test_ways_take_turns_after_a_round_that_warms_up() -> None:
+    calls, rounds = measured(2, warm_up=True)
+    assert calls == ["a0", "b0", "c0", "c1", "b1", "a1", "a2", "b2", "c2"]
+    assert rounds == [{"a": "a1", "b": "b1", "c": "c1"}, {"a": "a2", "b": "b2", "c": "c2"}]
+    assert [list(one) for one in rounds] == [list(WAYS)] * 2  # as they were named
+    assert dict(of_each(rounds)) == {"a": ["a1", "a2"], "b": ["b1", "b2"], "c": ["c1", "c2"]}
+
+
+def test_without_it_every_round_counts() -> None:
+    calls, rounds = measured(1, warm_up=False)
+    assert calls == ["c1", "b1", "a1"]
+    assert rounds == [{"a": "a1", "b": "b1", "c": "c1"}]
+
+
+def test_what_measuring_raises_ends_it() -> None:
+    def fail(number: int, way: str) -> None:
+        raise ValueError(f"{way}{number}")
+
+    with pytest.raises(ValueError, match="a0"):
+        in_turns(WAYS, 1, fail)
+
+
+@pytest.mark.parametrize(
+    ("values", "baseline", "expected"),
+    [
+        ([2.0, 1.0], [1.0, 4.0], [2.0, 0.25]),
+        ([0.0], [2.0], [0.0]),
+        ([1.0, 2.0], [1.0, 0.0], None),
+        ([1.0, None], [1.0, 1.0], None),
+        ([1.0], [None], None),
+        ([], [], []),
+    ],
+)
+def test_ratios_are_of_the_same_round(
+    values: Sequence[float | None], baseline: Sequence[float | None], expected: list[float] | None
+) -> None:
+    assert ratios(values, baseline) == expected
+
+
+def test_a_row_for_each_way() -> None:
+    rounds = [{"slow": 1.0, "fast": 3.0}, {"slow": 2.0, "fast": 2.0}]
+    lines = compared(rounds, "slow", ("way", "rate", "to slow"), "{:.1f}".format).splitlines()
+    assert lines == [
+        "| way | rate | to slow |",
+        "| --- | --- | --- |",
+        "| slow | 1.5 | 1.00 (1.00-1.00) |",
+        "| fast | 2.5 | 2.00 (1.00-3.00) |",
+    ]
+
+
+def test_no_ratio_to_nothing() -> None:
+    (*_, row) = compared([{"a": 1.0, "b": 0.0}], "b", ("way", "x", "to b"), str).splitlines()[:3]
+    assert row == "| a | 1.0 | - |"

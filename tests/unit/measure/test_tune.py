@@ -1,4 +1,4 @@
-"""What `loadtests.tune` compares, and what it advises."""
+"""What `corral tune` compares, and what it advises."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ import numpy as np
 import pytest
 import yaml
 
-from serve_app.measure.tune import quality, quantise, report
-from serve_app.measure.tune.__main__ import eligible, parse_args
-from serve_app.measure.tune.quality import WINDOW, TextReading
-from serve_app.measure.tune.speed import MeasuredSpeed, TuneLoad
-from serve_app.measure.tune.variants import AS_GIVEN, Variant, fastest, ways
+from serve_app.measure import quality
+from serve_app.measure.quality import WINDOW, TextReading
+from serve_app.measure.tune import (
+    AS_GIVEN,
+    MeasuredSpeed,
+    TuneLoad,
+    Variant,
+    advice,
+    eligible,
+    fastest,
+    formats_table,
+    parse_args,
+    ways,
+)
 
 GIVEN = Variant(AS_GIVEN, Path("m.gguf"))
 SMALL = Variant("Q4_0", Path("m-Q4_0.gguf"))
@@ -59,8 +68,12 @@ def test_what_is_much_worse_is_not_chosen() -> None:
     found = {GIVEN: reading(8.0, 1), SMALL: reading(8.5, 1)}
     assert eligible(found, 0.1) == [GIVEN, SMALL]
     assert eligible(found, 0.03) == [GIVEN]
-    assert fastest({GIVEN: 2.0, SMALL: 1.0}, [GIVEN]) == GIVEN
-    assert fastest({GIVEN: 2.0, SMALL: 1.0}, [GIVEN, SMALL]) == SMALL
+    speeds = {
+        variant: MeasuredSpeed(100, {4: 10}, {4: times}, 2**20)
+        for variant, times in ((GIVEN, (0.5, 2.0, 2.0)), (SMALL, (1.0, 1.0, 3.0)))
+    }
+    assert fastest(speeds, 4, [GIVEN]) == GIVEN
+    assert fastest(speeds, 4, [GIVEN, SMALL]) == SMALL
 
 
 @pytest.mark.parametrize("first", [[], [7]])
@@ -86,10 +99,10 @@ def test_the_likelihood_is_of_the_second_halfs_next_tokens() -> None:
 def test_a_file_is_made_anew_when_its_source_changes(tmp_path: Path) -> None:
     source = tmp_path / "m.gguf"
     source.write_bytes(b"a")
-    first = quantise.target(source, "Q4_0", tmp_path)
-    assert quantise.target(source, "Q8_0", tmp_path) != first
+    first = quality.target(source, "Q4_0", tmp_path)
+    assert quality.target(source, "Q8_0", tmp_path) != first
     source.write_bytes(b"ab")
-    assert quantise.target(source, "Q4_0", tmp_path) != first
+    assert quality.target(source, "Q4_0", tmp_path) != first
     assert first.name.startswith("m-")
     assert first.name.endswith("-Q4_0.gguf")
 
@@ -103,13 +116,13 @@ def test_the_table_compares_rounds(tmp_path: Path) -> None:
         small: MeasuredSpeed(200, {1: 20, 4: 60}, {1: (1.0, 1.0), 4: (1.0, 1.0)}, 2**20),
     }
     readings = {given: reading(8.0, 1, 2), small: reading(8.5, 1, 3)}
-    table = report.formats_table(speeds, readings, LOAD, users=4).splitlines()
+    table = formats_table(speeds, readings, LOAD, users=4).splitlines()
     assert table[2] == "| as given | 2 | 8.00 | 100% | 100 | 10.0 | 30.0 | 1 | 1.00 (1.00-1.00) |"
     assert table[3] == "| Q4_0 | 1 | 8.50 | 50% | 200 | 20.0 | 60.0 | 1 | 0.38 (0.25-0.50) |"
 
 
 def test_the_advice_is_configuration() -> None:
-    said = report.advice(Variant("Q4_0", SMALL.path, {"kv_unified": True}), is_given=False)
+    said = advice(Variant("Q4_0", SMALL.path, {"kv_unified": True}), is_given=False)
     head, _, lines = said.partition("\n\n")
     assert head.startswith("The Q4_0 file is the fastest")
     found: Any = yaml.safe_load(lines)
@@ -121,7 +134,7 @@ def test_the_advice_is_configuration() -> None:
 
 
 def test_the_users_are_measured_too() -> None:
-    settings, _ = parse_args(["--model", "m.gguf", "--users", "6", "--sequences", "16,1"])
-    assert settings.load.sequences == (1, 6, 16)
+    args = parse_args(["--model", "m.gguf", "--users", "6", "--sequences", "16,1"])
+    assert args.sequences == (1, 6, 16)
     with pytest.raises(SystemExit):
         parse_args(["--model", "m.gguf", "--formats", "Q9_9"])

@@ -22,7 +22,7 @@ from loadtests.compare.requests import (
 )
 from loadtests.compare.sides import SIDES, is_url
 from serve_app.measure.benchmark import BenchmarkError
-from serve_app.measure.streams import StreamedAnswer
+from serve_app.measure.outcomes import StreamedAnswer
 
 VOCABULARY = range(1000, 2000)
 

@@ -15,11 +15,13 @@ from serve_app.measure.outcomes import (
     FAILED,
     REFUSED,
     Outcome,
+    Reader,
     Slo,
+    StreamedAnswer,
     figures,
     heard,
+    parse,
 )
-from serve_app.measure.streams import Reader, StreamedAnswer, parse
 
 SLO = Slo(ttft_s=1.0, itl_s=0.1)
 DONE = b"data: [DONE]\n\n"

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from serve_app.measure.users.mixes import kind_of, parse_mix
-from serve_app.measure.users.workloads import (
+from serve_app.measure.users import (
     KINDS,
     MOST_TURNS,
     QUESTION,
@@ -17,6 +16,8 @@ from serve_app.measure.users.workloads import (
     Ask,
     Lengths,
     Setting,
+    kind_of,
+    parse_mix,
     prose,
     user,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.measure.streams import parse
+from serve_app.measure.outcomes import parse
 
 DONE = b"data: [DONE]\n\n"
 USAGE = {

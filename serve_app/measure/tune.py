@@ -1,0 +1,335 @@
+"""How a model is served fastest on this machine: format, threads, cache, attention. No Ray, no HTTP.
+
+    python -m serve_app.measure.tune --model PATH [--formats Q4_0,Q4_K_M,IQ4_XS,Q8_0] [--users 4]
+        [--sequences 1,4,16] [--prompt-tokens 128] [--max-tokens 32] [--rounds 3] [--threads N]
+        [--text FILE] [--windows 8] [--worse 0.03] [--folder FOLDER] [--json FILE]
+
+First, llama.cpp makes a file of each format of yours, and keeps them in FOLDER. All are served by the
+engine in turns, A B C, C B A, each in a process of its own. A text is read by all: its perplexity, and how
+often the likeliest next token is your file's, are what a format costs. Give an unquantised file (F16,
+BF16): one that is quantised already loses a second time.
+
+Then the format that does the load of --users requests at once in the least time is served in other ways, a
+setting at a time: threads, attention, kind and format of the cache. A format whose perplexity is more
+than --worse above your file's is shown, and not chosen.
+
+The tables and the lines for serve_config.yaml go to stdout, progress to stderr. Speed depends on what else
+runs on the machine: mind the range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from serve_app import folders
+from serve_app.engine import EngineOptions
+from serve_app.llama import quantising
+from serve_app.measure import benchmark, quality
+from serve_app.measure.benchmark import (
+    BenchmarkError,
+    Prompt,
+    Prompts,
+    bounded,
+    choice,
+    in_turns,
+    listed,
+    machine,
+    machine_line,
+    of_each,
+    ratios,
+    spread,
+)
+from serve_app.measure.process import MeasuredRun, RunnerProcess, engine_runner, text_tokens
+from serve_app.measure.quality import TextReading
+from serve_app.placement import machine as machine_of
+
+AS_GIVEN = "as given"
+"""The format of the user's own file."""
+FORMATS = ("Q4_0", "Q4_K_M", "IQ4_XS", "Q8_0")
+"""Formats whose weights llama.cpp repacks, so that it multiplies them faster."""
+MIB = 2**20
+_WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A file and how it is served."""
+
+    format: str
+    """AS_GIVEN, or llama.cpp's name of a format."""
+    path: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Differences from Corral's defaults: fields of `engine` in the configuration."""
+
+    @property
+    def way(self) -> str:
+        """The settings as text."""
+        texts = {name: str(value).lower() for name, value in self.settings.items()}
+        return ", ".join(f"{name}: {text}" for name, text in texts.items())
+
+    @property
+    def name(self) -> str:
+        """Format and settings as text."""
+        return f"{self.format}, {self.way}" if self.settings else self.format
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def options(self, n_slots: int, n_ctx_slot: int, threads: int) -> EngineOptions:
+        """The engine that serves it: so many slots, and nothing measured at its start. `threads` if
+        the variant does not say."""
+        base: dict[str, Any] = {"threads": threads, "flash_attn": True, "kv_unified": False}
+        return EngineOptions(
+            n_slots=n_slots,
+            n_ctx_slot=n_ctx_slot,
+            max_stall_s=None,
+            speculate=False,
+            profile_limit_s=0,
+            **(base | dict(self.settings)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TuneLoad:
+    """The load for every variant."""
+
+    sequences: tuple[int, ...]
+    """How many run at once, one number after the other."""
+    prompt_tokens: int
+    """Tokens of each prompt."""
+    max_tokens: int
+    """Tokens that each generates, no fewer."""
+    rounds: int
+    threads: int
+    """Where a variant does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpeed:
+    """Medians of all rounds."""
+
+    prefill_tps: float
+    """Prompt tokens a second, with the most sequences."""
+    decode_tps: Mapping[int, float]
+    """Generated tokens a second while all decode, by the number of sequences."""
+    whole_s: Mapping[int, tuple[float, ...]]
+    """Seconds of the whole load in each round, by the number of sequences."""
+    peak_bytes: int
+
+    def facts(self) -> dict[str, Any]:
+        """The figures for JSON."""
+        return {
+            "prefill_tps": self.prefill_tps,
+            "decode_tps": dict(self.decode_tps),
+            "whole_s": {n: list(times) for n, times in self.whole_s.items()},
+            "peak_mib": self.peak_bytes / MIB,
+        }
+
+
+def measure(
+    variants: Sequence[Variant],
+    load: TuneLoad,
+    draw: Callable[[int], Prompt],
+    on_visit: Callable[[], None],
+) -> dict[Variant, MeasuredSpeed]:
+    """The speed of each, in turns, so that a noisy machine is fair. `draw` gives a new prompt of so many
+    tokens; `on_visit` is called after each visit. Raises BenchmarkError when one cannot be served."""
+    opener = partial(engine_runner, "llama.cpp")
+    n_ctx_slot, most = load.prompt_tokens + load.max_tokens + 1, max(load.sequences)
+
+    def visit(_number: int, variant: Variant) -> dict[int, MeasuredRun]:
+        options = variant.options(most, n_ctx_slot, load.threads)
+        with RunnerProcess(variant.name, opener, variant.path, options) as process:
+            process.run([draw(load.prompt_tokens)], _WARM_UP_TOKENS)
+            runs = {
+                n: process.run([draw(load.prompt_tokens) for _ in range(n)], load.max_tokens)
+                for n in load.sequences
+            }
+        on_visit()
+        return runs
+
+    rounds = in_turns(variants, load.rounds, visit, warm_up=False)
+    return {
+        variant: MeasuredSpeed(
+            prefill_tps=statistics.median(runs[most].prefill_tps for runs in visits),
+            decode_tps={
+                n: statistics.median(runs[n].decode_tps or 0.0 for runs in visits)
+                for n in load.sequences
+            },
+            whole_s={n: tuple(runs[n].wall_s for runs in visits) for n in load.sequences},
+            peak_bytes=max(run.peak_bytes for runs in visits for run in runs.values()),
+        )
+        for variant, visits in of_each(rounds)
+    }
+
+
+def ways(best: Variant, n_physical: int, n_logical: int) -> list[Variant]:
+    """Ways to serve the best variant's file, a setting changed at a time. Corral's defaults come first."""
+    counts = sorted({n for n in (n_physical // 2, n_logical) if n > 0} - {n_physical})
+    changes: list[dict[str, Any]] = [
+        *({"threads": n} for n in counts),
+        {"flash_attn": False},
+        {"kv_unified": True},
+        {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+    ]
+    return [best, *(Variant(best.format, best.path, change) for change in changes)]
+
+
+def eligible(read: Mapping[Variant, TextReading], worse: float) -> list[Variant]:
+    """The variants whose perplexity is at most so much above the first variant's, as a part of it."""
+    most = next(iter(read.values())).perplexity * (1 + worse)
+    return [variant for variant, reading in read.items() if reading.perplexity <= most]
+
+
+def fastest(
+    speeds: Mapping[Variant, MeasuredSpeed], users: int, eligible: Sequence[Variant]
+) -> Variant:
+    """The eligible variant with the least median time for so many users; the earliest of equals."""
+    return min(eligible, key=lambda variant: statistics.median(speeds[variant].whole_s[users]))
+
+
+def formats_table(
+    speeds: Mapping[Variant, MeasuredSpeed],
+    readings: Mapping[Variant, TextReading],
+    load: TuneLoad,
+    users: int,
+) -> str:
+    """A Markdown table with a row for each format; the first is what the others are compared with."""
+    original = next(iter(speeds))
+    header = ("format", "file, MiB", "perplexity", "same token", *_speed_header(load, users))
+    rows = [
+        (
+            variant.format,
+            f"{variant.path.stat().st_size / MIB:.0f}",
+            f"{readings[variant].perplexity:.2f}",
+            f"{readings[variant].agreement(readings[original]):.0%}",
+            *_speed_cells(speed, speeds[original], load, users),
+        )
+        for variant, speed in speeds.items()
+    ]
+    return benchmark.table(header, rows)
+
+
+def ways_table(speeds: Mapping[Variant, MeasuredSpeed], load: TuneLoad, users: int) -> str:
+    """A Markdown table with a row for each way to serve a file; the first are Corral's defaults."""
+    default = next(iter(speeds))
+    rows = [
+        (variant.way or "defaults", *_speed_cells(speed, speeds[default], load, users))
+        for variant, speed in speeds.items()
+    ]
+    return benchmark.table(("engine", *_speed_header(load, users)), rows)
+
+
+def _speed_header(load: TuneLoad, users: int) -> tuple[str, ...]:
+    decode = (f"{n} at once, t/s" for n in load.sequences)
+    return ("prompts, t/s", *decode, "memory, MiB", f"time of {users} requests, to the first row")
+
+
+def _speed_cells(
+    speed: MeasuredSpeed, baseline: MeasuredSpeed, load: TuneLoad, users: int
+) -> Sequence[str]:
+    times = ratios(speed.whole_s[users], baseline.whole_s[users]) or []
+    return (
+        f"{speed.prefill_tps:.0f}",
+        *(f"{speed.decode_tps[n]:.1f}" for n in load.sequences),
+        f"{speed.peak_bytes / MIB:.0f}",
+        spread(times),
+    )
+
+
+def advice(best: Variant, *, is_given: bool) -> str:
+    """The lines for `serve_config.yaml` that serve the best variant."""
+    model: dict[str, Any] = {"id": best.path.stem, "source": {"path": str(best.path)}}
+    if best.settings:
+        model["engine"] = dict(best.settings)
+    lines = yaml.safe_dump({"models": [model]}, sort_keys=False, width=100)
+    head = "Your file as it is" if is_given else f"The {best.format} file"
+    use = "Put this under `args` of serve_config.yaml"
+    return f"{head} is the fastest choice for this load. {use}:\n\n{lines}"
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's settings; `sequences` has the number of users, too."""
+    parser = argparse.ArgumentParser(prog="python -m serve_app.measure.tune", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add, numbers = parser.add_argument, listed(bounded(1, 64))
+    cores, folder = machine_of.read().n_cores, folders.cache_folder() / "tuned"
+    formats = listed(choice(*quantising.FORMATS))
+    add("--model", type=Path, required=True, help="a GGUF file, best F16 or BF16")
+    add("--formats", type=formats, default=FORMATS, help="the formats that are tried")
+    users = "requests at once, for which the fastest is chosen"
+    add("--users", type=bounded(1, 64), default=4, help=users)
+    others = "other numbers of requests at once, which the tables show"
+    add("--sequences", type=numbers, default=(1, 4, 16), help=others)
+    add("--prompt-tokens", type=bounded(1, 8192), default=128, help="tokens of each prompt")
+    generated = "tokens that each request generates"
+    add("--max-tokens", type=bounded(8, 4096), default=32, help=generated)
+    add("--rounds", type=bounded(1, 50), default=3, help="runs of each format and setting")
+    threads = "threads that compute; by default one for each core"
+    add("--threads", type=bounded(1, 512), default=cores, help=threads)
+    add("--text", type=Path, default=None, help="a text like yours, for the perplexity")
+    add("--windows", type=bounded(1, 1000), default=8, help="parts of the text that are read")
+    worse = "how much higher the perplexity of the chosen format may be, as a part"
+    add("--worse", type=float, default=0.03, help=worse)
+    add("--folder", type=Path, default=folder, help="where the made files stay")
+    add("--json", type=Path, default=None, help="a file for all figures")
+    args = parser.parse_args(argv)
+    args.sequences = tuple(sorted({*args.sequences, args.users}))
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the tables and the advice, write the files."""
+    args = parse_args(argv)
+    users, threads = args.users, args.threads
+    load = TuneLoad(args.sequences, args.prompt_tokens, args.max_tokens, args.rounds, threads)
+    facts = machine(args.model, threads)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+
+    def timed(title: str, variants: Sequence[Variant]) -> dict[Variant, MeasuredSpeed]:
+        task = progress.add_task(title, total=len(variants) * load.rounds)
+        prompts = Prompts(text_tokens(args.model))
+        return measure(variants, load, prompts.draw, lambda: progress.advance(task))
+
+    try:
+        with progress:
+            variants = [Variant(AS_GIVEN, args.model)]
+            for name in progress.track(args.formats, description="making files"):
+                path = quality.quantised(args.model, name, args.folder, threads)
+                variants.append(Variant(name, path))
+            text = quality.default_text() if args.text is None else args.text.read_text()
+            readings = {
+                variant: quality.read(variant.path, text, args.windows, threads)
+                for variant in progress.track(variants, description="reading a text")
+            }
+            by_format = timed("formats", variants)
+            best = fastest(by_format, users, eligible(readings, args.worse))
+            others = ways(best, threads, machine_of.read().n_cpus)
+            by_way = timed(f"ways to serve {best.format}", others)
+    except (BenchmarkError, ValueError, OSError) as error:
+        sys.exit(str(error))
+    chosen = fastest(by_way, users, others)
+    print(f"{machine_line(facts)}; medians of {load.rounds} rounds\n")
+    print(formats_table(by_format, readings, load, users), end="\n\n")
+    print(f"{best.format}, served in other ways:\n\n{ways_table(by_way, load, users)}\n")
+    print(advice(chosen, is_given=chosen.path == args.model))
+    if args.json is not None:
+        results = {variant.name: speed.facts() for variant, speed in (by_format | by_way).items()}
+        args.json.write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
