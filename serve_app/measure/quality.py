@@ -1,5 +1,4 @@
-"""The quality of a format: perplexity, and how often its next token is the original's; and files of
-formats."""
+"""The quality of a format, by perplexity and by its next tokens; and files of other formats."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The users of a language model: what they ask, how they read, when they leave, and how many of each
-kind. Pure.
+"""The users of a language model: what they ask, how they read, when they leave. Pure.
 
 A user is a generator: it yields what to send next and is sent the text of the answer. The same kind, seed
 and answers give the same requests, in whatever order users are served.
