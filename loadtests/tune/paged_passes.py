@@ -33,8 +33,7 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.openvino.convert import converted
-from serve_app.openvino.folder import ConvertedModels
+from serve_app.openvino.convert import ConvertedModels, converted
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType
 from serve_app.openvino.paged.context import PagedContext, PagedOptions

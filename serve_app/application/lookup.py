@@ -20,12 +20,11 @@ from serve_app.config.sources import (
     ModelSource,
     ProjectorSource,
 )
-from serve_app.engine.backends.draft_model import N_CTX, check_draft
-from serve_app.engine.backends.own_layers import check_own_layers, slot_bytes
+from serve_app.engine.backends.draft_model import N_CTX, check_draft, check_own_layers, slot_bytes
 from serve_app.errors import ConfigError
 from serve_app.ingress.generation.sampling_fields import given
 from serve_app.llama.model import Model
-from serve_app.llama.vision.usable import why_unusable
+from serve_app.llama.vision.senses import why_unusable
 from serve_app.openvino.exported.files import ONLY_OPENVINO
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.sampling import Api

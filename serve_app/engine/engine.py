@@ -32,7 +32,7 @@ from serve_app.errors import (
     TextTooLongError,
 )
 from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.vision.tiles import Tile
+from serve_app.llama.vision.positions import Tile
 from serve_app.progress import Report
 from serve_app.sampling import SamplingParams
 from serve_app.types import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.engine.backends.adapter_turns import AdapterTurns
+from serve_app.engine.backends.adapters import AdapterTurns
 from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.core.engine_core import EngineCore
 from serve_app.engine.core.guest import Guest

@@ -16,24 +16,26 @@ from typing import Any, Literal
 
 import llama_cpp
 import numpy as np
+from llama_cpp import llama_cpp_ext
 from numpy.typing import NDArray
 
 from serve_app.errors import CacheFullError, ConfigError, DecodeCancelledError, DecodeError
 from serve_app.llama import library
-from serve_app.llama.formats import CacheLayout, CacheType, ggml_type, n_bytes
+from serve_app.llama.formats import (
+    FEW_ROWS,
+    CacheLayout,
+    CacheType,
+    Row,
+    State,
+    Threads,
+    ggml_type,
+    n_bytes,
+)
 from serve_app.llama.model import Model
-from serve_app.llama.own_layers import hidden_states
 from serve_app.llama.sampling import cuts
-from serve_app.llama.threads import FEW_ROWS, Threads
-
-Row = tuple[int, int, int, bool]
-"""(token, position, sequence id, wants logits): one row of a batch."""
 
 Pooling = Literal["none", "rank"]
 """llama.cpp's pooling of a text's vectors: none, or a reranking model's score."""
-
-State = bytes | memoryview
-"""The saved state of a sequence."""
 
 # A sequence of which only this part is in use is copied as a state: one copy takes as long either way.
 _FEW_CELLS = 1 / 4
@@ -199,7 +201,7 @@ class Context:
         )
         """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
         if self._options.tells_hidden:
-            hidden_states.tell_hidden(self.pointer)
+            llama_cpp_ext.llama_set_embeddings_nextn(self.pointer, True, False)
         self._measure_cache(lines)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
@@ -359,7 +361,8 @@ class Context:
     def hidden(self, n_rows: int) -> NDArray[np.float32]:
         """The last hidden states of the `n_rows` rows of the last decoded batch, which a model's own
         prediction layers are fed. Only with `tells_hidden`. A view, good until the next `decode`."""
-        return hidden_states.hidden(self.pointer, n_rows, self.model.n_embd)
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.pointer)
+        return np.ctypeslib.as_array(pointer, shape=(n_rows, self.model.n_embd))
 
     def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
         """The token that a chain of llama.cpp's samplers picks by the logits of a row of the last decoded

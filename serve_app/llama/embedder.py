@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.llama.context import Context, ContextOptions, Row
+from serve_app.llama.context import Context, ContextOptions
+from serve_app.llama.formats import Row
 from serve_app.llama.model import Model
 
 

@@ -9,6 +9,12 @@ from typing import Literal
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+Row = tuple[int, int, int, bool]
+"""(token, position, sequence id, wants logits): one row of a batch."""
+
+State = bytes | memoryview
+"""The saved state of a sequence."""
+
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "iq4_nl", "q4_1", "q4_0"]
 """A number format of the KV cache (`--cache-type-k`, `--cache-type-v`)."""
 
@@ -80,3 +86,26 @@ class CacheLayout:
             total += round(n_bytes)
         states = round(sum(float(found[1]) * 2**20 for found in recurrent))
         return cls(tokens[0], tokens[1], states // n_seq_max, total + states)
+
+
+FEW_ROWS = 16
+"""Up to so many rows, a batch mostly waits for memory: it reads all weights and computes little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads by the rows of a batch."""
+
+    one_row: int
+    few_rows: int
+    """The threads for 2 to FEW_ROWS rows: sequences that decode together, and short ends of prompts."""
+    many_rows: int
+    reason: str
+    """Why, in one line."""
+
+    @classmethod
+    def alike(cls, threads: int, threads_batch: int | None) -> Threads:
+        """One number for a single row, and one for all other batches; None: the same."""
+        batch = threads_batch or threads
+        reason = "for every batch" if batch == threads else "as configured"
+        return cls(threads, batch, batch, reason)

@@ -1,18 +1,89 @@
-"""A GGUF file, or several, as the graph is built from it: values by key, tensors by name."""
+"""A GGUF file, or several, as OpenVINO's graph is built from it, and whether it can be.
+
+Sources of the rotary embedding, which is llama.cpp's: "RoFormer" (Su et al., 2021); "YaRN: Efficient
+Context Window Extension of Large Language Models" (Peng et al., 2023), section 3.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader
 from numpy.typing import NDArray
 
 from serve_app.errors import ConfigError
-from serve_app.openvino.rotary import Rotary
+from serve_app.openvino.weights import is_quantised, is_rounded, n_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The traits that tell it from others."""
+
+    interleaved: bool = False
+    """Whether neighbours turn together, as llama.cpp stores Llama's heads; otherwise halves do."""
+
+
+ARCHITECTURES = {
+    "llama": Architecture(interleaved=True),
+    "qwen2": Architecture(),
+    "qwen3": Architecture(),
+}
+
+
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """A model's rotary embedding."""
+
+    head_size: int
+    base: float = 10000.0
+    scaling: str = "linear"
+    """"none", "linear" or "yarn"."""
+    factor: float = 1.0
+    """How much longer than in training contexts may be."""
+    n_ctx_train: int = 0
+    attention_factor: float = 1.0
+
+    def frequencies(self, factors: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Radians for each position, of each pair of dimensions. `factors` divide them, as Llama 3.1's."""
+        pairs = np.arange(0, self.head_size, 2) / self.head_size
+        radians = self.base**-pairs
+        if factors is not None:
+            radians = radians / factors
+        if self.scaling != "none":
+            kept = self._ramp() if self.scaling == "yarn" else 0.0
+            radians = radians * ((1 - kept) / self.factor + kept)
+        return radians.astype(np.float32)
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of scores. llama.cpp has a part of it in queries and keys."""
+        mscale = self.attention_factor
+        if self.scaling == "yarn" and self.factor > 1:
+            mscale *= 1 + 0.1 * math.log(self.factor)
+        return mscale**2 / math.sqrt(self.head_size)
+
+    def _ramp(self) -> NDArray[np.float64]:
+        """1 where a pair turns often in the context of training, and is left alone; 0 where it does not."""
+        low = max(0, math.floor(self._dimension(_BETA_FAST)))
+        high = min(self.head_size - 1, math.ceil(self._dimension(_BETA_SLOW)))
+        at = np.arange(self.head_size // 2)
+        return 1 - np.clip((at - low) / max(0.001, high - low), 0, 1)
+
+    def _dimension(self, n_turns: float) -> float:
+        """The pair that turns so often in the context of training."""
+        turns = self.n_ctx_train / (n_turns * 2 * math.pi)
+        return self.head_size * math.log(turns) / (2 * math.log(self.base))
+
 
 _SCALINGS = ("none", "linear", "yarn")
 
@@ -116,3 +187,48 @@ class GgufModel:
     def vector(self, name: str) -> NDArray[np.float32]:
         """A tensor of one dimension."""
         return self.take(name).data.astype(np.float32)
+
+
+_TENSORS = re.compile(
+    r"(token_embd|output_norm|output|rope_freqs"
+    r"|blk\.\d+\.(attn_norm|attn_q|attn_k|attn_v|attn_q_norm|attn_k_norm|attn_output"
+    r"|ffn_norm|ffn_gate|ffn_up|ffn_down))\.(weight|bias)"
+)
+
+
+def unreadable(files: Sequence[Path]) -> str | None:
+    """Why the model in these files cannot be computed, as the rest of a sentence; None if it can. Blocks
+    for the moment that it takes to read names."""
+    try:
+        model = GgufModel(files)
+        if model.architecture not in ARCHITECTURES:
+            return f"the architecture {model.architecture} is not known"
+        _ = model.rotary
+    except ConfigError as error:
+        return str(error)
+    for tensor in model.tensors:
+        if not _TENSORS.fullmatch(tensor.name):
+            return f"its tensor {tensor.name} would not be used"
+        if is_quantised(tensor.kind) and not _is_known(tensor.kind):
+            return f"nobody has written how to read {tensor.kind.name} weights"
+    return None
+
+
+def converted_bytes(files: Sequence[Path]) -> int:
+    """The size of the model when it is converted, at most; its vectors are left out."""
+    tensors = GgufModel(files).tensors
+    return sum(n_bytes(one.kind, one.n_weights) for one in tensors if one.data.ndim > 1)
+
+
+def rounded(files: Sequence[Path]) -> list[str]:
+    """The formats in them that are rounded to 8 bits."""
+    kinds = {one.kind for one in GgufModel(files).tensors}
+    return sorted(kind.name for kind in kinds if is_rounded(kind))
+
+
+def _is_known(kind: GGMLQuantizationType) -> bool:
+    try:
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True

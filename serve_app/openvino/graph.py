@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from openvino import opset13 as op
 
 from serve_app.errors import ConfigError
-from serve_app.openvino.architectures import ARCHITECTURES
-from serve_app.openvino.gguf_model import GgufModel, Tensor
+from serve_app.openvino.gguf_model import ARCHITECTURES, GgufModel, Tensor
 from serve_app.openvino.weights import GROUP, Quantised, floats, is_quantised, quantised
 
 HIDDEN = "hidden_states"

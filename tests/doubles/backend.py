@@ -24,10 +24,9 @@ from serve_app.engine.backends.base import (
     State,
 )
 from serve_app.errors import CacheFullError, DecodeCancelledError, DecodeError, InvalidRequestError
+from serve_app.llama.formats import Threads
 from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.threads import Threads
-from serve_app.llama.vision.positions import Positions
-from serve_app.llama.vision.tiles import Tile
+from serve_app.llama.vision.positions import Positions, Tile
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Adapters, Sampled, TokenLogprobs
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.options import EngineOptions
-from serve_app.llama.formats import block_size
-from serve_app.llama.threads import Threads
+from serve_app.llama.formats import Threads, block_size
 
 # Modes in which a request takes up to so much longer than in the best one are as good; or up to so many
 # times what the same batch took longer one time than another.

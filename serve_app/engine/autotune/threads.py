@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from serve_app.engine.backends.base import Row
 from serve_app.engine.options import EngineOptions
-from serve_app.llama.threads import FEW_ROWS, Threads
+from serve_app.llama.formats import FEW_ROWS, Threads
 
 # With no more threads than this, each of them is worth having.
 _FEW_THREADS = 4

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.options import KernelsName
-from serve_app.llama.formats import EmbeddingPooling
+from serve_app.llama.formats import EmbeddingPooling, Threads
 from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.threads import Threads
-from serve_app.llama.vision.tiles import Part, Pause, Tile
+from serve_app.llama.vision.positions import Part, Pause, Tile
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Adapters, Medium, Sampled, Size, TokenLogprobs
 
@@ -159,7 +158,7 @@ GUESSED = -1
 class DraftModel(Protocol):
     """A model that proposes tokens, with a cache of its own: a small one of the same vocabulary
     (`serve_app.engine.backends.draft_model.LlamaDraft`), or the other model's own prediction layers
-    (`serve_app.engine.backends.own_layers.OwnLayers`)."""
+    (`serve_app.engine.backends.draft_model.OwnLayers`)."""
 
     @property
     def own_layers(self) -> bool:

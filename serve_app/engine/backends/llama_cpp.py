@@ -26,9 +26,8 @@ from serve_app.engine.backends.base import (
     Setup,
     State,
 )
-from serve_app.engine.backends.draft_model import LlamaDraft, open_draft
+from serve_app.engine.backends.draft_model import LlamaDraft, OwnLayers, open_draft
 from serve_app.engine.backends.mode_chooser import ModeChooser
-from serve_app.engine.backends.own_layers import OwnLayers
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
 from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
@@ -37,13 +36,12 @@ from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.context import Adapter, Context, ContextOptions
 from serve_app.llama.embedder import Embedder
+from serve_app.llama.formats import Threads
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
-from serve_app.llama.own_layers.hidden_states import HiddenStates
+from serve_app.llama.own_layers import HiddenStates
 from serve_app.llama.sampler import SequenceSampler
-from serve_app.llama.threads import Threads
-from serve_app.llama.vision.positions import Positions
-from serve_app.llama.vision.tiles import Tile
+from serve_app.llama.vision.positions import Positions, Tile
 from serve_app.progress import Report, Stage
 from serve_app.prompt.output_parser import DELIMITERS
 from serve_app.sampling import SamplingParams

@@ -17,8 +17,8 @@ from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.options import EngineOptions
 from serve_app.llama import library
 from serve_app.llama.context import Context
+from serve_app.llama.formats import Threads
 from serve_app.llama.model import Model
-from serve_app.llama.threads import Threads
 from serve_app.progress import Report, Stage
 
 logger = logging.getLogger("corral.engine")

@@ -35,14 +35,13 @@ from serve_app.engine.backends.draft_model import LlamaDraft, open_draft
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
 from serve_app.folders import cache_folder
+from serve_app.llama.formats import Threads
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model, fingerprint_of
 from serve_app.llama.sampler import SequenceSampler
-from serve_app.llama.threads import Threads
-from serve_app.openvino.convert import converted, versions
+from serve_app.openvino.convert import ConvertedModels, converted, versions
 from serve_app.openvino.exported.files import WEIGHTS, is_graph
 from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_file
-from serve_app.openvino.folder import ConvertedModels
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType, check_cache_type
 from serve_app.openvino.paged.context import PagedContext, PagedOptions

@@ -1,19 +1,32 @@
-"""A prompt's tiles, and the tokens that take the place of its pictures and sounds."""
+"""A prompt's tiles, and the tokens that take the place of its pictures and sounds.
+
+A tile takes as many tokens of a prompt as it has embeddings: negative ones, which no vocabulary has. They
+are a hash of what is seen. So all that compares tokens tells pictures apart by their content (the prefix
+index, tiers, files, other replicas), and knows nothing of pictures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from hashlib import blake2b, shake_128
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.engine.backends.base import Backend, Projector, Row
-from serve_app.engine.pictures import runs
 from serve_app.errors import DecodeError, InvalidRequestError
-from serve_app.llama.vision.tiles import Tile, cannot_be_used
+from serve_app.llama.vision.positions import Tile, cannot_be_used
 from serve_app.types import MEDIUM, GenerationRequest, Medium
+
+# A tile has so many at least, or its hash would be too short to tell it from others.
+_LEAST_TOKENS = 4
+_NEGATIVE = np.int32(-(2**31))
+
+
+def _tokens_of(key: bytes, n_tokens: int) -> tuple[int, ...]:
+    digest = shake_128(key).digest(4 * n_tokens)
+    return tuple((np.frombuffer(digest, np.int32) | _NEGATIVE).tolist())
 
 
 @dataclass(slots=True)
@@ -81,13 +94,13 @@ def _place(medium: Medium, prompt: list[int], projector: Projector) -> list[Plac
         if not isinstance(part, Tile):
             prompt += part
             continue
-        if part.n_tokens < runs.LEAST_TOKENS:
+        if part.n_tokens < _LEAST_TOKENS:
             raise InvalidRequestError(cannot_be_used(medium.size), "messages")
         number = len(placed)
         said = projector.fingerprint + medium.key + number.to_bytes(4, "little")
         key = blake2b(said, digest_size=32).digest()
         placed.append(PlacedTile(len(prompt), part, medium, number, key))
-        prompt += runs.run(key, part.n_tokens)
+        prompt += _tokens_of(key, part.n_tokens)
     return placed
 
 

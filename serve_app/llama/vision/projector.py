@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.model import Model, fingerprint_of
+from serve_app.llama.vision.positions import Part, Pause, Tile, cannot_be_used
 from serve_app.llama.vision.senses import check_counts
-from serve_app.llama.vision.tiles import Part, Pause, Tile, cannot_be_used
 from serve_app.types import SAMPLE_RATE, Medium, Picture, Size
 
 _MARKER = b"<__media__>"

@@ -1,13 +1,19 @@
-"""The senses that a projector is for, by its file's metadata: llama.cpp need not load it."""
+"""The senses that a projector is for, and whether llama.cpp can use it, by its file's metadata."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gguf import GGUFReader
+import llama_cpp
+from gguf import GGUFReader, GGUFWriter
 
 from serve_app.errors import ConfigError
+from serve_app.llama import library
 
 
 class Senses(NamedTuple):
@@ -58,3 +64,65 @@ def value(reader: GGUFReader, name: str) -> Any:
     """None if the file has none of that name."""
     field = reader.get_field(name)
     return None if field is None else field.contents()
+
+
+_UNKNOWN = b"unknown projector type"
+"""llama.cpp's words for one that it does not know."""
+
+
+def why_unusable(path: Path, n_embd: int) -> str | None:
+    """Why llama.cpp cannot use that projector with a model of so wide embeddings; None if nothing is known
+    against it. The file's weights may be missing. Any thread."""
+    try:
+        able = senses(path)
+        if able == Senses():
+            return f"{path.name} is for neither pictures nor sounds."
+        for kind in _kinds(reader_of(path), able):
+            if not _is_known(kind):
+                return f"{path.name} is of the kind {kind}, which this version of llama.cpp does not know."
+        check_counts(path)
+    except ConfigError as error:
+        return str(error)
+    # The last of its matrices makes embeddings, so one of its sides is their width.
+    if all(n_embd not in tensor.shape for tensor in reader_of(path).tensors):
+        return f"{path.name} is for another model: it makes no embeddings of {n_embd} numbers."
+    return None
+
+
+def _kinds(reader: GGUFReader, able: Senses) -> Iterator[str]:
+    for has, sense in ((able.sees, "vision"), (able.hears, "audio")):
+        if has:
+            named = value(reader, "clip.projector_type")
+            yield str(named or value(reader, f"clip.{sense}.projector_type"))
+
+
+def _is_known(kind: str) -> bool:
+    """llama.cpp looks at the kind before it misses anything else in a file. Its complaints are not logged:
+    the file is ours."""
+    from llama_cpp import mtmd_cpp  # whose library takes memory
+
+    said: list[bytes] = []
+    keep = llama_cpp.llama_log_callback(lambda _level, text, _data: said.append(text))
+    library.init()
+    mtmd_cpp.mtmd_log_set(keep, ctypes.c_void_p(0))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "kind.gguf")
+            _write_kind(path, kind)
+            params = mtmd_cpp.mtmd_context_params_default()
+            params.use_gpu = False
+            if pointer := mtmd_cpp.mtmd_init_from_file(os.fsencode(path), None, params):
+                mtmd_cpp.mtmd_free(pointer)
+    finally:
+        mtmd_cpp.mtmd_log_set(library.log_callback(), ctypes.c_void_p(0))
+    return _UNKNOWN not in b"".join(said)
+
+
+def _write_kind(path: Path, kind: str) -> None:
+    """A projector that has nothing but a kind."""
+    writer = GGUFWriter(path, "clip")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_string("clip.projector_type", kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()

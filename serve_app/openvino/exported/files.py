@@ -1,9 +1,15 @@
-"""A model in OpenVINO's format, as its exporter writes it: a folder, or a repository, with these files."""
+"""A model in OpenVINO's format, as its exporter writes it: a folder, or a repository, with these files.
+
+Their readers trust their form, and say so if it is another one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from serve_app.errors import ConfigError
 
 GRAPH = "openvino_model.xml"
 """The file that stands for the model."""
@@ -41,3 +47,16 @@ def missing(names: Iterable[str]) -> tuple[str, ...]:
     """Files without which there is no model."""
     found = frozenset(names)
     return tuple(name for name in _NEEDED if name not in found)
+
+
+@contextmanager
+def trusted(what: str) -> Iterator[None]:
+    """For code that reads keys and types as if they were there. Its errors become ConfigError, with the
+    reason as the rest of a sentence; only OSError stays what it is."""
+    try:
+        yield
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:  # of each package's own kinds
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{what} is not as an exporter writes it ({reason})") from error

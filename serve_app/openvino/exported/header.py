@@ -23,7 +23,6 @@ from serve_app.folders import cache_folder
 from serve_app.llama import library
 from serve_app.llama.model import N_BYTES, N_PARAMS, Model
 from serve_app.locks import FolderLocks
-from serve_app.openvino.exported import proof
 from serve_app.openvino.exported.files import (
     CONFIG,
     GENERATION,
@@ -32,10 +31,10 @@ from serve_app.openvino.exported.files import (
     TOKENIZER_CONFIG,
     WEIGHTS,
     is_graph,
+    trusted,
 )
-from serve_app.openvino.exported.forms import trusted
 from serve_app.openvino.exported.hyperparameters import Hyperparameters
-from serve_app.openvino.exported.vocabulary import TokenizerVocabulary, read
+from serve_app.openvino.exported.vocabulary import TokenizerVocabulary, check_tokens, read
 
 logger = logging.getLogger("corral.store")
 _SAMPLING = {
@@ -185,7 +184,7 @@ def _prove(folder: Path, vocabulary: TokenizerVocabulary, path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    proof.check(model, tokenizer, composes=vocabulary.composes)
+    check_tokens(model, tokenizer, composes=vocabulary.composes)
     ends = _json(folder / GENERATION).get("eos_token_id")
     for token in ends if isinstance(ends, list) else [ends]:
         if token is not None and token not in model.eog_tokens:

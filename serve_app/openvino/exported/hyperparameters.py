@@ -15,8 +15,8 @@ from gguf import GGUFWriter, RopeScalingType
 from numpy.typing import NDArray
 
 from serve_app.errors import ConfigError
-from serve_app.openvino.exported.forms import trusted
-from serve_app.openvino.rotary import Rotary
+from serve_app.openvino.exported.files import trusted
+from serve_app.openvino.gguf_model import Rotary
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """GGUF's names for the types of config.json."""

@@ -13,9 +13,10 @@ import openvino
 from numpy.typing import NDArray
 
 from serve_app.errors import ConfigError, DecodeCancelledError, DecodeError
+from serve_app.llama.formats import Row
 from serve_app.llama.model import Model
 from serve_app.llama.sampling.candidates import Candidates
-from serve_app.openvino.paged import numbers, shifts
+from serve_app.openvino.paged import shifts
 from serve_app.openvino.paged.blocks import BLOCK, BlockCopy, BlockTables
 from serve_app.openvino.paged.compiling import (
     CACHES,
@@ -26,12 +27,9 @@ from serve_app.openvino.paged.compiling import (
     VECTORS,
     CacheType,
     compiled,
+    forgetting,
     read,
 )
-from serve_app.openvino.paged.mapped import forgetting
-
-Row = tuple[int, int, int, bool]
-"""(token, position, sequence, wants logits); see `serve_app.engine.backends.base`."""
 
 _ALIGNMENT = 64
 _LENGTH = 8
@@ -114,7 +112,7 @@ class PagedContext:
             raise ConfigError(f"OpenVINO's cache has an unknown layout: {port.partial_shape}.")
         shape[2] = BLOCK
         kind = port.element_type
-        cells = _zeros(shape, numbers.BF16 if kind == openvino.Type.bf16 else kind.to_dtype())
+        cells = _zeros(shape, shifts.BF16 if kind == openvino.Type.bf16 else kind.to_dtype())
         tensor = openvino.Tensor(cells, openvino.Shape(shape), kind)
         request.set_tensor(port.any_name, tensor)
         return cells
@@ -265,7 +263,7 @@ class PagedContext:
         self._tables.extend({seq_id: n_tokens})
         blocks = self._tables.blocks(seq_id)
         for cache in self._caches.values():
-            cache[blocks] = numbers.narrowed(np.ones(1, np.float32), cache.dtype)
+            cache[blocks] = shifts.narrowed(np.ones(1, np.float32), cache.dtype)
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
         """For each (n_keep, n_discard) in turn, drop `n_discard` tokens after the first `n_keep`; those

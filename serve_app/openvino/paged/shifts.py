@@ -1,4 +1,7 @@
-"""Moves cached keys to other positions: they are stored as the rotary embedding turned them. Pure."""
+"""Moves cached keys to other positions: they are stored as the rotary embedding turned them. Pure.
+
+The cache has numbers of 16 bits: f16 as numpy has it, and bf16, which it lacks, by its bits.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.openvino.paged import numbers
 from serve_app.openvino.paged.blocks import BLOCK
+
+BF16 = np.dtype(np.uint16)
+"""The type of arrays that hold a bf16's bits."""
+_BITS = 16
+"""The bits of an f32 that a bf16 lacks."""
+
+
+def widened(cells: NDArray[Any]) -> NDArray[np.float32]:
+    """Numbers of either kind as f32."""
+    if cells.dtype != BF16:
+        return cells.astype(np.float32)
+    return (cells.astype(np.uint32) << _BITS).view(np.float32)
+
+
+def narrowed(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The nearest numbers of that kind, and of two the even one. For finite values."""
+    if dtype != BF16:
+        return values.astype(dtype)
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    half = (1 << (_BITS - 1)) - 1
+    return ((bits + half + (bits >> _BITS & 1)) >> _BITS).astype(BF16)
+
 
 Places = NDArray[np.int64]
 
@@ -44,6 +68,6 @@ def turned_back(
     of a head turns with the second."""
     angles = n_places[:, None, None] * frequencies.astype(np.float64)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    first, second = np.split(numbers.widened(keys), 2, axis=-1)
+    first, second = np.split(widened(keys), 2, axis=-1)
     found = np.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
-    return numbers.narrowed(found, keys.dtype)
+    return narrowed(found, keys.dtype)

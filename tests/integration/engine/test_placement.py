@@ -14,8 +14,8 @@ from serve_app.engine import Engine, EngineOptions
 from serve_app.engine.autotune.threads import ThreadTrial
 from serve_app.llama import library
 from serve_app.llama.context import Context, ContextOptions
+from serve_app.llama.formats import FEW_ROWS, Threads
 from serve_app.llama.model import Model
-from serve_app.llama.threads import FEW_ROWS, Threads
 
 
 def test_numa_is_set_up_before_the_model_is_loaded(

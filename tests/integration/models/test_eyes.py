@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.llama.model import Model
+from serve_app.llama.vision.positions import Tile
 from serve_app.llama.vision.projector import MtmdProjector
-from serve_app.llama.vision.tiles import Tile
 from serve_app.types import Picture
 from tools.builtin_model.pictures.drawing import draw, fitted
 from tools.builtin_model.pictures.export import Weights, write_gguf

@@ -22,16 +22,15 @@ import openvino
 from gguf import GGMLQuantizationType as Kind
 
 from serve_app.openvino import convert
-from serve_app.openvino.convert import converted
-from serve_app.openvino.folder import PART, ConvertedModels
-from serve_app.openvino.readable import converted_bytes
+from serve_app.openvino.convert import PART, ConvertedModels, converted
+from serve_app.openvino.gguf_model import converted_bytes
 from tests.integration.openvino.random_models import Made
 
 ASK = """
 import sys
 from pathlib import Path
 from serve_app.openvino.convert import converted
-from serve_app.openvino.folder import ConvertedModels
+from serve_app.openvino.convert import ConvertedModels
 print(converted([Path(sys.argv[1])], b"a" * 16, ConvertedModels(Path(sys.argv[2]))), flush=True)
 """
 

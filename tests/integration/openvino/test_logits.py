@@ -23,8 +23,8 @@ pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 import openvino
 
 from serve_app.engine.backends.openvino import OpenVinoBackend
+from serve_app.openvino.gguf_model import rounded, unreadable
 from serve_app.openvino.paged import shifts
-from serve_app.openvino.readable import rounded, unreadable
 from tests.integration.openvino.bf16 import computes_bf16, with_bf16
 
 _OPTIONS = EngineOptions(2, 256, 1, n_batch=128, profile_limit_s=0)

@@ -18,7 +18,7 @@ from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import ProjectorSource
-from serve_app.engine.backends.own_layers import slot_bytes
+from serve_app.engine.backends.draft_model import slot_bytes
 from serve_app.errors import ConfigError
 from serve_app.ingress.access.limits.bodies import BodyLimits
 from serve_app.llama.model import Model

@@ -12,9 +12,9 @@ from serve_app.engine import GenerationRequest, SamplingParams
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.metrics.stats import Counts
-from serve_app.engine.pictures.encoding import Encoding
+from serve_app.engine.pictures.encoding import Encoding, NodeTimes
 from serve_app.engine.pictures.tiles import expanded
-from serve_app.llama.vision.tiles import Pause
+from serve_app.llama.vision.positions import Pause, Tile
 from serve_app.types import MEDIUM, Picture
 from tests.unit.engine.behaviour.test_pictures import N_SEEN, ScriptedProjector
 
@@ -54,3 +54,41 @@ def test_a_piece_takes_its_time_from_the_budget_of_the_step_behind_it(
     assert encoding.step(lambda: [sequence], 1.0, idle=True) is None  # there is nothing more
     assert seen == [pytest.approx(0.02)]
     encoding._preparing.shutdown()
+
+
+def encoded(times: NodeTimes, tile: Tile, *seconds: float) -> list[float]:
+    """What was forecast before each look of a tile that took so long."""
+    times.begin(tile)
+    found = []
+    for one in seconds:
+        found.append(times.next_s)
+        times.observe(one)
+    return found
+
+
+def test_a_new_shape_is_as_slow_as_it_has_been_at_most() -> None:
+    assert encoded(NodeTimes(), Tile(64), 0.1, 0.3, 0.2, 0.1) == [0.0, 0.1, 0.3, 0.3]
+
+
+def test_the_next_of_a_shape_is_like_the_last_ones_node_by_node() -> None:
+    times = NodeTimes()
+    encoded(times, Tile(64), 0.1, 0.3, 0.2)
+    assert encoded(times, Tile(64), 0.1, 0.1, 0.2) == pytest.approx([0.1, 0.3, 0.2])
+    assert encoded(times, Tile(64), 0.1, 0.1, 0.2) == pytest.approx([0.1, 0.2, 0.2])
+    assert encoded(times, Tile(9), 0.5) == [0.0]
+    assert encoded(times, Tile(64), 0.1, 0.1, 0.2) == pytest.approx([0.1, 0.15, 0.2])
+
+
+def test_one_slow_moment_is_forgotten() -> None:
+    times = NodeTimes()
+    encoded(times, Tile(64), 0.1, 9.0)
+    for _ in range(10):
+        encoded(times, Tile(64), 0.1, 0.1)
+    assert encoded(times, Tile(64), 0.1, 0.1) == pytest.approx([0.1, 0.1], abs=0.01)
+
+
+def test_it_remembers_no_more_than_some_shapes() -> None:
+    times = NodeTimes()
+    for n_tokens in range(1, 66):
+        encoded(times, Tile(n_tokens), 0.1)
+    assert encoded(times, Tile(1), 0.1) == [0.0]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from serve_app.errors import DecodeError
-from serve_app.llama.vision.positions import Positions
-from serve_app.llama.vision.tiles import Tile
+from serve_app.llama.vision.positions import Positions, Tile
 
 WIDE, HIGH, FLAT = Tile(12, width=4), Tile(12, width=3), Tile(6)
 

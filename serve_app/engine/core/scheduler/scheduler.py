@@ -49,7 +49,7 @@ class DraftPlanner(Protocol):
 class Turns:
     """One turn for all sequences, whatever their adapters: for a backend that has none.
 
-    `serve_app.engine.backends.adapter_turns.AdapterTurns` gives each set of adapters its turns."""
+    `serve_app.engine.backends.adapters.AdapterTurns` gives each set of adapters its turns."""
 
     def choose(self, sequences: SequenceOf[Sequence], now: float) -> list[Sequence]:
         """The sequences of one turn. `now` is on the clock of `Trace.submitted`."""

@@ -13,7 +13,7 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.engine.backends.choice import KernelsChoice
-from serve_app.llama.threads import Threads
+from serve_app.llama.formats import Threads
 
 CHOICE = ModeChoice(
     Mode(flash_attn=True, kv_unified=False),

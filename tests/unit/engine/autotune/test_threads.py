@@ -8,7 +8,7 @@ import pytest
 
 from serve_app.engine.autotune.threads import Cycle, ThreadTrial, candidates, choose
 from serve_app.engine.backends.base import Row
-from serve_app.llama.threads import Threads
+from serve_app.llama.formats import Threads
 
 Cost = Callable[[int, int], float]
 """Seconds of a batch of so many rows with so many threads."""

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from serve_app.engine import Engine, GenerationRequest, SamplingParams
 from serve_app.errors import DecodeError, InvalidRequestError, PromptTooLongError
-from serve_app.llama.vision.positions import Positions
-from serve_app.llama.vision.tiles import Part, Pause, Tile
+from serve_app.llama.vision.positions import Part, Pause, Positions, Tile
 from serve_app.types import MEDIUM, FinishReason, Medium, Picture, Size
 from tests.unit.engine.harness import (
     PATIENCE_S,

@@ -21,7 +21,7 @@ from serve_app.engine.embedding import EmbeddingQueue
 from serve_app.engine.guests import make_guests
 from serve_app.engine.health import Progress
 from serve_app.engine.pictures.tiles import PlacedTile, expanded
-from serve_app.llama.vision.tiles import Pause
+from serve_app.llama.vision.positions import Pause
 from serve_app.types import MEDIUM, Picture
 from tests.doubles.backend import FakeBackend
 from tests.doubles.draft import FakeDraft

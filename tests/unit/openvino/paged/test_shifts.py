@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from serve_app.openvino.paged.numbers import BF16, narrowed, widened
+from serve_app.openvino.paged.shifts import BF16, narrowed, widened
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16)], ids=["bf16", "f16"])

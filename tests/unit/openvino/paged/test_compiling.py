@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.openvino.paged.mapped import forget, forgetting
+from serve_app.openvino.paged.compiling import forget, forgetting
 from tests.unit.engine.harness import until
 
 N_BYTES = 2**22

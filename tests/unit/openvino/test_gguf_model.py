@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from serve_app.openvino.rotary import Rotary
+from serve_app.openvino.gguf_model import Rotary
 
 PLAIN = Rotary(head_size=64, base=10000.0, n_ctx_train=4096)
 

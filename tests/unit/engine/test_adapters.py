@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine.backends.adapter_turns import AdapterTurns
+from serve_app.engine.backends.adapters import AdapterTurns
 from serve_app.engine.core.sequence import Sequence
 from serve_app.types import Adapters, AdapterUse, GenerationRequest, may_start_from
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.errors import ConfigError
-from serve_app.openvino.folder import MODEL, ConvertedModels, finish
+from serve_app.openvino.convert import MODEL, ConvertedModels, finish
 
 MIB = 2**20
 
@@ -67,7 +67,7 @@ def test_one_that_another_process_has_open_stays(tmp_path: Path) -> None:
     make(models, "used", MIB)
     make(models, "idle", MIB, 9e9)
     code = (
-        "import sys; from pathlib import Path; from serve_app.openvino.folder import ConvertedModels\n"
+        "import sys; from pathlib import Path; from serve_app.openvino.convert import ConvertedModels\n"
         f"print(ConvertedModels(Path({str(tmp_path)!r})).open('used'), flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

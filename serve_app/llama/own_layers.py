@@ -1,34 +1,20 @@
-"""The hidden states that a context computed, and those of the last tokens of its sequences."""
+"""A model's own prediction layers (MTP, "next n"): they guess further tokens by its hidden states."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections.abc import Sequence
-from typing import Any
 
+import llama_cpp
 import numpy as np
-from llama_cpp import llama_cpp_ext
 from numpy.typing import NDArray
+
+from serve_app.llama.context import Context
+from serve_app.llama.formats import Row
 
 States = NDArray[np.float32]
 """One row for each token."""
-
-
-def tell_hidden(context: Any) -> None:
-    """Have llama.cpp's context keep the last hidden states of all rows of a batch."""
-    llama_cpp_ext.llama_set_embeddings_nextn(context, True, False)
-
-
-def hidden(context: Any, n_rows: int, n_embd: int) -> States:
-    """The hidden states of the last batch's rows, `[n_rows, n_embd]`: a view, good until the next batch."""
-    pointer = llama_cpp_ext.llama_get_embeddings_nextn(context)
-    return np.ctypeslib.as_array(pointer, shape=(n_rows, n_embd))
-
-
-def pointer_to(states: States) -> Any:
-    """The pointer that a batch of llama.cpp takes. The states must be kept as long."""
-    return states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
 
 
 class HiddenStates:
@@ -90,3 +76,19 @@ class HiddenStates:
         """Forget the sequence's states: its tokens are others now, or stand elsewhere."""
         if seq_id < len(self._known):
             self._known[seq_id] = 0, 0
+
+
+class OwnLayersContext(Context):
+    """Decodes rows of tokens and, for each, the hidden state of the token before. See `Context`."""
+
+    _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
+
+    def decode(self, rows: Sequence[Row], states: States | None = None) -> None:
+        """Decode rows with the hidden state of the token before each; without states, with zeros."""
+        if states is None:
+            states = np.zeros((len(rows), self.model.n_embd), np.float32)
+        self._batch.embd = states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        try:
+            super().decode(rows)
+        finally:
+            self._batch.embd = None  # llama.cpp would free it with the batch
