@@ -15,6 +15,9 @@ import msgspec
 logger = logging.getLogger("corral.engine")
 
 _FORMAT = 7
+# A profile is not kept if this process had less of its threads' time meanwhile: something else computed.
+# Ray and its start take a fifth of two cores.
+_ALONE = 0.75
 _Choice = TypeVar("_Choice")
 
 
@@ -51,6 +54,17 @@ def save(folder: Path | None, name: str, choice: object) -> None:
         Path(file.name).replace(folder / f"{name}.json")
     except OSError as error:
         logger.warning("The profile cannot be kept in %s: %s", folder, error)
+
+
+def is_undisturbed(used: float) -> bool:
+    """Whether a measurement that had that part of its threads' time is good for later starts."""
+    if used < _ALONE:
+        logger.warning(
+            "Other programs computed during the measurement, which got %.0f%% of its threads' time. "
+            "The next start measures again.",
+            100 * used,
+        )
+    return used >= _ALONE
 
 
 def _processor() -> str:

@@ -26,10 +26,6 @@ _VERIFIES = (2, 4, 8, 16, 3, 6, 12)
 # The part of a slot that is in use when it is copied: with less, only that would be copied. And what a copy
 # costs is a difference of two batches, each tried so often.
 _COPIED, _COPY_TRIALS = 0.27, 3
-ALONE = 0.75
-"""A profile is not kept if this process had less of its threads' time than this meanwhile: something
-else computed. Ray and its start take a fifth of two cores."""
-
 DEPTH = 2048
 """Tokens before a deep batch, at most: keys and values are in no cache of the processor any more, and from
 there on the time grows straight."""

@@ -208,12 +208,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class CacheTraits:
-    """The abilities of a model's cache."""
+    """The abilities of a model's cache that the engine makes use of."""
 
     can_rewind: bool
     """Whether the last few tokens of a slot can always be dropped."""
     can_shift: bool
-    """Whether `Backend.shift` works."""
+    """Whether `Backend.shift` takes next to no time, so that parts of earlier prompts are moved by it."""
     fills_gaps: bool
     """Whether only consecutive slots are computed together, and rows can be added to those between and
     dropped again without a trace."""

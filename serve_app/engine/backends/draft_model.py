@@ -45,11 +45,11 @@ class LlamaDraft:
     ) -> None:
         """`n_vocab` are the tokens that it may propose. Measures its passes."""
         self.n_ctx, self.n_batch = _sizes(options)
-        self._model = model
+        self._model, self._context = model, context
         self._n_vocab = n_vocab
-        self._context = context
-        self._context.use_threads(threads)
-        self._context.warm_up()
+        self.truncate, self.close = context.truncate, context.close
+        context.use_threads(threads)
+        context.warm_up()
         self.profile = self._measure(options)
 
     def _measure(self, options: EngineOptions) -> Profile:
@@ -64,9 +64,9 @@ class LlamaDraft:
             slots=(options.n_slots, self.n_ctx),
             limit_s=options.profile_limit_s,
         )
-        known = profile_cache.load(folder, name, Profile)
-        if known is not None:
-            return known
+        kept = profile_cache.load(folder, name, Profile)
+        if kept is not None:
+            return kept
         limit_s = min(_ENOUGH_S, _PROFILING * options.profile_limit_s)
         profiler = Profiler(
             self._context,
@@ -90,9 +90,6 @@ class LlamaDraft:
     def most_likely(self, row: int) -> int:
         return int(self._context.logits(row)[: self._n_vocab].argmax())
 
-    def truncate(self, seq_id: int, n_past: int) -> None:
-        self._context.truncate(seq_id, n_past)
-
     @property
     def memory(self) -> MemoryUse:
         """The memory that it holds, beside the other model."""
@@ -105,10 +102,6 @@ class LlamaDraft:
             compute_bytes=context.compute_bytes,
         )
 
-    def close(self) -> None:
-        """Free the context."""
-        self._context.close()
-
 
 def open_draft(target: Model, path: Path, options: EngineOptions, threads: Threads) -> LlamaDraft:
     """A model of another file. Raises ConfigError if it cannot be loaded, or propose for that one."""
@@ -120,12 +113,11 @@ def open_draft(target: Model, path: Path, options: EngineOptions, threads: Threa
             f"engine.draft: {path.name} looks back on {model.window} tokens only, and could not take "
             "back what it proposed."
         )
-    context = Context(model, context_options(options))
+    context = Context(model, _context_options(options))
     return LlamaDraft(model, context, min(target.n_vocab, model.n_vocab), options, threads)
 
 
-def context_options(options: EngineOptions) -> ContextOptions:
-    """The sizes of a draft model's context."""
+def _context_options(options: EngineOptions) -> ContextOptions:
     n_ctx, n_batch = _sizes(options)
     return ContextOptions(
         n_seq_max=options.n_slots,
@@ -146,32 +138,29 @@ def _sizes(options: EngineOptions) -> tuple[int, int]:
 
 def check_draft(target: Model, draft: Model) -> None:
     """Raises ConfigError if the draft cannot propose for the target. Vocabularies are enough."""
-    if not (target.can_rewind and target.is_causal):
-        raise ConfigError(
-            f"engine.draft: {target.path.name} cannot take back tokens that were wrong, as its layers are "
-            "recurrent or it makes embeddings only. Leave out the draft."
-        )
-    if not (draft.can_rewind and draft.is_causal):
-        raise ConfigError(
-            f"engine.draft: {draft.path.name} cannot take back what it proposed, as its layers are "
-            "recurrent or it makes embeddings only."
-        )
+    for model, lack in ((target, "tokens that were wrong"), (draft, "what it proposed")):
+        if not (model.can_rewind and model.is_causal):
+            raise ConfigError(
+                f"engine.draft: {model.path.name} cannot take back {lack}, as its layers are recurrent "
+                "or it makes embeddings only. Leave out the draft."
+            )
     if target.vocabulary_key == draft.vocabulary_key:
         return
     reason = f"it has {draft.n_vocab} tokens, and {target.path.name} {target.n_vocab}"
-    differ = abs(target.n_vocab - draft.n_vocab) > _MOST_PADDED
-    if not differ:
+    if abs(target.n_vocab - draft.n_vocab) <= _MOST_PADDED:
         n_shared = min(target.n_vocab, draft.n_vocab)
-        strange = (i for i in range(n_shared) if target.text_of(i) != draft.text_of(i))
-        i = next(strange, None)
+        i = next((i for i in range(n_shared) if target.text_of(i) != draft.text_of(i)), None)
         if i is None:
             return
-        reason = f"its token {i} is {draft.text_of(i)!r}, that of {target.path.name} {target.text_of(i)!r}"
+        texts = f"{draft.text_of(i)!r}, that of {target.path.name} {target.text_of(i)!r}"
+        reason = f"its token {i} is {texts}"
     raise ConfigError(
         f"engine.draft: {draft.path.name} has another vocabulary: {reason}. A draft is a smaller model "
         "of the same family."
     )
 
+
+# -- the model's own prediction layers --------------------------------------------------------------------
 
 # Architectures that take back tokens, whose prediction layers llama.cpp computes, and which tell the hidden
 # states of all rows. llama.cpp ends the process where a file of the first ones has several layers.
@@ -198,7 +187,7 @@ class OwnLayers(LlamaDraft):
         check_own_layers(target)
         if not _has_projection(target):
             raise ConfigError(_NONE.format(target.path.name))
-        sizes = replace(context_options(options), tells_hidden=True)
+        sizes = replace(_context_options(options), tells_hidden=True)
         self._context: OwnLayersContext = OwnLayersContext(target, sizes)
         self._guessed: dict[int, States] = {}
         """The states that go with the next tokens that it guesses itself, by sequence."""

@@ -35,7 +35,6 @@ from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.context import Adapter, Context, ContextOptions
-from serve_app.llama.embedder import Embedder
 from serve_app.llama.formats import Threads
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
@@ -124,11 +123,15 @@ class LlamaPictures:
 
 
 class LlamaEmbeddings:
-    """Vectors of texts, in a context that is made when the first text comes."""
+    """Vectors of texts, from a second context on the model's weights. It is made at the first call.
+
+    Sequence 0 keeps what it was fed until a row at position 0 begins another text there; all others are
+    empty again after every batch.
+    """
 
     def __init__(self, model: Model, options: EngineOptions, *, flash_attn: bool) -> None:
         self._model, self._options, self._flash_attn = model, options, flash_attn
-        self._embedder: Embedder | None = None
+        self._context: Context | None = None
 
     @property
     def shape(self) -> EmbeddingShape:
@@ -153,22 +156,42 @@ class LlamaEmbeddings:
         )
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        if self._embedder is None:
-            shape = self.shape
-            self._embedder = Embedder(
-                self._model,
-                n_text=shape.n_text,
-                n_rows=shape.n_rows,
+        ranks = self.shape.pooling == "rank"
+        if self._context is None:
+            self._context = self._open(ranks=ranks)
+        context, seq_ids = self._context, [seq_id for _, _, seq_id, _ in rows]
+        if any(position == 0 and seq_id == 0 for _, position, seq_id, _ in rows):
+            context.truncate(0, 0)
+        try:
+            context.decode(rows)
+            if ranks:
+                scores = {seq_id: context.rank_score(seq_id) for seq_id in set(seq_ids)}
+                return np.array([[scores[seq_id]] for seq_id in seq_ids], np.float32)
+            return context.embeddings(len(rows)).copy()
+        finally:
+            for seq_id in set(seq_ids) - {0}:
+                context.truncate(seq_id, 0)
+
+    def _open(self, *, ranks: bool) -> Context:
+        shape = self.shape
+        return Context(
+            self._model,
+            ContextOptions(
                 n_seq_max=shape.n_seq_max,
+                n_ctx_slot=shape.n_text,
+                n_batch=shape.n_rows,
+                n_outputs=shape.n_rows,
                 threads=self._options.threads,
                 flash_attn=self._flash_attn,
-                ranks=shape.pooling == "rank",
-            )
-        return self._embedder.run(rows)
+                kv_unified=True,
+                n_ctx=shape.n_text + shape.n_rows,
+                pooling="rank" if ranks else "none",
+            ),
+        )
 
     def close(self) -> None:
-        if self._embedder is not None:
-            self._embedder.close()
+        if self._context is not None:
+            self._context.close()
 
 
 class LlamaStates:

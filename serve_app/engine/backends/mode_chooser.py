@@ -12,7 +12,7 @@ from typing import Protocol
 from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode, ModeChoice
-from serve_app.engine.autotune.profiler import ALONE, DEPTH, ROOM, DeepProfiler, Profiler, in_turns
+from serve_app.engine.autotune.profiler import DEPTH, ROOM, DeepProfiler, Profiler, in_turns
 from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
 from serve_app.engine.options import EngineOptions
 from serve_app.llama import library
@@ -23,21 +23,19 @@ from serve_app.progress import Report, Stage
 
 logger = logging.getLogger("corral.engine")
 
+# Tokens of a slot in contexts that are only profiled: the largest chunk.
 _PROFILE_CTX = 512
-"""Tokens of a slot in contexts that are only profiled: the largest chunk."""
-_COMPARING = 0.8
-"""The part of its time in which profiling compares modes."""
-_TRYING_THREADS = 0.1
-"""The part of its time in which profiling tries numbers of threads."""
+# The parts of its time in which profiling compares modes, and tries numbers of threads.
+_COMPARING, _TRYING_THREADS = 0.8, 0.1
 
 
 class OpenContext(Protocol):
-    """Opens a context in a mode, with so many tokens for each slot."""
+    """Opens a context in a mode, with so many tokens for each slot. `n_ctx` are the cells of a unified
+    cache, if they are bounded; `n_more` are sequences besides the slots."""
 
     def __call__(
         self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0
-    ) -> Context:
-        """`n_ctx`: cells of a unified cache, if they are bounded. `n_more`: sequences besides the slots."""
+    ) -> Context: ...
 
 
 @dataclass(frozen=True)
@@ -60,38 +58,33 @@ class ModeChooser:
         self._model, self._options = model, options
         self._open, self._report = open_context, report
         self._n_profiled = min(options.n_ctx_slot, _PROFILE_CTX)
+        self._forgets = not model.can_rewind
+        depth = min(model.window or DEPTH, DEPTH, options.n_ctx_slot - ROOM) // ROOM * ROOM
+        self._depth = 0 if self._forgets else max(0, depth)
+        """Tokens in the cache where batches are measured deep in it; 0 where slots could not forget the
+        rows of a batch, or have no depth worth the name."""
 
     def choose(self) -> ChosenMode:
         """One of the modes, as measured now or at an earlier start. Raises DecodeError."""
-        options, folder = self._options, self._options.profile_folder
-        open_modes = modes.candidates(options)
+        options, candidates = self._options, modes.candidates(self._options)
         if options.profile_limit_s <= 0 or not self._model.is_causal:
-            return ChosenMode(modes.choose({open_modes[0]: Profile()}, options))
-        name = self._name(open_modes)
-        known = profile_cache.load(folder, name, ModeChoice)
-        if known is not None:
-            return ChosenMode(known, kept_as=name)
-        self._report(Stage("measuring", limit_s=options.profile_limit_s))
-        choice, used = self._run_profilers(open_modes)
-        if used < ALONE:
-            logger.warning(
-                "Other programs computed during the measurement, which got %.0f%% of its threads' time. "
-                "The next start measures again.",
-                100 * used,
-            )
-            return ChosenMode(choice, undisturbed=False)
-        if not folder:
-            return ChosenMode(choice)
-        profile_cache.save(folder, name, choice)
+            return ChosenMode(modes.choose({candidates[0]: Profile()}, options))
+        folder, name = options.profile_folder, self._name(candidates)
+        choice = profile_cache.load(folder, name, ModeChoice)
+        if choice is None:
+            self._report(Stage("measuring", limit_s=options.profile_limit_s))
+            choice, used = self._measured(candidates)
+            if not profile_cache.is_undisturbed(used):
+                return ChosenMode(choice, undisturbed=False)
+            profile_cache.save(folder, name, choice)
         return ChosenMode(choice, kept_as=name)
 
-    def _name(self, open_modes: Sequence[Mode]) -> str:
-        """The profile's, by everything that its figures depend on."""
+    def _name(self, candidates: Sequence[Mode]) -> str:
         options = self._options
         return profile_cache.key(
             model=self._model.fingerprint().hex(),
             llama_cpp=library.version(),
-            modes=open_modes,
+            modes=candidates,
             threads=(options.threads, options.threads_batch, options.numa, *tries_fewer(options)),
             slots=(options.n_slots, options.n_ctx_slot, [len(tokens) for tokens in options.pinned]),
             max_stall_s=options.max_stall_s,
@@ -100,44 +93,60 @@ class ModeChooser:
             limit_s=options.profile_limit_s,
         )
 
-    def _run_profilers(self, candidates: Sequence[Mode]) -> tuple[ModeChoice, float]:
+    def _measured(self, candidates: Sequence[Mode]) -> tuple[ModeChoice, float]:
         """Compare these modes, then measure the rest of the one that is chosen; and in which part of its
         threads' time this process computed."""
-        options = self._options
+        options, limit_s = self._options, self._options.profile_limit_s
         opened = time.perf_counter()
-        with ExitStack() as open_contexts:
-            contexts = {
-                mode: open_contexts.enter_context(closing(self._open(mode, self._n_profiled, None)))
-                for mode in candidates
+        with ExitStack() as contexts:
+
+            def opened_context(
+                mode: Mode, n_ctx_slot: int, n_ctx: int | None, n_more: int
+            ) -> Context:
+                context = self._open(mode, n_ctx_slot, n_ctx, n_more=n_more)
+                return contexts.enter_context(closing(context))
+
+            shallow = {mode: opened_context(mode, self._n_profiled, None, 0) for mode in candidates}
+            n_cells = self._depth + ROOM + options.n_slots
+            deep = {
+                flash_attn: opened_context(Mode(flash_attn, True), self._depth, n_cells, 2)
+                for flash_attn in {mode.flash_attn: None for mode in candidates}
+                if self._depth
             }
-            deep_contexts = self._open_deep(candidates, open_contexts)
-            profilers = {mode: self._profiler(context) for mode, context in contexts.items()}
-            deep = {flash: self._deep_profiler(found) for flash, found in deep_contexts.items()}
+            profilers = {mode: self._profiler(context) for mode, context in shallow.items()}
+            depths = {
+                flash_attn: DeepProfiler(
+                    context, n_slots=options.n_slots, depth=self._depth, n_batch=options.n_batch
+                )
+                for flash_attn, context in deep.items()
+            }
             began, computed = time.perf_counter(), time.process_time()
-            threads = self._try_threads([*contexts.values(), *deep_contexts.values()])
+            threads = self._try_threads([*shallow.values(), *deep.values()])
             tried_s = time.perf_counter() - began
-            compared: list[Profiler | DeepProfiler] = [*profilers.values(), *deep.values()]
-            in_turns(compared, _COMPARING * options.profile_limit_s - tried_s)
+            compared: list[Profiler | DeepProfiler] = [*profilers.values(), *depths.values()]
+            in_turns(compared, _COMPARING * limit_s - tried_s)
             choice = modes.choose(
-                {mode: self._whole(mode, profilers[mode].profile, deep) for mode in candidates},
+                {mode: self._whole(mode, profilers[mode].profile, depths) for mode in candidates},
                 options,
-                max(one.noise for one in compared),
+                max(profiler.noise for profiler in compared),
             )
-            profiler, flash_attn = profilers[choice.mode], choice.mode.flash_attn
-            left_s = options.profile_limit_s - (time.perf_counter() - opened)
-            if flash_attn in deep:
-                deep[flash_attn].rest(left_s / 2)
-            profiler.rest(options.profile_limit_s - (time.perf_counter() - opened))
+            if choice.mode.flash_attn in depths:
+                left_s = limit_s - (time.perf_counter() - opened)
+                depths[choice.mode.flash_attn].rest(left_s / 2)
+            profilers[choice.mode].rest(limit_s - (time.perf_counter() - opened))
             took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
         logger.info("Measured batches in %d modes in %.1f s.", len(candidates), took_s)
-        profile = self._whole(choice.mode, profiler.profile, deep)
-        choice = replace(choice, profile=profile, threads=threads)
-        if choice.other is not None:
-            mode = choice.other[0]
-            found = modes.filled(profilers[mode].profile, profiler.profile)
-            can_change = self._model.can_rewind and not self._model.window
-            other = mode, self._whole(mode, found, deep)
-            choice = replace(choice, other=other if can_change else None)
+        profile, other = profilers[choice.mode].profile, choice.other
+        if other is not None:
+            filled = modes.filled(profilers[other[0]].profile, profile)
+            other = other[0], self._whole(other[0], filled, depths)
+        can_change = not self._forgets and not self._model.window
+        choice = replace(
+            choice,
+            profile=self._whole(choice.mode, profile, depths),
+            threads=threads,
+            other=other if can_change else None,
+        )
         used = threads or Threads.alike(options.threads, options.threads_batch)
         n_threads = min(used.one_row, used.few_rows, used.many_rows)
         return choice, computed_s / (took_s * n_threads)
@@ -159,46 +168,18 @@ class ModeChooser:
         return threads
 
     def _profiler(self, context: Context) -> Profiler:
-        options = self._options
         return Profiler(
             context,
-            n_slots=options.n_slots,
+            n_slots=self._options.n_slots,
             n_ctx_slot=self._n_profiled,
-            n_batch=options.n_batch,
-            can_rewind=self._model.can_rewind,
+            n_batch=self._options.n_batch,
+            can_rewind=not self._forgets,
         )
 
-    def _open_deep(
-        self, candidates: Sequence[Mode], open_contexts: ExitStack
-    ) -> dict[bool, Context]:
-        """By whether there is flash attention. None where slots could not forget the rows of a batch, or
-        have no depth worth the name."""
-        if not self._model.can_rewind or self._deep <= 0:
-            return {}
-        n_ctx = self._deep + ROOM + self._options.n_slots
-        return {
-            flash_attn: open_contexts.enter_context(
-                closing(self._open(Mode(flash_attn, True), self._deep, n_ctx, n_more=2))
-            )
-            for flash_attn in {mode.flash_attn: None for mode in candidates}
-        }
-
-    def _deep_profiler(self, context: Context) -> DeepProfiler:
-        options = self._options
-        return DeepProfiler(
-            context, n_slots=options.n_slots, depth=self._deep, n_batch=options.n_batch
-        )
-
-    @property
-    def _deep(self) -> int:
-        """Tokens in the cache where batches are measured deep in it."""
-        window = self._model.window or DEPTH
-        return min(window, DEPTH, self._options.n_ctx_slot - ROOM) // ROOM * ROOM
-
-    def _whole(self, mode: Mode, profile: Profile, deep: Mapping[bool, DeepProfiler]) -> Profile:
+    def _whole(self, mode: Mode, profile: Profile, depths: Mapping[bool, DeepProfiler]) -> Profile:
         """The profile in that mode, with the other measurements. llama.cpp copies all of a slot's cells."""
         copy_s = profile.copy_s * self._options.n_ctx_slot / self._n_profiled
         profile = replace(profile, copy_s=copy_s)
-        if mode.flash_attn not in deep:
+        if mode.flash_attn not in depths:
             return profile
-        return deep[mode.flash_attn].depth.added_to(profile, unified=mode.kv_unified)
+        return depths[mode.flash_attn].depth.added_to(profile, unified=mode.kv_unified)

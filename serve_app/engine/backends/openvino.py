@@ -15,7 +15,6 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.profiler import (
-    ALONE,
     DEPTH,
     ROOM,
     Depth,
@@ -27,7 +26,6 @@ from serve_app.engine.backends.base import (
     CacheTraits,
     EmbeddingShape,
     MemoryUse,
-    Row,
     Setup,
     State,
 )
@@ -62,7 +60,7 @@ _TEXTS_AT_ONCE = 16
 
 
 class PagedStates:
-    """Saved slots of a paged cache. Nothing is forgotten, so a checkpoint has nothing to keep."""
+    """Saved slots of a paged cache. A slot forgets nothing, so a checkpoint is empty."""
 
     def __init__(self, context: PagedContext, key: bytes) -> None:
         self._context, self.key = context, key
@@ -91,6 +89,7 @@ class OpenVinoBackend:
     """
 
     adapters = pictures = modes = None
+    slots_with_pending_copy: Set[int] = frozenset()  # the slots share blocks
     traits = CacheTraits(can_rewind=True, can_shift=False, fills_gaps=False, forgets=False)
 
     def __init__(
@@ -102,77 +101,63 @@ class OpenVinoBackend:
         if options.computing_cpus is not None:  # OpenVINO's threads inherit it from this one
             os.sched_setaffinity(0, options.computing_cpus)
         path = Path(path)
-        self._options = options
         header = vocabulary_file(path)
-        self.vocabulary = Model(header, vocab_only=True, delimiters=DELIMITERS)
-        self._check_model()
+        self._options = options
+        self.vocabulary = model = Model(header, vocab_only=True, delimiters=DELIMITERS)
+        _check(model)
         cache_type: CacheType = "bf16" if options.cache_type_k == "bf16" else "f16"
         check_cache_type(cache_type)
-        self._fingerprint = self.vocabulary.fingerprint()
+        self._fingerprint = model.fingerprint()
         frequencies = None
         if is_graph(path):
             self._fingerprint = fingerprint_of([header, path, path.with_name(WEIGHTS)])
             frequencies = hyperparameters_of(path.parent).frequencies
         else:
             models = ConvertedModels(cache_folder() / "openvino", options.max_converted_bytes)
-            path = converted(self.vocabulary.files, self._fingerprint, models, report)
+            path = converted(model.files, self._fingerprint, models, report)
         report(Stage("loading"))
         n_sequences = options.n_slots + len(options.pinned)
-        self._n_blocks_slot = -(-options.n_ctx_slot // BLOCK)
-        self._context = PagedContext(
+        self._n_blocks_slot = _n_blocks(options.n_ctx_slot)
+        n_blocks = n_sequences * self._n_blocks_slot
+        if options.n_ctx is not None:  # what slots share, and what is pinned
+            n_blocks = sum(_n_blocks(n) for n in (options.n_ctx, *map(len, options.pinned)))
+        self._context = context = PagedContext(
             path,
-            self.vocabulary,
+            model,
             PagedOptions(
                 n_sequences=n_sequences,
                 n_ctx_slot=options.n_ctx_slot,
-                n_blocks=n_sequences * self._n_blocks_slot
-                if options.n_ctx is None
-                else self._n_shared,
+                n_blocks=n_blocks,
                 threads=options.threads,
                 n_texts=_TEXTS_AT_ONCE,
-                n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + -(-options.n_batch // BLOCK),
+                n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + _n_blocks(options.n_batch),
                 frequencies=frequencies,
                 cache_type=cache_type,
             ),
         )
-        self._context.warm_up()
+        context.warm_up()
+        self.decode, self.cancel, self.truncate = context.decode, context.cancel, context.truncate
+        self.copy, self.shift = context.copy, context.shift
         threads = Threads.alike(options.threads, options.threads)
         profile, undisturbed = self._profile(report)
         self.setup = Setup(
             "openvino", _MODE, threads, profile, mode_reason=_REASON, undisturbed=undisturbed
         )
-        self.draft = self._open_draft()
-        self.states = PagedStates(self._context, self._state_key)
-        self.embeddings = PagedEmbeddings(self._context, self._embedding_shape)
+        self.draft: LlamaDraft | None = None
+        if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
+            self.draft = open_draft(model, options.draft, options, threads)
+        parts = (versions(), BLOCK, options.cache_type_k)  # a state is none of llama.cpp's
+        key = hashlib.blake2b(self._fingerprint + repr(parts).encode()).digest()
+        self.states = PagedStates(context, key)
+        shape = EmbeddingShape(
+            n_rows=options.n_batch,
+            n_seq_max=min(_TEXTS_AT_ONCE, options.n_batch),
+            n_text=options.n_ctx_slot,
+            pooling=model.pooling_with(options.embedding_pooling),
+            causal=True,
+        )
+        self.embeddings = PagedEmbeddings(context, shape)
         logger.info("%s.", _REASON)
-
-    @property
-    def _n_shared(self) -> int:
-        """Blocks of slots that share room, and of what is pinned."""
-        tokens = [self._options.n_ctx or 0, *map(len, self._options.pinned)]
-        return sum(-(-n // BLOCK) for n in tokens)
-
-    def _open_draft(self) -> LlamaDraft | None:
-        """llama.cpp computes it: it has one row for each slot, and is faster with few rows."""
-        options = self._options
-        if options.draft is None:
-            return None
-        return open_draft(self.vocabulary, options.draft, options, self.setup.threads)
-
-    def _check_model(self) -> None:
-        model = self.vocabulary
-        lacks = {
-            "layers that are recurrent": not model.can_rewind,
-            "layers with a sliding window": model.window > 0,
-            "attention to tokens behind": not model.is_causal,
-            "scores instead of texts": model.pooling == "rank",
-        }
-        for what, has in lacks.items():
-            if has:
-                raise ConfigError(
-                    f"{model.path.name} has {what}, which engine.backend: openvino cannot serve. "
-                    "Use llama.cpp."
-                )
 
     def _profile(self, report: Report) -> tuple[Profile, bool]:
         """The cost of batches, as measured now or at an earlier start, and whether that was undisturbed."""
@@ -191,9 +176,9 @@ class OpenVinoBackend:
             limit_s=options.profile_limit_s,
         )
         folder = options.profile_folder
-        known = profile_cache.load(folder, name, Profile)
-        if known is not None:
-            return known, True
+        kept = profile_cache.load(folder, name, Profile)
+        if kept is not None:
+            return kept, True
         report(Stage("measuring", limit_s=options.profile_limit_s))
         began, computed = time.perf_counter(), time.process_time()
         profiler = Profiler(
@@ -203,31 +188,19 @@ class OpenVinoBackend:
             n_batch=options.n_batch,
         )
         in_turns([profiler], _ESSENTIAL * options.profile_limit_s)
-        depth = self._measure_depth(profiler.profile)
+        n_tokens = min(DEPTH, options.n_ctx_slot - ROOM, self._context.n_tokens - ROOM)
+        n_tokens, deep_s = n_tokens // BLOCK * BLOCK, _DEEP * options.profile_limit_s
+        depth = Depth()
+        if n_tokens > 0:
+            depth = paged_depth(self._context, profiler.profile, n_tokens, deep_s)
         profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
         profile = depth.added_to(replace(profiler.profile, copy_s=0.0), unified=False)
         took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
         logger.info("Measured batches in %.1f s.", took_s)
-        undisturbed = computed_s >= ALONE * took_s * options.threads
+        undisturbed = profile_cache.is_undisturbed(computed_s / (took_s * options.threads))
         if undisturbed:
             profile_cache.save(folder, name, profile)
         return profile, undisturbed
-
-    def _measure_depth(self, profile: Profile) -> Depth:
-        options = self._options
-        n_tokens = min(DEPTH, options.n_ctx_slot - ROOM, self._context.n_tokens - ROOM)
-        n_tokens = n_tokens // BLOCK * BLOCK
-        if n_tokens <= 0:
-            return Depth()
-        return paged_depth(self._context, profile, n_tokens, _DEEP * options.profile_limit_s)
-
-    # -- running ----------------------------------------------------------------------------------
-
-    def decode(self, rows: Sequence[Row]) -> None:
-        self._context.decode(rows)
-
-    def cancel(self, cancelled: bool) -> None:
-        self._context.cancel(cancelled)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
@@ -235,40 +208,8 @@ class OpenVinoBackend:
         """llama.cpp's samplers, over OpenVINO's logits."""
         return SequenceSampler(self._context, params, prompt, constraint)
 
-    def truncate(self, seq_id: int, n_past: int) -> None:
-        self._context.truncate(seq_id, n_past)
-
     def can_cut(self, seq_id: int, n_past: int) -> bool:
         return True
-
-    @property
-    def slots_with_pending_copy(self) -> Set[int]:
-        """Copies are made at once."""
-        return frozenset()
-
-    def copy(self, source: int, target: int) -> None:
-        """The slots share the blocks."""
-        self._context.copy(source, target)
-
-    def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
-        self._context.shift(seq_id, cuts)
-
-    @property
-    def _embedding_shape(self) -> EmbeddingShape:
-        options = self._options
-        return EmbeddingShape(
-            n_rows=options.n_batch,
-            n_seq_max=min(_TEXTS_AT_ONCE, options.n_batch),
-            n_text=options.n_ctx_slot,
-            pooling=self.vocabulary.pooling_with(options.embedding_pooling),
-            causal=True,
-        )
-
-    @property
-    def _state_key(self) -> bytes:
-        """A state of llama.cpp's is none of OpenVINO's."""
-        parts = (versions(), BLOCK, self._options.cache_type_k)
-        return hashlib.blake2b(self._fingerprint + repr(parts).encode()).digest()
 
     @property
     def memory(self) -> MemoryUse:
@@ -289,3 +230,22 @@ class OpenVinoBackend:
         self._context.close()
         if self.draft is not None:
             self.draft.close()
+
+
+def _check(model: Model) -> None:
+    lacks = {
+        "layers that are recurrent": not model.can_rewind,
+        "layers with a sliding window": model.window > 0,
+        "attention to tokens behind": not model.is_causal,
+        "scores instead of texts": model.pooling == "rank",
+    }
+    for what, has in lacks.items():
+        if has:
+            raise ConfigError(
+                f"{model.path.name} has {what}, which engine.backend: openvino cannot serve. "
+                "Use llama.cpp."
+            )
+
+
+def _n_blocks(n_tokens: int) -> int:
+    return -(-n_tokens // BLOCK)

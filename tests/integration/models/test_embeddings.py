@@ -143,8 +143,8 @@ def test_who_never_asks_pays_nothing(engine: Engine) -> None:
     fresh = Engine.load(PATH, OPTIONS)
     try:
         backend = fresh._loop.core.backend
-        assert backend.embeddings._embedder is None  # type: ignore[attr-defined]
+        assert backend.embeddings._context is None  # type: ignore[attr-defined]
         fresh.embed([(1, 2)]).result(60)
-        assert backend.embeddings._embedder is not None  # type: ignore[attr-defined]
+        assert backend.embeddings._context is not None  # type: ignore[attr-defined]
     finally:
         fresh.close(0)
