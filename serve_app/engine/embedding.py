@@ -272,7 +272,6 @@ class EmbeddingQueue(Guest):
             text.begin()
 
     def _first(self) -> list[_Text]:
-        """As many texts as a batch may have, by turns; one that may be at fault is alone."""
         if suspects := [text for text in self._waiting if text.is_suspect]:
             return suspects[:1]
         row_s = self._slowdown * self._costs.prompt_token_s or 1.0
@@ -368,7 +367,6 @@ class EmbeddingQueue(Guest):
 
 
 def _end_all(requests: Iterable[Texts], error: BaseException | None) -> None:
-    """End requests whose command was refused."""
     if isinstance(error, CorralError):
         for request in requests:
             request.end(error)

@@ -31,9 +31,7 @@ class RunningBatch:
     """A batch that is being computed."""
 
     began: float
-    """On `time.monotonic`."""
     forecast_s: float
-    """By the cost model; 0 if it knows nothing."""
 
 
 class Progress:
@@ -45,7 +43,6 @@ class Progress:
 
     def __init__(self) -> None:
         self.batch: RunningBatch | None = None
-        """None between two batches."""
 
     @contextmanager
     def computing(self, forecast_s: float) -> Iterator[None]:

@@ -84,11 +84,9 @@ class Adapter:
                 "which Corral does not support."
             )
         self.pointer: Any = found
-        """llama.cpp's, as ctypes has it."""
         self.address = ctypes.cast(found, ctypes.c_void_p).value or 0
         """The address, which tells the pointer from others."""
         self.n_bytes = self.path.stat().st_size
-        """Bytes of its file: nearly all of them are tensors."""
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -114,7 +112,6 @@ class ContextOptions:
     n_seq_max: int
     n_ctx_slot: int
     n_batch: int
-    """The most rows of a batch."""
     n_ubatch: int | None = None
     """Rows that llama.cpp computes at once; None: all. Layers with a window have cells for the window and
     so many more."""
@@ -122,7 +119,6 @@ class ContextOptions:
     """Rows of a batch that may want logits; None: one for each sequence."""
     threads: int
     threads_batch: int | None = None
-    """Threads for batches of more than one row; None: `threads`."""
     flash_attn: bool
     kv_unified: bool = False
     n_ctx: int | None = None
@@ -132,7 +128,6 @@ class ContextOptions:
     pooling: Pooling | None = None
     """The pooling of a context that makes embeddings; every row must want them."""
     tells_hidden: bool = False
-    """Whether `Context.hidden` is used."""
 
     @property
     def n_cells(self) -> int:
@@ -207,7 +202,6 @@ class Context:
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
         """Whether `shift` works: not with every kind of position encoding."""
         self.window = self.model.window
-        """Tokens that sliding-window layers look back on; 0 if there are none."""
         self.forgets = not self.model.can_rewind or 0 < self.window < self.n_ctx_slot
         """Whether some layers keep less than all tokens of a sequence, so that `truncate` often cannot."""
         all_windows = self.window * params.n_seq_max + params.n_ubatch
@@ -223,7 +217,6 @@ class Context:
         """The sequence whose state was copied last, if it has not changed since then."""
         self.slots_with_pending_copy.clear()
         self._adapters: tuple[tuple[int, float], ...] = ()
-        """The adapters that llama.cpp has in use, by their addresses, with their scales."""
         self._views: dict[int, NDArray[np.float32]] = {}
         """Logits by their address: rows get the same ones again, and to make a view takes time."""
         self._batch_threads = 0  # none that are known
@@ -235,13 +228,11 @@ class Context:
             self._batch.n_seq_id[i] = 1
 
     def _measure_cache(self, lines: Sequence[str]) -> None:
-        """Read the cache's size in the lines that llama.cpp logged."""
         model, params = self.model, self._params
         per_token = sum(map(n_bytes, self._formats, model.cache_elements))
         per_layer = per_token / max(1, model.n_cache_layers)
         layout = CacheLayout.read(lines, per_layer, params.n_seq_max)
         self.layout = layout or CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
-        """The memory that its cache takes."""
         one_more = _padded(self.n_ctx_slot) * self.layout.per_token + self.layout.per_sequence
         one_more += min(model.window, self.n_ctx_slot) * self.layout.per_window_token
         of_one = self.layout.cache_bytes // params.n_seq_max

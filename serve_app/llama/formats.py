@@ -13,7 +13,6 @@ Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits): one row of a batch."""
 
 State = bytes | memoryview
-"""The saved state of a sequence."""
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "iq4_nl", "q4_1", "q4_0"]
 """A number format of the KV cache (`--cache-type-k`, `--cache-type-v`)."""
@@ -63,9 +62,7 @@ class CacheLayout:
     per_window_token: int = 0
     """Keys and values of one token, in layers that have a window."""
     per_sequence: int = 0
-    """The states of one sequence's recurrent layers."""
     cache_bytes: int = 0
-    """The size of the whole cache."""
 
     @classmethod
     def read(cls, lines: Sequence[str], per_layer: float, n_seq_max: int) -> CacheLayout | None:
@@ -101,7 +98,6 @@ class Threads:
     """The threads for 2 to FEW_ROWS rows: sequences that decode together, and short ends of prompts."""
     many_rows: int
     reason: str
-    """Why, in one line."""
 
     @classmethod
     def alike(cls, threads: int, threads_batch: int | None) -> Threads:

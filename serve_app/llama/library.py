@@ -41,7 +41,6 @@ class _LogForwarder:
 
     def __init__(self) -> None:
         self.copies: dict[int, list[str]] = {}
-        """Lists that want the lines too, by their identity."""
         self._level = logging.DEBUG
         self._line = ""
 

@@ -33,7 +33,6 @@ def _runs(longest: int) -> re.Pattern[str]:
 
 
 def _cut(text: str, start: int, latest: int, whole: re.Pattern[str]) -> int:
-    """The best place for a cut: behind `start`, and not far before `latest`."""
     earliest = max(start + 1, latest - _LOOK_BACK)
     before = [match.start() for match in _PUNCTUATION.finditer(text, earliest, latest)]
     place = before[-1] if before else latest

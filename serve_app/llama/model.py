@@ -60,7 +60,6 @@ _BLOCK_BYTES = 4096
 
 
 def _progress(on_loaded: Callable[[float], None]) -> Any:
-    """The callable as a callback of llama.cpp's."""
 
     def loaded(part: float, _user_data: int | None) -> bool:
         on_loaded(part)
@@ -158,7 +157,6 @@ class Model:
         return buffer.value.decode(errors="replace")
 
     def metadata(self) -> dict[str, str]:
-        """All metadata but arrays, as text."""
         found: dict[str, str] = {}
         name = ctypes.create_string_buffer(_NAME_BYTES)
         for i in range(llama_cpp.llama_model_meta_count(self.pointer)):
@@ -176,12 +174,10 @@ class Model:
 
     @property
     def vocabulary(self) -> Any:
-        """llama.cpp's pointer to it."""
         return self._vocab
 
     @property
     def vocab_type(self) -> int:
-        """The kind of the vocabulary, by llama.cpp's numbers: `llama_vocab_type`."""
         return int(llama_cpp.llama_vocab_type(self._vocab))
 
     @property
@@ -191,7 +187,6 @@ class Model:
 
     @property
     def n_embd(self) -> int:
-        """Numbers in an embedding."""
         default = self.meta_int("embedding_length", 0)
         return self.meta_int("embedding_length_out", default)
 
@@ -252,7 +247,6 @@ class Model:
 
     @property
     def n_cache_layers(self) -> int:
-        """The number of layers with keys and values."""
         return sum(heads > 0 for heads in self._kv_heads)
 
     @property
@@ -261,7 +255,6 @@ class Model:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of its weights."""
         return int(self.meta(N_BYTES) or llama_cpp.llama_model_size(self.pointer))
 
     @property
@@ -276,7 +269,6 @@ class Model:
 
     @property
     def n_params(self) -> int:
-        """Numbers in its weights."""
         return int(self.meta(N_PARAMS) or llama_cpp.llama_model_n_params(self.pointer))
 
     def fingerprint(self) -> bytes:
@@ -291,7 +283,6 @@ class Model:
 
     @functools.cached_property
     def files(self) -> tuple[Path, ...]:
-        """The file, or all of a model in shards."""
         return files_of(self.path)
 
     @functools.cached_property
@@ -325,7 +316,6 @@ class Model:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's own Jinja chat template, if it has one."""
         return self.meta("tokenizer.chat_template")
 
     @property
@@ -449,7 +439,6 @@ class Model:
 
     @functools.cached_property
     def _shown(self) -> frozenset[int]:
-        """Tokens whose text is shown although they may be control tokens."""
         template = f"{self.chat_template} {self.tool_chat_template}"
         found = (self.delimiter_token(text) for text in self._delimiters if text in template)
         return frozenset(token for token in found if token is not None)
@@ -571,7 +560,6 @@ def files_of(path: Path) -> tuple[Path, ...]:
 
 
 def fingerprint_of(files: Iterable[Path]) -> bytes:
-    """The fingerprint of a model in these files."""
     digest = blake2b(digest_size=32)
     for path in files:
         size = path.stat().st_size

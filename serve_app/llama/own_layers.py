@@ -14,7 +14,6 @@ from serve_app.llama.context import Context
 from serve_app.llama.formats import Row
 
 States = NDArray[np.float32]
-"""One row for each token."""
 
 
 class HiddenStates:
@@ -31,7 +30,6 @@ class HiddenStates:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of memory that it takes."""
         return self._states.nbytes
 
     def computed(self, rows: Sequence[tuple[int, int, int, bool]], states: States) -> None:

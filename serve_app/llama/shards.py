@@ -17,7 +17,6 @@ def number(name: str) -> int:
 
 
 def stem(name: str) -> str:
-    """The name without its number and ending."""
     return _SHARD.sub("", name).removesuffix(".gguf")
 
 

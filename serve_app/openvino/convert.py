@@ -32,7 +32,6 @@ from serve_app.progress import Report, Stage, nowhere
 
 MODEL = "openvino_model.xml"
 PART = ".part"
-"""The end of the name of a folder that is not whole."""
 _GIB = 2**30
 _SPARE_BYTES = 2**29
 logger = logging.getLogger("corral.engine")
@@ -79,7 +78,6 @@ class ConvertedModels:
         return part
 
     def _lacking(self, others: list[str], n_bytes: int) -> int:
-        """Bytes that are too many, beyond the bound or beyond the disk."""
         lacking = n_bytes + _SPARE_BYTES - shutil.disk_usage(self.path).free
         if self.max_bytes is not None:
             present = sum(_n_bytes(self.path / one) for one in self._others(""))
@@ -94,7 +92,6 @@ class ConvertedModels:
         ]
 
     def _remove(self, name: str) -> bool:
-        """Whether that made room."""
         with self._locks.alone(name.removesuffix(PART)) as held:
             folder = self.path / name
             if held is None or not folder.is_dir():
@@ -127,7 +124,6 @@ def _n_bytes(folder: Path) -> int:
 
 
 def _taken(names: list[str]) -> Iterator[str]:
-    """Each once, the first first, however often this is called."""
     while names:
         yield names.pop(0)
 
@@ -135,7 +131,6 @@ def _taken(names: list[str]) -> Iterator[str]:
 _LIMIT_S = 3600.0
 _LOOK_EVERY_S, _SAY_EVERY_S = 0.3, 10.0
 _BUILDING = 0.8
-"""The part of the time that is not for writing."""
 _MADE_BY = ("gguf_model.py", "graph.py", "weights.py")
 
 
@@ -215,7 +210,6 @@ def _convert(files: Sequence[Path], part: Path, lock: int, report: Report) -> No
 
 
 def _tell(process: subprocess.Popen[str], name: str, report: Report) -> None:
-    """Read how far the other process is, until it says no more."""
     assert process.stdout is not None
     said = time.monotonic()
     for line in process.stdout:

@@ -47,7 +47,6 @@ class Rotary:
     head_size: int
     base: float = 10000.0
     scaling: str = "linear"
-    """"none", "linear" or "yarn"."""
     factor: float = 1.0
     """How much longer than in training contexts may be."""
     n_ctx_train: int = 0
@@ -80,7 +79,6 @@ class Rotary:
         return 1 - np.clip((at - low) / max(0.001, high - low), 0, 1)
 
     def _dimension(self, n_turns: float) -> float:
-        """The pair that turns so often in the context of training."""
         turns = self.n_ctx_train / (n_turns * 2 * math.pi)
         return self.head_size * math.log(turns) / (2 * math.log(self.base))
 

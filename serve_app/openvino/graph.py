@@ -21,12 +21,9 @@ from serve_app.openvino.gguf_model import ARCHITECTURES, GgufModel, Tensor
 from serve_app.openvino.weights import GROUP, Quantised, floats, is_quantised, quantised
 
 HIDDEN = "hidden_states"
-"""The name of the vectors that logits are computed from."""
 FREQUENCIES = "rotary_frequencies"
-"""The name of the constant that says how far positions turn."""
 
 Node = Any
-"""An operation of OpenVINO's, which has no types."""
 
 
 def build(files: Sequence[Path], tell: Callable[[float], None]) -> openvino.Model:
@@ -86,7 +83,6 @@ class _Graph:
         return openvino.Model([result], self._sinks, list(self._inputs.values()), "model")
 
     def _turns(self) -> tuple[Node, Node]:
-        """Cosine and sine for each position and dimension."""
         name = "rope_freqs.weight"
         factors = self._model.vector(name) if self._model.has(name) else None
         frequencies = op.constant(self._rotary.frequencies(factors).reshape(1, -1, 1))
@@ -141,7 +137,6 @@ class _Graph:
         return op.add(op.multiply(heads, self._cos), op.multiply(across, self._sin))
 
     def _kept(self, past: str, present: str, new: Node) -> Node:
-        """Cached rows and new ones."""
         n_kv, head = self._n_head_kv, self._head
         shape = op.concat([self._n_texts, _ints(n_kv), _ints(0), _ints(head)], 0)
         empty = op.broadcast(op.constant(np.float32(0)), shape)
@@ -153,7 +148,6 @@ class _Graph:
         return rows
 
     def _repeated(self, heads: Node) -> Node:
-        """Each head of keys or values for all the queries that share it."""
         n, n_kv, head = self._n_head, self._n_head_kv, self._head
         shape = op.shape_of(heads)
         texts, length = (op.gather(shape, _ints(at), _int(0)) for at in (0, 2))

@@ -130,7 +130,6 @@ _Grid = Callable[[Bytes], tuple[Floats, Floats | None]]
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
-    """The 16-bit float at that byte of each block."""
     found = np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
     return found.astype(np.float32)
 

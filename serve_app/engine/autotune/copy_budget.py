@@ -25,12 +25,10 @@ class CopySpeed:
     n_bytes: float = 1.0
 
     def observe(self, n_bytes: int, seconds: float) -> None:
-        """Learn from one."""
         self.seconds = _OLDER * self.seconds + seconds
         self.n_bytes = _OLDER * self.n_bytes + n_bytes
 
     def forecast_s(self, n_bytes: int) -> float:
-        """Seconds that so many bytes will take."""
         return n_bytes * self.seconds / self.n_bytes
 
 
@@ -44,7 +42,6 @@ class CopyBudget:
 
     @contextmanager
     def making(self, speed: CopySpeed, n_bytes: int) -> Iterator[None]:
-        """Learn how long a copy takes, while it is made."""
         began = time.monotonic()
         yield
         speed.observe(n_bytes, time.monotonic() - began)

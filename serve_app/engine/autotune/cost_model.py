@@ -180,7 +180,6 @@ def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
 
 
 def _by_rows(points: Sequence[int], values: Sequence[float], x: int) -> float:
-    """The points for slopes, which fewer rows have in proportion."""
     if points and x < points[0]:
         return values[0] * x / points[0]
     return sum(weight * values[i] for i, weight in _parts(points, x))
@@ -423,7 +422,6 @@ class CostModel:
 
 
 def _deep_verify_s(profile: Profile) -> dict[int, float]:
-    """Each of the rows is taken to cost at depth what a decoding sequence's does."""
     deeper_s = profile.deep_decode_s.get(1, 0.0) - profile.decode_s.get(1, 0.0)
     return {n: seconds + n * max(0.0, deeper_s) for n, seconds in profile.verify_s.items()}
 

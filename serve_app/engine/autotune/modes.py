@@ -100,7 +100,6 @@ def _seconds(costs: CostModel, options: EngineOptions, tokens: range, mode: Mode
 
 
 def _prompt_s(costs: CostModel, n_batch: int, tokens: range, n_cells: int) -> float:
-    """In batches as large as they may be."""
     return sum(
         costs.prefill_s(min(n_batch, tokens.stop - n_past), costs.attended(n_past, n_cells))
         for n_past in tokens[::n_batch]
@@ -110,7 +109,6 @@ def _prompt_s(costs: CostModel, n_batch: int, tokens: range, n_cells: int) -> fl
 def _bounded_prompt_s(
     costs: CostModel, options: EngineOptions, tokens: range, n_cells: int, mixes: bool
 ) -> float:
-    """In chunks that let half of the slots decode within the stall budget."""
     n_beside = options.n_slots // 2
     beside_s = costs.steps_s(n_beside, costs.attended(tokens.stop, n_cells))
     within_s = max((options.max_stall_s or math.inf) - beside_s, beside_s)

@@ -115,7 +115,6 @@ class Trials:
         return self._batch([(0, self.n_before + i, 0, True) for i in range(n_rows)])
 
     def _batch(self, rows: Sequence[Row]) -> float:
-        """Seconds of one batch, whose rows are forgotten again."""
         seconds = self.timed(partial(self._context.decode, rows))
         for seq_id in {row[2] for row in rows}:
             self._context.truncate(seq_id, self.n_before)
@@ -205,7 +204,6 @@ class Profiler(Trials):
 
     @property
     def profile(self) -> Profile:
-        """The measurements so far."""
         return Profile(self._decode, self._prefill, self._verify, copy_s=self._copy_s)
 
     def essentials(self, limit_s: float) -> Iterator[None]:
@@ -240,7 +238,6 @@ class Profiler(Trials):
         return [n for n in sizes if n <= min(self._n_batch, self._n_ctx_slot)]
 
     def _measure_copy(self) -> None:
-        """Measure how much a copied slot adds to the next batch."""
         end = min(int(_COPIED * self._n_ctx_slot), self._n_batch)
         row_s = min(seconds / n for n, seconds in self._prefill.items())
         possible = self._n_slots > 1 and self._can_rewind and end > 0
@@ -327,7 +324,6 @@ class DeepProfiler(Trials):
 
     @property
     def depth(self) -> Depth:
-        """The measurements so far."""
         decode_s = _difference(self._deep_decode, self._decode)
         prefill_s = _difference(self._deep_prefill, self._prefill)
         masked = min(_MOST_MASKED, max(0.0, self._masked))
@@ -362,7 +358,6 @@ class DeepProfiler(Trials):
                 yield from self._round(self.once_more)
 
     def _round(self, measure: _Measure) -> Iterator[None]:
-        """All batches, from an empty cache on."""
         self._empty()
         yield from measure(self._decode, self._counts, self.decoded)
         yield from measure(self._prefill, self._fitting(_CHUNKS), self.prefilled)
@@ -393,7 +388,6 @@ class DeepProfiler(Trials):
             self._context.truncate(seq_id, 0)
 
     def _fill(self) -> None:
-        """Give the sequences all cells of the depth, in turns."""
         writer, n_tokens = self._n_turns, min(_TURN, self._n_batch)
         self._context.decode([(0, i, writer, i == n_tokens - 1) for i in range(n_tokens)])
         state = self._context.save(writer)
@@ -404,7 +398,6 @@ class DeepProfiler(Trials):
         self._context.truncate(writer, 0)
 
     def _share(self) -> None:
-        """Give each sequence what the others have."""
         for seq_id in range(1, self._n_turns):
             self._append(seq_id, 0)
         for seq_id in range(1, self._n_turns):

@@ -18,7 +18,6 @@ class SamplingCost:
 
     def __init__(self) -> None:
         self.token_s = 0.0
-        """Seconds for each token; 0 before the first."""
 
     def observe(self, n_tokens: int, seconds: float) -> None:
         """So many tokens were picked in this time."""
@@ -42,7 +41,6 @@ class SamplingCosts:
 
 
 def _kind(params: SamplingParams) -> tuple[object, ...]:
-    """The samplers that are used, and how many candidates go through them. There are some thousands."""
     return (
         params.temperature <= 0,
         params.top_n_sigma > 0,

@@ -45,7 +45,6 @@ class Alive(NamedTuple):
     """A request that has a slot, or waits for another one's prefix."""
 
     n_pending: int
-    """Tokens of the prompt that are to be computed."""
     n_tokens: int
     """Tokens of prompt and answer up to now."""
     n_shared: int
@@ -63,7 +62,6 @@ class _Kind:
     seconds: float = 0.0
     """The time that the recent traffic takes with it."""
     coming_s: float = 0.0
-    """The time of the requests that were looked at last."""
 
     def forecast_s(self, load: Load) -> float:
         """Seconds of a step; in a unified cache, prompts and decoding sequences share a batch."""
@@ -94,7 +92,6 @@ class Traffic:
         self._load = Load()
         """The load that the last steps had alike."""
         self._n_alike = 0
-        """Steps that are not added up yet."""
         self._step_s = 0.0, 0.0
         """Seconds of such a step, with one kind of cache and with the other."""
 

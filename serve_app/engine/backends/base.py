@@ -27,7 +27,6 @@ Row = tuple[int, int, int, bool]
 
 
 State = bytes | memoryview
-"""The saved state of one sequence."""
 
 
 class Vocabulary(Protocol):
@@ -85,7 +84,6 @@ class MemoryUse:
     cache_bytes_per_token: int
     """The bytes of a token in layers that see everything."""
     compute_bytes: int
-    """Buffers that batches are computed in."""
     window: int = 0
     """Tokens that layers with a window look back on."""
     window_bytes_per_token: int = 0
@@ -110,9 +108,7 @@ class EmbeddingShape:
     n_rows: int
     """Most tokens in a batch."""
     n_seq_max: int
-    """Most texts in a batch."""
     n_text: int
-    """Most tokens of a text."""
     pooling: EmbeddingPooling
     """How the vectors of a text's tokens become one; `rank` for a reranking model, whose are scores."""
     causal: bool
@@ -196,7 +192,6 @@ class Setup:
 
     kernels: KernelsName
     mode: Mode
-    """The kind of attention and of cache."""
     threads: Threads
     profile: Profile = field(default_factory=Profile)
     """The cost of batches; empty if that was not measured."""

@@ -77,7 +77,6 @@ def faster(measured: Mapping[KernelsName, Measured], options: EngineOptions) -> 
 
 
 def _ratios(measured: Mapping[KernelsName, Measured], options: EngineOptions) -> dict[int, float]:
-    """OpenVINO's seconds of a request to llama.cpp's, by sequences at once."""
     modes = {name: one.mode for name, one in measured.items()}
     profiles = alike({one.mode: one.profile for one in measured.values()})
     found = {}
@@ -197,7 +196,6 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
 
 
 def _compare(path: Path, options: EngineOptions, report: Report) -> tuple[KernelsChoice, bool]:
-    """The backend, and whether the next start may rely on that."""
     report(Stage("measuring", limit_s=options.profile_limit_s))
     try:
         theirs = measured(OPENVINO, path, options)
@@ -212,12 +210,10 @@ def _compare(path: Path, options: EngineOptions, report: Report) -> tuple[Kernel
 
 
 def _said(error: Exception) -> str:
-    """The error as a part of a sentence."""
     return str(error).removesuffix(".")
 
 
 def _key(path: Path, options: EngineOptions, kernels: str) -> str:
-    """A name for the choice under these conditions."""
     return profile_cache.key(
         model=fingerprint_of(files_of(path)).hex(),
         kernels=(library.version(), kernels),
@@ -234,7 +230,6 @@ def _key(path: Path, options: EngineOptions, kernels: str) -> str:
 
 @contextmanager
 def _alone(folder: Path, name: str) -> Iterator[None]:
-    """Inside the block, no other process of this node is in it with that name."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

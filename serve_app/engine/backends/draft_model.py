@@ -132,7 +132,6 @@ def _context_options(options: EngineOptions) -> ContextOptions:
 
 
 def _sizes(options: EngineOptions) -> tuple[int, int]:
-    """Tokens that each slot holds, and most rows of a batch."""
     return max(_LEAST_CTX, min(N_CTX, options.n_ctx_slot)), max(_N_BATCH, options.n_slots)
 
 
@@ -190,7 +189,6 @@ class OwnLayers(LlamaDraft):
         sizes = replace(_context_options(options), tells_hidden=True)
         self._context: OwnLayersContext = OwnLayersContext(target, sizes)
         self._guessed: dict[int, States] = {}
-        """The states that go with the next tokens that it guesses itself, by sequence."""
         self._n_slots = options.n_slots
         self.states = HiddenStates(options.n_slots, N_CTX // 2, target.n_embd)
         super().__init__(target, self._context, target.n_vocab, options, threads)

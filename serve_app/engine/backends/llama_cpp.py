@@ -338,7 +338,6 @@ class LlamaBackend:
 
     @property
     def _n_ctx(self) -> int | None:
-        """Cells of a unified cache: those of the slots, and of what is pinned."""
         if self._options.n_ctx is None:
             return None
         return self._options.n_ctx + sum(len(tokens) for tokens in self._options.pinned)
@@ -388,7 +387,6 @@ class LlamaBackend:
             self.forget_hidden_states(seq_id)
 
     def save_choice(self, name: str | None, choice: ModeChoice) -> None:
-        """Keep the choice of a mode for the next start, if it was kept at all."""
         if name:
             profile_cache.save(self._options.profile_folder, name, choice)
 
@@ -477,7 +475,6 @@ class LlamaBackend:
         )
 
     def close(self) -> None:
-        """Free the contexts. The model is freed with the last object that knows its vocabulary."""
         self._context.close()
         if self.draft is not None:
             self.draft.close()

@@ -44,7 +44,6 @@ class ChosenMode:
 
     choice: ModeChoice
     undisturbed: bool = True
-    """Whether the threads had their time when the modes were measured, now or at an earlier start."""
     kept_as: str | None = None
     """The name of the profile, if it is kept on disk."""
 
@@ -152,7 +151,6 @@ class ModeChooser:
         return choice, computed_s / (took_s * n_threads)
 
     def _try_threads(self, contexts: Sequence[Context]) -> Threads | None:
-        """The threads that the contexts compute with from now on, if that is open."""
         options = self._options
         if not tries_fewer(options):
             return None

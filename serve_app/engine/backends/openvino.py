@@ -160,7 +160,6 @@ class OpenVinoBackend:
         logger.info("%s.", _REASON)
 
     def _profile(self, report: Report) -> tuple[Profile, bool]:
-        """The cost of batches, as measured now or at an earlier start, and whether that was undisturbed."""
         options = self._options
         if options.profile_limit_s <= 0:
             return Profile(), True
@@ -205,7 +204,6 @@ class OpenVinoBackend:
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
     ) -> SequenceSampler:
-        """llama.cpp's samplers, over OpenVINO's logits."""
         return SequenceSampler(self._context, params, prompt, constraint)
 
     def can_cut(self, seq_id: int, n_past: int) -> bool:
@@ -213,7 +211,6 @@ class OpenVinoBackend:
 
     @property
     def memory(self) -> MemoryUse:
-        """The size of OpenVINO's work buffers is not known."""
         context = self._context
         draft = self.draft.memory if self.draft else MemoryUse(0, 0, 0, 0, 0)
         per_slot = self._n_blocks_slot * context.block_bytes
@@ -226,7 +223,6 @@ class OpenVinoBackend:
         )
 
     def close(self) -> None:
-        """Free the compiled model and its cache."""
         self._context.close()
         if self.draft is not None:
             self.draft.close()

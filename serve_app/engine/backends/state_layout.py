@@ -107,7 +107,6 @@ def _end_of_keys(stream: memoryview, start: int, n_cells: int) -> int:
 
 
 def _turned(values: memoryview, n_cells: int, keys: memoryview, transposed: bool) -> list[State]:
-    """All layers' values, transposed or no more; nothing if there are none."""
     turned: list[State] = []
     start = 0
     for _ in range(_word(keys, 0) if values else 0):

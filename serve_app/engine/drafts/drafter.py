@@ -36,13 +36,11 @@ class SlotWindow:
         self._n_sink = 0 if own_layers else N_SINK
         self._keeps_guesses = not own_layers
         self.cells: list[int] = []
-        """The tokens in the cache."""
         self.n_kept = 0
         """The tokens that are the text's."""
         self.rate: AcceptanceRate | None = None
         """The rate of the sequence that the text is of."""
         self.proposed = 0
-        """Tokens that were proposed for the step that is planned."""
         self._owner = ""
         self._source: TokenArray | None = None
         self._n_skipped = 0
@@ -80,7 +78,6 @@ class SlotWindow:
         return [(tokens[place], i, place) for i, place in places]
 
     def _place(self, i: int) -> int:
-        """In the text, of a cell."""
         return i if i < self._n_sink else i + self._n_skipped
 
     def cut(self) -> bool:

@@ -99,7 +99,6 @@ class Drafting(Guest):
 
     @property
     def _fed_s(self) -> float | None:
-        """Seconds that feeding may take in a step."""
         bound_s = self._budget.max_stall_s
         return None if bound_s is None else min(_FED_PART * bound_s, self._most_s)
 
@@ -207,5 +206,4 @@ class Drafting(Guest):
 
 
 def _sizes(most: int) -> list[int]:
-    """How many sequences have drafts: what is tried."""
     return [n for n in (1, 2, 3, 4, 6, 8, 12) if n < most] + ([most] if most else [])

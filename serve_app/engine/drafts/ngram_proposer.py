@@ -54,7 +54,6 @@ class NgramProposer:
 
 
 def _n_grams(tokens: Sequence[int], first: int, end: int) -> dict[tuple[int, ...], int]:
-    """The n-grams before these positions, and the last position of each."""
     part = tokens[first - _N_GRAM : end - 1]
     n_grams = zip(*(part[i:] for i in range(_N_GRAM)), strict=False)
     return dict(zip(n_grams, range(first, end), strict=False))

@@ -162,7 +162,6 @@ def engine_stats(
 
 
 def _group(kind: type[_Group], values: Mapping[str, Any]) -> _Group:
-    """The group of statistics whose fields have these values by name."""
     return kind(**{one.name: values[one.name] for one in fields(kind)})
 
 

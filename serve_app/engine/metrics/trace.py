@@ -16,7 +16,6 @@ class Trace:
     def __init__(self) -> None:
         self.submitted = time.monotonic()
         self.admitted: float | None = None
-        """When it first got a slot."""
         self._first_token: float | None = None
         self._last_token = self.submitted
         self.gap_s = 0.0

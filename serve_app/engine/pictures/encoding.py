@@ -242,7 +242,6 @@ class Encoding(Guest):
             placed.embeddings = embeddings
 
     def _allowed_s(self, running: Sequence[EngineSequence], step_s: float) -> float:
-        """Seconds of the next piece, if the steps beside it take so many."""
         if not any(one.n_generated for one in running):
             return _CALM_S
         bound_s = self._budget.max_stall_s or _UNBOUNDED_S
@@ -257,7 +256,6 @@ def _tiles(sequence: EngineSequence) -> list[PlacedTile]:
 
 
 def _missing(running: Iterable[EngineSequence]) -> Iterator[tuple[EngineSequence, PlacedTile]]:
-    """Tiles that are not encoded; those in the background last."""
     for sequence in sorted(running, key=lambda one: one.request.background):
         if not sequence.finished:
             for placed in _tiles(sequence):
@@ -266,5 +264,4 @@ def _missing(running: Iterable[EngineSequence]) -> Iterator[tuple[EngineSequence
 
 
 def _who_needs(placed: PlacedTile, running: Iterable[EngineSequence]) -> list[EngineSequence]:
-    """The sequences that have the same tile before them."""
     return [sequence for sequence, one in _missing(running) if one.key == placed.key]

@@ -88,7 +88,6 @@ def expanded(
 
 
 def _place(medium: Medium, prompt: list[int], projector: Projector) -> list[PlacedTile]:
-    """Write a medium's tokens at the prompt's end."""
     placed: list[PlacedTile] = []
     for part in projector.layout(medium.size):
         if not isinstance(part, Tile):

@@ -56,7 +56,6 @@ Pause = Callable[[], bool]
 
 
 def cannot_be_used(size: Size) -> str:
-    """A message about a picture or sound."""
     if len(size) == 2:
         return f"A picture of {size[0]} x {size[1]} pixels cannot be used."
     return f"A sound of {size[0] / SAMPLE_RATE:.1f} seconds cannot be used."
@@ -80,7 +79,6 @@ class Span(NamedTuple):
 
 
 Spans = tuple[Span, ...]
-"""A sequence's tiles, in order."""
 
 
 class Positions:
@@ -137,7 +135,6 @@ class Positions:
         self.put(seq_id, tuple(one for one in spans if one.start < n_tokens))
 
     def copy(self, source: int, target: int) -> None:
-        """The target is what the source is."""
         self.put(target, self._spans.get(source, ()))
 
     def put(self, seq_id: int, spans: Spans) -> None:
@@ -148,7 +145,6 @@ class Positions:
             self._spans.pop(seq_id, None)
 
     def clear(self) -> None:
-        """All sequences are empty."""
         self._spans.clear()
 
     # -- in saved states --------------------------------------------------------------------------

@@ -66,12 +66,9 @@ class MtmdProjector:
                 "`projector: false` serves text only."
             )
         self.pointer: Any = pointer
-        """llama.cpp's."""
         weakref.finalize(self, mtmd_cpp.mtmd_free, pointer).atexit = False
         self.sees = bool(mtmd_cpp.mtmd_support_vision(pointer))
-        """Whether it takes pictures."""
         self.hears = bool(mtmd_cpp.mtmd_support_audio(pointer))
-        """Whether it takes sounds."""
         if self.hears:
             check_counts(self.path)
         rate = mtmd_cpp.mtmd_get_audio_sample_rate(pointer) if self.hears else SAMPLE_RATE
@@ -82,11 +79,8 @@ class MtmdProjector:
         self.causal = not (self.sees and mtmd_cpp.mtmd_decode_use_non_causal(pointer, None))
         """Whether all tiles of pictures are."""
         self.n_embd: int = llama_cpp.llama_model_n_embd_inp(model.pointer)
-        """Numbers in an embedding."""
         self.n_bytes = self.path.stat().st_size
-        """Bytes of its file: nearly all of them are tensors."""
         self.fingerprint = fingerprint_of([self.path])
-        """Tells its content from other projectors'."""
         self._layouts: dict[Size, tuple[Part, ...]] = {}
         if self.sees:
             self.layout(_LARGE)  # has all the control tokens that there are
@@ -189,7 +183,6 @@ class _Chunks:
         self.pointer: Any = mtmd_cpp.mtmd_input_chunks_init()
 
     def detach(self) -> Any:
-        """The caller frees it."""
         pointer, self.pointer = self.pointer, None
         return pointer
 
@@ -204,7 +197,6 @@ def _bitmap(data: bytes | None, size: Size) -> Any:
 
 @contextmanager
 def _tokenized(projector: Any, data: bytes | None, size: Size) -> Iterator[_Chunks]:
-    """The chunks of a picture or sound; without its data, they cannot be encoded."""
     bitmap = _bitmap(data, size)
     chunks = _Chunks()
     try:

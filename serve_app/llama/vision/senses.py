@@ -20,9 +20,7 @@ class Senses(NamedTuple):
     """The kinds of media that a model takes."""
 
     sees: bool = False
-    """Pictures."""
     hears: bool = False
-    """Sounds."""
 
 
 NO_SENSES = Senses()
@@ -53,7 +51,6 @@ def check_counts(path: Path) -> None:
 
 
 def reader_of(path: Path) -> GGUFReader:
-    """Raises ConfigError if it is no GGUF file."""
     try:
         return GGUFReader(path)
     except (OSError, ValueError, IndexError, KeyError) as error:
@@ -61,13 +58,11 @@ def reader_of(path: Path) -> GGUFReader:
 
 
 def value(reader: GGUFReader, name: str) -> Any:
-    """None if the file has none of that name."""
     field = reader.get_field(name)
     return None if field is None else field.contents()
 
 
 _UNKNOWN = b"unknown projector type"
-"""llama.cpp's words for one that it does not know."""
 
 
 def why_unusable(path: Path, n_embd: int) -> str | None:
@@ -119,7 +114,6 @@ def _is_known(kind: str) -> bool:
 
 
 def _write_kind(path: Path, kind: str) -> None:
-    """A projector that has nothing but a kind."""
     writer = GGUFWriter(path, "clip")
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_string("clip.projector_type", kind)

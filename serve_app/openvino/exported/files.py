@@ -12,7 +12,6 @@ from pathlib import Path
 from serve_app.errors import ConfigError
 
 GRAPH = "openvino_model.xml"
-"""The file that stands for the model."""
 WEIGHTS = "openvino_model.bin"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -23,7 +22,6 @@ _OPTIONAL = (GENERATION, "chat_template.jinja", "chat_template.json")
 FILES = (*_NEEDED, *_OPTIONAL)
 """All that are read, the graph first."""
 SMALL_FILES = tuple(name for name in FILES if name not in (GRAPH, WEIGHTS))
-"""The files with a model's vocabulary and sizes."""
 
 
 def is_graph(path: Path) -> bool:

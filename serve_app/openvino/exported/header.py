@@ -91,13 +91,11 @@ def hyperparameters_of(folder: Path) -> Hyperparameters:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    """The small files that are there, read once: a header is made of what its name tells."""
     paths = (folder / name for name in SMALL_FILES)
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def _key(contents: Mapping[str, bytes], n_weight_bytes: int) -> str:
-    """A name for these files' content, and for what reads them."""
     digest = blake2b(f"{n_weight_bytes} {library.version()}".encode(), digest_size=16)
     digest.update(_code())
     for name, content in contents.items():

@@ -19,7 +19,6 @@ from serve_app.openvino.exported.files import trusted
 from serve_app.openvino.gguf_model import Rotary
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""GGUF's names for the types of config.json."""
 _SCALINGS = ("default", "linear", "llama3", "yarn")
 _YARN: Mapping[str, Any] = {
     "attention_factor": None,
@@ -31,7 +30,6 @@ _YARN: Mapping[str, Any] = {
 }
 """The parts of YaRN that nobody has written for other values than these."""
 _MOST = 2**24
-"""No size of a model is above this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,6 @@ class Hyperparameters:
     factors: NDArray[np.float32] | None
     """Divisors of the rotary frequencies, as Llama 3.1 has them."""
     tied: bool
-    """Whether the embeddings are the last matrix, too."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Hyperparameters:
@@ -101,7 +98,6 @@ class Hyperparameters:
         return layers + self.n_vocab * self.n_embd * (1 if self.tied else 2)
 
     def add_to(self, writer: GGUFWriter) -> None:
-        """Write them."""
         head = self.rotary.head_size
         writer.add_context_length(self.n_ctx_train)
         writer.add_embedding_length(self.n_embd)

@@ -35,7 +35,6 @@ _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _UNKNOWN_PARTS = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
 """The parts of a tokenizer's model that llama.cpp has nothing like."""
 _MOST_TOKENS = 2**20
-"""More than any model has."""
 _CONTROL = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<pad>|<mask>")
 """Tokens that llama.cpp's conversion takes for control tokens, whatever the tokenizer says."""
 
@@ -58,7 +57,6 @@ class TokenizerVocabulary:
     """Whether texts begin with a space, for `llama` only."""
 
     def add_to(self, writer: GGUFWriter) -> None:
-        """Write it, but for the merges."""
         writer.add_tokenizer_model(self.kind)
         writer.add_tokenizer_pre(self.cut)
         writer.add_token_list(self.tokens)
@@ -90,7 +88,6 @@ def _read(tokenizer: Json, n_vocab: int) -> TokenizerVocabulary:
 
 
 def _of_bytes(tokenizer: Json, tokens: Sequence[str]) -> TokenizerVocabulary:
-    """Byte-level BPE."""
     normalizer = tokenizer.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}):
         raise _unknown(normalizer)
@@ -103,7 +100,6 @@ def _of_bytes(tokenizer: Json, tokens: Sequence[str]) -> TokenizerVocabulary:
 
 
 def _pattern(pre_tokenizer: Json) -> str:
-    """The expression that cuts texts, or the kind of anything else."""
     match pre_tokenizer.get("pretokenizers"):
         case [
             {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated"},
@@ -214,7 +210,6 @@ _TEXTS = (
 )
 _WORD = frozenset(string.printable)
 _AT_ONCE = 24
-"""Tokens in a row."""
 _MOST_CHUNKS = 4000
 
 
@@ -253,6 +248,5 @@ def _of_tokens(model: Model, tokenizer: Any) -> Iterator[str]:
 
 
 def _with_added(tokenizer: Any) -> Iterator[str]:
-    """Each added token between words, and at both ends of a text."""
     for token in tokenizer.get_added_tokens_decoder().values():
         yield f"{token.content}one{token.content} two\n{token.content}\n three {token.content}"

@@ -81,7 +81,6 @@ class BlockTables:
         self._lengths[target] = self._lengths[source]
 
     def _n_needed(self, more: Mapping[int, int]) -> int:
-        """Free blocks that this takes."""
         n_needed, left = 0, Counter[int]()
         for sequence, n_tokens in more.items():
             table = self._tables[sequence]
@@ -93,7 +92,6 @@ class BlockTables:
         return n_needed
 
     def _writes_within(self, sequence: int, n_tokens: int) -> bool:
-        """Whether the first of these tokens goes into a block that has some."""
         return n_tokens > 0 and self._lengths[sequence] % BLOCK > 0
 
     def _own_last(self, sequence: int) -> BlockCopy:

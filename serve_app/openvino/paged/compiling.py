@@ -29,7 +29,6 @@ _RELATIVE, _ABSOLUTE = 2e-3, 1e-7
 """By so much exporters round frequencies, which they write as 16-bit floats."""
 
 Node = Any
-"""An operation of OpenVINO's, which has no types."""
 
 
 def name_parts(model: openvino.Model, frequencies: NDArray[np.float32], n_vocab: int) -> None:
@@ -58,7 +57,6 @@ def _check(model: openvino.Model, n_vocab: int) -> None:
 
 
 def _last_product(model: openvino.Model) -> Node:
-    """The product of the last vectors with the matrix of logits."""
     node = model.output(_LOGITS).get_node().input_value(0).get_node()
     while node.get_type_name() == "Convert":
         node = node.input_value(0).get_node()
@@ -68,7 +66,6 @@ def _last_product(model: openvino.Model) -> Node:
 
 
 def _constant(model: openvino.Model, frequencies: NDArray[np.float32]) -> Node:
-    """The constant with these frequencies."""
     for node in model.get_ops():
         if (
             node.get_type_name() == "Constant"
@@ -81,7 +78,6 @@ def _constant(model: openvino.Model, frequencies: NDArray[np.float32]) -> Node:
 
 
 def _as_floats(constant: Node) -> list[Node]:
-    """The constant's output, or those where it is converted to 32-bit floats."""
     users = [one.get_node() for one in constant.output(0).get_target_inputs()]
     converted = [one.output(0) for one in users if one.get_type_name() == "Convert"]
     return converted or [constant.output(0)]
@@ -143,7 +139,6 @@ processors do twice as fast."""
 SAMPLED, EMBEDDED = "sampled", "embedded"
 """Inputs: the rows whose logits, and whose vectors, are wanted."""
 LOGITS, VECTORS = "logits", "vectors"
-"""Outputs."""
 KEYS = "key_cache."
 CACHES = (KEYS, "value_cache.")
 """The names of inputs that are one layer's cache begin so."""
@@ -207,7 +202,6 @@ def compiled(
 
 
 def _choose_rows(model: openvino.Model) -> None:
-    """Have logits of some rows only, and vectors of others."""
     (hidden,) = (
         output
         for node in model.get_ops()

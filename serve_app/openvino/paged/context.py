@@ -33,7 +33,6 @@ from serve_app.openvino.paged.compiling import (
 
 _ALIGNMENT = 64
 _LENGTH = 8
-"""Bytes of a state's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,6 @@ class Pass:
 
     inputs: dict[str, NDArray[Any]]
     outputs: dict[int, int]
-    """The rows of the output, by the rows of the batch."""
     tables: BlockTables
     before: dict[int, int]
     """The lengths of its sequences, if it fails."""
@@ -57,11 +55,8 @@ class PagedOptions:
     n_blocks: int
     threads: int
     n_texts: int = 0
-    """Sequences for `PagedContext.embed`, besides the others."""
     n_text_blocks: int = 0
-    """Blocks for texts, besides the others."""
     frequencies: NDArray[np.float32] | None = None
-    """The frequencies of the rotary embedding, of a graph that was not built here."""
     cache_type: CacheType = "f16"
 
 
@@ -105,7 +100,6 @@ class PagedContext:
 
     @staticmethod
     def _cache(request: openvino.InferRequest, port: Any, n_blocks: int) -> NDArray[Any]:
-        """The memory of one layer's keys or values, which the compiled model writes."""
         shape = [one.get_length() if one.is_static else 0 for one in port.partial_shape]
         shape[0] = n_blocks
         if len(shape) != 4 or shape[2] not in (0, BLOCK):
@@ -161,7 +155,6 @@ class PagedContext:
                 self._texts.truncate(text, 0)
 
     def _entered(self, rows: Sequence[Row], tables: BlockTables, output: str) -> Pass:
-        """The pass over these rows, for which there are blocks now."""
         by_sequence: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
             by_sequence.setdefault(row[2], []).append(i)
@@ -299,7 +292,6 @@ class PagedContext:
     def _layers(
         self, n_blocks: int, state: NDArray[np.uint8]
     ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """Each cache, and its part of a state of so many blocks."""
         at = _LENGTH
         for cache in self._caches.values():
             end = at + n_blocks * cache[0].nbytes
@@ -321,7 +313,6 @@ class PagedContext:
 
 
 def _zeros(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
-    """Memory that the system gives when it is first used, aligned as vectors want it."""
     n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     room = np.zeros(n_bytes + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT

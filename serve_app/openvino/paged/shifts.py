@@ -16,7 +16,6 @@ from serve_app.openvino.paged.blocks import BLOCK
 BF16 = np.dtype(np.uint16)
 """The type of arrays that hold a bf16's bits."""
 _BITS = 16
-"""The bits of an f32 that a bf16 lacks."""
 
 
 def widened(cells: NDArray[Any]) -> NDArray[np.float32]:
