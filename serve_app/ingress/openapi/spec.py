@@ -25,7 +25,7 @@ from serve_app.ingress.batch.objects import (
     FileList,
     FileObject,
 )
-from serve_app.ingress.embeddings.protocol import (
+from serve_app.ingress.embeddings.preparation import (
     EmbeddingsRequest,
     LlamaEmbeddingRequest,
     RerankRequest,
@@ -51,8 +51,8 @@ from serve_app.ingress.ollama.protocol import (
 from serve_app.ingress.openai.answers import ErrorResponse, InputTokens, ModelCard, ModelList
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, CompletionRequest
 from serve_app.ingress.openapi import response_schemas as d
-from serve_app.ingress.responses.protocol import ResponsesRequest
-from serve_app.ingress.versions.protocol import RollbackRequest, VersionList, WeightsRequest
+from serve_app.ingress.responses.preparation import ResponsesRequest
+from serve_app.ingress.versions.preparation import RollbackRequest, VersionList, WeightsRequest
 
 Json = dict[str, Any]
 
