@@ -38,11 +38,12 @@
     `-- StorageFullError          507 storage_full
 
 Errors cross processes: every subclass hands all of its arguments, positionally, to
-`Exception.__init__`, or it could not be unpickled.
+`Exception.__init__`, or it could not be made again there.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -433,3 +434,27 @@ class StorageFullError(CorralError):
 
     status = 507
     code = "storage_full"
+
+
+def fields_of(error: CorralError) -> tuple[str, list[Any]]:
+    """The name and the arguments of the error, which `error_of` makes it of in another process."""
+    return type(error).__name__, list(error.args)
+
+
+def error_of(name: str, arguments: Sequence[Any]) -> CorralError:
+    """The error of this name with these arguments. Raises ValueError if there is none."""
+    try:
+        return _classes()[name](*arguments)
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"There is no such error: {name[:64]!r}") from None
+
+
+@functools.cache
+def _classes() -> dict[str, type[CorralError]]:
+    """The classes of errors, by their names."""
+    classes, by_name = [CorralError], dict[str, type[CorralError]]()
+    while classes:
+        error_class = classes.pop()
+        by_name[error_class.__name__] = error_class
+        classes += error_class.__subclasses__()
+    return by_name

@@ -11,9 +11,8 @@ from serve_app.config.schema import BatchConfig, IngressConfig
 from serve_app.errors import ConfigError
 from serve_app.ingress.access.addresses import is_loopback
 from serve_app.ingress.access.auth import Access
-from serve_app.ingress.access.limits.bodies import BodyLimits
-from serve_app.ingress.batch.service import BatchOptions
-from serve_app.ingress.batch.store import BatchLimits
+from serve_app.ingress.access.bodies import BodyLimits
+from serve_app.ingress.batch.store import BatchLimits, BatchOptions
 from serve_app.ingress.responses.store import Bounds
 
 

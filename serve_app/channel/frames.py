@@ -6,14 +6,13 @@ a report, what the replica says of itself: bytes that only its maker and its rea
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from serve_app.errors import CorralError
+from serve_app.errors import CorralError, error_of, fields_of
 from serve_app.types import TokenDelta
 
 Item = tuple[int, TokenDelta | None]
@@ -34,16 +33,15 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     replica_id: str
 
 
-def _encoded(value: object) -> bytes:
-    """Encodes values that MessagePack has no type for. Errors are pickled: both ends are of one
-    deployment."""
+def _encoded(value: object) -> object:
     if isinstance(value, CorralError):
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        return fields_of(value)
     raise NotImplementedError(type(value).__name__)
 
 
-def _decoded(_: type, value: bytes) -> Any:
-    return pickle.loads(value)
+def _decoded(_: type, value: Any) -> CorralError:
+    name, arguments = value
+    return error_of(name, arguments)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)

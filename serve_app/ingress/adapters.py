@@ -28,8 +28,6 @@ from serve_app.types import AdapterUse
 
 logger = logging.getLogger("corral.ingress")
 
-LOOK_EVERY_S = 5.0
-"""However a change was missed, it is known here after so long."""
 _LOAD_S = 600.0
 """A replica that has not loaded an adapter by then loads it when it is asked for."""
 _TELL_S = 2.0
@@ -53,12 +51,6 @@ class AdapterControl:
         self._all_loaded = all_loaded
         self._others = others
         self._known: dict[str, tuple[LoadedAdapter, ...]] = {}
-
-    async def watch(self) -> None:
-        """Look again and again, for ever."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            await self.look()
 
     async def look(self) -> None:
         """Serve what is loaded now. Raises nothing: Ray's head may be away for a moment."""
@@ -129,7 +121,6 @@ class AdapterControl:
         await broadcast.ask_all(handle, "unload_adapter", *told, timeout_s=_TELL_S)
 
     async def _tell(self) -> None:
-        """Have this ingress replica and the others look at the change."""
         await self.look()
         await self._others.tell()
 

@@ -11,20 +11,19 @@ from serve_app import __version__
 from serve_app.ingress import information
 from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.access.auth import IGNORED, Access, AccessMiddleware
-from serve_app.ingress.access.cors import Cors
-from serve_app.ingress.access.limits.open_requests import OpenRequests
+from serve_app.ingress.access.network import Cors
+from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.anthropic import routes as anthropic_routes
 from serve_app.ingress.anthropic import serving as anthropic_serving
 from serve_app.ingress.batch import routes as batch_routes
 from serve_app.ingress.batch.executor import BatchExecutor
-from serve_app.ingress.batch.service import BatchOptions, BatchService
-from serve_app.ingress.batch.store import BatchStore
+from serve_app.ingress.batch.store import BatchOptions
 from serve_app.ingress.dashboard import broadcaster
 from serve_app.ingress.dashboard.broadcaster import Broadcaster
 from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors
-from serve_app.ingress.http.dependencies import add_routes, worker_modules
+from serve_app.ingress.http.dependencies import Bodies, InProcess, add_routes, worker_modules
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.llama_server import slots
 from serve_app.ingress.media.fetching import Fetcher, FetchingWorkers
@@ -35,12 +34,10 @@ from serve_app.ingress.ollama import serving as ollama_serving
 from serve_app.ingress.openai import routes as openai_routes
 from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
-from serve_app.ingress.responses import stored as stored_responses
 from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.ingress.versions import routes as version_routes
 from serve_app.ingress.versions.control import Versions
-from serve_app.ingress.workers.bodies import Bodies, InProcess
 from serve_app.ingress.workers.pool import Workers
 
 ROUTERS = (
@@ -52,7 +49,6 @@ ROUTERS = (
     version_routes.ROUTER,
     anthropic_routes.ROUTER,
     responses_routes.ROUTER,
-    stored_responses.ROUTER,
     embedding_routes.ROUTER,
     ollama_routes.ROUTER,
     ollama_model_routes.ROUTER,
@@ -87,17 +83,9 @@ def build_api(
         workers = FetchingWorkers(workers, Fetcher(access.picture_hosts))
     bodies = Bodies(workers, strict=access.strict)
     accounts = access.accounts()
-    store = None if batches is None else BatchStore(batches.folder, batches.limits)
     executor = None
-    if store is not None and batches is not None:
-        executor = BatchExecutor(
-            lambda *call: app(*call),
-            store,
-            workers,
-            accounts,
-            batches.max_concurrency,
-            batches.lease_s,
-        )
+    if batches is not None:
+        executor = BatchExecutor(lambda *call: app(*call), batches, workers, accounts)
     app = FastAPI(
         title="Corral", version=__version__, lifespan=None if executor is None else executor.running
     )
@@ -108,7 +96,7 @@ def build_api(
     app.state.sse_ping_interval_s = sse_ping_interval_s
     app.state.versions = versions
     app.state.responses = responses or BackgroundResponses(models, Store(Bounds()), open_requests)
-    app.state.batches, app.state.takes_batches = BatchService(store, executor), batches is not None
+    app.state.batches = executor
     app.state.broadcaster = Broadcaster(models)
     errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)
     _add_middleware(app, access, accounts, open_requests)

@@ -19,10 +19,10 @@ from serve_app import heap
 from serve_app.channel.listener import Listener
 from serve_app.config.resolved import ResolvedModel
 from serve_app.ingress.access.auth import Access
-from serve_app.ingress.access.limits.open_requests import OpenRequests
+from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.adapters import AdapterControl, numbered
 from serve_app.ingress.api import WORKER_MODULES, build_api
-from serve_app.ingress.batch.service import BatchOptions
+from serve_app.ingress.batch.store import BatchOptions
 from serve_app.ingress.handle_client import HandleClient
 from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ModelInfo, ServedModel
@@ -30,8 +30,7 @@ from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.responses.actor import RayStore
 from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import Bounds
-from serve_app.ingress.versions.control import VersionControl
-from serve_app.ingress.versions.metrics import VersionMetrics
+from serve_app.ingress.versions.control import VersionControl, VersionMetrics
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.llama.vision.senses import NO_SENSES
 from serve_app.llama.vision.senses import senses as senses_of
@@ -43,6 +42,9 @@ from serve_app.store.shared_entries import LoadedAdapters, VersionWeights
 from serve_app.store.sharing.cluster import ClusterSharing
 
 logger = logging.getLogger("corral.ingress")
+
+_LOOK_EVERY_S = 5.0
+"""However a change that ingresses share was missed, it is known here after so long."""
 
 
 def _reader(model: ResolvedModel, path: Path) -> Callable[[], ModelInfo]:
@@ -161,9 +163,7 @@ class Ingress:
         )
         self._workers.weights = self._versions.given
         await asyncio.gather(self._adapters.look(), self._versions.start())
-        self._watching = [
-            asyncio.create_task(one.watch()) for one in (self._adapters, self._versions)
-        ]
+        self._watching = asyncio.create_task(self._watch())
         self._responses = BackgroundResponses(self._models, RayStore(kept_responses), self._open)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -178,6 +178,11 @@ class Ingress:
             self._batches,
             self._versions,
         )
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            await self.look_again()
 
     async def look_again(self) -> bool:
         """Look at what ingresses share, which has changed: see OtherIngresses.tell."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,6 @@ from serve_app.errors import (
 from serve_app.ingress.adapters import AdapterControl
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.model_registry import Answers
-from serve_app.ingress.shared_look import SharedLooks
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 from serve_app.routing import broadcast, fetching, reports
 from serve_app.types import (
@@ -44,6 +44,46 @@ from serve_app.types import (
     SlotAction,
     TokenDelta,
 )
+
+Answer = TypeVar("Answer")
+
+
+class SharedLooks(Generic[Answer]):
+    """Looks that are shared by all who ask the same question. Used in one event loop.
+
+    Callers that ask while a look is under way share the next one: no caller gets a state from
+    before its question. A question is looked into once in `every_s` seconds at most.
+    """
+
+    def __init__(self, look: Callable[[str], Awaitable[Answer]], every_s: float) -> None:
+        self._look, self._every_s = look, every_s
+        self._next: dict[str, asyncio.Future[Answer]] = {}
+        """The answers to questions whose next look has not begun."""
+        self._looking: dict[str, asyncio.Task[None]] = {}
+
+    async def ask(self, question: str = "") -> Answer:
+        """The result of a look that begins after this call. Raises what the look raises."""
+        answer = self._next.setdefault(question, asyncio.get_running_loop().create_future())
+        if question not in self._looking:
+            # In a context of its own: Serve cancels what a request has called when its client leaves.
+            self._looking[question] = asyncio.create_task(
+                self._look_on(question), context=contextvars.Context()
+            )
+        return await asyncio.shield(answer)
+
+    async def _look_on(self, question: str) -> None:
+        try:
+            while answer := self._next.pop(question, None):
+                began = time.monotonic()
+                try:
+                    answer.set_result(await self._look(question))
+                except Exception as error:
+                    answer.set_exception(error)
+                    answer.exception()  # where nobody waits for it any more, nobody is warned
+                await asyncio.sleep(began + self._every_s - time.monotonic())
+        finally:
+            del self._looking[question]
+
 
 _STATS_TIMEOUT_S = 2.0
 _SLOT_TIMEOUT_S = 60.0
@@ -60,7 +100,7 @@ _LATE_S = 10.0
 
 
 class HandleClient:
-    """One model's engines behind a Serve handle. Used in the ingress's event loop."""
+    """The EngineClient of one model's engines behind a Serve handle. Used in the ingress's event loop."""
 
     def __init__(
         self,
@@ -83,8 +123,11 @@ class HandleClient:
         self._handle = handle
         self._vocabulary_key = vocabulary_key
         self._listener = listener
-        self._stats = SharedLooks(self._ask_stats, _LOOK_EVERY_S)
-        self._fetching = SharedLooks(self._ask_fetching, _LOOK_EVERY_S)
+        self._stats = SharedLooks(lambda _: self._ask_all("stats"), _LOOK_EVERY_S)
+        named = handle.app_name, handle.deployment_name
+        self._fetching = SharedLooks(
+            lambda _: asyncio.to_thread(fetching.read, *named), _LOOK_EVERY_S
+        )
         self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
         self._states: asyncio.Task[Any] | None = None
         self._starting = FairSemaphore(_STARTING, _STARTING_EACH)
@@ -92,7 +135,7 @@ class HandleClient:
         """The followers of calls. A complete answer's follower ends by itself, a moment later."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
-        """Run a request, on another replica if one is lost: see EngineClient."""
+        """Run a request, on another replica if one is lost."""
         return unbroken(request, self._attempt)
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
@@ -137,38 +180,32 @@ class HandleClient:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether an engine runs, as far as is known here."""
         running = broadcast.running(self._handle)
         if self._is_on_demand:  # its replicas have channels while the model is loaded
             return any(reports.HERE.hears(one) for one in running)
         return bool(running)
 
     async def load(self) -> None:
-        """Returns when an engine runs. Raises CorralError."""
         async with self._loading(), _translated():
             refusal: CorralError | None = await self._handle.is_there.remote()
             if refusal is not None:
                 raise refusal
 
     async def release(self) -> None:
-        """Let an engine that is loaded on demand go, if nobody uses it."""
         if not self._is_on_demand:
             return
         await broadcast.ask_all(self._handle, "release", timeout_s=_STATS_TIMEOUT_S)
 
     async def load_adapter(self, adapter: AdapterConfig) -> None:
-        """Have one more LoRA adapter, at all replicas. Raises CorralError."""
         await self.load()
         await self._adapters.load(self._model_id, adapter, self._handle)
 
     async def unload_adapter(self, adapter_id: str) -> None:
-        """Unload an adapter that was loaded so. Raises CorralError."""
         await self._adapters.unload(self._model_id, adapter_id, self._handle)
 
     async def embed(
         self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
     ) -> NDArray[np.float32]:
-        """A vector for each text: see EngineClient."""
         async with self._loading():
             return await retried(lambda: self._embed_once(texts, client, background))
 
@@ -189,10 +226,6 @@ class HandleClient:
     async def stats(self) -> Answers[ReplicaStats]:
         """Each replica's state and statistics. Callers that ask meanwhile share the next look."""
         return await self._stats.ask()
-
-    async def _ask_stats(self, _: str) -> Answers[ReplicaStats]:
-        found, missing = await self._ask_all("stats")
-        return Answers(tuple(found), missing)
 
     async def replica_states(self) -> dict[str, int]:
         """The number of replicas in each state, by Serve's controller. Nothing if that is away, or late."""
@@ -218,20 +251,16 @@ class HandleClient:
         except (RayError, OSError, TimeoutError):
             return ()
 
-    async def _ask_fetching(self, _: str) -> Sequence[FetchingReplica]:
-        named = self._handle.app_name, self._handle.deployment_name
-        return await asyncio.to_thread(fetching.read, *named)
-
     async def explain(self, request_id: str) -> Answers[RequestRecord]:
         """The replicas' records of a request. Callers that ask meanwhile share the next look."""
         return await self._explained.ask(request_id)
 
     async def _ask_explain(self, request_id: str) -> Answers[RequestRecord]:
-        found, missing = await self._ask_all("explain", request_id)
-        return Answers(tuple(record for one in found for record in one.records), missing)
+        answers = await self._ask_all("explain", request_id)
+        records = (record for answer in answers.found for record in answer.records)
+        return Answers(tuple(records), answers.missing)
 
     async def media_tokens(self, sizes: Sequence[Size]) -> int:
-        """The number of tokens that media of these sizes have. Raises CorralError."""
         async with self._loading(), _translated():
             answer: int | CorralError = await self._handle.media_tokens.remote(sizes)
         if isinstance(answer, CorralError):
@@ -241,7 +270,6 @@ class HandleClient:
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:
-        """Save, restore or erase one replica's slot. Raises CorralError."""
         arguments = "act_on_slot", replica_id, action, slot_id, name
         answer = await broadcast.ask_one(self._handle, *arguments, timeout_s=_SLOT_TIMEOUT_S)
         if isinstance(answer, CorralError):
@@ -250,16 +278,15 @@ class HandleClient:
             raise EngineUnavailableError(f"The replica {replica_id} does not answer.")
         return answer
 
-    async def _ask_all(self, method: str, *arguments: Any) -> tuple[list[Any], tuple[str, ...]]:
-        """The answers, each with its `replica_id`, and the replicas that ran all the time and did
-        not answer."""
+    async def _ask_all(self, method: str, *arguments: Any) -> Answers[Any]:
+        """The answers, each with its `replica_id`; missing are replicas that ran all the time."""
         running = broadcast.running(self._handle)
         found = await broadcast.ask_all(
             self._handle, method, *arguments, timeout_s=_STATS_TIMEOUT_S
         )
         running &= broadcast.running(self._handle)
-        missing = tuple(sorted(running - {one.replica_id for one in found}))
-        return [one for one in found if not isinstance(one, Asleep)], missing
+        missing = tuple(sorted(running - {answer.replica_id for answer in found}))
+        return Answers(tuple(answer for answer in found if not isinstance(answer, Asleep)), missing)
 
 
 async def _follow(response: Any, call: IncomingCall) -> None:
@@ -299,7 +326,6 @@ def _leave(response: Any) -> None:
 
 
 def _translate(error: Exception) -> CorralError:
-    """The error behind the handle, in Corral's terms."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, CorralError):
         return cause

@@ -117,9 +117,6 @@ class MediaReader(Protocol):
     def load(self) -> None:
         """Load the libraries that decode, before workers are forked."""
 
-    def check(self, is_sound: bool, field: str) -> None:
-        """Raises MediaError for a kind that the model does not take."""
-
     def decode(self, urls: Sequence[str], field: str) -> list[Medium]:
         """The pictures and sounds at these URLs. Raises InvalidRequestError, MediaError, and
         PicturesWantedError for those that are to be fetched."""
@@ -183,6 +180,10 @@ class ModelInfo:
     def served_by(self, engine: EngineClient) -> ServedModel:
         """The model with the client of its engines."""
         return ServedModel(**vars(self), engine=engine)
+
+
+Models = Mapping[str, ModelInfo]
+"""All models, by their ids."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +273,6 @@ def _canonical(name: str) -> str:
 
 
 def _adapted(models: Iterable[M], name: str) -> Iterator[M]:
-    """The models that have an adapter of that name."""
     for model in models:
         for adapter in model.adapters.values():
             names = (model.id, family(model), *model.aliases)

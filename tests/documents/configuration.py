@@ -19,7 +19,7 @@ from serve_app.config.schema import (
     RayActorOptions,
 )
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
-from serve_app.ingress.http.account import ApiKey
+from serve_app.ingress.http.request_context import ApiKey
 from serve_app.sampling import PARAMETERS
 from tests.documents.tables import table
 

@@ -10,7 +10,7 @@ import typer
 from ray.util.metrics import Metric
 
 from serve_app.cli.main import app
-from serve_app.ingress.versions.metrics import VersionMetrics
+from serve_app.ingress.versions.control import VersionMetrics
 from serve_app.replica.metrics import ReplicaMetrics
 from tests.documents.tables import table
 

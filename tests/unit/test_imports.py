@@ -221,7 +221,7 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.ingress.handle_client",
         "serve_app.ingress.others",
         "serve_app.ingress.responses.actor",
-        "serve_app.ingress.versions.metrics",
+        "serve_app.ingress.versions.control",
         "serve_app.routing.autoscaling",
         "serve_app.routing.broadcast",
         "serve_app.routing.fetching",

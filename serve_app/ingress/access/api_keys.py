@@ -20,7 +20,7 @@ from serve_app.errors import (
     AuthenticationError,
     ConfigError,
 )
-from serve_app.ingress.http.account import Account, ApiKey, Clock
+from serve_app.ingress.http.request_context import Account, ApiKey, Clock
 
 logger = logging.getLogger("corral.ingress")
 
@@ -146,7 +146,6 @@ def hash_keys(path: Path) -> int:
 
 
 def _entries(document: Any) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
-    """The fields of all keys, as names and values with their places in the file."""
     (keys,) = [value for name, value in document.value if name.value == "keys"]
     for key in keys.value:
         yield from key.value

@@ -26,19 +26,17 @@ from serve_app.errors import (
 )
 from serve_app.ingress.access.addresses import network_of
 from serve_app.ingress.access.api_keys import KeyAccounts
-from serve_app.ingress.access.limits.bodies import (
+from serve_app.ingress.access.bodies import (
     BodyLimits,
     BodyReader,
     is_streamed,
     is_unread,
     replay,
 )
-from serve_app.ingress.access.limits.open_requests import OpenRequests
-from serve_app.ingress.access.limits.turnstile import Turnstile
 from serve_app.ingress.access.network import NetworkPolicy
+from serve_app.ingress.access.turnstile import OpenRequests, Turnstile
 from serve_app.ingress.http import errors, request_context
-from serve_app.ingress.http.account import RETRY_S
-from serve_app.ingress.http.request_context import Caller
+from serve_app.ingress.http.request_context import RETRY_S, Caller
 
 # What load balancers ask for, by any name and without keys.
 _OPEN_PATHS = frozenset({"/health", "/v1/health"})
@@ -174,7 +172,6 @@ class AccessMiddleware:
             self._n_held -= 1
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
-        """The sender of this request. Raises CorralError if the request is not allowed."""
         account, is_operator = None, self._operators_are_all
         if scope["path"] not in _OPEN_PATHS:
             self._network.check(scope, headers)
@@ -204,7 +201,6 @@ class AccessMiddleware:
 
 
 def _may_wait(scope: Scope, headers: Headers) -> bool:
-    """Whether little comes while it does."""
     declared = headers.get("content-length", "" if scope["method"] == "POST" else "0")
     return declared.isdecimal() and int(declared) <= MOST_HELD_BYTES
 

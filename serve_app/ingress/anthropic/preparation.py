@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from serve_app.ingress.anthropic.protocol import CountTokensRequest, MessagesRequest
 from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Chat, PromptLength
-from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.model_registry import find
-from serve_app.ingress.workers.worker import Models
+from serve_app.ingress.http.request_model import parsed
+from serve_app.ingress.model_registry import Models, find
 
 
 @dataclass(frozen=True, slots=True)

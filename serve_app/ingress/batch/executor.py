@@ -10,7 +10,8 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp
 
 from serve_app.errors import CorralError, EngineClosedError, QueueFullError
 from serve_app.ingress.access.api_keys import KeyAccounts
+from serve_app.ingress.access.bodies import BodyLimits, BodyReader
 from serve_app.ingress.batch import preparation
 from serve_app.ingress.batch.client import LineResponse, post
 from serve_app.ingress.batch.journal import (
@@ -29,10 +31,9 @@ from serve_app.ingress.batch.journal import (
     line_of,
 )
 from serve_app.ingress.batch.objects import LineError
-from serve_app.ingress.batch.pace import BatchPace
 from serve_app.ingress.batch.preparation import CheckedLine
-from serve_app.ingress.batch.store import BatchStore, ClaimedBatch, is_full
-from serve_app.ingress.batch.window import LineWindow
+from serve_app.ingress.batch.store import BatchOptions, BatchStore, ClaimedBatch, is_full
+from serve_app.ingress.batch.window import BatchPace, LineWindow
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.workers.pool import Workers
 from serve_app.types import account
@@ -57,6 +58,12 @@ _FLUSH_S = 0.25
 _BUSY = (429, 503)
 _FINAL = (501,)
 """Statuses of 500 and more that another try does not change."""
+MOST_UPLOADS, MOST_UPLOADS_EACH = 32, 4
+"""The most files that one ingress receives at once, and those of one client."""
+UPLOAD_S = 3600.0
+"""The longest time that a file may take to arrive."""
+_FORM_BYTES = 64 * 2**10
+"""The most bytes of an upload besides the file."""
 T = TypeVar("T")
 
 
@@ -90,24 +97,21 @@ class DiskRoom:
         """The function's result, in a thread. While the disk is full, it is called again and again: a call
         that fails must have changed nothing."""
         run = asyncio.get_running_loop().run_in_executor
-        try:
-            return await run(thread, function, *arguments)
-        except (OSError, sqlite3.Error) as error:
-            self._check_is_full(error)
-        with self._waiting():
+        with ExitStack() as waiting:
+            is_waiting = False
             while True:
+                try:
+                    return await run(thread, function, *arguments)
+                except (OSError, sqlite3.Error) as error:
+                    if self._closed.is_set() or not is_full(error, self._store.folder):
+                        raise
+                if not is_waiting:
+                    is_waiting = True
+                    waiting.enter_context(self._waiting())
                 # Unlike `wait_for`, a timeout never swallows a cancellation that comes with the event.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_ROOM_S):
                         await self._closed.wait()
-                try:
-                    return await run(thread, function, *arguments)
-                except (OSError, sqlite3.Error) as error:
-                    self._check_is_full(error)
-
-    def _check_is_full(self, error: Exception) -> None:
-        if self._closed.is_set() or not is_full(error, self._store.folder):
-            raise error
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -130,19 +134,26 @@ class BatchExecutor:
     def __init__(
         self,
         app: ASGIApp,
-        store: BatchStore,
+        options: BatchOptions,
         workers: Workers,
         accounts: KeyAccounts | None,
-        most_lines: int,
-        lease_s: float,
     ) -> None:
-        """`app` is asked for lines, for at most so many at once. `workers` read the files. `accounts` are
-        those who have keys."""
-        self._app = app
-        self.store, self.workers = store, workers
+        """`app` is asked for lines. `workers` read the files. `accounts` are those who have keys. Raises
+        OSError for a folder that cannot be used."""
+        self.app = app
+        self.store = BatchStore(options.folder, options.limits)
+        self.workers = workers
+        self.uploads = BodyReader(
+            BodyLimits(
+                MOST_UPLOADS,
+                max_each=MOST_UPLOADS_EACH,
+                max_bytes=options.limits.max_file_bytes + _FORM_BYTES,
+                timeout_s=UPLOAD_S,
+            )
+        )
+        """Receives the files."""
         self._accounts = accounts
-        self._most_lines = most_lines
-        self._lease_s = lease_s
+        self._most_lines, self._lease_s = options.max_concurrency, options.lease_s
         self._holder = uuid.uuid4().hex
         self._working: dict[str, asyncio.Task[None]] = {}
         self._woken = asyncio.Event()
@@ -210,15 +221,12 @@ class BatchExecutor:
             failed = True
             logger.exception("Batch %s failed for now. It is tried again.", batch.id)
         finally:
+            release = partial(self.store.release, self._holder, batch.id, failed=failed)
             with suppress(Exception):
-                await asyncio.shield(self._release(batch, failed))
+                await asyncio.shield(asyncio.to_thread(release))
             thread.shutdown(wait=False)
 
-    async def _release(self, batch: ClaimedBatch, failed: bool) -> None:
-        await asyncio.to_thread(self.store.release, self._holder, batch.id, failed=failed)
-
     async def renew(self, batch: ClaimedBatch) -> str:
-        """The status that the batch has now. Raises LeaseLostError."""
         status = await self.room.do(self.store.renew, self._holder, batch.id, self._lease_s)
         if status is None:
             raise LeaseLostError
@@ -238,10 +246,6 @@ class BatchExecutor:
             is_batch_line=True,
             is_promoted=is_promoted,
         )
-
-    async def post(self, path: str, body: bytes, caller: Caller) -> LineResponse:
-        """The application's answer to a line."""
-        return await post(self._app, path, body, caller)
 
 
 class BatchExecution:
@@ -269,7 +273,6 @@ class BatchExecution:
         return await self._executor.room.do(function, *arguments, thread=self._thread)
 
     async def run(self) -> None:
-        """Work until the batch has ended. Raises LeaseLostError, OSError and sqlite3.Error."""
         batch, source = self._batch, self._store.path(self._batch.input_file_id)
         journal = await self._do(BatchJournal, self._store.folder / "runs", batch.id, source)
         try:
@@ -324,7 +327,6 @@ class BatchExecution:
     # -- the file ---------------------------------------------------------------------------------
 
     async def _check(self, journal: BatchJournal) -> list[LineError]:
-        """Check the lines that nobody has checked, until the batch is to end. Returns what is wrong."""
         errors: list[LineError] = []
         while not self._end() and len(errors) < MOST_ERRORS:
             chunk = await self._do(journal.next_chunk)
@@ -424,7 +426,7 @@ class BatchExecution:
                     error = {"code": "invalid_api_key", "message": "The batch's API key is gone."}
                     return LineResult(line.n, False, line_of(line.custom_id, None, error))
                 body = await self._do(journal.body, line)
-                asking = executor.post(batch.endpoint, body, caller)
+                asking = post(executor.app, batch.endpoint, body, caller)
                 del body
                 answer = await (asking if is_promoted else _unless(self._is_promoted, asking))
                 if answer is None:
@@ -461,7 +463,6 @@ class BatchExecution:
 
 
 async def _left(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """The tasks that are left when some have ended. Raises what one of them raised."""
     done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

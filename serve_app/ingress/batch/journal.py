@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from serve_app.ingress.access.limits.bodies import MAX_BODY_BYTES
+from serve_app.ingress.access.bodies import MAX_BODY_BYTES
 from serve_app.ingress.batch.objects import LineError
 from serve_app.ingress.batch.preparation import CheckedLine
 

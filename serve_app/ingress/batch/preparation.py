@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from serve_app.ingress.access.limits.bodies import MAX_BODY_BYTES
+from serve_app.ingress.access.bodies import MAX_BODY_BYTES
 from serve_app.ingress.batch.objects import BatchRequest
-from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.workers.worker import Models
+from serve_app.ingress.http.request_model import parsed
+from serve_app.ingress.model_registry import Models
 
 _PREFIX_BYTES = 512
 """Lines are computed in the order of so much of their prompts: lines that begin alike, together."""
@@ -65,8 +65,7 @@ _PROMPT = ("model", "tools", "instructions", "messages", "prompt", "input")
 _OFF = (b"null", b"false")
 
 
-class _LineError(Exception):
-    """A line is wrong: a code, a message and the field's name."""
+class _LineError(Exception): ...
 
 
 def lines(models: Models, body: bytes) -> list[CheckedLine]:
@@ -95,7 +94,6 @@ def _checked(n: int, line: bytes, start: int, endpoint: str) -> CheckedLine:
 
 
 def _read(line: bytes, endpoint: str) -> tuple[str, bytes, bytes]:
-    """The line's `custom_id`, its body, and what its prompt begins with."""
     if len(line) > MAX_BODY_BYTES:
         message = f"The line has more than {MAX_BODY_BYTES} bytes."
         raise _LineError("line_too_long", message, None)

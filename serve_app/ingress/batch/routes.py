@@ -9,16 +9,25 @@ import asyncio
 import sqlite3
 import uuid
 from collections.abc import AsyncIterator, Callable
+from email.message import Message
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response, StreamingResponse
+from python_multipart import MultipartParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
 
-from serve_app.errors import InvalidRequestError, StorageFullError
-from serve_app.ingress.access.limits.bodies import streamed, unread
+from serve_app.errors import (
+    InvalidRequestError,
+    NotSupportedError,
+    RequestTooLargeError,
+    StorageFullError,
+)
+from serve_app.ingress.access.bodies import streamed, unread
 from serve_app.ingress.batch import preparation
-from serve_app.ingress.batch.multipart import UploadForm
+from serve_app.ingress.batch.executor import BatchExecutor
 from serve_app.ingress.batch.objects import (
     BatchList,
     BatchObject,
@@ -28,10 +37,123 @@ from serve_app.ingress.batch.objects import (
     FileObject,
     paged,
 )
-from serve_app.ingress.batch.service import BatchService
 from serve_app.ingress.batch.store import BatchStore, is_full
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import prepared
+
+_MOST_HEADER_BYTES = 8 * 2**10
+_MOST_FIELD_BYTES = 4 * 2**10
+_MOST_PARTS = 20
+_MOST_BOUNDARY = 200
+Sink = Callable[[bytes], object]
+"""Takes the next bytes of the file."""
+
+
+class UploadForm:
+    """The fields of a form, piece by piece. Raises InvalidRequestError for what is no such form, and
+    RequestTooLargeError for a file of more than `max_bytes`."""
+
+    def __init__(self, content_type: str, sink: Sink, max_bytes: int) -> None:
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        """The name of the field `file`, which the sink gets; None as long as there was none."""
+        self.n_bytes = 0
+        self.complete = False
+        self._n_parts = 0
+        self._sink, self._max_bytes = sink, max_bytes
+        self._header, self._header_value = bytearray(), bytearray()
+        self._disposition = b""
+        self._name: str | None = None
+        """The name of the field that is being read; None while it is the file."""
+        self._value = bytearray()
+        self._parser = MultipartParser(
+            _boundary(content_type),
+            {
+                "on_part_begin": self._part_begins,
+                "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+                "on_header_value": lambda data, start, end: self._header_value.extend(
+                    data[start:end]
+                ),
+                "on_header_end": self._header_ends,
+                "on_headers_finished": self._value_begins,
+                "on_part_data": lambda data, start, end: self._take(data[start:end]),
+                "on_part_end": self._part_ends,
+                "on_end": self._end,
+            },
+            max_header_size=_MOST_HEADER_BYTES,
+        )
+
+    def feed(self, piece: bytes) -> None:
+        """More of it has come. Bytes after the form's end are ignored."""
+        if self.complete:
+            return
+        try:
+            self._parser.write(piece)
+        except FormParserError as error:
+            raise InvalidRequestError(f"The form cannot be read: {error}") from None
+
+    def _part_begins(self) -> None:
+        self._n_parts += 1
+        if self._n_parts > _MOST_PARTS:
+            raise InvalidRequestError("The form has too many fields.")
+        self._disposition = b""
+
+    def _header_ends(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = bytes(self._header_value)
+        self._header.clear()
+        self._header_value.clear()
+
+    def _value_begins(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        if b"name" not in options:
+            raise InvalidRequestError("The form cannot be read: a field has no name.")
+        name = _text(options[b"name"])
+        self._name = None if name == "file" else name[:64]
+        self._value.clear()
+        if self._name is None:
+            if self.filename is not None:
+                raise InvalidRequestError("The form has two files.", "file")
+            self.filename = _text(options.get(b"filename", b""))[:255] or "file"
+
+    def _take(self, piece: bytes) -> None:
+        if self._name is None:
+            self._take_of_file(piece)
+            return
+        self._value += piece
+        if len(self._value) > _MOST_FIELD_BYTES:
+            raise InvalidRequestError(
+                f"{self._name}: more than {_MOST_FIELD_BYTES} bytes.", self._name
+            )
+
+    def _take_of_file(self, piece: bytes) -> None:
+        self.n_bytes += len(piece)
+        if self.n_bytes > self._max_bytes:
+            raise RequestTooLargeError(f"The file has more than {self._max_bytes} bytes.")
+        self._sink(piece)
+
+    def _part_ends(self) -> None:
+        if self._name is not None:
+            self.fields[self._name] = _text(bytes(self._value))
+
+    def _end(self) -> None:
+        self.complete = True
+
+
+def _boundary(content_type: str) -> bytes:
+    header = Message()
+    header["content-type"] = content_type
+    boundary = header.get_param("boundary")
+    if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
+        raise InvalidRequestError("Send a form: Content-Type: multipart/form-data.")
+    if not 0 < len(boundary) <= _MOST_BOUNDARY:
+        raise InvalidRequestError("The form's boundary is missing or too long.")
+    return boundary.encode("latin-1", "replace")
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")
+
 
 _BUFFER_BYTES = 2**20
 _EXPIRES_S = 3600, 2_592_000
@@ -40,12 +162,14 @@ BatchLimit = Annotated[int, Query(ge=1, le=100)]
 T = TypeVar("T")
 
 
-async def _service(request: Request) -> BatchService:
-    service: BatchService = request.app.state.batches
-    return service
+async def _batches(request: Request) -> BatchExecutor:
+    batches: BatchExecutor | None = request.app.state.batches
+    if batches is None:
+        raise NotSupportedError("Files and batches are not configured. Set ingress.batch.folder.")
+    return batches
 
 
-ServiceArgument = Annotated[BatchService, Depends(_service)]
+BatchesArgument = Annotated[BatchExecutor, Depends(_batches)]
 ROUTER = APIRouter()
 
 
@@ -57,13 +181,13 @@ def _owner() -> str:
 
 @ROUTER.post("/v1/files")
 @streamed
-async def create_file(request: Request, service: ServiceArgument) -> FileObject:
+async def create_file(request: Request, batches: BatchesArgument) -> FileObject:
     """Upload a file of requests, as a form: `file`, and `purpose`, which is `batch`."""
-    store, owner = service.store, _owner()
+    store, owner = batches.store, _owner()
     await _do(store, store.check_room, owner)
     arriving = store.folder / "arriving" / uuid.uuid4().hex
     try:
-        form = await _received(request, service, arriving)
+        form = await _received(request, batches, arriving)
         return await _do(store, _taken, store, owner, arriving, form)
     finally:
         await asyncio.to_thread(arriving.unlink, missing_ok=True)
@@ -71,7 +195,7 @@ async def create_file(request: Request, service: ServiceArgument) -> FileObject:
 
 @ROUTER.get("/v1/files")
 async def list_files(
-    service: ServiceArgument,
+    batches: BatchesArgument,
     purpose: str | None = None,
     limit: FileLimit = 10_000,
     after: str | None = None,
@@ -80,21 +204,21 @@ async def list_files(
     """Your files, the newest first."""
     newest_first = order == "desc"
     files = await asyncio.to_thread(
-        service.store.files, _owner(), purpose, limit, after, newest_first=newest_first
+        batches.store.files, _owner(), purpose, limit, after, newest_first=newest_first
     )
     return paged(FileList, files, limit)  # type: ignore[no-any-return]
 
 
 @ROUTER.get("/v1/files/{file_id}")
-async def get_file(service: ServiceArgument, file_id: str) -> FileObject:
+async def get_file(batches: BatchesArgument, file_id: str) -> FileObject:
     """One file."""
-    return await asyncio.to_thread(service.store.file, _owner(), file_id)
+    return await asyncio.to_thread(batches.store.file, _owner(), file_id)
 
 
 @ROUTER.get("/v1/files/{file_id}/content", response_model=None)
-async def get_file_content(service: ServiceArgument, file_id: str) -> Response:
+async def get_file_content(batches: BatchesArgument, file_id: str) -> Response:
     """The content of a file."""
-    store = service.store
+    store = batches.store
     file = await asyncio.to_thread(store.file, _owner(), file_id)
     headers = {"content-length": str(file.bytes)}
     return StreamingResponse(
@@ -103,50 +227,50 @@ async def get_file_content(service: ServiceArgument, file_id: str) -> Response:
 
 
 @ROUTER.delete("/v1/files/{file_id}")
-async def delete_file(service: ServiceArgument, file_id: str) -> DeletedFile:
+async def delete_file(batches: BatchesArgument, file_id: str) -> DeletedFile:
     """Delete a file that no running batch needs."""
-    await _do(service.store, service.store.delete_file, _owner(), file_id)
+    await _do(batches.store, batches.store.delete_file, _owner(), file_id)
     return DeletedFile(id=file_id)
 
 
 @ROUTER.post("/v1/batches")
 async def create_batch(
-    service: ServiceArgument, body: Annotated[BatchRequest, prepared(preparation.batch)]
+    batches: BatchesArgument, body: Annotated[BatchRequest, prepared(preparation.batch)]
 ) -> BatchObject:
     """Have a file's requests answered, behind everybody else's."""
-    store = service.store
+    store = batches.store
     batch = await _do(store, store.add_batch, _owner(), body)
-    service.wake()
+    batches.wake()
     return batch
 
 
 @ROUTER.get("/v1/batches")
 async def list_batches(
-    service: ServiceArgument, limit: BatchLimit = 20, after: str | None = None
+    batches: BatchesArgument, limit: BatchLimit = 20, after: str | None = None
 ) -> BatchList:
     """Your batches, the newest first."""
-    batches = await asyncio.to_thread(service.store.batches, _owner(), limit, after)
-    return paged(BatchList, batches, limit)  # type: ignore[no-any-return]
+    listed = await asyncio.to_thread(batches.store.batches, _owner(), limit, after)
+    return paged(BatchList, listed, limit)  # type: ignore[no-any-return]
 
 
 @ROUTER.get("/v1/batches/{batch_id}")
-async def get_batch(service: ServiceArgument, batch_id: str) -> BatchObject:
+async def get_batch(batches: BatchesArgument, batch_id: str) -> BatchObject:
     """One batch, and how far it is."""
-    return await asyncio.to_thread(service.store.batch, _owner(), batch_id)
+    return await asyncio.to_thread(batches.store.batch, _owner(), batch_id)
 
 
 @ROUTER.post("/v1/batches/{batch_id}/cancel")
 @unread
-async def cancel_batch(service: ServiceArgument, batch_id: str) -> BatchObject:
+async def cancel_batch(batches: BatchesArgument, batch_id: str) -> BatchObject:
     """Have a batch end soon; what has been answered by then is kept."""
-    batch = await _do(service.store, service.store.cancel, _owner(), batch_id)
-    service.wake()
+    batch = await _do(batches.store, batches.store.cancel, _owner(), batch_id)
+    batches.wake()
     return batch
 
 
-async def _received(request: Request, service: BatchService, arriving: Path) -> UploadForm:
+async def _received(request: Request, batches: BatchExecutor, arriving: Path) -> UploadForm:
     """The form, whose file is on the disk. Raises CorralError."""
-    store, buffer = service.store, bytearray()
+    store, buffer = batches.store, bytearray()
     content_type = request.headers.get("content-type", "")
     form = UploadForm(content_type, buffer.extend, store.limits.max_file_bytes)
 
@@ -157,7 +281,7 @@ async def _received(request: Request, service: BatchService, arriving: Path) -> 
             buffer.clear()
 
     holder = request_context.current().holder
-    await service.uploads.stream(holder, request.headers, request.receive, take)
+    await batches.uploads.stream(holder, request.headers, request.receive, take)
     await _do(store, _append, arriving, bytes(buffer))
     if not form.complete:
         raise InvalidRequestError("The form ends too early.")
@@ -170,7 +294,6 @@ def _append(path: Path, data: bytes) -> None:
 
 
 async def _do(store: BatchStore, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """The function's result, in a thread. Raises StorageFullError if the disk is full."""
     try:
         return await asyncio.to_thread(function, *arguments, **options)
     except (OSError, sqlite3.Error) as error:

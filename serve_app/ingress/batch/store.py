@@ -17,7 +17,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,18 @@ class BatchLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """The folder of files and batches, and their limits."""
+
+    folder: Path
+    limits: BatchLimits = field(default_factory=BatchLimits)
+    max_concurrency: int = 256
+    """Lines that are asked for at once."""
+    lease_s: float = 15.0
+    """A process that dies keeps others from its batches for so long at most."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClaimedBatch:
     """A batch, as its executor knows it."""
 
@@ -115,11 +127,11 @@ class BatchStore:
     def __init__(
         self,
         folder: Path,
-        limits: BatchLimits | None = None,
+        limits: BatchLimits = BatchLimits(),
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Makes the folder, private to this user, if it is not there. Raises OSError."""
-        self.limits = limits or BatchLimits()
+        self.limits = limits
         self.folder = folder
         self._clock = clock
         for subfolder in (folder, folder / "files", folder / "runs", folder / "arriving"):
@@ -186,7 +198,6 @@ class BatchStore:
             return _file(_one(db, "files", file_id, owner))
 
     def file(self, owner: str, file_id: str) -> FileObject:
-        """Raises ObjectNotFoundError, like all of these, for what is not the owner's."""
         with self._transaction() as db:
             return _file(_one(db, "files", file_id, owner))
 
@@ -277,7 +288,6 @@ class BatchStore:
             return _batch(_one(db, "batches", batch_id, owner))
 
     def batch(self, owner: str, batch_id: str) -> BatchObject:
-        """One batch."""
         with self._transaction() as db:
             return _batch(_one(db, "batches", batch_id, owner))
 
@@ -298,9 +308,7 @@ class BatchStore:
                 _move(db, batch_id, "cancelling", now)
             if row["leased_until"] < now and row["status"] == "validating":
                 _move(db, batch_id, "cancelled", now)
-            elif (
-                row["holder"] is None
-            ):  # nobody works on it, and none need wait for another attempt
+            elif row["holder"] is None:  # nobody works on it: no need to wait for another attempt
                 db.execute("UPDATE batches SET leased_until = 0 WHERE id = ?", (batch_id,))
             return _batch(_one(db, "batches", batch_id, owner))
 
@@ -340,16 +348,11 @@ class BatchStore:
     def renew(self, holder: str, batch_id: str, lease_s: float) -> str | None:
         """Keep the batch. Returns its status, or None if it is another holder's, or gone."""
         with self._transaction() as db:
-            changed = db.execute(
-                "UPDATE batches SET leased_until = ? WHERE id = ? AND holder = ?",
+            kept = db.execute(
+                "UPDATE batches SET leased_until = ? WHERE id = ? AND holder = ? RETURNING status",
                 (self._clock() + lease_s, batch_id, holder),
-            )
-            if not changed.rowcount:
-                return None
-            (status,) = db.execute(
-                "SELECT status FROM batches WHERE id = ?", (batch_id,)
             ).fetchone()
-            return str(status)
+            return None if kept is None else str(kept["status"])
 
     def release(self, holder: str, batch_id: str, *, failed: bool = False) -> None:
         """Let others work on the batch. After an attempt that failed, they wait for longer each time; any

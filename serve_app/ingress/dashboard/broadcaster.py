@@ -149,12 +149,11 @@ async def live(request: Request) -> Response:
     caller = request_context.current()
     seen = dict if caller.is_operator else without_requests
     frames = broadcaster.frames(seen, caller.holder)
-    also = {"takes_batches": request.app.state.takes_batches, "operates": caller.is_operator}
+    also = {"takes_batches": request.app.state.batches is not None, "operates": caller.is_operator}
     return sse.EventStream(_written(frames, also))
 
 
 async def _written(frames: AsyncGenerator[Json], also: Json) -> AsyncGenerator[bytes]:
-    """`also` is in the first one."""
     async with aclosing(frames):
         async for frame in frames:
             yield sse.data(frame | also)

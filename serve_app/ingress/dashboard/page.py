@@ -51,7 +51,6 @@ class Page:
         self._files = StaticFiles(directory=FOLDER)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         name = self._name(scope)
         if name is not None:
             with suppress(HTTPException):  # no such file: the rest of the application answers
@@ -62,7 +61,6 @@ class Page:
         await self._app(scope, receive, send)
 
     def _name(self, scope: Scope) -> str | None:
-        """The file that is asked for; None if none is."""
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
             return None
         if not self._may_see(scope, Headers(scope=scope)):

@@ -168,7 +168,6 @@ def _fetched(replicas: Iterable[FetchingReplica]) -> Json:
 
 
 def _told(replica: _Replica) -> Json:
-    """One replica's fields."""
     stats, engine = replica.stats, replica.stats.engine
     seconds, grown = replica.grown(_RATE_S)
     _, lately = replica.grown(_HITS_S)

@@ -42,32 +42,40 @@ async def unbroken(
     """The deltas of a request whose replicas may be lost: each goes on behind the last token that came from
     the one before, so that no character is missing or comes twice. Of their acceptances, the first is told.
     Raises CorralError."""
-    life = _Life(request, pauses_s)
+    first, tokens, is_accepted = request, list(request.generated), False
+    began = progressed = time.monotonic()
+    n_failovers = n_fruitless = 0
     while True:
         try:
-            async with aclosing(attempt(life.request)) as items:
+            async with aclosing(attempt(request)) as items:
                 async for item in items:
-                    if isinstance(item, Accepted):
-                        if life.is_first_acceptance():
-                            yield item
+                    if isinstance(item, TokenDelta):
+                        tokens += item.token_ids
+                        if item.token_ids:
+                            n_fruitless, progressed = 0, time.monotonic()
+                    elif is_accepted:
                         continue
-                    life.delivered(item)
+                    is_accepted = True
                     yield item
-                    if item.end is not None:
+                    if isinstance(item, TokenDelta) and item.end is not None:
                         return
             raise EngineFailedError("The engine's stream ended without an end.")
-        except CorralError as error:
-            pause_s = life.pause_s(error)
-            if pause_s is None:
+        except LOST as error:
+            if n_fruitless == len(pauses_s):
                 raise
-            logger.warning(
-                "%s continues on another replica after %d tokens: %s",
-                request.id,
-                life.n_tokens,
-                error,
-            )
-            await asyncio.sleep(pause_s)
-            life.go_on()
+            failure: CorralError = error
+            pause_s = pauses_s[n_fruitless]
+            n_fruitless += 1
+        except QueueFullError as error:
+            if not is_accepted or time.monotonic() - progressed >= _REFUSED_S:
+                raise
+            failure, pause_s = error, min(1.0, error.retry_after_s)
+        logger.warning(
+            "%s continues on another replica after %d tokens: %s", first.id, len(tokens), failure
+        )
+        await asyncio.sleep(pause_s)
+        n_failovers += 1
+        request = continued(first, tuple(tokens), n_failovers, time.monotonic() - began)
 
 
 async def retried(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ...] = PAUSES_S) -> T:
@@ -81,59 +89,22 @@ async def retried(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ..
     return await attempt()
 
 
-class _Life:
-    """The attempts of a request so far."""
-
-    def __init__(self, request: GenerationRequest, pauses_s: tuple[float, ...]) -> None:
-        self.request = self._asked = request
-        self._pauses_s = pauses_s
-        self._tokens = list(request.generated)
-        self._began = self._progressed = time.monotonic()
-        self._n_failovers = self._n_fruitless = 0
-        self._is_accepted = False
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens that were delivered."""
-        return len(self._tokens)
-
-    def is_first_acceptance(self) -> bool:
-        """A replica has accepted it: whether none had before."""
-        was, self._is_accepted = self._is_accepted, True
-        return not was
-
-    def delivered(self, delta: TokenDelta) -> None:
-        """Note that a delta was delivered."""
-        self._tokens += delta.token_ids
-        if delta.token_ids:
-            self._n_fruitless, self._progressed = 0, time.monotonic()
-
-    def pause_s(self, error: CorralError) -> float | None:
-        """Seconds to wait before the request is sent again after this error; None if that is its end."""
-        if isinstance(error, LOST):
-            self._n_fruitless += 1
-            if self._n_fruitless <= len(self._pauses_s):
-                return self._pauses_s[self._n_fruitless - 1]
-        if isinstance(error, QueueFullError) and self._is_accepted:
-            waited_s = time.monotonic() - self._progressed
-            return min(1.0, error.retry_after_s) if waited_s < _REFUSED_S else None
-        return None
-
-    def go_on(self) -> None:
-        """Be what the next replica is asked for. It has an id of its own: the last one may linger
-        where it was. A seeded draw is another one, as the same numbers again would favour the same
-        words. News of the prompt comes with the first token."""
-        self._n_failovers += 1
-        sampling = self._asked.sampling
-        if sampling.seed is not None:
-            sampling = dataclasses.replace(sampling, seed=sampling.seed + len(self._tokens))
-        if self._tokens:
-            sampling = dataclasses.replace(sampling, prompt_logprobs=False)
-        self.request = dataclasses.replace(
-            self._asked,
-            id=f"{self._asked.id}~{self._n_failovers}",
-            sampling=sampling,
-            generated=tuple(self._tokens),
-            n_failovers=self._n_failovers,
-            failed_over_s=time.monotonic() - self._began,
-        )
+def continued(
+    request: GenerationRequest, tokens: tuple[int, ...], n: int, failed_over_s: float = 0.0
+) -> GenerationRequest:
+    """The request of the `n`th one that continues behind these tokens. It has an id of its own: the last
+    one may linger where it was. A seeded draw is another one, as the same numbers again would favour the
+    same words. News of the prompt comes with the first token."""
+    sampling = request.sampling
+    if sampling.seed is not None:
+        sampling = dataclasses.replace(sampling, seed=sampling.seed + len(tokens))
+    if tokens:
+        sampling = dataclasses.replace(sampling, prompt_logprobs=False)
+    return dataclasses.replace(
+        request,
+        id=f"{request.id}~{n}",
+        sampling=sampling,
+        generated=tokens,
+        n_failovers=n,
+        failed_over_s=failed_over_s,
+    )

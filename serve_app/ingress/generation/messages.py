@@ -90,12 +90,10 @@ class PicturePart(RequestModel):
 
     @property
     def url(self) -> str:
-        """The place of the picture."""
         return self.image_url.url
 
     @classmethod
     def of(cls, url: str) -> PicturePart:
-        """The picture at that URL."""
         return cls(type="image_url", image_url=ImageUrl(url=url))
 
 
@@ -116,7 +114,6 @@ class SoundPart(RequestModel):
 
     @property
     def url(self) -> str:
-        """The sound as a data URL."""
         data = self.input_audio.data
         is_url = data[:5].lower() == "data:"
         return data if is_url else f"data:audio/{self.input_audio.format};base64,{data}"

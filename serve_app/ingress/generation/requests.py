@@ -16,7 +16,7 @@ from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.messages import Tool
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http import json_body
+from serve_app.ingress.http import request_model
 from serve_app.ingress.http.request_model import RequestModel, name_ignored, name_what_is_taken
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
@@ -120,11 +120,10 @@ class StructuredOutputs(RequestModel):
 
 
 def _schema(value: dict[str, Any] | str, param: str) -> dict[str, Any]:
-    """A JSON schema that may be a text."""
     if isinstance(value, dict):
         return value
     try:
-        schema = json_body.loads(value)
+        schema = request_model.loads(value)
     except ValueError as error:
         raise InvalidRequestError(f"{param}: not JSON: {error}", param) from error
     if not isinstance(schema, dict):

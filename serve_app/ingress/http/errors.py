@@ -17,7 +17,7 @@ from serve_app.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from serve_app.ingress.http import json_body, request_context
+from serve_app.ingress.http import request_context, request_model
 
 logger = logging.getLogger("corral.ingress")
 
@@ -103,7 +103,7 @@ def _shape(request: Request) -> ErrorShape:
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]  # of the query or the path: workers read bodies
-    return response(request, json_body.invalid(first["loc"][1:], first["msg"]))
+    return response(request, request_model.invalid(first["loc"][1:], first["msg"]))
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

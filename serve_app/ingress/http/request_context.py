@@ -4,15 +4,165 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Annotated
 
-from serve_app.errors import PermissionDeniedError
-from serve_app.ingress.http.account import Account
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from serve_app.errors import KeyLimitError, NoRoomError, PermissionDeniedError, RateLimitError
 from serve_app.types import account
+
+Clock = Callable[[], float]
+_Secret = Annotated[str, Field(min_length=16, pattern=r"^[!-~]+$")]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class ApiKey(BaseModel):
+    """One entry of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: Annotated[str, Field(min_length=1)]
+    """The name of the key's owner. Slots are shared fairly among names."""
+    key: Annotated[_Secret | None, Field(repr=False)] = None
+    """The secret, of 16 characters at least: letters, digits and signs of ASCII. `corral hash-keys` stores
+    `sha256` in its place."""
+    sha256: Annotated[_Sha256 | None, Field(repr=False)] = None
+    """The SHA-256 of the secret, in hexadecimal. Whoever reads the file cannot use the key."""
+    max_concurrent_requests: PositiveInt | None = None
+    """POSTs that may run at once. Each ingress replica counts for itself, and each answer of `n` is one."""
+    tokens_per_minute: PositiveInt | None = None
+    """Tokens of prompts and answers together, for each ingress replica."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Tokens of all prompts of a request together."""
+    cache_group: Annotated[str, Field(min_length=1)] | None = None
+    """Keys of one group start from each other's cached prefixes. Default: the key's own name."""
+    min_priority: int = 0
+    """The lowest `priority` that its requests may have. Lower values go first."""
+    admin: bool = False
+    """Whether the key may do what operators do, and see what others do."""
+
+    @model_validator(mode="after")
+    def _has_one_secret(self) -> ApiKey:
+        if (self.key is None) == (self.sha256 is None):
+            raise ValueError("either `key` or `sha256` is needed")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the secret, in hexadecimal."""
+        return self.sha256 or hashlib.sha256((self.key or "").encode()).hexdigest()
+
+
+RETRY_S = 1
+"""The shortest time that a refused client is told to wait."""
+FORGIVEN_S = 5
+"""A key's debt is forgotten after so many further seconds without a request."""
+
+
+class Account:
+    """The present use of a key. Only in the ingress's event loop, and for its replica only.
+
+    The tokens of a minute are a bucket that fills all the time. Answers, whose length nobody knows
+    before, may overdraw it; the next request waits until it is filled again.
+    """
+
+    def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
+        self.key = key
+        self._clock = clock
+        self._n_running = 0
+        self._spent = 0.0
+        """Tokens that are missing in the bucket."""
+        self._filled = clock()
+        self._refused_until = -math.inf
+
+    def refused(self) -> None:
+        """There was no room for one of its requests. Until one has been answered, or none has come for
+        some seconds, they are refused at the door but for one in the shortest time that anybody is told to
+        wait: each would cost more than to answer those who wait."""
+        self._refused_until = self._clock() + RETRY_S
+
+    def served(self) -> None:
+        """One of its requests has an answer, so there may be room again."""
+        self._refused_until = -math.inf
+
+    def enter(self, n: int = 1, *, besides: int = 0) -> None:
+        """So many requests begin, `besides` some that run already and belong to them. Raises KeyLimitError
+        for more than the key may ever have, RateLimitError if too many run, and NoRoomError if there was no
+        room a moment ago. Otherwise `leave` ends them."""
+        if not besides:
+            self._check_door()
+        most = self.key.max_concurrent_requests
+        if most is not None and n + besides > most:
+            raise KeyLimitError(
+                f"The request asks for {n + besides} answers. This API key allows {most}."
+            )
+        if most is not None and self._n_running + n > most:
+            raise RateLimitError(
+                f"This API key allows {most} requests at once, and {self._n_running} are running.",
+                1,
+            )
+        self._n_running += n
+
+    def _check_door(self) -> None:
+        now = self._clock()
+        if now < self._refused_until:
+            raise NoRoomError(
+                "A moment ago there was no room for more requests of this API key. Wait the seconds that "
+                "`Retry-After` gives.",
+                RETRY_S,
+            )
+        if now < self._refused_until + FORGIVEN_S:
+            self._refused_until = now + RETRY_S
+
+    def leave(self, n: int = 1) -> None:
+        self._n_running -= n
+
+    def check_prompt(self, n_prompt: int) -> None:
+        """Raises KeyLimitError if a request's prompts are longer than this key's may be."""
+        key = self.key
+        if key.max_prompt_tokens is not None and n_prompt > key.max_prompt_tokens:
+            raise KeyLimitError(
+                f"The request has {n_prompt} prompt tokens. This API key allows "
+                f"{key.max_prompt_tokens}."
+            )
+
+    def admit(self, n_prompt: int) -> None:
+        """Charge a request's prompts. Raises KeyLimitError if they are longer than this key's may be,
+        RateLimitError if there are not so many tokens left."""
+        self.check_prompt(n_prompt)
+        key = self.key
+        if key.tokens_per_minute is not None:
+            self._refill(key.tokens_per_minute)
+            wanted = min(n_prompt, key.tokens_per_minute)
+            missing = self._spent + wanted - key.tokens_per_minute
+            if missing > 0:
+                raise RateLimitError(
+                    f"This API key has used up its {key.tokens_per_minute} tokens per minute.",
+                    math.ceil(60 * missing / key.tokens_per_minute),
+                )
+        self.charge(n_prompt)
+
+    def refund(self, n_tokens: int) -> None:
+        """So many tokens that were charged were not used."""
+        if self.key.tokens_per_minute is not None:
+            self._spent = max(0.0, self._spent - n_tokens)
+
+    def charge(self, n_tokens: int) -> None:
+        if self.key.tokens_per_minute is not None:
+            self._spent += n_tokens
+
+    def _refill(self, per_minute: int) -> None:
+        now = self._clock()
+        self._spent = max(0.0, self._spent - (now - self._filled) * per_minute / 60)
+        self._filled = now
+
 
 # Statuses of answers that say: nothing was done for this request.
 _REFUSALS = frozenset({400, 429, 503})
@@ -112,7 +262,6 @@ class Caller:
             self._n_reserved += n_prompt
 
     def charge(self, n_tokens: int) -> None:
-        """Charge an answer's tokens."""
         if self.account is not None and not self.is_background:
             self.account.charge(n_tokens)
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation import preparation
-from serve_app.ingress.generation.preparation import Generation
-from serve_app.ingress.generation.tokenization import (
+from serve_app.ingress.generation.preparation import (
+    Generation,
     check_medium,
     refuse_huge,
     refuse_unknown_tokens,
     tokenize_checked,
     with_media,
 )
-from serve_app.ingress.http.json_body import parsed
+from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.llama_server.protocol import (
     MEDIA_MARKER,
     AdapterChange,
@@ -31,9 +31,8 @@ from serve_app.ingress.llama_server.protocol import (
     SlotRequest,
     TokenizeRequest,
 )
-from serve_app.ingress.model_registry import ModelInfo, find
+from serve_app.ingress.model_registry import ModelInfo, Models, find
 from serve_app.ingress.openai.protocol import ChatCompletionRequest
-from serve_app.ingress.workers.worker import Models
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Medium
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from serve_app.errors import InvalidRequestError, PicturesWantedError
-from serve_app.ingress.media.pictures import WithFiles
+from serve_app.ingress.model_registry import Models
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
-from serve_app.ingress.workers.pool import Workers
-from serve_app.ingress.workers.worker import Models
+from serve_app.ingress.workers.pool import NO_FILES, Workers
 
 if TYPE_CHECKING:
     import httpx2
@@ -58,8 +57,7 @@ def is_public(address: str) -> bool:
     return ip.is_global and not (ip.is_multicast or ip.is_reserved)
 
 
-class _FetchError(Exception):
-    """A picture cannot be had, for this reason."""
+class _FetchError(Exception): ...
 
 
 class Fetcher:
@@ -181,15 +179,20 @@ class FetchingWorkers:
     def __init__(self, workers: Workers, fetcher: Fetcher) -> None:
         self._workers, self._fetcher = workers, fetcher
 
-    async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
+    async def run(
+        self,
+        client: str,
+        work: Callable[[Models, bytes], T],
+        *pieces: bytes,
+        files: Mapping[str, bytes] = NO_FILES,
+    ) -> T:
         """The result of `work`: see Workers. A body with URLs is read again when their files are there."""
         try:
             return await self._workers.run(client, work, *pieces)
         except PicturesWantedError as error:
             missing = error
         files = await self._fetcher.fetch(client, missing)
-        sizes = tuple((url, len(data)) for url, data in files.items())
-        return await self._workers.run(client, WithFiles(work, sizes), *pieces, *files.values())
+        return await self._workers.run(client, work, *pieces, files=files)
 
 
 def _client() -> httpx2.AsyncClient:

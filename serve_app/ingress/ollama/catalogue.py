@@ -14,12 +14,11 @@ from typing import Any
 
 from gguf import LlamaFileType
 
-from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.model_registry import ModelInfo, find, full_name
+from serve_app.ingress.http.dependencies import Bodies
+from serve_app.ingress.http.request_model import parsed
+from serve_app.ingress.model_registry import ModelInfo, Models, find, full_name
 from serve_app.ingress.ollama.protocol import OllamaShowRequest
 from serve_app.ingress.ollama.serving import timestamp
-from serve_app.ingress.workers.bodies import Bodies
-from serve_app.ingress.workers.worker import Models
 
 Json = dict[str, Any]
 

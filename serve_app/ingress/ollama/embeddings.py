@@ -15,11 +15,10 @@ from serve_app.ingress.embeddings.preparation import (
     checked,
     normalized,
 )
-from serve_app.ingress.generation.tokenization import refuse_huge
-from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.model_registry import ModelInfo, find, full_name
+from serve_app.ingress.generation.preparation import refuse_huge
+from serve_app.ingress.http.request_model import parsed
+from serve_app.ingress.model_registry import ModelInfo, Models, find, full_name
 from serve_app.ingress.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
-from serve_app.ingress.workers.worker import Models
 
 
 @dataclass(frozen=True, slots=True)

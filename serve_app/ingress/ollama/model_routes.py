@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from serve_app.errors import PermissionDeniedError
-from serve_app.ingress.access.limits.bodies import unread
+from serve_app.ingress.access.bodies import unread
 from serve_app.ingress.http.dependencies import BodiesArgument, ModelsArgument, prepared
 from serve_app.ingress.ollama import catalogue
 from serve_app.ingress.ollama.catalogue import Catalogue, Description

@@ -11,18 +11,16 @@ import msgspec
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.generation import preparation
-from serve_app.ingress.generation.preparation import Chat
+from serve_app.ingress.generation.preparation import Chat, refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.generation.requests import GenerationParams, TranslatedChat
-from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
-from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.model_registry import ModelInfo, find, full_name
+from serve_app.ingress.http.request_model import parsed
+from serve_app.ingress.model_registry import ModelInfo, Models, find, full_name
 from serve_app.ingress.ollama import messages
 from serve_app.ingress.ollama.protocol import (
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaRequest,
 )
-from serve_app.ingress.workers.worker import Models
 from serve_app.prompt.conversation import Turn
 from serve_app.types import Medium
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve_app.ingress.generation import preparation
-from serve_app.ingress.generation.preparation import Chat, Generation, PromptLength
-from serve_app.ingress.generation.tokenization import refuse_unknown_tokens, tokenize_checked
-from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.model_registry import ModelInfo, find
+from serve_app.ingress.generation.preparation import (
+    Chat,
+    Generation,
+    PromptLength,
+    refuse_unknown_tokens,
+    tokenize_checked,
+)
+from serve_app.ingress.http.request_model import parsed
+from serve_app.ingress.model_registry import ModelInfo, Models, find
 from serve_app.ingress.openai.protocol import ChatCompletionRequest, CompletionRequest
-from serve_app.ingress.workers.worker import Models
 
 
 @dataclass(frozen=True, slots=True)

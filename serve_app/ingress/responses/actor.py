@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray import serve
@@ -21,15 +21,12 @@ from serve_app.ingress.responses.store import (
     AppendResult,
     Bounds,
     LogAppend,
-    Owner,
     Store,
     StoredResponse,
 )
 from serve_app.routing import broadcast
 
 logger = logging.getLogger("corral.ingress")
-
-T = TypeVar("T")
 
 LOOK_S, IDLE_S = 1.0, 10.0
 """The seconds between two looks for responses whose ingress is gone, while some are made and while
@@ -62,7 +59,6 @@ class StoreActor:
             return error
 
     async def be(self, bounds: Bounds) -> None:
-        """Have these bounds from now on."""
         self._store.bounds = bounds
 
     async def _watch(self) -> None:
@@ -120,28 +116,19 @@ class RayStore:
         if self.keeps_any and await self._found() is None:
             await self._made()
 
-    async def put(
-        self, response_id: str, owner: Owner, stored_request: bytes, append: LogAppend
-    ) -> None:
-        """Keep a response, its log as far as it is. Raises RateLimitError if too many of its owner's are
-        being made, KeyLimitError if it is too large."""
+    async def put(self, *arguments: Any) -> None:
+        """Keep a response, in a new actor if the last one is gone."""
         if not self.keeps_any:
             return
         for pause_s in _RETRY_S:
             with suppress(ConnectionError):
-                await self._put(response_id, owner, stored_request, append)
+                await self._call(await self._found() or await self._made(), "put", *arguments)
                 return
             await asyncio.sleep(pause_s)
-        await self._put(response_id, owner, stored_request, append)
-
-    async def _put(
-        self, response_id: str, owner: Owner, stored_request: bytes, append: LogAppend
-    ) -> None:
-        actor = await self._found() or await self._made()
-        await self._call(actor, "put", response_id, owner, stored_request, append)
+        await self._call(await self._found() or await self._made(), "put", *arguments)
 
     async def append(self, appends: Sequence[LogAppend]) -> list[AppendResult]:
-        """Add to the logs of responses that are being made. An empty addition is a sign of life."""
+        """Add to the logs of responses that are being made."""
         actor = await self._found()
         if actor is None:
             raise ConnectionError("There is no store of responses.")
@@ -151,15 +138,13 @@ class RayStore:
     async def find(
         self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
-        """A response of this key's, its log from that place on. Waits for so many seconds until there is
-        something, or the end."""
-        stored: StoredResponse | None = await self._ask(
-            "find", response_id, key, since, wait_s, wait_s=wait_s
-        )
+        """A response of this key's, its log from that place on."""
+        arguments = response_id, key, since, wait_s
+        stored: StoredResponse | None = await self._ask("find", *arguments, wait_s=wait_s)
         return stored
 
     async def delete(self, response_id: str, key: str | None) -> bool:
-        """Forget a response of this key's; its making ends. Returns whether there was one."""
+        """Forget a response of this key's. Returns whether there was one."""
         return bool(await self._ask("delete", response_id, key))
 
     async def cancel(self, response_id: str, key: str | None) -> None:
@@ -179,7 +164,8 @@ class RayStore:
     async def _call(self, actor: Any, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
         """Raises CorralError, and ConnectionError if the actor is lost or late."""
         try:
-            answer = await _within(wait_s + _ANSWER_S, actor.call.remote(method, *arguments))
+            async with asyncio.timeout(wait_s + _ANSWER_S):
+                answer = await actor.call.remote(method, *arguments)
         except (RayActorError, RayTaskError, TimeoutError) as error:
             if self._actor is actor:
                 self._actor = None
@@ -189,18 +175,13 @@ class RayStore:
         return answer
 
     async def _found(self) -> Any:
-        """The actor, if there is one."""
         if self._actor is None:
             async with self._finding:
                 if self._actor is None:
-                    self._actor = await asyncio.to_thread(self._look)
+                    with suppress(ValueError):
+                        named = asyncio.to_thread(ray.get_actor, self._name, _NAMESPACE)
+                        self._actor = await named
         return self._actor
-
-    def _look(self) -> Any:
-        try:
-            return ray.get_actor(self._name, namespace=_NAMESPACE)
-        except ValueError:
-            return None
 
     async def _made(self) -> Any:
         """The actor, started if it must be; with this ingress's bounds."""
@@ -222,8 +203,3 @@ class RayStore:
         }
         made: Any = ray.remote(StoreActor)
         return made.options(**options).remote(self._bounds, self._app, self._deployment)
-
-
-async def _within(seconds: float, answer: Awaitable[T]) -> T:
-    async with asyncio.timeout(seconds):
-        return await answer

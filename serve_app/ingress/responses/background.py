@@ -1,14 +1,13 @@
 """The responses that this ingress makes and that go on when their clients leave; and what is read of all.
 
-Each one's log goes to the store a few times a second, and at once while somebody reads it. If this
-ingress ends, another one goes on from there. So nobody is shown what the store does not know.
+Each one's log goes to the store a few times a second, and at once while somebody reads it. If this ingress
+ends, another one goes on from there. So all are read from the store: nobody is shown what it does not know.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
@@ -21,21 +20,23 @@ from serve_app.errors import (
     QueueFullError,
     ResponseNotFoundError,
 )
-from serve_app.ingress.access.limits.open_requests import OpenRequests
+from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.generation import generation
+from serve_app.ingress.generation.failover import continued
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.errors import unexpected
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ServedModel, find
-from serve_app.ingress.responses import log
-from serve_app.ingress.responses.log import Event, StoredRequest
 from serve_app.ingress.responses.store import (
     ABANDONED_S,
     AppendResult,
+    Event,
     LogAppend,
     Owner,
     Store,
+    StoredRequest,
     StoredResponse,
+    packed,
 )
 from serve_app.types import GenerationRequest
 
@@ -50,8 +51,6 @@ is a sign of life."""
 WAIT_S = 20.0
 """The longest time that one question to the store waits for news."""
 _PAUSE_S = 1.0
-_AT_ONCE = 32
-"""After so many entries that were there already, others have their turn."""
 PUT_S = 0.5
 """The longest time that a store which does not answer holds an answer up."""
 
@@ -67,74 +66,36 @@ class BackgroundResponse:
         self.entries = entries
         self.turn = turn
         self.n_told = len(entries)
-        self.n_readable = len(entries)
-        """An ingress that continues it has so many: the rest of the text would be another one."""
-        self.n_readers = 0
         self.told_at = time.monotonic()
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the engine refuses it with."""
         self.task: asyncio.Task[None]
-        self.is_left = False
-        """Whether the store's log counts, and not this one."""
+        self.is_read = False
+        """Whether somebody reads it."""
         self.is_over = False
         """Whether nothing will be added."""
-        self._news = asyncio.Event()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether its log is complete."""
-        return bool(self.entries) and self.entries[-1].is_last
-
-    def add(self, entry: Event) -> None:
-        """Something came of it. It can be read when it is kept."""
-        self.entries.append(entry)
-
-    def show(self, n: int) -> None:
-        """So many entries can be read."""
-        self.n_readable = n
-        self.wake()
-
-    def wake(self) -> None:
-        """All who follow it."""
-        self._news.set()
-        self._news = asyncio.Event()
-
-    async def follow(self, since: int) -> AsyncGenerator[Event]:
-        """The entries from that place on, up to the last one, or until the store's count."""
-        self.n_readers += 1
-        try:
-            while not self.is_left:
-                while since < self.n_readable:
-                    yield self.entries[since]
-                    since += 1
-                    if since % _AT_ONCE == 0:
-                        await asyncio.sleep(0)
-                if self.is_over and since >= len(self.entries):
-                    return
-                await self._news.wait()
-        finally:
-            self.n_readers -= 1
+    def fail(self, error: CorralError) -> None:
+        """End it, or refuse it if it has not begun."""
+        if self.accepted.done():
+            self.entries.append(Event(time.time(), error=error))
+        else:
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # where nobody waits for it, nobody is warned
 
     def is_due(self, now: float) -> bool:
         """Whether the store should hear of it now."""
         if self.is_over or now - self.told_at >= ALIVE_S:
             return True
         has_news = len(self.entries) > self.n_told
-        return has_news and (self.n_readers > 0 or now - self.told_at >= TELL_S)
+        return has_news and (self.is_read or now - self.told_at >= TELL_S)
 
-    def unsaved(self) -> LogAppend:
-        """The changes that the store does not have yet."""
-        new = self.entries[self.n_told :]
-        pack = log.packed(new) if new else b""
-        ended = bool(new) and new[-1].is_last
-        return LogAppend(self.stored_request.id, self.turn, self.n_told, pack, len(new), ended)
-
-    def whole(self) -> LogAppend:
-        """All of it."""
-        pack = log.packed(self.entries)
-        return LogAppend(
-            self.stored_request.id, self.turn, 0, pack, len(self.entries), self.has_ended
-        )
+    def log(self, first: int = 0) -> LogAppend:
+        """The entries from that place on."""
+        new = self.entries[first:]
+        has_ended = bool(new) and new[-1].is_last
+        pack = packed(new) if new else b""
+        return LogAppend(self.stored_request.id, self.turn, first, pack, len(new), has_ended)
 
 
 class BackgroundResponses:
@@ -151,29 +112,29 @@ class BackgroundResponses:
         self._store = store
         self._responses: dict[str, BackgroundResponse] = {}
         self._telling: asyncio.Task[None] | None = None
-        self._read = asyncio.Event()
+        self._news = asyncio.Event()
         """There is something new of a response that somebody reads."""
-        self._putting: dict[str, BackgroundResponse] = {}
+        self._putting: dict[str, asyncio.Task[None]] = {}
         """Complete ones on their way to the store."""
-        self._tasks: set[asyncio.Task[None]] = set()
         self._reading = asyncio.Lock()
+        self._preparing: asyncio.Task[None] | None = None
 
     @property
     def keep_any(self) -> bool:
-        """Whether responses are kept at all."""
         return self._store.keeps_any
 
-    async def start(self, stored_request: StoredRequest, owner: Owner) -> BackgroundResponse:
+    async def start(
+        self, stored_request: StoredRequest, owner: Owner, *, is_read: bool
+    ) -> BackgroundResponse:
         """Make a response for this task's caller; it goes on when that one leaves. Returns when an engine
         has accepted it. Raises CorralError."""
         caller = request_context.current()
         response = BackgroundResponse(stored_request, owner, [])
+        response.is_read = is_read
         with ExitStack() as held:
             held.enter_context(self.open_requests.entered(caller.holder))
             try:
-                await self._store.put(
-                    stored_request.id, owner, stored_request.packed(), response.whole()
-                )
+                await self._store.put(owner, stored_request.packed(), response.log())
             except ConnectionError:
                 raise EngineUnavailableError("Responses cannot be kept now.") from None
             held.enter_context(caller.handed_over())
@@ -182,7 +143,9 @@ class BackgroundResponses:
             await asyncio.shield(response.accepted)
         except BaseException:  # refused, or its client has left without its id
             response.task.cancel()
-            await self._forget(response)
+            self._responses.pop(stored_request.id, None)
+            with suppress(ConnectionError):
+                await self._store.delete(stored_request.id, owner.key)
             raise
         return response
 
@@ -195,10 +158,10 @@ class BackgroundResponses:
             return False
         if stored is None:
             return False
-        stored_request = StoredRequest.unpacked(stored.stored_request)
         logger.warning(
-            "%s continues in this ingress, after %d entries", stored_request.id, stored.n_entries
+            "%s continues in this ingress, after %d entries", response_id, stored.n_entries
         )
+        stored_request = StoredRequest.unpacked(stored.stored_request)
         entries = [entry async for part in self._parts(stored) for entry in part]
         response = BackgroundResponse(stored_request, stored.owner, entries, stored.turn)
         caller = Caller(request_id=stored_request.request.http_id, is_operator=False)
@@ -207,12 +170,9 @@ class BackgroundResponses:
 
     def _begin(self, response: BackgroundResponse, caller: Caller, held: ExitStack) -> None:
         self._responses[response.stored_request.id] = response
-        # In a context of its own: Serve cancels what a request has called when its client leaves.
-        making = self._make(response, caller, held)
-        response.task = asyncio.create_task(making, context=contextvars.Context())
+        response.task = _aside(self._make(response, caller, held))
         if self._telling is None or self._telling.done():
-            telling = self._tell_on()
-            self._telling = asyncio.create_task(telling, context=contextvars.Context())
+            self._telling = _aside(self._tell_on())
 
     async def _make(self, response: BackgroundResponse, caller: Caller, held: ExitStack) -> None:
         request_context.enter(caller)
@@ -220,60 +180,40 @@ class BackgroundResponses:
             with held:
                 await self._generate(response)
         except asyncio.CancelledError:
-            if not response.has_ended:
-                response.add(Event(None, time.time()))
+            if not (response.entries and response.entries[-1].is_last):
+                response.entries.append(Event(time.time()))
         except CorralError as error:
-            self._fail(response, error)
+            response.fail(error)
         except Exception:
             logger.exception("%s failed", response.stored_request.id)
-            self._fail(response, unexpected())
+            response.fail(unexpected())
         finally:
             response.is_over = True
-            response.wake()
-
-    @staticmethod
-    def _fail(response: BackgroundResponse, error: CorralError) -> None:
-        if response.accepted.done():
-            response.add(Event(error, time.time()))
-        else:
-            response.accepted.set_exception(error)
-            response.accepted.exception()  # where nobody waits for it, nobody is warned
+            self._news.set()
 
     async def _generate(self, response: BackgroundResponse) -> None:
         model = find(self.models, response.stored_request.model)
         request = response.stored_request.request
         if response.turn:
-            request = continued(request, log.tokens(response.entries), response.turn)
+            told = (entry.delta for entry in response.entries if entry.delta is not None)
+            tokens = tuple(token for delta in told for token in delta.token_ids)
+            request = continued(request, tokens, response.turn)
             response.accepted.set_result(None)
-        deltas = await self._started(model, request, patiently=response.turn > 0)
-        async with aclosing(deltas):
+        async with aclosing(await _started(model, request, patiently=response.turn > 0)) as deltas:
             if not response.accepted.done():
                 response.accepted.set_result(None)
             async for _, delta in deltas:
-                response.add(Event(delta, time.time()))
-                if response.n_readers:
-                    self._read.set()
-
-    async def _started(
-        self, model: ServedModel, request: GenerationRequest, *, patiently: bool
-    ) -> generation.Deltas:
-        """Where an ingress was lost, engines may be, too."""
-        give_up_at = time.monotonic() + (ABANDONED_S if patiently else 0.0)
-        while True:
-            try:
-                return await generation.start(model, [request])
-            except (EngineUnavailableError, QueueFullError):
-                if time.monotonic() >= give_up_at:
-                    raise
-            await asyncio.sleep(_PAUSE_S)
+                response.entries.append(Event(time.time(), delta))
+                if response.is_read:
+                    self._news.set()
 
     async def _tell_on(self) -> None:
         """Tell the store, as long as there are some."""
         while self._responses:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TELL_S):
-                    await self._read.wait()
-            self._read.clear()
+                    await self._news.wait()
+            self._news.clear()
             try:
                 await self._tell()
             except ConnectionError:
@@ -285,62 +225,33 @@ class BackgroundResponses:
     async def _tell(self) -> None:
         now = time.monotonic()
         due = [response for response in self._responses.values() if response.is_due(now)]
-        appends = [response.unsaved() for response in due]
-        if not appends:
-            return
-        results = await self._store.append(appends)
+        appends = [response.log(response.n_told) for response in due]
+        results = await self._store.append(appends) if appends else []
         for response, append, result in zip(due, appends, results, strict=True):
             response.n_told, response.told_at = append.first + append.n, now
-            response.is_left = result is AppendResult.LEAVE and not append.has_ended
-            if not response.is_left:
-                response.show(response.n_told)
-            if result is not AppendResult.GO_ON:
+            response.is_read = result is AppendResult.HURRY
+            if result in (AppendResult.CANCEL, AppendResult.LEAVE):
                 response.task.cancel()
-                response.wake()
-            if result is AppendResult.LEAVE or (
-                response.is_over and response.n_told == len(response.entries)
-            ):
+            is_told = response.is_over and response.n_told == len(response.entries)
+            if is_told or result is AppendResult.LEAVE:
                 self._responses.pop(append.id, None)
 
     async def _put_again(self) -> None:
         """The store was lost: a new one gets all that this ingress has."""
         logger.warning("The kept responses were lost. Those that still run are kept again.")
         for response in list(self._responses.values()):
-            whole = response.whole()
+            whole = response.log()
             try:
-                await self._store.put(
-                    response.stored_request.id,
-                    response.owner,
-                    response.stored_request.packed(),
-                    whole,
-                )
+                await self._store.put(response.owner, response.stored_request.packed(), whole)
                 response.n_told = whole.n
-                response.show(whole.n)
-            except ConnectionError:  # nobody else can go on with them
-                for one in self._responses.values():
-                    one.show(len(one.entries))
+            except ConnectionError:
                 await asyncio.sleep(_PAUSE_S)
                 return
             except CorralError:
                 logger.exception("%s could not be kept again", response.stored_request.id)
 
-    async def _forget(self, response: BackgroundResponse) -> None:
-        self._responses.pop(response.stored_request.id, None)
-        with suppress(ConnectionError):
-            await self._store.delete(response.stored_request.id, response.owner.key)
-
-    async def keep(self, stored_request: StoredRequest, owner: Owner, entries: list[Event]) -> None:
-        """Keep a response that is complete. Waits a moment at most, and raises nothing: its client has an
-        answer anyway."""
-        response = self._putting[stored_request.id] = BackgroundResponse(
-            stored_request, owner, entries
-        )
-        response.task = self._aside(self._keep(response))
-        await asyncio.wait([response.task], timeout=PUT_S)
-
     def prepare(self) -> None:
-        """A response will be kept soon."""
-        self._aside(self._prepare())
+        self._preparing = _aside(self._prepare())
 
     async def _prepare(self) -> None:
         try:
@@ -348,35 +259,65 @@ class BackgroundResponses:
         except Exception:
             logger.exception("The store of responses cannot be started")
 
-    def _aside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, context=contextvars.Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    async def keep(self, stored_request: StoredRequest, owner: Owner, entries: list[Event]) -> None:
+        """Keep a response that is complete. Waits a moment at most, and raises nothing: its client has an
+        answer anyway."""
+        response = BackgroundResponse(stored_request, owner, entries)
+        putting = self._putting[stored_request.id] = _aside(self._keep(response))
+        await asyncio.wait([putting], timeout=PUT_S)
 
     async def _keep(self, response: BackgroundResponse) -> None:
-        response.is_over = True
-        packed, whole = response.stored_request.packed(), response.whole()
         try:
-            await self._store.put(response.stored_request.id, response.owner, packed, whole)
+            packed_request = response.stored_request.packed()
+            await self._store.put(response.owner, packed_request, response.log())
         except Exception as error:
             logger.warning("%s is not kept: %s", response.stored_request.id, error)
         self._putting.pop(response.stored_request.id, None)
 
-    async def found(self, response_id: str, key: str | None) -> tuple[StoredRequest, list[Event]]:
-        """A response of this key's, as far as it is, its deltas in few entries. Raises
-        ResponseNotFoundError."""
-        response = self._own(response_id, key)
-        if response is not None:
-            return response.stored_request, response.entries[: response.n_readable]
-        kept = await self._ask(response_id, key)
-        entries = [entry async for part in self._parts(kept) for entry in log.merged(part)]
-        return StoredRequest.unpacked(kept.stored_request), entries
+    async def find(
+        self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
+    ) -> StoredResponse:
+        """A response of this key's, its log from that place on. Waits for so many seconds until there is
+        something, or the end. Raises ResponseNotFoundError."""
+        await self._settled(response_id)
+        try:
+            stored = await self._store.find(response_id, key, since, wait_s)
+        except ConnectionError:
+            stored = None
+        if stored is None:
+            raise ResponseNotFoundError(response_id)
+        return stored
 
-    async def _parts(self, kept: StoredResponse, since: int = 0) -> AsyncGenerator[Sequence[Event]]:
+    async def _settled(self, response_id: str) -> None:
+        """Return when the response is not on its way to the store."""
+        putting = self._putting.get(response_id)
+        if putting is not None:
+            await asyncio.wait([putting])
+
+    async def follow(self, response_id: str, key: str | None) -> AsyncGenerator[Event]:
+        """A response's entries, up to the last one. Ends early if it is deleted."""
+        since = 0
+        while True:
+            try:
+                stored = await self.find(response_id, key, since, WAIT_S)
+            except ResponseNotFoundError:
+                if response_id not in self._responses:
+                    return
+                await asyncio.sleep(_PAUSE_S)  # the store is lost, and gets it again
+                continue
+            async for part in self._parts(stored, since):
+                for entry in part:
+                    since += 1
+                    yield entry
+            if stored.has_ended and since >= stored.n_entries:
+                return
+
+    async def _parts(
+        self, stored: StoredResponse, since: int = 0
+    ) -> AsyncGenerator[Sequence[Event]]:
         """The log from that place on. Between its parts, all others on the event loop have their turn, and
         one log is read at a time: who reads many long ones holds up no stream for longer."""
-        parts = kept.parts(since)
+        parts = stored.parts(since)
         while True:
             async with self._reading:
                 part = next(parts, None)
@@ -385,89 +326,43 @@ class BackgroundResponses:
                 await asyncio.sleep(0)
             yield part
 
-    async def follow(self, response_id: str, key: str | None, since: int) -> AsyncGenerator[Event]:
-        """A response's entries from that place on, up to the last one. Ends early if it is deleted."""
-        response = self._own(response_id, key)
-        if response is not None:
-            async for entry in response.follow(since):
-                since += 1
-                yield entry
-            if not response.is_left:
-                return
-        while True:
-            try:
-                kept = await self._ask(response_id, key, since, WAIT_S)
-            except ResponseNotFoundError:
-                return
-            async for part in self._parts(kept, since):
-                for entry in part:
-                    since += 1
-                    yield entry
-            if kept.has_ended and since >= kept.n_entries:
-                return
-
     async def cancel(self, response_id: str, key: str | None) -> None:
-        """Have the making of a response end, and wait for that."""
-        response = self._own(response_id, key, only_made=True)
-        if response is not None:
+        """Have the making of a response end. Its log tells when it has."""
+        response = self._responses.get(response_id)
+        if response is not None and response.owner.key == key:
             response.task.cancel()
-            await asyncio.wait([response.task])
             return
-        try:
+        with suppress(ConnectionError):
             await self._store.cancel(response_id, key)
-        except ConnectionError:
-            raise ResponseNotFoundError(response_id) from None
 
     async def delete(self, response_id: str, key: str | None) -> None:
         """Forget a response; its making ends. Raises ResponseNotFoundError."""
-        response = self._own(response_id, key)
-        if response is not None and response_id in self._putting:
-            await asyncio.wait([response.task])  # else it would be kept after this
-            response = None
-        try:
+        await self._settled(response_id)  # else it would be kept after this
+        was_kept = False
+        with suppress(ConnectionError):
             was_kept = await self._store.delete(response_id, key)
-        except ConnectionError:
-            was_kept = False
-        if response is not None:
-            self._responses.pop(response_id, None)
+        response = self._responses.get(response_id)
+        if response is not None and response.owner.key == key:
+            del self._responses[response_id]
             response.task.cancel()
         elif not was_kept:
             raise ResponseNotFoundError(response_id)
 
-    def _own(
-        self, response_id: str, key: str | None, *, only_made: bool = False
-    ) -> BackgroundResponse | None:
-        response = self._responses.get(response_id)
-        if response is None and not only_made:
-            response = self._putting.get(response_id)
-        if response is None or response.is_left or response.owner.key != key:
-            return None
-        return response
 
-    async def _ask(
-        self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
-    ) -> StoredResponse:
+def _aside(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task in a context of its own: Serve cancels what a request has called when its client leaves."""
+    return asyncio.create_task(work, context=contextvars.Context())
+
+
+async def _started(
+    model: ServedModel, request: GenerationRequest, *, patiently: bool
+) -> generation.Deltas:
+    """Start the request; where an ingress was lost, engines may be, too, and are waited for."""
+    give_up_at = time.monotonic() + (ABANDONED_S if patiently else 0.0)
+    while True:
         try:
-            kept = await self._store.find(response_id, key, since, wait_s)
-        except ConnectionError:
-            kept = None
-        if kept is None:
-            raise ResponseNotFoundError(response_id)
-        return kept
-
-
-def continued(
-    request: GenerationRequest, tokens: tuple[int, ...], n_before: int
-) -> GenerationRequest:
-    """The request of the ingress that continues after these tokens, the n-th one.
-    As after a failover, a seeded draw is another one."""
-    sampling = request.sampling
-    if sampling.seed is not None:
-        sampling = dataclasses.replace(sampling, seed=sampling.seed + len(tokens))
-    return dataclasses.replace(
-        request,
-        id=f"{request.id}~{n_before}",
-        sampling=sampling,
-        generated=tokens,
-        n_failovers=n_before,
-    )
+            return await generation.start(model, [request])
+        except (EngineUnavailableError, QueueFullError):
+            if time.monotonic() >= give_up_at:
+                raise
+        await asyncio.sleep(_PAUSE_S)

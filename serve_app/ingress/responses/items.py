@@ -65,7 +65,6 @@ class InputImagePart(RequestModel):
     """A data URL: `data:image/png;base64,…`."""
 
     def told(self) -> Json:
-        """The JSON that is kept and given back."""
         return {"type": self.type, "image_url": self.image_url, "detail": "auto"}
 
 
@@ -73,7 +72,6 @@ class InputAudioPart(messages.SoundPart):
     """A sound in a message."""
 
     def told(self) -> Json:
-        """The JSON that is kept and given back."""
         return self.model_dump()
 
 
@@ -81,7 +79,6 @@ class ForeignItem(Foreign):
     """A part or an item of a kind that Corral does not know: kept, and given back as it is."""
 
     def told(self) -> Json:
-        """The JSON that is kept and given back."""
         return self.model_dump()
 
 
@@ -122,7 +119,6 @@ Parts = Annotated[
 
 
 def _canonical(parts: Sequence[AnyPart]) -> tuple[str | Attachment, ...]:
-    """Parts in the canonical form."""
     return tuple(
         Attachment(part.image_url)
         if isinstance(part, InputImagePart)
@@ -151,11 +147,9 @@ class MessageItem(Item):
     content: Parts = Field(default=[])
 
     def as_turn(self) -> Turn:
-        """The message in the canonical form."""
         return Turn("system" if self.role == "developer" else self.role, _canonical(self.content))
 
     def told(self) -> Json:
-        """The JSON that is kept and given back."""
         content = [part.told() for part in self.content]
         return {**_identity("msg"), "type": self.type, "role": self.role, "content": content}
 
@@ -198,7 +192,6 @@ class CallItem(Item):
         )
 
     def told(self) -> Json:
-        """The item as it is kept and given back."""
         return {**_identity("fc"), **self.model_dump(exclude_unset=True), "type": self.type}
 
 
@@ -224,11 +217,9 @@ class CallOutputItem(Item):
         return item
 
     def as_turn(self) -> Turn:
-        """The output in the canonical form."""
         return Turn("tool", _canonical(self.output), call_id=self.call_id)
 
     def told(self) -> Json:
-        """The JSON that is kept and given back."""
         output: Any = [part.told() for part in self.output]
         if len(self.output) == 1 and isinstance(self.output[0], Part):
             output = self.output[0].text
@@ -263,7 +254,6 @@ class ReasoningItem(Item):
         return text or "".join(part.text for part in self.summary)
 
     def told(self) -> Json:
-        """The item as it is kept and given back."""
         return {**_identity("rs"), "type": self.type, **reasoning_fields(self.text)}
 
 

@@ -2,28 +2,201 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 import orjson
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
+from serve_app.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    PreviousResponseError,
+    ResponseNotFoundError,
+)
 from serve_app.ingress.generation import preparation, sampling_fields
 from serve_app.ingress.generation.preparation import Chat, PromptLength
-from serve_app.ingress.http.json_body import loads, parsed
-from serve_app.ingress.model_registry import find
+from serve_app.ingress.generation.requests import (
+    MOST_TOKENS,
+    CacheSalt,
+    Effort,
+    NamedSchema,
+    PingInterval,
+    TranslatedChat,
+    Verbosity,
+)
+from serve_app.ingress.generation.sampling_fields import given, takes_sampling
+from serve_app.ingress.http.request_model import RequestModel, loads, name_ignored, parsed
+from serve_app.ingress.model_registry import M, Models, find
+from serve_app.ingress.openai.tools import plain_choice
 from serve_app.ingress.responses import items
-from serve_app.ingress.responses.items import AnyItem, Items
-from serve_app.ingress.responses.protocol import ResponsesRequest
+from serve_app.ingress.responses.items import AnyItem, Items, turns
+from serve_app.ingress.responses.serving import ResponseAnswer
+from serve_app.ingress.responses.store import StoredRequest, StoredResponse, merged, unpacked
 from serve_app.ingress.responses.tools import (
     AnyTool,
     CustomTextTool,
     FunctionTool,
     NamespaceTool,
+    Tools,
+    functions,
 )
-from serve_app.ingress.workers.worker import Models
+from serve_app.prompt.conversation import Turn
 from serve_app.sampling import Api, SamplingParams
+
+
+class AnyFormat(RequestModel):
+    """`text.format` without a schema."""
+
+    type: Literal["text", "json_object"] = "text"
+
+
+class SchemaFormat(NamedSchema):
+    """`text.format` with a schema."""
+
+    type: Literal["json_schema"]
+
+
+class TextConfig(RequestModel):
+    """`text`."""
+
+    verbosity: Verbosity | None = None
+    """Told to the chat template, which may know what to do with it."""
+    format: Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")] = Field(
+        default=AnyFormat()
+    )
+
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The schema that answers must validate against, if there is one."""
+        if isinstance(self.format, SchemaFormat):
+            return self.format.schema_
+        return {"type": "object"} if self.format.type == "json_object" else None
+
+
+class ResponseStreamOptions(RequestModel):
+    """`stream_options`."""
+
+    include_obfuscation: bool = False
+    """Whether pieces of text come with noise, so that their sizes do not show what they are."""
+
+
+class ReasoningConfig(RequestModel):
+    """`reasoning`."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
+
+    effort: Effort | None = None
+    """How much a model that can thinks before it answers; `none` and `minimal`: not at all."""
+
+
+@takes_sampling(Api.RESPONSES)
+class ResponsesRequest(RequestModel):
+    """POST /v1/responses."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "context_management": (None, []),
+        "conversation": (None,),
+        "max_tool_calls": (None,),
+        "moderation": (None,),
+        "prompt": (None,),
+        "top_logprobs": (None, 0),
+        "truncation": (None, "disabled"),
+    }
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"conversation", "prompt"})
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        {
+            "client_metadata",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+        }
+    )
+
+    model: str | None = None
+    """A name from /v1/models; the first of them if it is missing."""
+    input: Items
+    """A text, or a list of items."""
+    include: list[str] | None = None
+    """More that the answer shall have. Reasoning always has `encrypted_content`; all else is ignored, and
+    the answer names it."""
+    instructions: str | None = None
+    """The system's message, before everything else."""
+    max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    tools: Tools = Field(default=[])
+    """Functions and tools that the client runs; all others are left out, and the answer names them."""
+    tool_choice: Any = None
+    """`auto`, `none`, `required`, or an object that names a tool, or those that are allowed."""
+    parallel_tool_calls: bool | None = None
+    text: TextConfig = Field(default=TextConfig())
+    stream: bool = False
+    user: str | None = None
+    """The user whose request this is. Slots are shared fairly among users."""
+    cache_salt: CacheSalt | None = None
+    """vLLM's: cached prefixes are shared only with requests that send the same."""
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
+    never. Without it, `ingress.sse_ping_interval_s` counts."""
+    return_progress: bool = False
+    """llama-server's: whether a stream tells how far its prompt is computed, in `prompt_progress`."""
+    timings_per_token: bool = False
+    """llama-server's: whether a stream's events tell `timings`."""
+    metadata: dict[str, str] | None = None
+    """Given back with the answer."""
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """A response that is kept: its conversation comes before `input`."""
+    store: bool | None = None
+    """Whether the response is kept for some minutes, to go on from and to be asked for again; it is by
+    default."""
+    background: bool | None = None
+    """Whether it is made however soon the client leaves. That needs `store`."""
+    stream_options: ResponseStreamOptions | None = None
+    reasoning: ReasoningConfig | None = None
+
+    @field_validator("include")
+    @classmethod
+    def _name_what_is_not_included(cls, value: list[str] | None) -> list[str] | None:
+        names = value or ()
+        name_ignored(f"include.{name}" for name in names if name != "reasoning.encrypted_content")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.background and self.store is False:
+            raise InvalidRequestError("'background' needs 'store'.", "background")
+        return self
+
+    @property
+    def obfuscates(self) -> bool:
+        """Whether the events of a stream are padded, as ResponseStreamOptions says."""
+        return self.stream_options is not None and self.stream_options.include_obfuscation
+
+    def as_chat(self, before: Sequence[AnyItem] = ()) -> TranslatedChat:
+        """Translate the request to OpenAI's chat, behind these items. Raises InvalidRequestError."""
+        conversation = turns([*before, *self.input])
+        if not (before or self.input):
+            raise InvalidRequestError("'input' has no message.", "input")
+        if self.instructions:
+            conversation.insert(0, Turn("system", (self.instructions,)))
+        return TranslatedChat(
+            turns=conversation,
+            stream=self.stream,
+            sse_ping_interval=self.sse_ping_interval,
+            max_tokens=self.max_output_tokens,
+            json_schema=self.text.schema_of_answer(),
+            tools=list(functions(self.tools)),
+            tool_choice=plain_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            user=self.user,
+            cache_salt=self.cache_salt,
+            return_progress=self.return_progress,
+            timings_per_token=self.timings_per_token,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            verbosity=self.text.verbosity,
+            **given(self, Api.RESPONSES),
+        )
+
 
 _ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(Items)
 
@@ -54,8 +227,8 @@ def response(models: Models, body: bytes) -> PreparedResponse | After:
 
 
 def response_after(models: Models, body: bytes) -> PreparedResponse:
-    """A request behind a conversation: see `with_conversation`. Raises CorralError."""
-    before, body = _conversation(body)
+    """The record of an earlier response, and a request behind it. Raises CorralError."""
+    before, body = _conversation(models, body)
     return _response(models, parsed(ResponsesRequest, body), before)
 
 
@@ -68,22 +241,70 @@ def input_tokens(models: Models, body: bytes) -> PromptLength | After:
 
 
 def input_tokens_after(models: Models, body: bytes) -> PromptLength:
-    """A request behind a conversation: see `with_conversation`. Raises CorralError."""
-    before, body = _conversation(body)
+    """The record of an earlier response, and a request behind it. Raises CorralError."""
+    before, body = _conversation(models, body)
     return _input_tokens(models, parsed(ResponsesRequest, body), before)
 
 
-def with_conversation(before: bytes, output: Sequence[Any], pieces: list[bytes]) -> list[bytes]:
-    """The pieces of a body behind a conversation, which is that of an earlier response, and its output."""
-    told = orjson.dumps(output)
-    return [b"%d %d\n" % (len(before), len(told)), before, told, *pieces]
+def record(stored: StoredResponse) -> list[bytes]:
+    """The pieces of a body with the record of a response, which only workers read: it may be long."""
+    pieces = [stored.stored_request, *(pack for _, pack in stored.packs)]
+    return [b" ".join(b"%d" % len(piece) for piece in pieces) + b"\n", *pieces]
+
+
+def _record(body: bytes) -> tuple[StoredRequest, list[memoryview], bytes]:
+    """The input of a response, its packed log, and the body behind them."""
+    start, pieces = body.index(b"\n") + 1, list[memoryview]()
+    for size in map(int, body[:start].split()):
+        pieces.append(memoryview(body)[start : start + size])
+        start += size
+    return StoredRequest.unpacked(pieces[0]), pieces[1:], body[start:]
+
+
+def answer_to(models: Mapping[str, M], request: StoredRequest, **options: bool) -> ResponseAnswer:
+    """The answer to a kept request, before any output. Raises ResponseNotFoundError if its model is no
+    more."""
+    try:
+        return ResponseAnswer(request, find(models, request.model), **options)
+    except ModelNotFoundError:
+        raise ResponseNotFoundError(request.id) from None
+
+
+def _answered(
+    models: Models, request: StoredRequest, packs: Sequence[memoryview]
+) -> ResponseAnswer:
+    answer = answer_to(models, request)
+    for pack in packs:
+        for part in unpacked(pack):
+            for entry in merged(part):
+                answer.take(entry)
+    return answer
+
+
+def stored(models: Models, body: bytes) -> bytes:
+    """GET /v1/responses/{id}: the response whose record this is, as far as it is, as JSON."""
+    request, packs, _ = _record(body)
+    return orjson.dumps(_answered(models, request, packs).whole())
+
+
+def _conversation(models: Models, body: bytes) -> tuple[list[Any], bytes]:
+    """The items of an earlier response's conversation, its output too, and the body behind its record."""
+    request, packs, rest = _record(body)
+    try:
+        answer = _answered(models, request, packs)
+    except ResponseNotFoundError:
+        raise PreviousResponseError(request.id) from None
+    if answer.status in ("queued", "in_progress"):
+        message = f"The response {request.id!r} is still being made."
+        raise InvalidRequestError(message, "previous_response_id")
+    return [*loads(request.items.decode()), *answer.whole()["output"]], rest
 
 
 def page(models: Models, body: bytes) -> bytes:
-    """GET /v1/responses/{id}/input_items: what is asked for, and a conversation."""
-    query, _, conversation = body.partition(b"\n")
+    """GET /v1/responses/{id}/input_items: the query, and the record of the response."""
+    query, _, rest = body.partition(b"\n")
     order, limit, after = orjson.loads(query)
-    listed = loads(conversation.decode())
+    listed = loads(_record(rest)[0].items.decode())
     if order == "desc":
         listed.reverse()
     if after is not None:
@@ -99,15 +320,6 @@ def page(models: Models, body: bytes) -> bytes:
             "has_more": len(listed) > len(shown),
         }
     )
-
-
-def _conversation(body: bytes) -> tuple[list[Any], bytes]:
-    """The items of an earlier conversation, and the body behind it."""
-    sizes, _, rest = body.partition(b"\n")
-    n_before, n_told = map(int, sizes.split())
-    before = loads(rest[:n_before].decode())
-    output = loads(rest[n_before : n_before + n_told].decode())
-    return [*before, *output], rest[n_before + n_told :]
 
 
 def _response(models: Models, request: ResponsesRequest, before: Sequence[Any]) -> PreparedResponse:

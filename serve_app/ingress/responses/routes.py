@@ -5,14 +5,14 @@ Source: OpenAI's API reference, "Responses".
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Depends, Request
+import orjson
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from serve_app.errors import (
@@ -22,28 +22,46 @@ from serve_app.errors import (
     PreviousResponseError,
     ResponseNotFoundError,
 )
+from serve_app.ingress.access.bodies import unread
 from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.generation import Deltas
 from serve_app.ingress.generation.preparation import PromptLength
 from serve_app.ingress.http import request_context, sse
-from serve_app.ingress.http.dependencies import ModelsArgument, PreparedBody
-from serve_app.ingress.model_registry import find
+from serve_app.ingress.http.dependencies import (
+    Bodies,
+    BodiesArgument,
+    ModelsArgument,
+    PreparedBody,
+    written,
+)
+from serve_app.ingress.model_registry import Models, find
 from serve_app.ingress.openai.answers import InputTokens
-from serve_app.ingress.responses import preparation, serving, stored
+from serve_app.ingress.responses import preparation, serving
 from serve_app.ingress.responses.background import BackgroundResponses
-from serve_app.ingress.responses.log import Event, StoredRequest
 from serve_app.ingress.responses.preparation import After, PreparedResponse
 from serve_app.ingress.responses.serving import ResponseAnswer
-from serve_app.ingress.responses.store import Owner
-from serve_app.ingress.responses.stored import ResponsesArgument
-from serve_app.ingress.workers.bodies import Bodies
-from serve_app.ingress.workers.worker import Models
+from serve_app.ingress.responses.store import Event, Owner, StoredRequest, packed_request
+
+
+def key() -> str | None:
+    """The name of this task's caller's API key."""
+    account = request_context.current().account
+    return None if account is None else account.key.name
+
+
+async def _responses(request: Request) -> BackgroundResponses:
+    responses: BackgroundResponses = request.app.state.responses
+    return responses
+
+
+ResponsesArgument = Annotated[BackgroundResponses, Depends(_responses)]
+ROUTER = APIRouter()
+"""A response is there for its own API key only."""
+
 
 T = TypeVar("T")
-Keep = Callable[[list[Event]], Awaitable[None]]
-
-
-ROUTER = APIRouter()
+PROMPT_END = 64
+"""The last tokens of a prompt that tell whether its answer begins with reasoning."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +79,12 @@ class Continued(PreparedBody[T | After]):
         if not isinstance(result, After):
             return result
         request_context.current().ignored.clear()  # they are told again
-        before, output = await _conversation(request.app.state.responses, result.response_id)
-        pieces = preparation.with_conversation(before, output, pieces)
-        return await bodies.work(self.prepare_after, *pieces)
-
-
-async def _conversation(
-    responses: BackgroundResponses, response_id: str
-) -> tuple[bytes, Sequence[object]]:
-    try:
-        stored_request, entries = await responses.found(response_id, stored.key())
-        answer = await asyncio.to_thread(stored.told, responses.models, stored_request, entries)
-    except ResponseNotFoundError:
-        raise PreviousResponseError(response_id) from None
-    if not (entries and entries[-1].is_last):
-        message = f"The response {response_id!r} is still being made."
-        raise InvalidRequestError(message, "previous_response_id")
-    return stored_request.items, answer.whole()["output"]
+        responses: BackgroundResponses = request.app.state.responses
+        try:
+            stored = await responses.find(result.response_id, key())
+        except ResponseNotFoundError:
+            raise PreviousResponseError(result.response_id) from None
+        return await bodies.work(self.prepare_after, *preparation.record(stored), *pieces)
 
 
 @ROUTER.post("/v1/responses", response_model=None)
@@ -93,43 +100,44 @@ async def responses(
     sends server-sent events, and `background` does not wait for it."""
     # Kept responses are few, and those of who chats: a batch's would take their places.
     may_keep = responses.keep_any and not request_context.current().is_batch_line
-    told = prepared.asked | ({} if may_keep else {"store": False})
+    fields = prepared.asked | ({} if may_keep else {"store": False})
     wanted = prepared.chat.generation
-    if told["background"] and not responses.keep_any:
+    if fields["background"] and not responses.keep_any:
         raise NotSupportedError(
             "This server keeps no responses, so none can run in the background."
         )
     model = find(models, wanted.model)
-    (started,) = generation.requests(f"resp_{uuid.uuid4().hex}", wanted)
+    (request,) = generation.requests(f"resp_{uuid.uuid4().hex}", wanted)
     made = StoredRequest(
-        model.id,
-        int(time.time()),
-        told,
-        started,
-        prepared.chat.tools,
-        prepared.chat.thinks,
-        wanted.return_progress,
-        prepared.items,
+        id=request.id,
+        model=model.id,
+        created=int(time.time()),
+        is_background=fields["background"],
+        asked=fields,
+        tools=prepared.chat.tools,
+        thinks=prepared.chat.thinks,
+        return_progress=wanted.return_progress,
+        prompt_end=request.prompt[-PROMPT_END:],
+        items=prepared.items,
+        packed_request=packed_request(request) if fields["background"] else b"",
     )
     answer = ResponseAnswer(
-        made.id,
-        model.id,
-        told,
-        generation.output_parser(model, prepared.chat, in_pieces=True),
-        generation.token_counter(model),
-        return_progress=wanted.return_progress,
+        made,
+        model,
         timings_per_token=wanted.timings_per_token,
         obfuscates=prepared.obfuscates,
-        created=made.created,
     )
-    if told["background"]:
-        response = await responses.start(made, _owner())
+    owner = Owner(key(), request_context.current().holder)
+    if fields["background"]:
+        await responses.start(made, owner, is_read=wanted.stream)
         if not wanted.stream:
             return JSONResponse(answer.whole())
-        entries = response.follow(0)
+        entries = responses.follow(made.id, owner.key)
     else:
-        keep = _keeping(responses, made) if told["store"] else None
-        entries = _logged(await generation.start(model, [started]), keep)
+        if fields["store"]:
+            responses.prepare()
+        deltas = await generation.start(model, [request])
+        entries = _logged(deltas, made, owner, responses if fields["store"] else None)
     if wanted.stream:
         return sse.EventStream(serving.events(answer, entries), wanted.sse_ping_interval)
     return JSONResponse(await serving.collect(answer, entries))
@@ -148,32 +156,91 @@ async def response_input_tokens(
     return InputTokens(input_tokens=await generation.n_tokens(models, length))
 
 
-def _owner() -> Owner:
-    return Owner(stored.key(), request_context.current().holder)
+@ROUTER.get("/v1/responses/{response_id}", response_model=None)
+async def get_response(
+    models: ModelsArgument,
+    responses: ResponsesArgument,
+    bodies: BodiesArgument,
+    response_id: str,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+    include_obfuscation: bool = False,
+) -> Response:
+    """A response as far as it is; `stream` sends its events, those behind the number
+    `starting_after`, from its beginning and then as they come."""
+    stored = await responses.find(response_id, key())
+    if not stream:
+        return written(await bodies.work(preparation.stored, *preparation.record(stored)))
+    request = StoredRequest.unpacked(stored.stored_request)
+    answer = preparation.answer_to(models, request, obfuscates=include_obfuscation)
+    with responses.open_requests.entered(request_context.current().holder):
+        pass  # a refusal has a status here
+    entries = _held(responses, response_id)
+    return sse.EventStream(serving.events(answer, entries, starting_after))
 
 
-def _keeping(responses: BackgroundResponses, made: StoredRequest) -> Keep:
-    """A function that keeps it for this task's caller."""
-    responses.prepare()
-    owner = _owner()
-    return lambda entries: responses.keep(made, owner, entries)
+@ROUTER.delete("/v1/responses/{response_id}", response_model=None)
+async def delete_response(responses: ResponsesArgument, response_id: str) -> dict[str, Any]:
+    """Forget a response. If it is being made, that ends."""
+    await responses.delete(response_id, key())
+    return {"id": response_id, "object": "response", "deleted": True}
 
 
-async def _logged(deltas: Deltas, keep: Keep | None) -> AsyncGenerator[Event]:
-    """The log of a response that ends when its client leaves. It is kept before its end is told."""
+@ROUTER.post("/v1/responses/{response_id}/cancel", response_model=None)
+@unread
+async def cancel_response(
+    responses: ResponsesArgument, bodies: BodiesArgument, response_id: str
+) -> Response:
+    """End a response that is made in the background. One that has ended stays as it is."""
+    stored = await responses.find(response_id, key())
+    if not stored.is_background:
+        raise InvalidRequestError("Cannot cancel a synchronous response.")
+    if not stored.has_ended:
+        await responses.cancel(response_id, key())
+        async for _ in responses.follow(response_id, key()):
+            pass  # up to its end
+        stored = await responses.find(response_id, key())
+    return written(await bodies.work(preparation.stored, *preparation.record(stored)))
+
+
+@ROUTER.get("/v1/responses/{response_id}/input_items", response_model=None)
+async def response_input_items(
+    responses: ResponsesArgument,
+    bodies: BodiesArgument,
+    response_id: str,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """The conversation that a response answers, that of `previous_response_id` included."""
+    stored = await responses.find(response_id, key())
+    query = orjson.dumps([order, limit, after]) + b"\n"
+    return written(await bodies.work(preparation.page, query, *preparation.record(stored)))
+
+
+async def _held(responses: BackgroundResponses, response_id: str) -> AsyncGenerator[Event]:
+    caller = request_context.current()
+    with responses.open_requests.entered(caller.holder):
+        async for entry in responses.follow(response_id, key()):
+            yield entry
+
+
+async def _logged(
+    deltas: Deltas, made: StoredRequest, owner: Owner, responses: BackgroundResponses | None
+) -> AsyncGenerator[Event]:
+    """The log of a response that ends when its client leaves. It is kept before its end is told, where
+    responses are kept."""
     entries: list[Event] = []
     try:
         async for _, delta in deltas:
-            entry = Event(delta, time.time())
-            if keep is not None:
-                entries.append(entry)
-                if entry.is_last:
-                    await keep(entries)
-            yield entry
+            entries.append(Event(time.time(), delta))
+            if responses is not None and entries[-1].is_last:
+                await responses.keep(made, owner, entries)
+            yield entries[-1]
     except CorralError as error:
-        entry = Event(error, time.time())
-        if keep is not None:
-            await keep([*entries, entry])
-        yield entry
+        entries.append(Event(time.time(), error=error))
+        if responses is not None:
+            await responses.keep(made, owner, entries)
+        yield entries[-1]
     finally:
         await deltas.aclose()

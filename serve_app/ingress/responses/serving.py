@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.errors import CorralError
 from serve_app.ingress.generation import generation
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import unexpected
+from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.openai.timings import Running, prompt_progress, timings
 from serve_app.ingress.responses.items import reasoning_fields
-from serve_app.ingress.responses.log import Event
+from serve_app.ingress.responses.store import Event, StoredRequest
 from serve_app.ingress.responses.tools import CallForm, forms
-from serve_app.prompt.output_parser import OutputParser, Reasoning
+from serve_app.prompt.output_parser import Reasoning
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
@@ -30,47 +29,44 @@ Json = dict[str, Any]
 logger = logging.getLogger("corral.ingress")
 
 
-@dataclass
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
+"""The types of the texts that items have."""
+
+
 class ResponseAnswer:
     """One response on its way."""
 
-    id: str
-    model: str
-    asked: Json
-    """The fields that it repeats of its request."""
-    parser: OutputParser
-    """Finds the reasoning in the text, and the tool calls where there are tools."""
-    count: Callable[[str], int]
-    """The number of tokens of a text."""
-    return_progress: bool = False
-    timings_per_token: bool = False
-    obfuscates: bool = False
-    """Whether pieces come with noise, so that their sizes do not show what they are."""
-    created: int = field(default_factory=lambda: int(time.time()))
-    status: str = ""
-    _at: int = 0
-    """Unix time of what came last."""
-    _end: SequenceEnd | None = None
-    _error: Json | None = None
-    _n_items: int = 0
-    _output: list[Json] = field(default_factory=list)
-    """The items that are complete."""
-    _message_id: str = ""
-    """The id of the message that is not complete; empty if there is none."""
-    _text: list[str] = field(default_factory=list)
-    """The pieces of the open message or call."""
-    _call: Json | None = None
-    """The call that is not complete, without the fields that say what is called."""
-    _reasoning_id: str = ""
-    """The id of the reasoning that is not complete; empty if there is none."""
-    _n_reasoning: int = 0
-    _n_events: int = 0
-    _running: Running = field(default_factory=Running)
-
-    def __post_init__(self) -> None:
-        self.forms = forms(self.asked["tools"])
+    def __init__(
+        self,
+        request: StoredRequest,
+        model: ModelInfo,
+        *,
+        timings_per_token: bool = False,
+        obfuscates: bool = False,
+    ) -> None:
+        """`obfuscates`: whether pieces come with noise, so that their sizes do not show what they are."""
+        self._request = request
+        self._tokenizer = model.tokenizer
+        self._parser = model.tokenizer.output_parser(
+            request.prompt_end, request.tools, request.thinks, in_pieces=True
+        )
+        self._timings_per_token, self._obfuscates = timings_per_token, obfuscates
+        self._forms = forms(request.asked["tools"])
         self._form = CallForm("function", "")
-        self.status = "queued" if self.asked["background"] else "in_progress"
+        """The form of the open call."""
+        self.status = "queued" if request.is_background else "in_progress"
+        self._at = 0
+        """Unix time of what came last."""
+        self._end: SequenceEnd | None = None
+        self._error: Json | None = None
+        self._output: list[Json] = []
+        """The items that are complete."""
+        self._open: Json | None = None
+        """The item that is not complete, without its text."""
+        self._text: list[str] = []
+        """The pieces of the open item's text, or of a call's arguments."""
+        self._n_items = self._n_events = self._n_reasoning = 0
+        self._running = Running()
 
     def opening(self) -> list[Json]:
         """The events before any text."""
@@ -83,19 +79,19 @@ class ResponseAnswer:
     def take(self, entry: Event) -> list[Json]:
         """The events of what came of it."""
         self._at, self.status = int(entry.at), "in_progress"
-        if isinstance(entry.what, TokenDelta):
-            return self.events(entry.what)
-        return [self._cancelled() if entry.what is None else self.failed(entry.what)]
+        if entry.delta is not None:
+            return self.events(entry.delta)
+        return [self._cancelled() if entry.error is None else self.failed(entry.error)]
 
     def events(self, delta: TokenDelta) -> list[Json]:
         """One delta's events; the last one's last tells the whole response. As at llama-server, the last of
         them tells the timings."""
         self._running.saw(delta)
-        events = self._progress(delta) if self.return_progress else []
+        events = self._progress(delta) if self._request.return_progress else []
         events += self._news(delta)
         if delta.end is not None:
             events[-1]["timings"] = timings(delta.end)
-        elif self.timings_per_token and events:
+        elif self._timings_per_token and events:
             events[-1]["timings"] = self._running.told()
         return events
 
@@ -108,14 +104,17 @@ class ResponseAnswer:
 
     def _news(self, delta: TokenDelta) -> list[Json]:
         events: list[Json] = []
-        for part in generation.parts(self.parser, delta):
+        for part in generation.parts(self._parser, delta):
             if isinstance(part, Reasoning):
-                events += self._thought(part.text)
+                self._n_reasoning += len(self._tokenizer.tokenize(part.text, False, False))
+                events += self._said("reasoning", part.text)
+            elif isinstance(part, str):
+                events += self._said("message", part)
             else:
-                events += self._said(part) if isinstance(part, str) else self._called(part)
+                events += self._called(part)
         if delta.end is not None:
             status = "incomplete" if delta.end.reason == FinishReason.LENGTH else "completed"
-            events += self._end_of_items(status)
+            events += self._end_of_item(status)
             self.status, self._end = status, delta.end
             # OpenAI's own client waits for that event, and llama-server sends no other: the status tells.
             events.append(self._event("completed", response=self.whole()))
@@ -132,157 +131,88 @@ class ResponseAnswer:
         self.status = "cancelled"
         return self._event("incomplete", response=self.whole())
 
-    def _said(self, text: str) -> list[Json]:
-        opening: list[Json] = []
-        if not self._message_id:
-            opening = self._end_of_items("completed") + self._start_of_message()
+    def _said(self, kind: str, text: str) -> list[Json]:
+        events: list[Json] = []
+        if self._open is None or self._open["type"] != kind:
+            events = self._begin(kind, {"role": "assistant"} if kind == "message" else {})
+            part = _content(kind, "")
+            events.append(self._event("content_part.added", **self._place(), part=part))
         self._text.append(text)
-        delta = self._event("output_text.delta", **self._place(), delta=text, logprobs=[])
-        return [*opening, self._obfuscated(delta)]
-
-    def _obfuscated(self, event: Json) -> Json:
-        return event | sse.obfuscation(event["delta"]) if self.obfuscates else event
-
-    def _new_id(self, kind: str) -> str:
-        """The id of an item or a call: the same whoever computes this response."""
-        self._n_items += 1
-        digest = hashlib.blake2b(f"{self.id} {self._n_items}".encode(), digest_size=16)
-        return f"{kind}_{digest.hexdigest()}"
-
-    def _start_of_message(self) -> list[Json]:
-        self._message_id = self._new_id("msg")
-        item = self._message("in_progress", [])
-        return [
-            self._event("output_item.added", output_index=len(self._output), item=item),
-            self._event("content_part.added", **self._place(), part=_part("")),
-        ]
-
-    def _end_of_message(self, status: str) -> list[Json]:
-        if not self._message_id:
-            return []
-        text = "".join(self._text)
-        item = self._message(status, [_part(text)])
-        events = [
-            self._event("output_text.done", **self._place(), text=text, logprobs=[]),
-            self._event("content_part.done", **self._place(), part=_part(text)),
-            self._event("output_item.done", output_index=len(self._output), item=item),
-        ]
-        self._output.append(item)
-        self._message_id = ""
-        self._text.clear()
-        return events
+        fields = {**self._place(), "delta": text, **_logprobs(kind)}
+        return [*events, self._obfuscated(self._event(f"{_TEXTS[kind]}.delta", **fields))]
 
     def _called(self, call: ToolCall | CallPiece) -> list[Json]:
+        """The events of more of a call. Only a function's arguments are told as they come: all other tools
+        have what they need only when the call is complete."""
         events: list[Json] = []
         if call.name is not None:
-            events = self._end_of_items("completed")
-            events += self._start_of_call(call.name)
+            events = self._end_of_item("completed")
+            self._form = self._forms.get(call.name, CallForm("function", call.name))
+            events += self._begin(self._form.item_type, {"call_id": self._new_id("call")})
         if call.arguments:
             self._text.append(call.arguments)
             if self._form.kind == "function":
                 name = "function_call_arguments.delta"
-                delta = self._event(name, **self._call_place(), delta=call.arguments)
+                delta = self._event(name, **self._place(), delta=call.arguments)
                 events.append(self._obfuscated(delta))
         return events
 
-    def _start_of_call(self, name: str) -> list[Json]:
-        """The event that a call begins. Only a function's arguments are told as they come: all other tools
-        have what they need only when the call is complete."""
-        form = self._form = self.forms.get(name, CallForm("function", name))
-        self._call = {
-            "type": form.item_type,
-            "id": self._new_id("ctc" if form.kind == "custom" else "fc"),
-            "call_id": self._new_id("call"),
-            "status": "in_progress",
-        }
-        item = self._call | form.fields("")
-        return [self._event("output_item.added", output_index=len(self._output), item=item)]
+    def _begin(self, kind: str, fields: Json) -> list[Json]:
+        events = self._end_of_item("completed")
+        self._open = {"type": kind, "id": self._new_id(_PREFIXES.get(kind, "fc")), **fields}
+        item = self._item("in_progress")
+        return [
+            *events,
+            self._event("output_item.added", output_index=len(self._output), item=item),
+        ]
 
-    def _end_of_call(self, status: str) -> list[Json]:
-        if self._call is None:
+    def _end_of_item(self, status: str) -> list[Json]:
+        if self._open is None:
             return []
-        text, form = "".join(self._text), self._form
-        item = self._call | form.fields(text) | {"status": status}
-        events: list[Json] = []
-        if form.kind == "function":
+        item, text = self._item(status), "".join(self._text)
+        kind, place, events = item["type"], self._place(), list[Json]()
+        if kind in _TEXTS:
+            done = {**place, "text": text, **_logprobs(kind)}
+            part = _content(kind, text)
+            events.append(self._event(f"{_TEXTS[kind]}.done", **done))
+            events.append(self._event("content_part.done", **place, part=part))
+        elif self._form.kind == "function":
             name = "function_call_arguments.done"
-            events.append(self._event(name, **self._call_place(), arguments=text))
-        elif form.kind == "custom":
-            name, place = "custom_tool_call_input", self._call_place()
-            delta = self._event(f"{name}.delta", **place, delta=item["input"])
-            events.append(self._obfuscated(delta))
-            events.append(self._event(f"{name}.done", **place, input=item["input"]))
+            events.append(self._event(name, **place, arguments=text))
+        elif self._form.kind == "custom":
+            name, said = "custom_tool_call_input", item["input"]
+            events.append(self._obfuscated(self._event(f"{name}.delta", **place, delta=said)))
+            events.append(self._event(f"{name}.done", **place, input=said))
         events.append(self._event("output_item.done", output_index=len(self._output), item=item))
         self._output.append(item)
-        self._call = None
+        self._open = None
         self._text.clear()
         return events
 
-    def _call_place(self) -> Json:
-        """Where the open call is."""
-        assert self._call is not None
-        return {"item_id": self._call["id"], "output_index": len(self._output)}
-
-    # -- reasoning ---------------------------------------------------------------------------------
-
-    def _thought(self, text: str) -> list[Json]:
-        opening: list[Json] = []
-        if not self._reasoning_id:
-            opening = self._end_of_items("completed")
-            self._reasoning_id = self._new_id("rs")
-            item = self._reasoning("in_progress", "")
-            opening += [
-                self._event("output_item.added", output_index=len(self._output), item=item),
-                self._event("content_part.added", **self._place(), part=_thought_part("")),
-            ]
-        self._text.append(text)
-        self._n_reasoning += self.count(text)
-        delta = self._event("reasoning_text.delta", **self._place(), delta=text)
-        return [*opening, self._obfuscated(delta)]
-
-    def _end_of_reasoning(self, status: str) -> list[Json]:
-        if not self._reasoning_id:
-            return []
-        text = "".join(self._text)
-        item = self._reasoning(status, text)
-        events = [
-            self._event("reasoning_text.done", **self._place(), text=text),
-            self._event("content_part.done", **self._place(), part=_thought_part(text)),
-            self._event("output_item.done", output_index=len(self._output), item=item),
-        ]
-        self._output.append(item)
-        self._reasoning_id = ""
-        self._text.clear()
-        return events
-
-    def _reasoning(self, status: str, text: str) -> Json:
-        fields = reasoning_fields(text, is_sealed=True)
-        return {"type": "reasoning", "id": self._reasoning_id, "status": status, **fields}
-
-    # -- items and events ----------------------------------------------------------------------------
-
-    def _end_of_items(self, status: str) -> list[Json]:
-        """The events that end the open item, of whatever kind."""
-        events = self._end_of_reasoning(status)
-        events += self._end_of_message(status)
-        return events + self._end_of_call(status)
-
-    def _message(self, status: str, content: list[Json]) -> Json:
-        return {
-            "type": "message",
-            "id": self._message_id,
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
+    def _item(self, status: str) -> Json:
+        assert self._open is not None
+        text, kind = "".join(self._text), self._open["type"]
+        if kind == "message":
+            fields: Json = {"content": [_content(kind, text)] if text else []}
+        elif kind == "reasoning":
+            fields = reasoning_fields(text, is_sealed=True)
+        else:
+            fields = self._form.fields(text)
+        return self._open | fields | {"status": status}
 
     def _place(self) -> Json:
-        """Where the text of the open message or reasoning is."""
-        return {
-            "item_id": self._message_id or self._reasoning_id,
-            "output_index": len(self._output),
-            "content_index": 0,
-        }
+        assert self._open is not None
+        place = {"item_id": self._open["id"], "output_index": len(self._output)}
+        return place | {"content_index": 0} if self._open["type"] in _TEXTS else place
+
+    def _obfuscated(self, event: Json) -> Json:
+        return event | sse.obfuscation(event["delta"]) if self._obfuscates else event
+
+    def _new_id(self, kind: str) -> str:
+        """The id of an item or a call: the same whoever computes this response."""
+        self._n_items += 1
+        digest = hashlib.blake2b(f"{self._request.id} {self._n_items}".encode(), digest_size=16)
+        return f"{kind}_{digest.hexdigest()}"
 
     def _event(self, name: str, /, **fields: Any) -> Json:
         self._n_events += 1
@@ -294,27 +224,21 @@ class ResponseAnswer:
 
     def whole(self) -> Json:
         """The response as it is now."""
-        status, open_items = self.status, list[Json]()
-        of_open = status if status == "in_progress" else "incomplete"
-        if self._message_id:
-            open_items = [self._message(of_open, [_part("".join(self._text))])]
-        if self._call is not None:
-            fields = self._form.fields("".join(self._text))
-            open_items = [self._call | fields | {"status": of_open}]
-        if self._reasoning_id:
-            open_items = [self._reasoning(of_open, "".join(self._text))]
+        request, status, open_items = self._request, self.status, list[Json]()
+        if self._open is not None:
+            open_items = [self._item(status if status == "in_progress" else "incomplete")]
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
-            **self.asked,
-            "id": self.id,
+            **request.asked,
+            "id": request.id,
             "object": "response",
-            "created_at": self.created,
+            "created_at": request.created,
             "completed_at": self._at if status in ("completed", "incomplete") else None,
             "status": status,
             "error": self._error,
             "incomplete_details": cut,
             "max_tool_calls": None,
-            "model": self.model,
+            "model": request.model,
             "output": [*self._output, *open_items],
             "service_tier": "default",
             "top_logprobs": 0,
@@ -323,12 +247,16 @@ class ResponseAnswer:
         }
 
 
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+_PREFIXES = {"message": "msg", "reasoning": "rs", "custom_tool_call": "ctc"}
 
 
-def _thought_part(text: str) -> Json:
-    return {"type": "reasoning_text", "text": text}
+def _content(kind: str, text: str) -> Json:
+    part = {"type": _TEXTS[kind], "text": text}
+    return part | {"annotations": [], "logprobs": []} if kind == "message" else part
+
+
+def _logprobs(kind: str) -> Json:
+    return {"logprobs": []} if kind == "message" else {}
 
 
 def usage_body(usage: Usage, n_reasoning: int) -> Json:
@@ -345,8 +273,8 @@ def usage_body(usage: Usage, n_reasoning: int) -> Json:
 async def collect(answer: ResponseAnswer, entries: AsyncIterator[Event]) -> Json:
     """Read the response to its end. Raises CorralError."""
     async for entry in entries:
-        if isinstance(entry.what, CorralError):
-            raise entry.what
+        if entry.error is not None:
+            raise entry.error
         answer.take(entry)
     return answer.whole()
 

@@ -1,6 +1,8 @@
 """Keeps responses for some minutes, within bounds for each client.
 
-It is asked by all ingresses, and reads nothing of what it keeps.
+A kept response is the input that it is made from, and the log of its output so far. Its events and the
+response itself are computed from these two, by any ingress. The store is asked by all ingresses, and reads
+nothing of what it keeps.
 """
 
 from __future__ import annotations
@@ -9,18 +11,131 @@ import asyncio
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-from serve_app.errors import EngineFailedError, KeyLimitError, RateLimitError
-from serve_app.ingress.responses import log
-from serve_app.ingress.responses.log import Event
+import msgspec
+
+from serve_app.errors import (
+    CorralError,
+    EngineFailedError,
+    KeyLimitError,
+    RateLimitError,
+    error_of,
+    fields_of,
+)
+from serve_app.types import GenerationRequest, TokenDelta
 
 LEASE_S = 10.0
 """A response that is being made, and that its ingress was silent about for so long, goes on in another."""
 ABANDONED_S = 120.0
 """A response that no ingress went on with for so long has failed."""
 _RETRY_S = 10
+_PART = 64
+"""The most entries that are unpacked at once."""
+
+
+def _encoded(value: object) -> object:
+    if isinstance(value, CorralError):
+        return fields_of(value)
+    raise NotImplementedError(type(value).__name__)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
+
+
+class StoredRequest(msgspec.Struct, frozen=True):
+    """The input that a response is made from."""
+
+    id: str
+    model: str
+    """The model's id."""
+    created: int
+    """Unix time."""
+    is_background: bool
+    """Whether it goes on when its client leaves."""
+    asked: dict[str, Any]
+    """The fields that the response repeats of its request."""
+    tools: Sequence[Mapping[str, Any]]
+    """The tools as chat templates read them."""
+    thinks: bool
+    """Whether reasoning is split off."""
+    return_progress: bool
+    prompt_end: tuple[int, ...]
+    """The last tokens of the prompt, which may begin reasoning."""
+    items: bytes
+    """The conversation that it answers, as a JSON list of items."""
+    packed_request: bytes
+    """The engine's request, for the ingress that makes the response."""
+
+    def packed(self) -> bytes:
+        """The bytes that `unpacked` reads."""
+        return _ENCODER.encode(self)
+
+    @classmethod
+    def unpacked(cls, packed: bytes | memoryview) -> StoredRequest:
+        """The input that another process packed."""
+        return msgspec.msgpack.decode(packed, type=cls)
+
+    @property
+    def request(self) -> GenerationRequest:
+        """The engine's request, unpacked."""
+        return msgspec.msgpack.decode(self.packed_request, type=GenerationRequest)
+
+
+def packed_request(request: GenerationRequest) -> bytes:
+    """The bytes of StoredRequest.packed_request."""
+    return _ENCODER.encode(request)
+
+
+class _Flags(msgspec.Struct, frozen=True):
+    """The flags of a StoredRequest, which are read from its bytes in no time."""
+
+    is_background: bool
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """An entry of a response's log, which has one last."""
+
+    at: float
+    """Unix time."""
+    delta: TokenDelta | None = None
+    error: CorralError | None = None
+    """Neither a delta nor an error: it was cancelled."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether that is its end."""
+        return self.delta is None or self.delta.end is not None
+
+
+_PARTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_ENTRIES = msgspec.msgpack.Decoder(list[Event], dec_hook=lambda _, fields: error_of(*fields))
+
+
+def packed(entries: Sequence[Event]) -> bytes:
+    """Pack entries for `unpacked`."""
+    parts = [entries[start : start + _PART] for start in range(0, len(entries), _PART)]
+    return _ENCODER.encode(parts)
+
+
+def unpacked(pack: bytes | memoryview) -> Iterator[list[Event]]:
+    """Unpack the entries that an ingress packed, some at a time: a part takes about a millisecond."""
+    for part in _PARTS.decode(pack):
+        yield _ENTRIES.decode(part)
+
+
+def merged(entries: Sequence[Event]) -> list[Event]:
+    """All deltas as one, and what else is the last of them: of these, a response is sooner computed, and is
+    the same."""
+    deltas = [entry.delta for entry in entries if entry.delta is not None]
+    events: list[Event] = []
+    if deltas:
+        text = "".join(delta.text for delta in deltas)
+        events.append(Event(entries[-1].at, TokenDelta(text, (), deltas[-1].end)))
+    return events + [entry for entry in entries[-1:] if entry.delta is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +147,6 @@ class Bounds:
     max_each: int = 256
     """Responses of each client."""
     max_bytes_each: int = 16 << 20
-    """The most bytes of each client."""
     max_bytes: int = 256 << 20
     """The most bytes of all clients."""
 
@@ -56,10 +170,9 @@ class LogAppend:
     """How many ingresses went on with it before."""
     first: int
     """The place of the first entry."""
-    entries: bytes
-    """Packed."""
+    pack: bytes
     n: int
-    """How many they are."""
+    """The number of entries in the pack."""
     has_ended: bool
 
 
@@ -67,9 +180,11 @@ class AppendResult(enum.Enum):
     """The store's instruction to the ingress that makes a response."""
 
     GO_ON = 0
-    CANCEL = 1
+    HURRY = 1
+    """Somebody reads the response, and wants news at once."""
+    CANCEL = 2
     """Somebody asked for its end."""
-    LEAVE = 2
+    LEAVE = 3
     """The response was deleted, or another ingress makes it."""
 
 
@@ -82,23 +197,24 @@ class StoredResponse:
     packs: Sequence[tuple[int, bytes]]
     """Packed entries, each pack with the place of its first one; some may be from before that place."""
     n_entries: int
-    """How many there are in all."""
+    """The number of all entries."""
     has_ended: bool
     turn: int
     owner: Owner
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it goes on when its client leaves."""
+        return msgspec.msgpack.decode(self.stored_request, type=_Flags).is_background
 
     def parts(self, since: int = 0) -> Iterator[Sequence[Event]]:
         """The entries from that place on, some at a time. None is empty."""
         for first, pack in self.packs:
             place = first
-            for part in log.unpacked(pack):
+            for part in unpacked(pack):
                 if new := part[max(0, since - place) :]:
                     yield new
                 place += len(part)
-
-    def entries(self, since: int = 0) -> list[Event]:
-        """The entries from that place on."""
-        return [entry for part in self.parts(since) for entry in part]
 
 
 @dataclass
@@ -109,9 +225,10 @@ class _ResponseLog:
     n_entries: int
     has_ended: bool
     touched_at: float
-    turn: int = 0
+    progressed_at: float
+    turn: int
     is_unwanted: bool = False
-    progressed_at: float = 0.0
+    read_until: float = float("-inf")
     changes: asyncio.Event = field(default_factory=asyncio.Event)
     n_bytes: int = 0
 
@@ -144,56 +261,40 @@ class Store:
         """The logs by holder."""
         self._bytes: Counter[str] = Counter()
         """The bytes of each holder's responses."""
-        self._n_bytes = 0
         self._expire_at = clock()
 
     @property
     def keeps_any(self) -> bool:
-        """Whether responses are kept at all."""
         return self.bounds.kept_s > 0
 
     def __len__(self) -> int:
         self._expire()
         return len(self._kept)
 
-    async def prepare(self) -> None:
-        """Be ready to keep a response soon."""
+    async def prepare(self) -> None: ...
 
-    async def put(
-        self, response_id: str, owner: Owner, stored_request: bytes, append: LogAppend
-    ) -> None:
+    async def put(self, owner: Owner, stored_request: bytes, log: LogAppend) -> None:
         """Keep a response, its log as far as it is. Raises RateLimitError if too many of its owner's are
         being made, KeyLimitError if it is too large."""
         self._expire()
-        n_bytes = len(stored_request) + len(append.entries)
+        n_bytes = len(stored_request) + len(log.pack)
         if n_bytes > min(self.bounds.max_bytes_each, self.bounds.max_bytes):
             raise KeyLimitError(f"A response of {n_bytes} bytes is too large to be kept.")
-        if not append.has_ended:
+        if not log.has_ended:
             self._check_running(owner)
-        now = self._clock()
-        packs = [(append.first, append.entries)] if append.n else []
-        kept = _ResponseLog(
-            owner,
-            stored_request,
-            packs,
-            append.n,
-            append.has_ended,
-            now,
-            append.turn,
-            progressed_at=now,
-        )
-        if response_id in self._kept:
-            self._forget(response_id)
-        self._kept[response_id] = kept
-        self._held.setdefault(owner.holder, {})[response_id] = kept
+        if log.id in self._kept:
+            self._forget(log.id)
+        now, packs = self._clock(), [(log.first, log.pack)] if log.n else []
+        kept = _ResponseLog(owner, stored_request, packs, log.n, log.has_ended, now, now, log.turn)
+        self._kept[log.id] = kept
+        self._held.setdefault(owner.holder, {})[log.id] = kept
         self._grow(kept, n_bytes)
         self._make_room(owner.holder)
 
     def _check_running(self, owner: Owner) -> None:
-        of_owner = [one for one in self._of(owner.holder) if not one.has_ended]
-        most = self.bounds.max_each
-        too_large = sum(one.n_bytes for one in of_owner) >= self.bounds.max_bytes_each
-        if len(of_owner) >= most or too_large:
+        of_owner = [kept for kept in self._of(owner.holder) if not kept.has_ended]
+        too_large = sum(kept.n_bytes for kept in of_owner) >= self.bounds.max_bytes_each
+        if len(of_owner) >= self.bounds.max_each or too_large:
             raise RateLimitError(
                 f"You have {len(of_owner)} responses in the background, which is the limit.",
                 _RETRY_S,
@@ -210,13 +311,16 @@ class Store:
             return AppendResult.LEAVE
         kept.touched_at = kept.progressed_at = self._clock()
         if append.n and append.first == kept.n_entries:
-            kept.packs.append((append.first, append.entries))
+            kept.packs.append((append.first, append.pack))
             kept.n_entries += append.n
-            self._grow(kept, len(append.entries))
+            self._grow(kept, len(append.pack))
             kept.has_ended = append.has_ended
             kept.changed()
             self._make_room(kept.owner.holder)
-        return AppendResult.CANCEL if kept.is_unwanted else AppendResult.GO_ON
+        if kept.is_unwanted:
+            return AppendResult.CANCEL
+        is_read = self._clock() < kept.read_until
+        return AppendResult.HURRY if is_read else AppendResult.GO_ON
 
     async def find(
         self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
@@ -225,13 +329,13 @@ class Store:
         something, or the end."""
         self._expire()
         kept = self._owned(response_id, key)
-        if kept is not None and wait_s and kept.n_entries <= since and not kept.has_ended:
-            try:
-                async with asyncio.timeout(wait_s):
-                    await kept.changes.wait()
-            except TimeoutError:
-                pass
-            kept = self._owned(response_id, key)
+        if kept is not None and wait_s:
+            kept.read_until = max(kept.read_until, self._clock() + wait_s)
+            if kept.n_entries <= since and not kept.has_ended:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await kept.changes.wait()
+                kept = self._owned(response_id, key)
         return None if kept is None else kept.found(since)
 
     async def delete(self, response_id: str, key: str | None) -> bool:
@@ -251,7 +355,7 @@ class Store:
     async def adopt(self, response_id: str) -> StoredResponse | None:
         """Be the one that goes on with a response whose ingress is gone; None if somebody else does."""
         kept = self._kept.get(response_id)
-        if kept is None or kept.has_ended or not self._is_orphan(kept):
+        if kept is None or not self._is_orphan(kept):
             return None
         kept.turn += 1
         kept.touched_at = self._clock()
@@ -261,18 +365,18 @@ class Store:
         """The ids of responses whose ingress is silent. Those that nobody went on with for long have
         failed."""
         self._expire()
-        orphans = [(i, one) for i, one in self._kept.items() if self._is_orphan(one)]
+        orphans = [(name, kept) for name, kept in self._kept.items() if self._is_orphan(kept)]
         for response_id, kept in orphans:
             if self._clock() - kept.progressed_at >= ABANDONED_S:
                 error = EngineFailedError("No replica could continue this response.")
-                entries = log.packed([Event(error, time.time())])
-                self._append(LogAppend(response_id, kept.turn, kept.n_entries, entries, 1, True))
+                pack = packed([Event(time.time(), error=error)])
+                self._append(LogAppend(response_id, kept.turn, kept.n_entries, pack, 1, True))
         return [response_id for response_id, kept in orphans if not kept.has_ended]
 
     @property
     def n_running(self) -> int:
         """Responses that are being made."""
-        return sum(not one.has_ended for one in self._kept.values())
+        return sum(not kept.has_ended for kept in self._kept.values())
 
     def _is_orphan(self, kept: _ResponseLog) -> bool:
         return not kept.has_ended and self._clock() - kept.touched_at >= LEASE_S
@@ -301,7 +405,6 @@ class Store:
     def _grow(self, kept: _ResponseLog, n_bytes: int) -> None:
         kept.n_bytes += n_bytes
         self._bytes[kept.owner.holder] += n_bytes
-        self._n_bytes += n_bytes
 
     def _forget(self, response_id: str) -> None:
         kept = self._kept.pop(response_id)
@@ -320,15 +423,15 @@ class Store:
             or self._bytes[holder] > bounds.max_bytes_each
         ) and self._forget_oldest(holder):
             pass
-        while self._n_bytes > bounds.max_bytes:
+        while self._bytes.total() > bounds.max_bytes:
             by_size = (name for name, _ in self._bytes.most_common())
             if not any(self._forget_oldest(name) for name in by_size):
                 break  # all that is left is being made
 
     def _forget_oldest(self, holder: str) -> bool:
-        """Whether there was one that is complete."""
-        for response_id, kept in self._held.get(holder, {}).items():
-            if kept.has_ended:
-                self._forget(response_id)
-                return True
-        return False
+        """Forget the holder's oldest that is complete. Returns whether there was one."""
+        ended = (name for name, kept in self._held.get(holder, {}).items() if kept.has_ended)
+        oldest = next(ended, None)
+        if oldest is not None:
+            self._forget(oldest)
+        return oldest is not None

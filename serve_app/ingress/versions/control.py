@@ -5,20 +5,91 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
+
+from ray.util.metrics import Gauge
 
 from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.model_registry import ServedModel, shares
 from serve_app.ingress.others import OtherIngresses
-from serve_app.ingress.versions import choice
 from serve_app.store.shared_entries import VersionWeights
 from serve_app.types import Version
 
-logger = logging.getLogger("corral.ingress")
 
-LOOK_EVERY_S = 5.0
-"""However a change was missed, it is known here after so long."""
+def changed(weights: Mapping[str, float], percents: Mapping[str, float]) -> dict[str, float]:
+    """Weights in percent: as asked for, and the other versions share the rest as they did before. Raises
+    InvalidRequestError."""
+    for name, percent in percents.items():
+        if name not in weights:
+            known = ", ".join(weights)
+            raise InvalidRequestError(
+                f"There is no version {name!r}. The versions are: {known}.", "weights"
+            )
+        if not 0 <= percent <= 100:
+            raise InvalidRequestError("Weights are percentages, from 0 to 100.", "weights")
+    rest = 100.0 - math.fsum(percents.values())
+    others = {name: weight for name, weight in weights.items() if name not in percents}
+    if rest < -1e-6 or (rest > 1e-6 and not others):
+        raise InvalidRequestError(f"The weights add up to {100 - rest:g}, not to 100.", "weights")
+    return {
+        name: percents[name] if name in percents else _part(name, others, rest) for name in weights
+    }
+
+
+def _part(name: str, others: Mapping[str, float], rest: float) -> float:
+    total = math.fsum(others.values())
+    if total:
+        return max(0.0, rest) * others[name] / total
+    if rest > 1e-6 and len(others) > 1:
+        raise InvalidRequestError(
+            f"{rest:g} percent are left, and none of {' and '.join(others)} has a share now. Name the one "
+            "that gets them.",
+            "weights",
+        )
+    return max(0.0, rest)
+
+
+def before_rollout(
+    now: Mapping[str, float], earlier: Iterable[Mapping[str, float]]
+) -> dict[str, float] | None:
+    """The weights to go back to: of earlier ones, the latest first, those of a moment at which one version
+    that is still there had everything, and not the one that has everything now. None if there was none."""
+    for weights in earlier:
+        sole = _sole(weights)
+        if sole is not None and sole in now and sole != _sole(now):
+            return {name: 100.0 if name == sole else 0.0 for name in now}
+    return None
+
+
+def _sole(weights: Mapping[str, float]) -> str | None:
+    given = [name for name, weight in weights.items() if weight > 0]
+    return given[0] if len(given) == 1 else None
+
+
+def weights_of_ready(
+    weights: Mapping[str, float], is_ready: Mapping[str, bool]
+) -> dict[str, float]:
+    """The weights of versions that can answer. If none can, requests wait, and all weights count."""
+    ready = {name: weight if is_ready[name] else 0.0 for name, weight in weights.items()}
+    return ready if any(ready.values()) else dict(weights)
+
+
+class VersionMetrics:
+    """One ingress replica's. Used in its event loop."""
+
+    def __init__(self) -> None:
+        what = "The part of a model's requests that one of its versions is given now, up to 1."
+        self._share = Gauge("corral_version_share", what, ("model", "version"))
+
+    def update(self, shares: Mapping[str, Mapping[str, float]]) -> None:
+        for model, versions in shares.items():
+            for version, share in versions.items():
+                self._share.set(share, {"model": model, "version": version})
+
+
+logger = logging.getLogger("corral.ingress")
 
 
 class Versions(Protocol):
@@ -72,12 +143,6 @@ class VersionControl:
         await asyncio.gather(*(one.engine.stats() for one in versions))  # who runs is known then
         await self.look()
 
-    async def watch(self) -> None:
-        """Look again and again, for ever."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            await self.look()
-
     @property
     def shares(self) -> dict[str, dict[str, float]]:
         """The part of requests that each version is given now, up to 1, by model and version."""
@@ -113,7 +178,7 @@ class VersionControl:
         for model, weights in self._weights.items():
             versions = {name: self._models[f"{model}@{name}"] for name in weights}
             ready = {name: self._is_ready(one) for name, one in versions.items()}
-            for name, weight in choice.given(weights, ready).items():
+            for name, weight in weights_of_ready(weights, ready).items():
                 full_name = f"{model}@{name}"
                 version = Version(model, name, weights[name], weight)
                 if versions[name].version != version:
@@ -149,15 +214,13 @@ class VersionControl:
             del self._coming[model.id]
 
     async def change(self, model: str, percents: Mapping[str, float]) -> None:
-        """Give versions so many percent; the others share the rest as before. Raises CorralError."""
         now = self._versions_of(model)
-        await self._change(model, choice.changed(now, percents))
+        await self._change(model, changed(now, percents))
 
     async def roll_back(self, model: str) -> None:
-        """Give all requests to the version that had all before. Raises CorralError."""
         now = self._versions_of(model)
         history = await asyncio.to_thread(self._all_changes.history, model)
-        weights = choice.before_rollout(now, (one.weights for one in history))
+        weights = before_rollout(now, (one.weights for one in history))
         if weights is None:
             raise InvalidRequestError(
                 f"No version of {model!r} had all requests before, so there is nothing to go back to.",

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.model_registry import family, find
-from serve_app.ingress.versions.protocol import RollbackRequest, WeightsRequest
-from serve_app.ingress.workers.worker import Models
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+from serve_app.ingress.http.request_model import RequestModel, parsed
+from serve_app.ingress.model_registry import Models, family, find
+from serve_app.ingress.openai.answers import VersionCard
+
+Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+
+
+class WeightsRequest(RequestModel):
+    """POST /models/weights."""
+
+    model: str
+    weights: Annotated[dict[str, Percent], Field(min_length=1)]
+    """Percent of the requests, by the names of versions. The others share the rest as they did before."""
+
+
+class RollbackRequest(RequestModel):
+    """POST /models/rollback."""
+
+    model: str
+
+
+class VersionList(BaseModel):
+    """A model's versions after a change."""
+
+    model: str
+    versions: list[VersionCard]
 
 
 def weights(models: Models, body: bytes) -> WeightsRequest:

@@ -11,7 +11,7 @@ from serve_app.ingress.http.dependencies import ModelsArgument, operators_only, 
 from serve_app.ingress.openai.answers import card_of
 from serve_app.ingress.versions import preparation
 from serve_app.ingress.versions.control import Versions
-from serve_app.ingress.versions.protocol import VersionList, WeightsRequest
+from serve_app.ingress.versions.preparation import VersionList, WeightsRequest
 
 ROUTER = APIRouter(dependencies=[operators_only("What versions answer")])
 

@@ -81,5 +81,4 @@ class FairSemaphore:
                 del self._waiting[client]
 
     def n_waiting(self, client: str) -> int:
-        """How many of this client wait."""
         return len(self._waiting.get(client, ()))

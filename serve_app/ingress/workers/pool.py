@@ -4,29 +4,194 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
 import subprocess
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
 
 from serve_app.errors import (
     CorralError,
     EngineClosedError,
+    EngineUnavailableError,
     InvalidRequestError,
     QueueFullError,
 )
 from serve_app.ingress.http import request_context
-from serve_app.ingress.model_registry import ModelInfo, NumberedAdapters
+from serve_app.ingress.model_registry import ModelInfo, Models, NumberedAdapters
+from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
-from serve_app.ingress.workers.processes import Worker, WorkerDiedError, Zygote
-from serve_app.ingress.workers.worker import CPU_S, Changes, Models, Work
-from serve_app.ingress.workers.zygote import Start
+from serve_app.ingress.workers.wire import ModelChanges, Outcome, WorkOrder
+from serve_app.ingress.workers.worker import CPU_S, NO_PID, PID, STACK_BYTES, Start, set_limit
+
+NICENESS = 10
+"""The addition to the niceness of workers that read long prompts. Beside a thread that decodes, they get a
+tenth of a core."""
+_ENVIRONMENT = {
+    "GGML_NO_BACKTRACE": "1",  # llama.cpp would start a debugger when it gives up
+    "OPENBLAS_NUM_THREADS": "1",  # threads do not survive a fork
+}
+
 
 logger = logging.getLogger("corral.ingress")
 
+
+class WorkerDiedError(Exception):
+    """A worker is gone, and its work is undone."""
+
+    def __init__(self, cpu_s: float = 0.0) -> None:
+        """`cpu_s`: what the work was seen to take."""
+        super().__init__(cpu_s)
+        self.cpu_s = cpu_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Work for a client, as it is sent to a worker."""
+
+    client: str
+    order: WorkOrder
+    pieces: Sequence[bytes]
+    """The pieces of the body, and the files that were fetched for it."""
+    result_type: Any
+
+
+class Worker:
+    """One process, from the ingress's side. Event loop only."""
+
+    def __init__(
+        self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.pid = pid
+        self.is_idle_priority = self.is_niced = False
+        self._cpu_s = 0.0
+        self._pidfd = os.pidfd_open(pid)  # a number alone may be another process's later
+        self._reader = reader
+        self._writer = writer
+
+    async def do(self, job: _Job) -> Outcome:
+        """The result, or the CorralError that the work raised. Raises WorkerDiedError."""
+        began_s = self.cpu_s()
+        try:
+            await wire.send(self._writer, job.order, job.pieces)
+            return await wire.received(self._reader, job.result_type)
+        except (EOFError, ConnectionError, msgspec.MsgspecError) as error:
+            if isinstance(error, msgspec.MsgspecError):
+                logger.exception("A worker sent something else than a result.")
+            raise WorkerDiedError(self.cpu_s() - began_s) from error
+
+    def is_alive(self) -> bool:
+        if self._pidfd < 0:
+            return False
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)  # see pidfd_open(2)
+        return not ended.poll(0)
+
+    def cpu_s(self) -> float:
+        """CPU seconds that it has taken so far; what it took last if it is gone."""
+        with suppress(OSError):
+            # Linux makes the clock of a process of its number: clock_getcpuclockid(3).
+            self._cpu_s = time.clock_gettime((~self.pid << 3) | 2)
+        return self._cpu_s
+
+    def renice(self) -> None:
+        """Give the process less of the processors than others have. That cannot be undone. Idempotent."""
+        if self.is_niced:
+            return
+        self.is_niced = True
+        with suppress(ProcessLookupError):
+            niceness = os.getpriority(os.PRIO_PROCESS, self.pid)
+            os.setpriority(os.PRIO_PROCESS, self.pid, min(19, niceness + NICENESS))
+
+    def set_idle_priority(self) -> None:
+        """Give the process what others leave of the processors. That cannot be undone. Idempotent."""
+        if self.is_idle_priority:
+            return
+        self.is_idle_priority = True
+        with suppress(ProcessLookupError):
+            os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
+
+    def end(self) -> None:
+        """End it now. Idempotent."""
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._pidfd = -1
+            self._writer.close()
+
+
+class Zygote:
+    """The process that workers are forked from. Event loop only, but for the constructor."""
+
+    def __init__(self, start: Start) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            command = [sys.executable, "-m", set_limit.__module__, str(fd)]
+            path = os.pathsep.join(filter(None, sys.path))
+            environment = os.environ | {"PYTHONPATH": path} | _ENVIRONMENT
+            # The kernel leaves room for a program's stack when it starts, by the limit of that moment.
+            before, _ = resource.getrlimit(resource.RLIMIT_STACK)
+            set_limit(resource.RLIMIT_STACK, STACK_BYTES)
+            try:
+                self.process = subprocess.Popen(command, pass_fds=[fd], env=environment)
+            finally:
+                set_limit(resource.RLIMIT_STACK, before)
+        self._control.sendall(wire.framed(pickle.dumps(start)))
+        self._control.setblocking(False)
+        self._reader: asyncio.StreamReader | None = None
+
+    async def fork(self) -> Worker:
+        """A new worker. Raises CorralError if there can be none, WorkerDiedError if it is gone again, and
+        EOFError if the zygote is gone."""
+        if self._reader is None:
+            self._reader, self._writer = await asyncio.open_connection(sock=self._control)
+            refusal = await wire.received(self._reader, None)
+            if isinstance(refusal, CorralError):
+                raise refusal
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            (pid,) = PID.unpack(await self._reader.readexactly(PID.size))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            ours.close()
+            raise EOFError from error
+        if pid == NO_PID:
+            ours.close()
+            raise EngineUnavailableError("No process can be started to read this request.")
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            return Worker(pid, reader, writer)
+        except OSError as error:  # it is gone, or there is no descriptor for it
+            writer.close()
+            raise WorkerDiedError from error
+
+    def close(self) -> None:
+        """End it; its workers end when they have nothing to do. Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        if self._reader is None:
+            self._control.close()
+        else:
+            self._writer.close()
+
+
 T = TypeVar("T")
+NO_FILES: Mapping[str, bytes] = {}
 
 SMALL_BYTES, QUICK_BYTES = 16 * 2**10, 512 * 2**10
 """Bodies of more than SMALL_BYTES are read at a lower priority, by workers of their own, as they may well
@@ -57,9 +222,15 @@ _LOOK_S = 0.25
 class Workers(Protocol):
     """Where clients' bodies are read."""
 
-    async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
-        """The result of `work` for the body that these pieces are. `work` must be importable by its
-        name. The ignored fields are added to this task's caller.
+    async def run(
+        self,
+        client: str,
+        work: Callable[[Models, bytes], T],
+        *pieces: bytes,
+        files: Mapping[str, bytes] = NO_FILES,
+    ) -> T:
+        """The result of `work` for the body that these pieces are, and the files that were fetched for it.
+        `work` must be importable by its name. The ignored fields are added to this task's caller.
 
         Raises CorralError: what `work` raises; InvalidRequestError if it crashed two workers, or took all
         the time that one has; QueueFullError if too much of this client waits. Cancelling it ends the work.
@@ -99,24 +270,31 @@ class WorkerPool:
         self._poison: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         """The times at which bodies ended workers, by their lengths and digests."""
 
-    async def run(self, client: str, work: Callable[[Models, bytes], T], *pieces: bytes) -> T:
-        """The result of `work` for this body: see Workers."""
-        n_bytes = sum(map(len, pieces))
-        if await self._is_poison(work, pieces, n_bytes):
+    async def run(
+        self,
+        client: str,
+        work: Callable[[Models, bytes], T],
+        *pieces: bytes,
+        files: Mapping[str, bytes] = NO_FILES,
+    ) -> T:
+        data = (*pieces, *files.values())
+        n_bytes, sizes = sum(map(len, data)), tuple((url, len(file)) for url, file in files.items())
+        changes = ModelChanges(self.adapters, self.weights())
+        order = WorkOrder(wire.name_of(work), n_bytes, changes, sizes)
+        job = _Job(client, order, data, wire.result_type(work))
+        if await self._is_poison(job):
             raise _poison_refusal()
         is_slow = False
         for _ in range(_N_TRIES):
             try:
                 if is_slow or n_bytes > QUICK_BYTES:
                     quick_s = 0.0 if is_slow else _quick_s(n_bytes)
-                    outcome = await self._slowly(client, work, pieces, quick_s)
+                    outcome = await self._slowly(job, quick_s)
                 else:
-                    outcome = await self._quickly(client, work, pieces)
+                    outcome = await self._quickly(job)
             except WorkerDiedError as death:
                 self._check_is_open()
-                logger.warning(
-                    "A worker ended: %s with a body of %d bytes.", work.__qualname__, n_bytes
-                )
+                logger.warning("A worker ended: %s with %d bytes.", order.work, n_bytes)
                 if death.cpu_s > CPU_S - 2 * _LOOK_S:  # another one would not get any further
                     break
                 is_slow = True
@@ -125,27 +303,27 @@ class WorkerPool:
                 raise outcome
             request_context.current().ignored += outcome.ignored
             return cast(T, outcome.value)
-        self._poison[(n_bytes, await _digest(work, pieces))] = time.monotonic()
+        self._poison[(n_bytes, await _digest(job))] = time.monotonic()
         if len(self._poison) > _POISON_KEPT:
             self._poison.popitem(last=False)
         raise _poison_refusal()
 
-    async def _is_poison(self, work: Work, pieces: Sequence[bytes], n_bytes: int) -> bool:
+    async def _is_poison(self, job: _Job) -> bool:
         """Whether the body ended workers lately. Bodies of other lengths are not digested."""
         oldest = time.monotonic() - POISON_S
         while self._poison and next(iter(self._poison.values())) < oldest:
             self._poison.popitem(last=False)
-        alike = any(length == n_bytes for length, _ in self._poison)
-        return alike and (n_bytes, await _digest(work, pieces)) in self._poison
+        alike = any(length == job.order.n_bytes for length, _ in self._poison)
+        return alike and (job.order.n_bytes, await _digest(job)) in self._poison
 
-    async def _quickly(self, client: str, work: Work, pieces: Sequence[bytes]) -> Any:
+    async def _quickly(self, job: _Job) -> Outcome:
         """The result, or the CorralError that the work raised. Raises WorkerDiedError."""
-        n_bytes = sum(map(len, pieces))
-        async with self._quick.entered(client):
+        n_bytes = job.order.n_bytes
+        async with self._quick.entered(job.client):
             is_small = n_bytes <= SMALL_BYTES
             is_niced = not is_small
             worker = self._taken(is_niced) or await self._fork(is_niced)
-            doing = self._begin(worker, work, pieces)
+            doing = self._begin(worker, job)
             try:
                 if await _is_quick(worker, doing, _quick_s(n_bytes)):
                     return self._finished(worker, doing)
@@ -155,13 +333,13 @@ class WorkerPool:
             except BaseException:
                 self._end(worker, doing)
                 raise
-            goes_on = self._slow.try_enter(client)
+            goes_on = self._slow.try_enter(job.client)
         if goes_on:
-            return await self._go_on_slowly(client, worker, doing)
+            return await self._go_on_slowly(job, worker, doing)
         self._end(worker, doing)  # it begins again when there is a place
-        return await self._slowly(client, work, pieces, quick_s=0.0)
+        return await self._slowly(job, quick_s=0.0)
 
-    async def _left(self, worker: Worker, doing: asyncio.Future[Any], most_s: float) -> None:
+    async def _left(self, worker: Worker, doing: asyncio.Future[Outcome], most_s: float) -> None:
         """The client is gone. A worker that is done soon is kept: a new one would cost more than that."""
         try:
             await asyncio.wait([doing], timeout=most_s)
@@ -173,25 +351,23 @@ class WorkerPool:
         if not doing.done():
             self._end(worker, doing)
 
-    async def _slowly(
-        self, client: str, work: Work, pieces: Sequence[bytes], quick_s: float
-    ) -> Any:
+    async def _slowly(self, job: _Job, quick_s: float) -> Outcome:
         """The result, when there is a place for slow work. After `quick_s` CPU seconds the worker gets what
         others leave of the processors."""
-        if self._slow.n_waiting(client) >= MAX_SLOW_WAITING:
+        if self._slow.n_waiting(job.client) >= MAX_SLOW_WAITING:
             raise _too_busy()
-        await self._slow.enter(client)
+        await self._slow.enter(job.client)
         try:
             worker = await self._fork(is_niced=True)
-            doing = self._begin(worker, work, pieces)
+            doing = self._begin(worker, job)
         except BaseException:
-            self._slow.leave(client)
+            self._slow.leave(job.client)
             raise
-        return await self._go_on_slowly(client, worker, doing, quick_s)
+        return await self._go_on_slowly(job, worker, doing, quick_s)
 
     async def _go_on_slowly(
-        self, client: str, worker: Worker, doing: asyncio.Future[Any], quick_s: float = 0.0
-    ) -> Any:
+        self, job: _Job, worker: Worker, doing: asyncio.Future[Outcome], quick_s: float = 0.0
+    ) -> Outcome:
         """The work's outcome. Frees the place for slow work."""
         try:
             if not await _is_quick(worker, doing, quick_s):
@@ -205,16 +381,15 @@ class WorkerPool:
             raise _too_busy() from None
         finally:
             self._end(worker, doing)
-            self._slow.leave(client)
+            self._slow.leave(job.client)
 
-    def _finished(self, worker: Worker, doing: asyncio.Future[Any]) -> Any:
+    def _finished(self, worker: Worker, doing: asyncio.Future[Outcome]) -> Outcome:
         outcome = doing.result()
         self.at_work.discard(worker)
         self._keep(worker)
         return outcome
 
     def _taken(self, is_niced: bool) -> Worker | None:
-        """An idle worker that lives, niced or not, if there is one."""
         for worker in reversed(self._idle):
             if worker.is_niced == is_niced:
                 self._idle.remove(worker)
@@ -224,19 +399,16 @@ class WorkerPool:
         return None
 
     def _keep(self, worker: Worker) -> None:
-        """Keep a worker for more work, or end it if enough of its kind are idle."""
         if sum(idle.is_niced == worker.is_niced for idle in self._idle) < self._n_quick:
             self._idle.append(worker)
         else:
             worker.end()
 
-    def _begin(self, worker: Worker, work: Work, pieces: Sequence[bytes]) -> asyncio.Future[Any]:
+    def _begin(self, worker: Worker, job: _Job) -> asyncio.Future[Outcome]:
         self.at_work.add(worker)
-        return asyncio.ensure_future(
-            worker.do(work, pieces, Changes(self.adapters, self.weights()))
-        )
+        return asyncio.ensure_future(worker.do(job))
 
-    def _end(self, worker: Worker, doing: asyncio.Future[Any]) -> None:
+    def _end(self, worker: Worker, doing: asyncio.Future[Outcome]) -> None:
         self.at_work.discard(worker)
         worker.end()
         doing.cancel()
@@ -278,12 +450,10 @@ class WorkerPool:
 
     @property
     def n_idle(self) -> int:
-        """Workers that wait for work."""
         return len(self._idle)
 
     @property
     def zygote_process(self) -> subprocess.Popen[bytes]:
-        """The process that workers are forked from."""
         return self._zygote.process
 
     async def close(self) -> None:
@@ -303,7 +473,7 @@ def _quick_s(n_bytes: int) -> float:
     return QUICK_S + min(n_bytes, QUICK_BYTES) * QUICK_BYTE_S
 
 
-async def _is_quick(worker: Worker, doing: asyncio.Future[Any], most_s: float) -> bool:
+async def _is_quick(worker: Worker, doing: asyncio.Future[Outcome], most_s: float) -> bool:
     """Wait until the work is done, has taken so many CPU seconds, or is stuck."""
     began, stuck_at = worker.cpu_s(), time.monotonic() + STUCK_S
     while not doing.done():
@@ -314,10 +484,10 @@ async def _is_quick(worker: Worker, doing: asyncio.Future[Any], most_s: float) -
     return True
 
 
-async def _digest(work: Work, pieces: Sequence[bytes]) -> bytes:
-    """The digest of a body's work and pieces. The event loop does other things between the pieces."""
-    digest = blake2b(f"{work.__module__}.{work.__qualname__} ".encode(), digest_size=16)
-    for piece in pieces:
+async def _digest(job: _Job) -> bytes:
+    """The digest of a job's work and pieces. The event loop does other things between the pieces."""
+    digest = blake2b(job.order.work.encode(), digest_size=16)
+    for piece in job.pieces:
         digest.update(piece)
         await asyncio.sleep(0)
     return digest.digest()

@@ -1,30 +1,33 @@
-"""Messages between the ingress and its workers: a length, and then a value.
+"""Messages between the ingress and its workers: a length, and then a MessagePack value.
 
-The ingress sends pickles, and behind work the body as it is. A body is neither pickled nor joined in the
-event loop, which would copy megabytes at once. Workers read what clients send, and may be taken over by it:
-so their results are MessagePack of the type that the work returns, and nothing else is made of the bytes.
+Behind an order, the ingress sends the body as it is: the event loop would copy megabytes at once if it
+joined or encoded them. Workers read what clients send, and may be taken over by it: so nothing is made of
+their answers but values of the type that the work returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import pickle
 import socket
 import struct
 import typing
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from serve_app.errors import CorralError
+from serve_app.errors import CorralError, error_of, fields_of
+from serve_app.ingress.model_registry import ModelInfo, Models, NumberedAdapters
 
 _LENGTH = struct.Struct("<Q")
 # The event loop copies no more at once.
 _STRIDE = 64 * 2**10
+
+Work = Callable[[Models, bytes], Any]
+"""The work on a request's body: a function that can be imported. It may raise CorralError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +43,56 @@ Outcome = WorkResult | CorralError
 
 
 class _PackedOutcome(msgspec.Struct, array_like=True, frozen=True):
-    """A result, or the name and the arguments of a CorralError."""
-
     value: msgspec.Raw
     ignored: Sequence[str] = ()
     error: tuple[str, list[Any]] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ModelChanges:
+    """Changes of the models since workers read them, by their ids."""
+
+    adapters: Mapping[str, NumberedAdapters] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """The present weights of versions."""
+
+    def made_in(self, models: Models) -> Models:
+        """The models with these changes."""
+        if not self.adapters and not self.weights:
+            return models
+        return {name: self._made_in(name, model) for name, model in models.items()}
+
+    def _made_in(self, name: str, model: ModelInfo) -> ModelInfo:
+        version = model.version
+        if version is not None:
+            version = replace(version, given=self.weights.get(name))
+        return replace(model, adapters=self.adapters.get(name, model.adapters), version=version)
+
+
+class WorkOrder(msgspec.Struct, array_like=True, frozen=True):
+    """Work on the body that follows, and on the files behind it."""
+
+    work: str
+    """The function, as `module:name`."""
+    n_bytes: int
+    """The bytes that follow."""
+    changes: ModelChanges
+    files: tuple[tuple[str, int], ...] = ()
+    """The URLs and bytes of the files that were fetched for the body."""
+
+
+def name_of(work: Work) -> str:
+    """The name by which another process imports the work."""
+    return f"{work.__module__}:{work.__qualname__}"
+
+
 # -- what the ingress sends --------------------------------------------------------------------
 
 
-def packed(message: object) -> bytes:
-    """One message of the ingress, ready to be written."""
-    return _framed(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-
-async def send(
-    writer: asyncio.StreamWriter, work: object, pieces: Sequence[bytes], changes: object
-) -> None:
-    """Event loop: send work, changes of the models, and a body. Returns when the other end has taken nearly
-    all of it. Raises ConnectionError if the other end is gone."""
-    writer.write(packed((work, sum(map(len, pieces)), changes)))
+async def send(writer: asyncio.StreamWriter, order: WorkOrder, pieces: Sequence[bytes]) -> None:
+    """Event loop: send an order and what follows it. Returns when the other end has taken nearly all of it.
+    Raises ConnectionError if the other end is gone."""
+    writer.write(framed(_ENCODER.encode(order)))
     for piece in pieces:
         for start in range(0, len(piece), _STRIDE):
             writer.write(piece[start : start + _STRIDE])
@@ -68,10 +100,15 @@ async def send(
     await writer.drain()
 
 
-def receive(connection: socket.socket) -> Any:
+def receive_order(connection: socket.socket) -> WorkOrder:
+    """Blocking: the next order. Raises EOFError if the ingress is gone."""
+    return _ORDERS.decode(receive(connection))
+
+
+def receive(connection: socket.socket) -> bytes:
     """Blocking: the next message of the ingress. Raises EOFError if it is gone."""
     (length,) = _LENGTH.unpack(receive_bytes(connection, _LENGTH.size))
-    return pickle.loads(receive_bytes(connection, length))
+    return receive_bytes(connection, length)
 
 
 def receive_bytes(connection: socket.socket, length: int) -> bytes:
@@ -88,10 +125,10 @@ def receive_bytes(connection: socket.socket, length: int) -> bytes:
 def packed_outcome(outcome: Outcome) -> bytes:
     """One result or error, ready to be written."""
     if isinstance(outcome, CorralError):
-        error = type(outcome).__name__, list(outcome.args)
-        return _framed(_ENCODER.encode(_PackedOutcome(_NOTHING, error=error)))
+        packed = _PackedOutcome(_NOTHING, error=fields_of(outcome))
+        return framed(_ENCODER.encode(packed))
     value = msgspec.Raw(_ENCODER.encode(outcome.value))
-    return _framed(_ENCODER.encode(_PackedOutcome(value, outcome.ignored)))
+    return framed(_ENCODER.encode(_PackedOutcome(value, outcome.ignored)))
 
 
 async def received(reader: asyncio.StreamReader, kind: Any) -> Outcome:
@@ -105,25 +142,19 @@ async def received(reader: asyncio.StreamReader, kind: Any) -> Outcome:
     outcome = _OUTCOMES.decode(data)
     if outcome.error is None:
         return WorkResult(_decoder(kind).decode(outcome.value), outcome.ignored)
-    name, arguments = outcome.error
     try:
-        return _errors()[name](*arguments)
-    except (KeyError, TypeError, ValueError):
-        raise msgspec.ValidationError(f"There is no such error: {name[:64]!r}") from None
-
-
-def result_type(work: Callable[..., Any]) -> Any:
-    """The type of the work's results, as its annotation says. Work may be an object that has the function
-    as its attribute `work`."""
-    return _return_type(getattr(work, "work", work))
+        return error_of(*outcome.error)
+    except ValueError as error:
+        raise msgspec.ValidationError(str(error)) from None
 
 
 @functools.cache
-def _return_type(function: Callable[..., Any]) -> Any:
-    return typing.get_type_hints(function)["return"]
+def result_type(work: Callable[..., Any]) -> Any:
+    """The type of the work's results, as its annotation says."""
+    return typing.get_type_hints(work)["return"]
 
 
-def _framed(body: bytes) -> bytes:
+def framed(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
@@ -147,17 +178,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind, dec_hook=_decoded)
 
 
-@functools.cache
-def _errors() -> dict[str, type[CorralError]]:
-    """The classes of errors, by their names."""
-    kinds, by_name = [CorralError], dict[str, type[CorralError]]()
-    while kinds:
-        kind = kinds.pop()
-        by_name[kind.__name__] = kind
-        kinds += kind.__subclasses__()
-    return by_name
-
-
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
 _NOTHING = msgspec.Raw(_ENCODER.encode(None))
 _OUTCOMES = msgspec.msgpack.Decoder(_PackedOutcome)
+_ORDERS = msgspec.msgpack.Decoder(WorkOrder)

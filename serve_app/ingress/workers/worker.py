@@ -1,26 +1,46 @@
-"""A worker: reads one client's body after the other, within bounds on time and memory."""
+"""The processes of workers: the zygote that forks them, and what they do, within bounds on time and memory.
+
+    python -m serve_app.ingress.workers.worker FD
+
+FD is a socket to the ingress. The first message over it is a `Start`, which is pickled. After that, each
+byte comes with a socket: a new worker serves it, and its process id is the answer. A fork takes
+milliseconds, as the vocabularies are read. All of it ends with the ingress.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import importlib
 import logging
 import math
+import os
+import pickle
+import pkgutil
+import platform
 import resource
 import signal
 import socket
+import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.http import request_model
-from serve_app.ingress.model_registry import ModelInfo, NumberedAdapters
+from serve_app.ingress.model_registry import ModelInfo, Models
 from serve_app.ingress.workers import wire
+from serve_app.ingress.workers.wire import Work, WorkOrder
 
 logger = logging.getLogger("corral.ingress")
 
+File = bytes | memoryview
+STACK_BYTES = 32 * 2**20
+"""Stack of a worker. llama.cpp's tokenizer takes some 300 bytes of it for each character of a word, with
+the pre-tokenizers that it leaves to `std::regex`; beyond, the process dies."""
 CPU_S = 5.0
 """CPU seconds that one request may take here; whole seconds count."""
 MEMORY_BYTES = 32 * 2**20
@@ -30,44 +50,18 @@ MEMORY_FACTOR = 2
 the largest size takes less than ten times as much everywhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """Changes of the models since workers read them, by their ids."""
-
-    adapters: Mapping[str, NumberedAdapters] = field(default_factory=dict)
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """The present weights of versions."""
-
-    def made_in(self, models: Mapping[str, ModelInfo]) -> Mapping[str, ModelInfo]:
-        """The models with these changes."""
-        if not self.adapters and not self.weights:
-            return models
-        return {name: self._made_in(name, one) for name, one in models.items()}
-
-    def _made_in(self, name: str, model: ModelInfo) -> ModelInfo:
-        version = model.version
-        if version is not None:
-            version = replace(version, given=self.weights.get(name))
-        return replace(model, adapters=self.adapters.get(name, model.adapters), version=version)
-
-
-Models = Mapping[str, ModelInfo]
-Work = Callable[[Models, bytes], Any]
-"""The work on a request's body: a function that can be imported. It may raise CorralError."""
-
-
-def serve(connection: socket.socket, models: Mapping[str, ModelInfo]) -> None:
+def serve(connection: socket.socket, models: Models) -> None:
     """Do what comes over this connection until it ends. Its process does nothing else."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     while True:
         try:
-            work, length, changes = wire.receive(connection)
-            _limit(length)
-            body = wire.receive_bytes(connection, length)
+            order = wire.receive_order(connection)
+            _limit(order.n_bytes)
+            data = wire.receive_bytes(connection, order.n_bytes)
         except EOFError:
             return
-        answer = _answer(work, changes.made_in(models), body)
-        del work, body
+        answer = _answer(order, models, data)
+        del order, data
         _unlimit_memory()  # so that there is room for the answer to be sent, and the next head
         try:
             connection.sendall(answer)
@@ -75,26 +69,51 @@ def serve(connection: socket.socket, models: Mapping[str, ModelInfo]) -> None:
             return
 
 
-def _answer(work: Work, models: Models, body: bytes) -> bytes:
+def _answer(order: WorkOrder, models: Models, data: bytes) -> bytes:
     """The outcome, packed, which takes memory, too."""
     try:
-        with request_model.ignored_fields() as ignored:
-            value = work(models, body)
+        n_body = order.n_bytes - sum(n_bytes for _, n_bytes in order.files)
+        files, start = dict[str, memoryview](), n_body
+        for url, n_bytes in order.files:
+            files[url] = memoryview(data)[start : start + n_bytes]
+            start += n_bytes
+        with request_model.ignored_fields() as ignored, fetched(files):
+            work: Work = pkgutil.resolve_name(order.work)
+            value = work(order.changes.made_in(models), data[:n_body])
         return wire.packed_outcome(wire.WorkResult(value, ignored))
     except CorralError as error:
         return wire.packed_outcome(error)
     except (MemoryError, RecursionError):
         return wire.packed_outcome(InvalidRequestError("This request takes too much memory."))
     except Exception:
-        logger.exception("%s failed", work.__qualname__)
+        logger.exception("%s failed", order.work)
         return wire.packed_outcome(CorralError("The server failed to handle this request."))
+
+
+_NO_FILES: Mapping[str, File] = {}
+_files: ContextVar[Mapping[str, File]] = ContextVar("files", default=_NO_FILES)
+
+
+@contextmanager
+def fetched(files: Mapping[str, File]) -> Iterator[None]:
+    """Within this, `files_at_hand` are these, which were fetched for the present body."""
+    token = _files.set(files)
+    try:
+        yield
+    finally:
+        _files.reset(token)
+
+
+def files_at_hand() -> Mapping[str, File]:
+    """The files that were fetched for the present body, by URL."""
+    return _files.get()
 
 
 def _limit(n_bytes: int) -> None:
     """Bound what a body of so many bytes may take from now on. Beyond the CPU time, the kernel ends the
     process; beyond the memory, allocations fail."""
-    _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + CPU_S))
-    _set_limit(resource.RLIMIT_DATA, _data_bytes() + MEMORY_BYTES + MEMORY_FACTOR * n_bytes)
+    set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + CPU_S))
+    set_limit(resource.RLIMIT_DATA, _data_bytes() + MEMORY_BYTES + MEMORY_FACTOR * n_bytes)
 
 
 @contextmanager
@@ -111,15 +130,15 @@ def grant_memory(n_bytes: int) -> None:
     """Let the work that runs here take so many bytes more, or less if the number is negative."""
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if soft not in (resource.RLIM_INFINITY, sys.maxsize):
-        _set_limit(resource.RLIMIT_DATA, soft + n_bytes)
+        set_limit(resource.RLIMIT_DATA, soft + n_bytes)
 
 
 def _unlimit_memory() -> None:
-    _set_limit(resource.RLIMIT_DATA, sys.maxsize)
+    set_limit(resource.RLIMIT_DATA, sys.maxsize)
 
 
-def _set_limit(which: int, limit: int) -> None:
-    """The soft limit, which can be changed again."""
+def set_limit(which: int, limit: int) -> None:
+    """Set a soft limit of this process, which can be changed again: as far as the hard one allows."""
     _, hard = resource.getrlimit(which)
     soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(which, (soft, hard))
@@ -130,3 +149,96 @@ def _data_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123  # this is done often
         pages = file.read().split()
     return int(pages[5]) * resource.getpagesize()
+
+
+PID = struct.Struct("<i")
+NO_PID = -1
+"""The answer where no worker could be forked."""
+SHORTEST_NS = 100_000  # Linux takes no shorter slices
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The input of a zygote."""
+
+    models: Sequence[Callable[[], ModelInfo]]
+    """Functions that read the models' vocabularies."""
+    modules: Sequence[str]
+    """The modules that workers are going to import."""
+
+
+def _shorten_slices() -> None:
+    """Give the calling thread, and what it forks, the shortest slices, if Linux takes that.
+
+    Linux lets a process that computes finish its slice, about 3 ms, before another one that has just woken
+    up runs, whatever their niceness. Each token of a stream wakes several processes in turn. With shorter
+    slices, a worker holds each of them up for less. Source: sched(7), and `sched_runtime` in
+    sched_setattr(2), which Linux heeds for ordinary processes since 6.12; earlier ones ignore it.
+    """
+    number = _SCHED_SETATTR.get(platform.machine())
+    if number is not None:
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        # The first version of `struct sched_attr`: size, policy, flags, nice, priority, three times.
+        attributes = struct.pack("=IIQiIQQQ", 48, os.SCHED_OTHER, 0, nice, 0, SHORTEST_NS, 0, 0)
+        ctypes.CDLL(None).syscall(number, 0, attributes, 0)
+
+
+def main(fd: int) -> None:
+    """Fork workers until the ingress is gone."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _shorten_slices()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
+    with socket.socket(fileno=fd) as control, suppress(EOFError, ConnectionError):
+        models = _models(pickle.loads(wire.receive(control)))
+        outcome = wire.WorkResult(None) if isinstance(models, dict) else models
+        control.sendall(wire.packed_outcome(outcome))
+        gc.freeze()  # so that workers need not copy what is there now
+        while isinstance(models, dict):
+            command, fds, _, _ = socket.recv_fds(control, 1, 1)
+            if not command:
+                return
+            _fork(control, socket.socket(fileno=fds[0]), models)
+
+
+def _models(start: Start) -> dict[str, ModelInfo] | CorralError:
+    try:
+        for module in start.modules:
+            importlib.import_module(module)
+        models = [read() for read in start.models]
+        for model in models:
+            model.tokenizer.warm_up()
+            if model.media is not None:
+                model.media.load()
+        return {model.id: model for model in models}
+    except CorralError as error:
+        return error
+
+
+def _fork(control: socket.socket, connection: socket.socket, models: dict[str, ModelInfo]) -> None:
+    with connection:
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or too many processes
+            logger.warning("No worker can be started: %s", error)
+            pid = NO_PID
+        if pid:
+            control.sendall(PID.pack(pid))
+            return
+        control.close()
+        try:
+            serve(connection, models)
+        except BaseException:
+            logger.exception("A worker failed.")
+            os._exit(1)
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    from serve_app.ingress.workers import (
+        worker,  # the module that the work of requests imports, too
+    )
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    worker.main(int(sys.argv[1]))

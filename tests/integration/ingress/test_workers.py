@@ -24,11 +24,9 @@ from serve_app.errors import (
 )
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.workers import pool as pool_module
-from serve_app.ingress.workers import zygote
-from serve_app.ingress.workers.pool import QUICK_BYTES, SMALL_BYTES, WorkerPool
-from serve_app.ingress.workers.processes import NICENESS
-from serve_app.ingress.workers.stack import STACK_BYTES
-from serve_app.ingress.workers.zygote import SHORTEST_NS
+from serve_app.ingress.workers import worker as worker_module
+from serve_app.ingress.workers.pool import NICENESS, QUICK_BYTES, SMALL_BYTES, WorkerPool
+from serve_app.ingress.workers.worker import SHORTEST_NS, STACK_BYTES
 from tests.integration.ingress import work
 
 READ = partial(ModelInfo.open, BUILTIN_MODEL, "demo", 2048)
@@ -60,7 +58,7 @@ def test_what_a_vocabulary_costs_once_is_paid_before_workers_are_forked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each would pay it again, at its first text: a large vocabulary made that slow work."""
-    models = zygote._models(zygote.Start([READ], []))
+    models = worker_module._models(worker_module.Start([READ], []))
     assert isinstance(models, dict)
     monkeypatch.delattr(llama_cpp, "llama_vocab_get_text")
     assert models["demo"].tokenizer.least_tokens(1000) > 1

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.media import pictures
-from serve_app.ingress.workers.worker import Models
+from serve_app.ingress.media import decoder
+from serve_app.ingress.model_registry import Models
 
 _kept: list[bytes] = []
 
@@ -107,5 +107,5 @@ def stack_limit(models: Models, body: bytes) -> int:
 
 def see(models: Models, body: bytes) -> tuple[int, int, int]:
     """Width, height and bytes of the picture that the body is."""
-    found = pictures.decoded(body, "it", "messages")
+    found = decoder.decoded(body, "it", "messages")
     return found.width, found.height, len(found.pixels)

@@ -20,7 +20,7 @@ from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import ProjectorSource
 from serve_app.engine.backends.draft_model import slot_bytes
 from serve_app.errors import ConfigError
-from serve_app.ingress.access.limits.bodies import BodyLimits
+from serve_app.ingress.access.bodies import BodyLimits
 from serve_app.llama.model import Model
 from serve_app.placement.machine import Machine
 from tests.integration.models.prediction_models import write_random

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from serve_app.ingress.api import build_api
-from serve_app.ingress.batch.service import BatchOptions
+from serve_app.ingress.batch.store import BatchOptions
 from serve_app.ingress.model_registry import ServedModel
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 

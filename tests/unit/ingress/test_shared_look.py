@@ -7,7 +7,7 @@ import contextvars
 
 import pytest
 
-from serve_app.ingress.shared_look import SharedLooks
+from serve_app.ingress.handle_client import SharedLooks
 
 CLIENT = contextvars.ContextVar("CLIENT", default="nobody")
 
@@ -64,7 +64,7 @@ async def test_other_questions_are_not_waited_for(looks: Looks) -> None:
     assert await asyncio.gather(*asking) == [1, 2]
     await settle()
     assert not shared._looking
-    assert not shared._waiting
+    assert not shared._next
 
 
 async def test_the_same_is_not_asked_again_at_once(looks: Looks) -> None:

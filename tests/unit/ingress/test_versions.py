@@ -12,8 +12,8 @@ from serve_app.errors import InvalidRequestError, ModelNotFoundError
 from serve_app.ingress.generation import preparation
 from serve_app.ingress.model_registry import ModelInfo, ServedModel, find
 from serve_app.ingress.openai.answers import card_of, model_cards
-from serve_app.ingress.versions.choice import before_rollout, changed, given
-from serve_app.ingress.workers.worker import Changes
+from serve_app.ingress.versions.control import before_rollout, changed, weights_of_ready
+from serve_app.ingress.workers.wire import ModelChanges
 from serve_app.prompt.conversation import Turn
 from serve_app.types import AdapterUse, Version
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
@@ -187,11 +187,11 @@ def test_going_back_is_to_the_last_version_that_had_everything(
 def test_what_cannot_answer_is_given_nothing(
     ready: dict[str, bool], expected: dict[str, float]
 ) -> None:
-    assert given({"old": 90, "new": 10}, ready) == expected
+    assert weights_of_ready({"old": 90, "new": 10}, ready) == expected
 
 
 def test_workers_are_told_what_is_given_now() -> None:
-    models = Changes(weights={"m@old": 90, "m@new": 0}).made_in(versions(old=50, new=50))
+    models = ModelChanges(weights={"m@old": 90, "m@new": 0}).made_in(versions(old=50, new=50))
     assert {find(models, "m", one).id for one in CONVERSATIONS[:50]} == {"m@old"}
 
 

@@ -14,7 +14,7 @@ import yaml
 from serve_app.errors import CorralError, DecodeError, EngineUnavailableError, QueueFullError
 from serve_app.ingress.access import auth
 from serve_app.ingress.access.auth import Access
-from serve_app.ingress.access.limits.bodies import BodyLimits
+from serve_app.ingress.access.bodies import BodyLimits
 from serve_app.ingress.api import build_api
 from serve_app.ingress.dashboard.snapshot import difference, without_requests
 from serve_app.ingress.embeddings import preparation as embeddings
@@ -196,7 +196,7 @@ async def test_refused_requests_use_no_tokens(
     refunded: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_app.ingress.http.account.RETRY_S", 0)  # nobody has to wait
+    monkeypatch.setattr("serve_app.ingress.http.request_context.RETRY_S", 0)  # nobody has to wait
     app = app_of(Access(keys))
     body = {"prompt": "x" * 60} if path == COMPLETIONS else {"input": "x" * 60}
     script, engine.script, engine.refusal = engine.script, [failure], failure

@@ -18,8 +18,7 @@ from serve_app.errors import (
     RateLimitError,
 )
 from serve_app.ingress.access.api_keys import KeyAccounts, hash_keys
-from serve_app.ingress.http.account import FORGIVEN_S, RETRY_S, Account, ApiKey
-from serve_app.ingress.http.request_context import Caller
+from serve_app.ingress.http.request_context import FORGIVEN_S, RETRY_S, Account, ApiKey, Caller
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
 

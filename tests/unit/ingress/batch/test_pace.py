@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.ingress.batch.pace import BatchPace
+from serve_app.ingress.batch.window import BatchPace
 
 
 def test_the_best_pace_so_far_says_whether_it_will_be_in_time() -> None:

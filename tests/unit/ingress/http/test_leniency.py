@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from serve_app.ingress.http import sse
-from serve_app.ingress.media.pictures import from_base64
+from serve_app.ingress.media.decoder import from_base64
 from tests.unit.ingress.harness import ScriptedEngine, chat, events
 
 BODY = json.dumps(chat()).encode()

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from serve_app.ingress.http.account import Account, ApiKey
-from serve_app.ingress.http.request_context import Caller
+from serve_app.ingress.http.request_context import Account, ApiKey, Caller
 from serve_app.types import SHARED_GROUP
 
 SALTS = [None, "", "a", "b", "ab", "null", '"', ', "', "\0", "\ud800", "\udfff", "é", "e\u0301"]

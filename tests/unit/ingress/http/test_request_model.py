@@ -11,8 +11,7 @@ from pydantic import Field
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.access.auth import MOST_IGNORED, Access
 from serve_app.ingress.api import build_api
-from serve_app.ingress.http.json_body import parsed
-from serve_app.ingress.http.request_model import RequestModel, ignored_fields
+from serve_app.ingress.http.request_model import RequestModel, ignored_fields, parsed
 from serve_app.ingress.model_registry import ServedModel
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import pickle
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from PIL import Image
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import InvalidRequestError, PicturesWantedError
+from serve_app.ingress.http.dependencies import InProcess
 from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.media.fetching import (
     MAX_FILE_BYTES,
@@ -24,10 +24,8 @@ from serve_app.ingress.media.fetching import (
     FetchingWorkers,
     is_public,
 )
-from serve_app.ingress.media.pictures import WithFiles
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.openai import preparation
-from serve_app.ingress.workers.bodies import InProcess
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import Picture
 
@@ -239,11 +237,3 @@ async def test_a_body_is_read_again_with_its_files() -> None:
     seen = [one for one in made.chat.generation.requests[0].media if isinstance(one, Picture)]
     assert [one.pixels[:3] for one in seen] == [b"\xff\0\0"] * 2
     assert len(web.seen) == 2
-
-
-def test_what_crosses_to_workers_arrives() -> None:
-    work = pickle.loads(pickle.dumps(WithFiles(preparation.chat, [("http://a/", 3)])))
-    assert (work.__module__, work.__qualname__) == (preparation.__name__, "chat")
-    error = pickle.loads(pickle.dumps(wanted("http://a/")))
-    assert error.pictures == (("http://a/", "Picture 1 of 1"),)
-    assert error.message.startswith("Picture 1 of 1: URLs are not fetched here")

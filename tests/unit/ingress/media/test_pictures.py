@@ -25,7 +25,7 @@ from serve_app.ingress.anthropic import preparation as anthropic
 from serve_app.ingress.generation.generation import n_tokens
 from serve_app.ingress.generation.preparation import Generation, PromptLength
 from serve_app.ingress.llama_server import preparation as llama_server
-from serve_app.ingress.media import pictures
+from serve_app.ingress.media import decoder
 from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ModelInfo, ServedModel
 from serve_app.ingress.ollama import preparation as ollama
@@ -195,9 +195,9 @@ async def test_the_engine_counts_the_tokens_of_pictures() -> None:
         await n_tokens(models, PromptLength("m", 5, ((8, 6),)))
 
 
-@pytest.mark.parametrize("kind", pictures.FORMATS)
+@pytest.mark.parametrize("kind", decoder.FORMATS)
 def test_every_format_is_read(kind: str) -> None:
-    found = pictures.decoded(file_of(BLUE, (16, 16), kind), "it", "messages")
+    found = decoder.decoded(file_of(BLUE, (16, 16), kind), "it", "messages")
     assert (found.width, found.height) == (16, 16)
     assert all(abs(a - b) < 9 for a, b in zip(found.pixels[:3], BLUE, strict=True))
 
@@ -209,17 +209,17 @@ def test_a_photo_is_turned_as_it_says_and_shrunk() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # its right side is up
     image.save(made, "JPEG", exif=exif)
-    found = pictures.decoded(made.getvalue(), "it", "messages")
-    assert (found.width, found.height) == (pictures.MAX_SIDE // 2, pictures.MAX_SIDE)
+    found = decoder.decoded(made.getvalue(), "it", "messages")
+    assert (found.width, found.height) == (decoder.MAX_SIDE // 2, decoder.MAX_SIDE)
     assert found.pixels[2] > 200 > 50 > found.pixels[0]
     assert found.pixels[-3] > 200 > 50 > found.pixels[-1]
 
 
 def test_the_same_pixels_have_the_same_key_in_any_file() -> None:
-    one, other = (pictures.decoded(file_of(kind=k), "it", "m") for k in ("PNG", "BMP"))
+    one, other = (decoder.decoded(file_of(kind=k), "it", "m") for k in ("PNG", "BMP"))
     assert one == other
-    assert one.key != pictures.decoded(file_of(BLUE), "it", "m").key
-    assert one.key != pictures.decoded(file_of(size=(6, 8)), "it", "m").key
+    assert one.key != decoder.decoded(file_of(BLUE), "it", "m").key
+    assert one.key != decoder.decoded(file_of(size=(6, 8)), "it", "m").key
 
 
 def noise() -> bytes:
@@ -258,13 +258,13 @@ def bomb(side: int) -> bytes:
 )
 def test_what_is_no_picture_is_refused(given: str, told: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^it: ({told})"):
-        pictures.decoded(pictures.from_url(given, "it", "messages"), "it", "messages")
+        decoder.decoded(decoder.from_url(given, "it", "messages"), "it", "messages")
 
 
 def test_there_are_bounds_on_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidRequestError, match="has 50 pictures and sounds"):
         of_openai(SEEING, *[file_of()] * 50)
-    monkeypatch.setattr(pictures, "MAX_BYTES", 400)
+    monkeypatch.setattr(decoder, "MAX_BYTES", 400)
     with pytest.raises(InvalidRequestError, match="Picture 3 of 3: all up to this one"):
         of_openai(SEEING, *[file_of()] * 3)
 

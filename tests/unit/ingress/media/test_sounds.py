@@ -17,7 +17,7 @@ from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import CorralError, InvalidRequestError, MediaError
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.llama_server import preparation as llama_server
-from serve_app.ingress.media import sounds
+from serve_app.ingress.media import decoder
 from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.openai import preparation as openai
@@ -145,7 +145,7 @@ def test_bad_ones_are_refused_by_name(name: str) -> None:
 
 
 def test_their_seconds_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sounds, "MAX_S", 1.0)
+    monkeypatch.setattr(decoder, "MAX_S", 1.0)
     assert len(of_openai(HEARING, wav(0.4), wav(0.4)).requests[0].media) == 2
     with pytest.raises(InvalidRequestError, match=r"Sound 3 of 3: .* left"):
         of_openai(HEARING, *[wav(0.4)] * 3)

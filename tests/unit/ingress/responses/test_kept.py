@@ -17,13 +17,12 @@ from openai.types.responses import Response, ResponseItemList
 
 from serve_app.errors import DecodeError, QueueFullError
 from serve_app.ingress.access.auth import Access
-from serve_app.ingress.access.limits.open_requests import OpenRequests
+from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.ingress.responses import background, log, store
+from serve_app.ingress.responses import background, store
 from serve_app.ingress.responses.background import BackgroundResponses
-from serve_app.ingress.responses.log import Event
-from serve_app.ingress.responses.store import Bounds, Store
+from serve_app.ingress.responses.store import Bounds, Event, Store
 from serve_app.types import TokenDelta
 from tests.unit.ingress.harness import (
     HELLO,
@@ -65,7 +64,6 @@ class Ingress:
     def die(self) -> None:
         """As a process does: nothing is told to anybody."""
         for response in self.responses._responses.values():
-            response.is_left = True
             response.task.cancel()
         assert self.responses._telling is not None
         self.responses._telling.cancel()
@@ -167,8 +165,9 @@ async def test_a_response_is_found_again_by_any_ingress(
         Response.model_validate(found)
 
 
-async def test_what_is_still_on_its_way_to_the_store_can_be_deleted(
-    first: Ingress, shared: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("delete", [False, True])
+async def test_what_is_still_on_its_way_to_the_store_can_be_read_and_deleted(
+    first: Ingress, shared: Store, monkeypatch: pytest.MonkeyPatch, delete: bool
 ) -> None:
     monkeypatch.setattr(background, "PUT_S", 0.0)
     answered, put = asyncio.Event(), shared.put
@@ -179,14 +178,15 @@ async def test_what_is_still_on_its_way_to_the_store_can_be_deleted(
 
     monkeypatch.setattr(shared, "put", waits)
     body = await posted(first)
-    assert (await got(first, body["id"])).status_code == 200
     async with first.client() as client:
-        deleting = asyncio.create_task(client.delete(f"/v1/responses/{body['id']}"))
-        await asyncio.sleep(0)
+        method, path = "DELETE" if delete else "GET", f"/v1/responses/{body['id']}"
+        asking = asyncio.create_task(client.request(method, path))
+        await asyncio.sleep(0.01)
+        assert not asking.done()
         answered.set()
-        assert (await deleting).status_code == 200
-    assert (await got(first, body["id"])).status_code == 404
-    assert len(shared) == 0
+        assert (await asking).status_code == 200
+    assert (await got(first, body["id"])).status_code == (404 if delete else 200)
+    assert len(shared) == (0 if delete else 1)
 
 
 async def test_store_false_keeps_nothing(first: Ingress, shared: Store) -> None:
@@ -548,11 +548,11 @@ async def test_long_logs_are_read_in_parts_one_between_turns_of_the_event_loop(
     shared: Store, engine: ScriptedEngine, access: Access, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams have their turns while logs of megabytes are read, whoever reads how many."""
-    monkeypatch.setattr(log, "_PART", 1)
+    monkeypatch.setattr(store, "_PART", 1)
     engine.script = [TokenDelta(character, (1,)) for character in "long" * 50] + HELLO[-1:]
     maker, other = (Ingress(shared, engine, access) for _ in range(2))
     response = await posted(maker)
-    turns, read_at, unpacked = itertools.count(), list[int](), log.unpacked
+    turns, read_at, unpacked = itertools.count(), list[int](), store.unpacked
     turn = 0
 
     def noted(pack: bytes) -> Iterator[Sequence[Event]]:
@@ -565,9 +565,10 @@ async def test_long_logs_are_read_in_parts_one_between_turns_of_the_event_loop(
         for turn in turns:  # noqa: B007
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(log, "unpacked", noted)
+    monkeypatch.setattr(store, "unpacked", noted)
     taking = asyncio.create_task(take_turns())
-    answers = await asyncio.gather(*(got(other, response["id"]) for _ in range(2)))
+    asked = (got(other, response["id"], stream=True) for _ in range(2))
+    streams = [named_events(answer) for answer in await asyncio.gather(*asked)]
     taking.cancel()
-    assert [answer.json() for answer in answers] == [response] * 2
+    assert [events[-1]["response"] for events in streams] == [response] * 2
     assert len(read_at) == len(set(read_at)) > 400

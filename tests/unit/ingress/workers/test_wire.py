@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import socket
 import struct
 from typing import Any
 
@@ -25,7 +26,7 @@ from serve_app.ingress.batch.preparation import CheckedLine
 from serve_app.ingress.http.dependencies import PreparedBody
 from serve_app.ingress.responses.preparation import After, PreparedResponse
 from serve_app.ingress.workers import wire
-from serve_app.types import Medium, Picture, Sound
+from serve_app.types import AdapterUse, Medium, Picture, Sound
 
 
 async def received(data: bytes, kind: Any) -> wire.Outcome:
@@ -79,6 +80,21 @@ async def test_errors_arrive_as_they_were(error: CorralError) -> None:
         error.details,
         error.retry_after_s,
     )
+
+
+async def test_orders_arrive_as_they_were_and_their_bodies_behind_them() -> None:
+    adapters = {"m": {0: AdapterUse("a", 0.5), 3: AdapterUse("b", 1.0, "v")}}
+    changes = wire.ModelChanges(adapters, {"m@new": 10.0})
+    order = wire.WorkOrder("module:function", 7, changes, (("http://a/", 3),))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        _, writer = await asyncio.open_connection(sock=ours)
+        await wire.send(writer, order, [b"bo", b"dy", b"png"])
+        assert await asyncio.to_thread(wire.receive_order, theirs) == order
+        assert await asyncio.to_thread(wire.receive_bytes, theirs, 7) == b"bodypng"
+        writer.close()
+        with pytest.raises(EOFError):
+            await asyncio.to_thread(wire.receive_order, theirs)
 
 
 class Exploit:

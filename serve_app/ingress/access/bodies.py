@@ -54,8 +54,6 @@ class BodyLimits:
 
 @dataclass(eq=False, slots=True)
 class _Body:
-    """A body that is being read."""
-
     client: str
     began: float
     timer: asyncio.Timeout
@@ -71,7 +69,6 @@ class _Body:
     _last: bytearray = field(default_factory=bytearray)
 
     def add(self, piece: bytes) -> None:
-        """More of it has come."""
         self.n_kept += len(piece)
         if not self._last and len(piece) >= _PIECE_BYTES:
             self._pieces.append(piece)
@@ -82,11 +79,9 @@ class _Body:
             self._last.clear()
 
     def drop(self) -> None:
-        """Have none of it any more."""
         self._pieces, self._last = [], bytearray()
 
     def pieces(self) -> list[bytes]:
-        """All that has come."""
         return [*self._pieces, bytes(self._last)] if self._last else self._pieces
 
     def slowness(self, now: float) -> float:
@@ -241,7 +236,6 @@ def unread(endpoint: Endpoint) -> Endpoint:
 
 
 def is_unread(endpoint: object) -> bool:
-    """Whether it is marked so."""
     return getattr(endpoint, _UNREAD, False) is True
 
 
@@ -252,7 +246,6 @@ def streamed(endpoint: Endpoint) -> Endpoint:
 
 
 def is_streamed(endpoint: object) -> bool:
-    """Whether it is marked so."""
     return getattr(endpoint, _STREAMED, False) is True
 
 

@@ -11,7 +11,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from serve_app.errors import BodyEndedError, RequestTooLargeError, SlowRequestError
-from serve_app.ingress.access.limits.bodies import (
+from serve_app.ingress.access.bodies import (
     BODY_TIMEOUT_S,
     MAX_BODY_BYTES,
     BodyLimits,

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from serve_app.errors import RateLimitError
-from serve_app.ingress.access.limits.open_requests import OpenRequests
+from serve_app.ingress.access.turnstile import OpenRequests
 
 
 def fill(requests: OpenRequests, held: ExitStack, client: str) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from serve_app.ingress.access.limits.turnstile import FEW, MOST_PAUSE_S, WINDOW_S, Turnstile
+from serve_app.ingress.access.turnstile import FEW, MOST_PAUSE_S, WINDOW_S, Turnstile
 
 
 @dataclass

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from serve_app.errors import RateLimitError
 
 Clock = Callable[[], float]
 
@@ -109,7 +112,6 @@ class Turnstile:
         return len(senders) * began > total
 
     def _slide(self) -> None:
-        """Forget what is long ago."""
         now = self._clock()
         if now < self._window_end:
             return
@@ -128,3 +130,43 @@ def _waits(futures: deque[asyncio.Future[None]]) -> bool:
     while futures and futures[0].done():
         futures.popleft()
     return bool(futures)
+
+
+_TIMES_FREE = 4
+
+
+class OpenRequests:
+    """Counts them by client, for one event loop.
+
+    A client may have four times as many open as places are free: four fifths of all if it is alone. So no
+    client takes the last places, and one that comes later still finds some.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._by_client: Counter[str] = Counter()
+        self._n = 0
+
+    def __len__(self) -> int:
+        return self._n
+
+    @contextmanager
+    def entered(self, client: str) -> Iterator[None]:
+        """One more, for as long as the block runs. Raises RateLimitError if the client has too many."""
+        n_own = self._by_client[client]
+        n_free = self.limit - self._n
+        if n_own >= max(1, _TIMES_FREE * n_free) or not n_free:
+            raise RateLimitError(
+                f"You have {n_own} open requests. All clients together have {self._n} of at most "
+                f"{self.limit}.",
+                1,
+            )
+        self._by_client[client] += 1
+        self._n += 1
+        try:
+            yield
+        finally:
+            self._n -= 1
+            self._by_client[client] -= 1
+            if not self._by_client[client]:
+                del self._by_client[client]

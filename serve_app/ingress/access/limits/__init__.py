@@ -1,1 +1,0 @@
-"""Limits of the requests that one ingress replica accepts at once."""
