@@ -88,6 +88,7 @@ class Answerer:
             defaults=model.defaults,
             aliases=("*",),  # requests may have been written for another server
             tags=model.tags,
+            n_ctx_text=options.n_ctx_share,
         )
         served = info.served_by(LocalClient(self._engine))
         self._app = build_api({model.id: served}, Access(allow_anonymous=True))

@@ -60,8 +60,8 @@ Context = Annotated[
         envvar="CORRAL_CONTEXT",
         min=2,
         show_default=False,
-        help="Most tokens of a request, prompt and answer together. By default 4096, or what fits. "
-        "Slots share the memory for more.",
+        help="Most tokens of a request, prompt and answer together. By default as many as all slots "
+        "hold, or the model takes. Slots share the memory for more.",
     ),
 ]
 Threads = Annotated[

@@ -146,31 +146,29 @@ def _who(served: Served) -> str:
 def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
     replicas = model["replicas"]
     engine = replicas[0]["engine"]
-    n_slots, n_ctx_slot = engine["n_slots"], engine["n_ctx_slot"]
+    n_slots, n_ctx_slot, n_ctx = (engine[name] for name in ("n_slots", "n_ctx_slot", "n_ctx"))
     times = f"{len(replicas)} replicas, each " if len(replicas) > 1 else ""
-    sizes = f"{times}{n_slots} slots of up to {n_ctx_slot:,} tokens, {engine['compute']['threads']} threads"
-    lines = [f"Model     {model['id']}: {sizes}"]
+    slots = f"{times}{n_slots} slots that share {n_ctx:,} tokens"
+    lines = [f"Model     {model['id']}: {slots}, {engine['compute']['threads']} threads"]
     lines += [f"          {reason}" for reason in replicas[0]["placement"].split("; ")]
     lines.append(
         f"          The longest request: {n_ctx_slot:,} tokens, prompt and answer together."
     )
-    longest = min(trained.get(model["id"], n_ctx_slot), n_slots * n_ctx_slot)
-    if LITTLE_CONTEXT <= n_ctx_slot < longest:
-        lines.append(f"          --context {longest} gives agents more; slots share the memory.")
+    n_ctx_train = trained.get(model["id"])
     if n_ctx_slot < LITTLE_CONTEXT:
-        lines += [
-            f"          {line}" for line in _little(n_slots, n_ctx_slot, trained.get(model["id"]))
-        ]
+        lines += [f"          {line}" for line in _little(n_slots, n_ctx_slot, n_ctx, n_ctx_train)]
+    elif n_ctx_train is not None and n_ctx_slot < n_ctx_train:
+        lines.append(f"          --context {n_ctx_train} allows longer requests, for more memory.")
     return lines
 
 
-def _little(n_slots: int, n_ctx_slot: int, n_ctx_train: int | None) -> list[str]:
-    """Why a slot has so few tokens, and what would give more."""
+def _little(n_slots: int, n_ctx_slot: int, n_ctx: int, n_ctx_train: int | None) -> list[str]:
+    """Why a request may have so few tokens, and what would allow more."""
     if n_ctx_train is not None and n_ctx_train <= n_ctx_slot:
-        return [f"The model was trained for {n_ctx_slot:,} tokens, so a slot has no more."]
+        return [f"The model was trained for {n_ctx_slot:,} tokens, so a request has no more."]
     most = min(LITTLE_CONTEXT, n_ctx_train or LITTLE_CONTEXT)
-    fewer = max(1, n_slots * n_ctx_slot // most)
-    room = max(n_ctx_slot, n_slots * n_ctx_slot // fewer)
+    fewer = max(1, n_ctx // most)
+    room = max(n_ctx_slot, n_ctx // fewer)
     warning = [
         f"Warning: long chats do not fit in {n_ctx_slot:,} tokens for prompt and answer together."
     ]

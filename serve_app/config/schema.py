@@ -70,18 +70,21 @@ class EngineConfig(Section):
     """Sequences that run at once in a replica. Default: 4 for each core, 8 to 32, fewer if memory is
     short."""
     n_ctx_slot: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of one sequence, prompt and answer together. Default: what the model was trained for, 4096
-    at most, less if memory is short. Where memory has no room for more in each slot, slots share a
-    unified KV cache as with `n_ctx`, unless `n_slots` is set or `kv_unified` is `false`."""
+    """Tokens that a request may have, prompt and answer together. Default: what the model was trained for,
+    or `n_ctx` if that is less. With `kv_unified: false`, no more than a slot's share. If it is more than
+    4096 and `n_slots` and `n_ctx` are not set, the slots share the tokens that memory has room for."""
     n_ctx: Annotated[int, Field(ge=2)] | None = None
-    """Tokens that all slots hold together, in a unified KV cache. When it is full, idle slots give way
-    first, then the youngest running request. That request waits, and goes on later with its text
-    unbroken. Default: `n_ctx_slot` for each slot."""
+    """Tokens that all slots hold together. A request that is longer than an equal share needs a unified
+    KV cache, and waits until it fits beside the running requests. When the cache is full, idle slots give
+    way first, then the youngest running request. That request waits, and goes on later with its text
+    unbroken. Default: `n_ctx_slot` for each slot if that is set; else 4096 for each slot, less if memory
+    is short."""
     kv_unified: bool | Literal["auto"] = "auto"
     """Whether all slots share the cells of the KV cache. Sharing is faster for common beginnings and
     slower for unrelated prompts. `auto` takes what is measured to be faster, for a common beginning if
     there are `system_prompts`. It changes when the traffic favours the other kind, and logs why. Beside
-    running streams it keeps within `max_stall_ms`."""
+    running streams it keeps within `max_stall_ms`. It also becomes unified for a request that is longer
+    than a slot's share: streams wait once for that, if they leave no gap within 5 seconds."""
     threads: PositiveInt | None = None
     """Threads that llama.cpp computes a single row with. The replica's cores are those of its
     `num_cpus`, which counts hyper-threads, within the affinity mask and the CPU quota. Default: the

@@ -165,8 +165,9 @@ def resolve(
     """Fill what the configuration leaves open, for so many replicas on a machine: each has its part of the
     memory, and `cores`.
 
-    More slots share a step better, so slots give way last: context first, down to 1024 tokens, then
-    slots. `needs` may be None if both are set. Raises ConfigError for what cannot work.
+    More slots share a step better, so slots give way last: each slot's share of the context first, down to
+    1024 tokens, then slots. A request may be as long as all shares together. `needs` may be None if both
+    are set. Raises ConfigError for what cannot work.
     """
     n_slots, n_ctx_slot, n_ctx = config.n_slots, config.n_ctx_slot, config.n_ctx
     left = _left(config, needs, memory_bytes, n_replicas)
@@ -181,8 +182,12 @@ def resolve(
         n_pinned = len(config.system_prompts)
         if n_slots is None and n_ctx is None and config.kv_unified is not False:
             n_slots, n_ctx = _pooled(n_ctx_slot or 0, cores, cache, room, n_pinned)
-        n_slots, most = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, cache, room, n_pinned)
-        n_ctx_slot = n_ctx_slot or min(most, config.n_ctx or most)
+        n_slots, share = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, cache, room, n_pinned)
+        if n_ctx_slot is None and config.kv_unified is False:
+            n_ctx_slot = share
+        elif n_ctx_slot is None:
+            n_ctx = n_ctx or n_slots * share
+            n_ctx_slot = min(needs.n_ctx_train, n_ctx)
     return EngineOptions(
         n_slots=n_slots,
         n_ctx_slot=n_ctx_slot,
@@ -283,7 +288,7 @@ def _fit(
     room: float,
     pinned: int,
 ) -> tuple[int, int]:
-    """Slots and context for which so many bytes have room, beside pinned slots."""
+    """Slots, and each one's share of the context, for which so many bytes have room beside pinned slots."""
     wanted_slots = _slots_for(cores)
     wanted_ctx = min(n_ctx_train, _MAX_DEFAULT_CTX)
     if n_ctx_slot is None:

@@ -1,4 +1,4 @@
-"""Changes the kind of cache when the traffic says that the other one pays."""
+"""Changes the kind of cache when the traffic says that the other one pays, or a request needs it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
-from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.autotune.traffic import Alive, Load, Traffic
-from serve_app.engine.backends.base import Backend, State
-from serve_app.engine.core.admission import Admission
+from serve_app.engine.backends.base import State
 from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.scheduler.batch import Batch
-from serve_app.engine.core.scheduler.fair_queue import FairQueue
-from serve_app.engine.core.scheduler.scheduler import Scheduler
-from serve_app.engine.core.sequence import Sequence, SequenceState
-from serve_app.engine.kv_cache.manager import KVCacheManager
-from serve_app.engine.kv_cache.opening import min_copy
+from serve_app.engine.core.sequence import NO_SLOT, Sequence, SequenceState
+from serve_app.engine.kv_cache.opening import min_copy, slot_room
 from serve_app.engine.kv_cache.slot import Slot
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import DecodeError
+from serve_app.errors import DecodeError, PromptTooLongError
 
 if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore
@@ -41,6 +35,10 @@ _PAUSE = 10
 _EVERY = 64
 # Steps are alike if no sequence has so many tokens more.
 _ALIKE = 64
+# A request that is longer than a slot's share waits so long at most for a moment in which nobody streams.
+_PATIENCE_S = 5.0
+# After the last such request, its chat probably goes on within so many seconds.
+_CHAT_GOES_ON_S = 600.0
 
 
 class CacheModeSwitcher(Guest):
@@ -51,39 +49,45 @@ class CacheModeSwitcher(Guest):
     of them streams: the change costs them less than it saves. Streams are interrupted only for what saves
     them several times as much, and if by the forecast they wait no longer than `max_stall_s`. Never, if
     the options say what kind of cache it is to be, or the model forgets.
+
+    A request that is longer than a slot's share of a split cache needs a unified one: streams are
+    interrupted for it if they leave no gap within a few seconds.
     """
 
-    def __init__(
-        self,
-        options: EngineOptions,
-        backend: Backend,
-        cache: KVCacheManager,
-        scheduler: Scheduler,
-        costs: CostModel,
-        waiting: FairQueue,
-        admission: Admission,
-    ) -> None:
-        self._options = options
-        self._backend = backend
-        self._cache = cache
-        self._scheduler = scheduler
-        self._costs = costs
-        self._waiting = waiting
-        self._admission = admission
-        self._longest_pause_s = options.max_stall_s or _LONGEST_PAUSE_S
-        setup, modes = backend.setup, backend.modes
-        can_change = setup.profile.decode_s and not backend.traits.forgets
+    def __init__(self, core: EngineCore) -> None:
+        self._options = core.options
+        self._backend = core.backend
+        self._cache = core.cache
+        self._scheduler = core.scheduler
+        self._costs = core.costs
+        self._waiting = core.queue
+        self._admission = core.admission
+        self._longest_pause_s = self._options.max_stall_s or _LONGEST_PAUSE_S
+        setup, modes = self._backend.setup, self._backend.modes
+        can_change = setup.profile.decode_s and not self._backend.traits.forgets
         self._modes = modes if can_change else None
         self._traffic = (
             Traffic((setup.mode, setup.profile), self._modes.other) if self._modes else None
         )
         self._not_before = 0.0
+        self._long_until = 0.0
+        """Until when the cache stays unified for requests that are longer than a slot's share."""
         self._looked_at: tuple[int, ...] = ()
         self._n_steps = 0
 
     def before_schedule(self, core: EngineCore) -> None:
-        """Change the cache if that pays for the live requests, and streams can wait for it."""
-        if not core.is_draining and self.pays(core.backlog.n_generated, core.budget.left_s):
+        """Change the cache if a request needs that; or if it pays for the live requests, and streams can
+        wait for it."""
+        too_long = self._too_long()
+        if too_long and self._traffic is None:
+            for sequence in too_long:
+                n_most = self._cache.table.room
+                core.end([sequence], PromptTooLongError(len(sequence.tokens), n_most, "prompt"))
+        elif self._needs_change(too_long):
+            longest = max(len(sequence.tokens) for sequence in too_long)
+            self._change(core, f"a request of {longest} tokens is longer than a slot's share")
+            core.admit()
+        elif not core.is_draining and self.pays(core.backlog.n_generated, core.budget.left_s):
             self._change(core)
             core.admit()
 
@@ -101,10 +105,40 @@ class CacheModeSwitcher(Guest):
         if not core.is_draining:
             self._change(core)
 
-    def _change(self, core: EngineCore) -> None:
+    def _change(self, core: EngineCore, need: str = "") -> None:
         core.runner.use_adapters(())  # the new context has none
-        self.carry_out()
+        self.carry_out(need)
         core.changed = True
+
+    def _too_long(self) -> list[Sequence]:
+        """The live sequences for which a slot has no room in the present kind of cache."""
+        if not self._options.is_pooled:
+            return []
+        live = (*self._scheduler.running, *self._waiting.unordered)
+        share = self._options.n_ctx_share
+        longer = [seq for seq in live if len(seq.tokens) > share and not seq.finished]
+        if longer:
+            self._long_until = time.monotonic() + _CHAT_GOES_ON_S
+        return [seq for seq in longer if len(seq.tokens) > self._cache.table.room]
+
+    def _needs_change(self, too_long: list[Sequence]) -> bool:
+        """Whether to change now for sequences that have no room: at once if a slot is full, else as soon
+        as streams can wait for it, or have been waited for."""
+        running = self._scheduler.running
+        if not too_long or any(sequence.finished for sequence in running):
+            return False
+        if any(sequence.slot_id != NO_SLOT for sequence in too_long):
+            return True
+        if not any(sequence.n_generated for sequence in running):
+            return True
+        waited_s = time.monotonic() - min(sequence.trace.submitted for sequence in too_long)
+        return waited_s >= _PATIENCE_S or self._cost_s() <= self._longest_pause_s
+
+    @property
+    def _stays_unified(self) -> bool:
+        """Whether a long chat is there, or was there lately."""
+        unified = self._backend.setup.mode.kv_unified
+        return unified and time.monotonic() < self._long_until
 
     def observe(self, batches: SequenceOf[Batch], n_cells: int) -> None:
         """A step is going to compute these; `n_cells` are in use, or would be in a unified cache."""
@@ -116,7 +150,7 @@ class CacheModeSwitcher(Guest):
 
     def pays_at_rest(self) -> bool:
         """Whether to change now that nobody is there."""
-        if self._traffic is None:
+        if self._traffic is None or self._stays_unified:
             return False
         return self._traffic.regret_s() > _AT_REST * max(_LEAST_S, self._cost_s())
 
@@ -125,7 +159,7 @@ class CacheModeSwitcher(Guest):
         has `n_answer` tokens, and streams can wait for `left_s`."""
         if self._traffic is None or not self._cache.settled or not self._is_news():
             return False
-        if time.monotonic() < self._not_before:
+        if time.monotonic() < self._not_before or self._stays_unified:
             return False
         running = self._scheduler.running
         if any(sequence.finished for sequence in running):
@@ -204,9 +238,10 @@ class CacheModeSwitcher(Guest):
         mostly_shared = turns_unified and 2 * slot.n_shared > slot.n_past
         return bool(slot.n_past) and not (slot.pinned or mostly_shared)
 
-    def carry_out(self) -> None:
-        """Have the other kind of cache. Running sequences lose their slots, and wait for others. Raises
-        ConfigError if there is no memory for either kind: the backend is broken then."""
+    def carry_out(self, need: str = "") -> None:
+        """Have the other kind of cache, because of that `need` or else by the traffic. Running sequences
+        lose their slots, and wait for others. Raises ConfigError if there is no memory for either kind: the
+        backend is broken then."""
         if self._traffic is None or self._modes is None:
             return
         began = time.monotonic()
@@ -216,15 +251,16 @@ class CacheModeSwitcher(Guest):
                 cache.store_now(slot)
         pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
         at_rest = not (self._scheduler.running or self._waiting)
-        reason = self._traffic.turn(at_rest=at_rest)
+        by_traffic, other = self._traffic.turn(at_rest=at_rest), self._modes.other[0]
         self._admission.interrupt()
-        self._modes.change(reason)
+        self._modes.change(f"{other}: {need}" if need else by_traffic)
         if self._backend.modes is None:
             self._modes = self._traffic = None
         self._costs.begin(self._backend.setup.profile)
-        unified = self._backend.setup.mode.kv_unified
-        self._scheduler.mix(unified)
-        table.begin(min_copy(self._costs), consecutive=not unified)
+        mode = self._backend.setup.mode
+        self._scheduler.mix(mode.kv_unified)
+        room = slot_room(self._options, mode)
+        table.begin(min_copy(self._costs), room, consecutive=not mode.kv_unified)
         for slot_id, state in pinned.items():
             self._restore_pinned(slot_id, state)
         took_s = time.monotonic() - began

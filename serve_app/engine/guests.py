@@ -18,18 +18,14 @@ def make_guests(core: EngineCore) -> list[Guest]:
     backend, options, costs = core.backend, core.options, core.costs
     core.scheduler.turns = AdapterTurns(options.max_stall_s)
     guests: list[Guest] = [
-        CacheModeSwitcher(
-            options, backend, core.cache, core.scheduler, costs, core.queue, core.admission
-        ),
+        CacheModeSwitcher(core),
         EmbeddingQueue(backend, costs, core.budget, core.progress, core.queue.accounts),
         PrefixStorage(core.cache),
     ]
     if backend.traits.can_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft
         drafter = None if model is None else Drafter(model, options.n_slots, core.progress)
-        drafting = Drafting(
-            costs, options.n_ctx_slot, core.budget, lookup=options.speculate, drafter=drafter
-        )
+        drafting = Drafting(costs, core.budget, lookup=options.speculate, drafter=drafter)
         core.scheduler.drafts = drafting
         guests.append(drafting)
     if backend.pictures is not None:

@@ -28,7 +28,7 @@ class EngineOptions:
     n_slots: int
     """Sequences that run at once."""
     n_ctx_slot: int
-    """Tokens, prompt and answer together, that one slot holds."""
+    """Tokens that a request may have, prompt and answer together."""
     threads: int
     """Threads with which llama.cpp computes a batch of one row, or at most, with `fewer_threads`."""
     threads_batch: int | None = None
@@ -46,7 +46,8 @@ class EngineOptions:
     max_wait_s: float | None = None
     """A request that would wait longer for a slot, as forecast, is refused; None sets no bound."""
     n_ctx: int | None = None
-    """Tokens that all slots hold together, if their KV cache is unified; None: `n_ctx_slot` each."""
+    """Tokens that all slots hold together; None: `n_ctx_slot` each. A request that is longer than
+    `n_ctx_share` needs a unified or paged KV cache."""
     flash_attn: bool | None = None
     """None lets the profile decide."""
     kv_unified: bool | None = None
@@ -136,6 +137,18 @@ class EngineOptions:
             raise ConfigError("engine.n_checkpoints must not be negative.")
         if self.max_waiting < 0:
             raise ConfigError("engine.max_waiting must not be negative.")
+
+    @property
+    def n_ctx_share(self) -> int:
+        """Tokens that each slot has room for in a split KV cache."""
+        if self.n_ctx is None:
+            return self.n_ctx_slot
+        return max(2, min(self.n_ctx_slot, self.n_ctx // self.n_slots))
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether a request may be longer than a slot's share."""
+        return self.n_ctx_share < self.n_ctx_slot
 
     def unsupported_by_openvino(self) -> list[str]:
         """The names of those options here that OpenVINO's backend lacks."""

@@ -62,6 +62,7 @@ def _reader(model: ResolvedModel, path: Path) -> Callable[[], ModelInfo]:
         model.defaults,
         aliases=model.aliases,
         tags=model.tags,
+        n_ctx_text=model.options.n_ctx_share,
         adapters=numbered(model),
         media=MediaDecoder.of(senses),
         is_on_demand=model.on_demand is not None,

@@ -141,6 +141,8 @@ class ModelInfo:
     """Adapters of requests that do not say which they want."""
     media: MediaReader | None = None
     """The reader of pictures and sounds, if the model has a projector."""
+    n_ctx_text: int | None = None
+    """Tokens that a text to be embedded may have, if not as many as a request."""
     is_on_demand: bool = False
     """Whether the model is loaded when somebody asks for it."""
     version: Version | None = None
@@ -161,6 +163,11 @@ class ModelInfo:
         tokenizer = Tokenizer(path, defaults.chat_template, pooling)
         own = defaults.over(tokenizer.recommended)
         return cls(name, n_ctx_slot, tokenizer, defaults=own, **fields)
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens that a text to be embedded may have."""
+        return self.n_ctx_text or self.n_ctx_slot
 
     @property
     def sees(self) -> bool:

@@ -111,6 +111,9 @@ class ContextOptions:
 
     n_seq_max: int
     n_ctx_slot: int
+    """The most tokens of a sequence."""
+    n_ctx_share: int | None = None
+    """The cells of a sequence in a split cache; None: `n_ctx_slot`."""
     n_batch: int
     n_ubatch: int | None = None
     """Rows that llama.cpp computes at once; None: all. Layers with a window have cells for the window and
@@ -122,25 +125,24 @@ class ContextOptions:
     flash_attn: bool
     kv_unified: bool = False
     n_ctx: int | None = None
-    """The cells of a unified cache; None: `n_ctx_slot` for each sequence."""
+    """The cells of a unified cache; None: `n_ctx_share` for each sequence."""
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     pooling: Pooling | None = None
     """The pooling of a context that makes embeddings; every row must want them."""
     tells_hidden: bool = False
 
-    @property
-    def n_cells(self) -> int:
+    def n_cells(self, *, kv_unified: bool) -> int:
         """The cells of the cache, as llama.cpp rounds them."""
-        if self.kv_unified and self.n_ctx:
+        if kv_unified and self.n_ctx:
             return _padded(self.n_ctx)
-        return self.n_seq_max * _padded(self.n_ctx_slot)
+        return self.n_seq_max * _padded(self.n_ctx_share or self.n_ctx_slot)
 
 
 class Context:
     """Decodes batches of rows. Only one thread, always the same, may use it; any may call `cancel`.
 
-    The KV cache is split or unified. Split, each of `n_seq_max` sequences has `n_ctx_slot` cells, and no
+    The KV cache is split or unified. Split, each of `n_seq_max` sequences has `n_ctx_share` cells, and no
     sequence can take another's room. Unified, all sequences share `n_ctx` cells, and those with a
     common beginning share its cells too. Raises ConfigError when llama.cpp cannot allocate it.
     """
@@ -150,8 +152,8 @@ class Context:
     def __init__(self, model: Model, options: ContextOptions) -> None:
         self.model, self._options = model, options
         self.n_ctx_slot, self._n_batch = options.n_ctx_slot, options.n_batch
+        self._n_ctx_share = options.n_ctx_share or options.n_ctx_slot
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = options.n_cells
         params.n_batch, params.n_ubatch = options.n_batch, options.n_ubatch or options.n_batch
         params.n_seq_max = options.n_seq_max
         params.n_outputs_max = min(options.n_batch, options.n_outputs or options.n_seq_max)
@@ -176,6 +178,7 @@ class Context:
     def _make(self, *, flash_attn: bool, kv_unified: bool) -> None:
         params = self._params
         params.kv_unified = kv_unified
+        params.n_ctx = self._options.n_cells(kv_unified=kv_unified)
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
             if flash_attn
@@ -187,7 +190,7 @@ class Context:
             options = self._options
             raise ConfigError(
                 f"llama.cpp cannot make a context of {options.n_seq_max} slots x "
-                f"{options.n_ctx_slot} tokens for {self.model.path.name}, the cache as "
+                f"{self._n_ctx_share} tokens for {self.model.path.name}, the cache as "
                 f"{options.cache_type_k} and {options.cache_type_v}: lower engine.n_slots "
                 "or engine.n_ctx_slot."
             )
@@ -233,8 +236,8 @@ class Context:
         per_layer = per_token / max(1, model.n_cache_layers)
         layout = CacheLayout.read(lines, per_layer, params.n_seq_max)
         self.layout = layout or CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
-        one_more = _padded(self.n_ctx_slot) * self.layout.per_token + self.layout.per_sequence
-        one_more += min(model.window, self.n_ctx_slot) * self.layout.per_window_token
+        one_more = _padded(self._n_ctx_share) * self.layout.per_token + self.layout.per_sequence
+        one_more += min(model.window, self._n_ctx_share) * self.layout.per_window_token
         of_one = self.layout.cache_bytes // params.n_seq_max
         self.cache_bytes_per_seq = one_more if params.kv_unified else of_one
         """Bytes of one sequence's cache; of a unified one, what one sequence more would add."""
@@ -242,7 +245,7 @@ class Context:
     def become(self, *, flash_attn: bool, kv_unified: bool) -> None:
         """Have another kind of attention and cache, with nothing in it. The old context is freed
         first, so there are never two caches. Raises ConfigError if llama.cpp cannot allocate the
-        new one: the context is closed then, and may become another one. Not with `n_ctx`."""
+        new one: the context is closed then, and may become another one."""
         self.close()
         self._make(flash_attn=flash_attn, kv_unified=kv_unified)
 
@@ -407,13 +410,13 @@ class Context:
     def copy(self, source: int, target: int) -> None:
         """Make sequence `target` a copy of sequence `source`, whatever it held. In a unified cache they
         share the cells. Otherwise llama.cpp copies all cells of a sequence during the next decode, which
-        costs about as much as computing `n_ctx_slot` / 200 tokens.
+        costs about as much as computing `n_ctx_share` / 200 tokens.
         Where few of them are in use, the source's state takes less, and is taken once for all copies that
         are made before the next decode.
         """
         n_past = llama_cpp.llama_memory_seq_pos_max(self._memory, source) + 1
         settled = self.slots_with_pending_copy.isdisjoint((source, target))
-        if self._states and settled and n_past <= _FEW_CELLS * self.n_ctx_slot:
+        if self._states and settled and n_past <= _FEW_CELLS * self._n_ctx_share:
             if self._copied is None or self._copied[0] != source:
                 self._copied = source, self.save(source)
             self.restore(target, self._copied[1])

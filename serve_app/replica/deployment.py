@@ -313,7 +313,7 @@ class LoadedModel:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
         engine, scales = self._engine, self._batches_may_scale
-        return pressure(engine.stats(), engine.options.n_ctx, with_background=scales)
+        return pressure(engine.stats(), with_background=scales)
 
     def check_health(self) -> None:
         """Serve asks every few seconds. Ends the process if the engine failed or hangs; the metrics follow

@@ -127,7 +127,7 @@ class ReplicaMetrics:
         used = sum(slot.n_past for slot in stats.slots)
         self._running.set(stats.queue.running)
         self._waiting.set(stats.queue.waiting)
-        self._kv_used.set(used / (stats.n_slots * stats.n_ctx_slot))
+        self._kv_used.set(used / stats.n_ctx)
         self._stored.set(stats.cache.stored_bytes)
         self._backlog.set(stats.queue.backlog_s)
 

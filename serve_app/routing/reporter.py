@@ -39,15 +39,12 @@ class Reporter:
         )
 
 
-def pressure(
-    stats: EngineStats, n_ctx: int | None, *, with_background: bool = False
-) -> dict[str, float]:
-    """The figures that `serve_app.routing.autoscaling` uses; `n_ctx` as in the engine's options.
+def pressure(stats: EngineStats, *, with_background: bool = False) -> dict[str, float]:
+    """The figures that `serve_app.routing.autoscaling` uses.
     Background requests count if they are to have replicas of their own."""
     behind = with_background
     n_live = stats.queue.running + stats.queue.waiting
     n_behind = stats.queue.background_running + stats.queue.background_waiting
-    n_cells = n_ctx or stats.n_slots * stats.n_ctx_slot
     load = EngineLoad(
         backlog_s=stats.queue.backlog_s + behind * stats.queue.background_backlog_s,
         slots=(n_live + behind * n_behind) / stats.n_slots,
@@ -56,6 +53,6 @@ def pressure(
             for slot in stats.slots
             if slot.request_id is not None and (behind or not slot.background)
         )
-        / n_cells,
+        / stats.n_ctx,
     )
     return {PRESSURE: load.pressure}

@@ -62,7 +62,7 @@ SHAPES = (
 
 def sizes() -> str:
     """A row for each model on each machine with room for it."""
-    head = ("model", "cores", "memory", "slots", "context of a slot", "people")
+    head = ("model", "cores", "memory", "slots", "longest request", "people")
     return table(head, _rows())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 import time
@@ -148,9 +149,10 @@ class FakeBackend:
 
     `script(tokens)` gives the token that follows a slot's tokens. `fail_on` names token ids: a batch
     with one of them raises DecodeError after its rows were fed, as llama.cpp may. `break_after`
-    batches, the backend breaks for good. All slots together hold `n_cells` tokens. `hold()` stops
-    decoding until `resume()`. Rows that llama.cpp could not take (a position that does not continue
-    the slot) raise AssertionError, and so do saving and restoring a slot that llama.cpp has yet to write.
+    batches, the backend breaks for good. All slots together hold `n_cells` tokens, and each of a split
+    cache the attribute `n_share`. `hold()` stops decoding until `resume()`. Rows that llama.cpp could not
+    take (a position that does not continue the slot, or behind its share) raise AssertionError, and so do
+    saving and restoring a slot that llama.cpp has yet to write.
     If it `forgets`, slots cannot be cut, as with recurrent layers, but put back to a checkpoint.
     """
 
@@ -198,6 +200,7 @@ class FakeBackend:
         self._fail_on = frozenset(fail_on)
         self._break_after = break_after
         self._n_cells = n_cells
+        self.n_share: int | None = None
         self._changed = threading.Condition()
         self._held = self._cancelled = False
         self.n_waiting = 0
@@ -282,6 +285,9 @@ class FakeBackend:
             raise RuntimeError("scripted break")
         if self._n_cells is not None and sum(map(len, self.slots)) + len(rows) > self._n_cells:
             raise CacheFullError("scripted cache is full")
+        share = math.inf if self.n_share is None or self.mode.mixes else self.n_share
+        if any(position >= share for _, position, _, _ in rows):
+            raise AssertionError(f"rows behind a slot's share of {share} cells")
         self._at_row = {}
         self.slots_with_pending_copy.clear()
         for i, (token, position, seq_id, wants_logits) in enumerate(rows):

@@ -263,8 +263,8 @@ def test_three_lines_serve_another_model() -> None:
 def test_the_table_of_statistics_has_every_figure() -> None:
     """Each group of an engine's statistics is a row of the table in docs/api/index.md."""
     page = PAGES[Path("docs/api/index.md")]
-    for group in fields(EngineStats(1, 1)):
-        figures = getattr(EngineStats(1, 1), group.name)
+    for group in fields(EngineStats(1, 1, 1)):
+        figures = getattr(EngineStats(1, 1, 1), group.name)
         if is_dataclass(figures):
             (row,) = [line for line in page.splitlines() if line.startswith(f"| `{group.name}` |")]
             assert re.findall(r"`(\w+)`", row)[1:] == [figure.name for figure in fields(figures)]

@@ -37,17 +37,25 @@ class Mode:
         return f"{cache} KV cache, flash attention {'on' if self.flash_attn else 'off'}"
 
 
-def candidates(options: EngineOptions) -> list[Mode]:
+def candidates(options: EngineOptions, *, can_change: bool = True) -> list[Mode]:
     """The modes that come into question, the likelier first: the likelier kind of cache with and without
     flash attention, the other one with it, if both are open. There is no time for four on a slow machine,
-    and a unified cache without flash attention is seldom fast: cells of others cost as much as own ones."""
+    and a unified cache without flash attention is seldom fast: cells of others cost as much as own ones.
+
+    Where a request may be longer than a slot's share, the cache is unified from the start unless it
+    `can_change` later. Its attention is flash attention: without it, llama.cpp's buffers hold a number for
+    each head, row and cell."""
     flash = [True, False] if options.flash_attn is None else [options.flash_attn]
     if block_size(options.cache_type_v) > 1:
         flash = [True]
     likely = bool(options.pinned)
     unified = [likely, not likely] if options.kv_unified is None else [options.kv_unified]
-    if options.n_ctx is not None:
-        unified = [True]
+    if options.is_pooled:
+        n_pinned = max(map(len, options.pinned), default=0)
+        if not can_change or n_pinned >= options.n_ctx_share:
+            unified = [True]
+        if unified[0] and options.flash_attn is None:
+            flash = [True]
     elif options.n_slots == 1:
         unified = unified[:1]
     return [*(Mode(f, unified[0]) for f in flash), *(Mode(flash[0], u) for u in unified[1:])]
@@ -82,7 +90,7 @@ def request_s(profile: Profile, options: EngineOptions, mode: Mode) -> float:
     costs = CostModel(profile)
     pinned = max((len(tokens) for tokens in options.pinned), default=0)
     shares = (1 / 8,) if pinned else (1 / 8, 3 / 4)
-    ends = [pinned + int(share * (options.n_ctx_slot - pinned)) for share in shares]
+    ends = [pinned + int(share * (options.n_ctx_share - pinned)) for share in shares]
     return sum(_seconds(costs, options, range(pinned, end), mode) for end in ends) / len(ends)
 
 
@@ -94,7 +102,7 @@ def _seconds(costs: CostModel, options: EngineOptions, tokens: range, mode: Mode
     prompt_s = _prompt_s(costs, options.n_batch, tokens, n_cells)
     if options.n_slots > 1:
         prompt_s = (prompt_s + _bounded_prompt_s(costs, options, tokens, n_cells, mode.mixes)) / 2
-    n_generated = options.n_ctx_slot // 8
+    n_generated = options.n_ctx_share // 8
     full = costs.attended(tokens.stop, n_cells)
     return prompt_s + n_generated * costs.steps_s(options.n_slots, full) / options.n_slots
 

@@ -53,6 +53,8 @@ logger = logging.getLogger("corral.engine")
 
 # Texts in one batch of embeddings, at most.
 _TEXTS_AT_ONCE = 64
+# Rows that llama.cpp computes at once, at least, where long contexts lack flash attention.
+_LEAST_UBATCH = 64
 # llama.cpp keeps the logits of all rows of such a batch. Bytes that these may take, and the number of rows
 # that is enough for speed.
 _LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
@@ -137,7 +139,7 @@ class LlamaEmbeddings:
     def shape(self) -> EmbeddingShape:
         model, options = self._model, self._options
         rows = max(_ENOUGH_ROWS, _LOGITS_BYTES // (4 * model.n_vocab))
-        n_text = options.n_ctx_slot
+        n_text = options.n_ctx_share
         if not model.is_causal:  # all of a text goes into one batch, and its positions are a table
             n_text = rows = min(n_text, model.n_ctx_train)
         n_rows = min(rows, options.n_batch) if model.is_causal else rows
@@ -348,11 +350,15 @@ class LlamaBackend:
         # Layers with a window keep a batch's cells; pictures that are not causal go into one.
         at_once = self.vocabulary.window or (self._projector and not self._projector.causal)
         n_ubatch = max(options.n_batch, n_decoding) if at_once else None
+        if options.is_pooled and options.flash_attn is False and not at_once:
+            # Attention's buffer has a number for each head, row and cell: no more than in a split cache.
+            n_ubatch = max(_LEAST_UBATCH, options.n_batch // options.n_slots)
         context = Context(
             self.vocabulary,
             ContextOptions(
                 n_seq_max=self.n_sequences + n_more,
                 n_ctx_slot=n_ctx_slot,
+                n_ctx_share=min(n_ctx_slot, options.n_ctx_share),
                 n_batch=options.n_batch + n_decoding,
                 n_ubatch=n_ubatch,
                 n_outputs=n_decoding + MAX_SCORED_ROWS,

@@ -56,17 +56,21 @@ class ModeChooser:
     ) -> None:
         self._model, self._options = model, options
         self._open, self._report = open_context, report
-        self._n_profiled = min(options.n_ctx_slot, _PROFILE_CTX)
+        self._n_profiled = min(options.n_ctx_share, _PROFILE_CTX)
         self._forgets = not model.can_rewind
-        depth = min(model.window or DEPTH, DEPTH, options.n_ctx_slot - ROOM) // ROOM * ROOM
+        self._can_change = not self._forgets and not model.window
+        """Whether the model's states fit both kinds of cache."""
+        depth = min(model.window or DEPTH, DEPTH, options.n_ctx_share - ROOM) // ROOM * ROOM
         self._depth = 0 if self._forgets else max(0, depth)
         """Tokens in the cache where batches are measured deep in it; 0 where slots could not forget the
         rows of a batch, or have no depth worth the name."""
 
     def choose(self) -> ChosenMode:
         """One of the modes, as measured now or at an earlier start. Raises DecodeError."""
-        options, candidates = self._options, modes.candidates(self._options)
-        if options.profile_limit_s <= 0 or not self._model.is_causal:
+        options = self._options
+        measures = options.profile_limit_s > 0 and self._model.is_causal
+        candidates = modes.candidates(options, can_change=measures and self._can_change)
+        if not measures:
             return ChosenMode(modes.choose({candidates[0]: Profile()}, options))
         folder, name = options.profile_folder, self._name(candidates)
         choice = profile_cache.load(folder, name, ModeChoice)
@@ -85,7 +89,11 @@ class ModeChooser:
             llama_cpp=library.version(),
             modes=candidates,
             threads=(options.threads, options.threads_batch, options.numa, *tries_fewer(options)),
-            slots=(options.n_slots, options.n_ctx_slot, [len(tokens) for tokens in options.pinned]),
+            slots=(
+                options.n_slots,
+                options.n_ctx_share,
+                [len(tokens) for tokens in options.pinned],
+            ),
             max_stall_s=options.max_stall_s,
             n_batch=options.n_batch,
             cache=(options.cache_type_k, options.cache_type_v),
@@ -139,12 +147,11 @@ class ModeChooser:
         if other is not None:
             filled = modes.filled(profilers[other[0]].profile, profile)
             other = other[0], self._whole(other[0], filled, depths)
-        can_change = not self._forgets and not self._model.window
         choice = replace(
             choice,
             profile=self._whole(choice.mode, profile, depths),
             threads=threads,
-            other=other if can_change else None,
+            other=other if self._can_change else None,
         )
         used = threads or Threads.alike(options.threads, options.threads_batch)
         n_threads = min(used.one_row, used.few_rows, used.many_rows)
@@ -176,7 +183,7 @@ class ModeChooser:
 
     def _whole(self, mode: Mode, profile: Profile, depths: Mapping[bool, DeepProfiler]) -> Profile:
         """The profile in that mode, with the other measurements. llama.cpp copies all of a slot's cells."""
-        copy_s = profile.copy_s * self._options.n_ctx_slot / self._n_profiled
+        copy_s = profile.copy_s * self._options.n_ctx_share / self._n_profiled
         profile = replace(profile, copy_s=copy_s)
         if mode.flash_attn not in depths:
             return profile

@@ -117,7 +117,7 @@ class OpenVinoBackend:
             path = converted(model.files, self._fingerprint, models, report)
         report(Stage("loading"))
         n_sequences = options.n_slots + len(options.pinned)
-        self._n_blocks_slot = _n_blocks(options.n_ctx_slot)
+        self._n_blocks_slot = _n_blocks(options.n_ctx_share)
         n_blocks = n_sequences * self._n_blocks_slot
         if options.n_ctx is not None:  # what slots share, and what is pinned
             n_blocks = sum(_n_blocks(n) for n in (options.n_ctx, *map(len, options.pinned)))
@@ -152,7 +152,7 @@ class OpenVinoBackend:
         shape = EmbeddingShape(
             n_rows=options.n_batch,
             n_seq_max=min(_TEXTS_AT_ONCE, options.n_batch),
-            n_text=options.n_ctx_slot,
+            n_text=options.n_ctx_share,
             pooling=model.pooling_with(options.embedding_pooling),
             causal=True,
         )
@@ -168,7 +168,7 @@ class OpenVinoBackend:
             llama_cpp=versions(),
             modes=[_MODE],
             threads=(options.threads,),
-            slots=(options.n_slots, options.n_ctx_slot),
+            slots=(options.n_slots, options.n_ctx_share),
             max_stall_s=options.max_stall_s,
             n_batch=options.n_batch,
             cache=options.cache_type_k,
@@ -183,11 +183,11 @@ class OpenVinoBackend:
         profiler = Profiler(
             self._context,
             n_slots=options.n_slots,
-            n_ctx_slot=options.n_ctx_slot,
+            n_ctx_slot=options.n_ctx_share,
             n_batch=options.n_batch,
         )
         in_turns([profiler], _ESSENTIAL * options.profile_limit_s)
-        n_tokens = min(DEPTH, options.n_ctx_slot - ROOM, self._context.n_tokens - ROOM)
+        n_tokens = min(DEPTH, options.n_ctx_share - ROOM, self._context.n_tokens - ROOM)
         n_tokens, deep_s = n_tokens // BLOCK * BLOCK, _DEEP * options.profile_limit_s
         depth = Depth()
         if n_tokens > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.outbox import Outbox
@@ -63,7 +64,8 @@ class Admission:
 
     def admit(self) -> list[Sequence]:
         """Move waiting sequences into idle slots, in the order that is fair to their clients; one
-        that waits for a prefix lets others pass. Returns those that have got their first slot."""
+        that waits for a prefix, or for room, lets others pass. Returns those that have got their first
+        slot."""
         self._budget.reserved_s = 0.0
         for sequence in self._scheduler.running:
             sequence.n_awaited = 0
@@ -71,10 +73,18 @@ class Admission:
             return []
         self._preempt_fairly()
         n_awaiting, started = 0, list[Sequence]()
+        held: Sequence | None = None
         for sequence in self._queue:
             if not self._cache.table.has_idle:
                 break
             if sequence.finished or self._is_held_back(sequence):
+                continue
+            if (
+                len(sequence.tokens) > self._cache.table.room
+            ):  # another kind of cache is made for it
+                continue
+            if not self._cache.has_room(sequence, held):
+                held = held or sequence
                 continue
             place = self._cache.place(sequence)
             if place is None:
@@ -106,7 +116,7 @@ class Admission:
                 return False
         self.changed = True
         self._queue.admit(sequence)
-        sequence.admit(place.slot.id, place.n_cached, sampler)
+        sequence.admit(place.slot.id, place.n_cached, sampler, self._cache.table.room)
         self._cache.table.occupy(place.slot, sequence)
         self._scheduler.add(sequence)
         self._counts.cached_tokens += place.n_cached
@@ -141,7 +151,7 @@ class Admission:
         if len(running) == 1:
             return False
         behind = [seq for seq in running if seq.request.background]
-        self._preempt(max(behind or running, key=_admitted))
+        self._preempt(max(behind or running, key=attrgetter("admitted_at")))
         self._background_paused = True
         self._paused = not behind
         return True
@@ -166,13 +176,17 @@ class Admission:
     # -- when somebody else needs a slot ----------------------------------------------------------
 
     def _preempt_background(self) -> None:
-        """Have as many sequences in the background lose their slots as others lack. Their part of
-        the cache is stored, unless that takes too long."""
-        waiting = self._queue.unordered
-        n_lacking = sum(not (seq.request.background or seq.finished) for seq in waiting)
-        n_lacking -= self._cache.table.n_idle
+        """Have as many sequences in the background lose their slots as others lack, and one if others
+        lack room. Their part of the cache is stored, unless that takes too long."""
         behind = [seq for seq in self._scheduler.running if seq.request.background]
-        behind = sorted((seq for seq in behind if not seq.finished), key=_admitted)
+        behind = sorted((seq for seq in behind if not seq.finished), key=attrgetter("admitted_at"))
+        if not behind:
+            return
+        waiting = self._queue.unordered
+        ahead = [seq for seq in waiting if not (seq.request.background or seq.finished)]
+        n_lacking = len(ahead) - self._cache.table.n_idle
+        if not all(map(self._cache.has_room, ahead)):
+            n_lacking = max(1, n_lacking)
         for sequence in behind[len(behind) - max(0, min(n_lacking, len(behind))) :]:
             is_stored = self._preemption_s(sequence) is not None
             self._preempt(sequence, for_another=True, stored=is_stored)
@@ -204,7 +218,3 @@ class Admission:
         if not self._budget.allows(save_s):
             return None
         return 2 * save_s + self._scheduler.costs.prefill_s(sequence.n_past - n_kept, n_kept)
-
-
-def _admitted(sequence: Sequence) -> float:
-    return sequence.trace.admitted or 0.0

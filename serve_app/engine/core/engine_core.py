@@ -151,16 +151,13 @@ class EngineCore:
                 self._outbox.put(sequence, progress)
 
     def _schedule(self) -> list[Batch]:
-        ends = self._slot_ends if self.backend.traits.fills_gaps else None
+        ends = self.cache.table.slot_ends if self.backend.traits.fills_gaps else None
         batches = self.scheduler.schedule(time.monotonic(), self.cache.table.n_cells, ends)
         for guest in self.guests:
             guest.scheduled(self, batches)
         self.counts.steps += bool(batches)
         self._before = self.counts.prompt_tokens, self.counts.generated_tokens, self.counts.sample_s
         return batches
-
-    def _slot_ends(self) -> dict[int, int]:
-        return self.cache.table.slot_ends(self.options.n_ctx_slot)
 
     def _postprocess(self, result: BatchResult) -> bool:
         """Apply the result of a batch; False if the rest of the step is to be planned anew."""

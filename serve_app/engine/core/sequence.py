@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -111,6 +112,7 @@ class Sequence:
         self.prefix_pending: PrefixPending | None = None
         """The prefix of another sequence that it waits for, though a slot was free."""
         self.slot_id = NO_SLOT
+        self._slot_room = 0
         self.state = SequenceState.WAITING
         self.spent_s = 0.0
         """Seconds that the decoder worked for it, and those that it was to work in all."""
@@ -131,6 +133,11 @@ class Sequence:
         """The prompt's tokens that the last progress reported."""
         self.untold: TokenDelta | None = None
         """The newest tokens, which the reader was not told of yet."""
+
+    @property
+    def admitted_at(self) -> float:
+        """When it first got a slot, on the clock of `Trace.submitted`; 0 before."""
+        return self.trace.admitted or 0.0
 
     @property
     def n_pending(self) -> int:
@@ -230,13 +237,15 @@ class Sequence:
                 self._drop(n_keep, context_shift.n_dropped(self.request, n_ctx_slot, n_keep))
         self.packed(len(self.tokens))
 
-    def admit(self, slot_id: int, n_cached: int, sampler: Sampler | None) -> None:
-        """Give it a slot whose cache already holds its first `n_cached` tokens. It gets its sampler the
-        first time, and keeps it when it is preempted."""
+    def admit(
+        self, slot_id: int, n_cached: int, sampler: Sampler | None, room: int = sys.maxsize
+    ) -> None:
+        """Give it a slot with `room` for so many tokens, whose cache already holds its first `n_cached`
+        tokens. It gets its sampler the first time, and keeps it when it is preempted."""
         if sampler is not None:
             self._sampler, self.n_cached = sampler, n_cached
         self.trace.admit()
-        self.slot_id, self.n_past = slot_id, n_cached
+        self.slot_id, self.n_past, self._slot_room = slot_id, n_cached, room
         self.state = SequenceState.PREFILL
 
     def preempt(self) -> None:
@@ -245,9 +254,10 @@ class Sequence:
         self.slot_id, self.n_past, self.n_exact, self.stops = NO_SLOT, 0, None, ()
         self.state = SequenceState.WAITING
 
-    def draft_room(self, n_ctx_slot: int) -> int:
+    @property
+    def draft_room(self) -> int:
         """Tokens that a draft for it may have at most."""
-        room = n_ctx_slot - len(self.tokens) - 1
+        room = self._slot_room - len(self.tokens) - 1
         return room if self.n_left is None else min(room, self.n_left - 1)
 
     def give_up(self, n_tokens: int) -> TokenArray:

@@ -50,14 +50,12 @@ class Drafting(Guest):
     def __init__(
         self,
         costs: CostModel,
-        n_ctx_slot: int,
         budget: StepBudget,
         *,
         lookup: bool,
         drafter: Drafter | None = None,
     ) -> None:
         self._costs = costs
-        self._n_ctx_slot = n_ctx_slot
         self._budget = budget
         self._lookup = lookup
         self._drafter = drafter
@@ -75,7 +73,7 @@ class Drafting(Guest):
         able, behind = list[Sequence](), dict[str, int]()
         if drafter is not None:
             able = [seq for seq in decoding if not seq.spans]
-            able = [seq for seq in able if seq.draft_room(self._n_ctx_slot) > 0]
+            able = [seq for seq in able if seq.draft_room > 0]
             behind = drafter.begin(able, _DRAFTS[-1])
         plain_s = self._costs.steps_s(len(decoding), n_past)
         self._most_s = max(self._budget.left_s, _MOST_LONGER * plain_s)
@@ -128,7 +126,7 @@ class Drafting(Guest):
         return drafts if any(drafts.values()) else {}
 
     def _lookup_draft(self, sequence: Sequence, max_indexed: int) -> tuple[int, ...]:
-        n_most = min(_DRAFTS[-1], sequence.draft_room(self._n_ctx_slot))
+        n_most = min(_DRAFTS[-1], sequence.draft_room)
         draft = self._lookup_of(sequence).draft(sequence.tokens, n_most, max_indexed)
         if sequence.spans:  # what follows may be a picture
             draft = tuple(takewhile(lambda token: token >= 0, draft))
@@ -170,7 +168,7 @@ class Drafting(Guest):
             for seq in decoding:
                 known = len(looked_up.get(seq.id, ())) >= n_drafted
                 value = self._lookup_of(seq).rate.expected(n_drafted) if known else 0.0
-                proposes = seq.id in ready and seq.draft_room(self._n_ctx_slot) >= n_drafted
+                proposes = seq.id in ready and seq.draft_room >= n_drafted
                 own = 0.0
                 if proposes and drafter is not None:
                     own = drafter.rate(seq).expected(n_drafted)

@@ -83,6 +83,8 @@ class KVCacheManager:
         self.checkpoints = Checkpoints(backend) if checkpoints is None else checkpoints
         self.disk_tier: DiskTier | None = None
         """The files that the memory tier is kept in for the next start."""
+        self.n_pool: int | None = None
+        """Tokens that all slots hold together, if one of them may have more than its share."""
         self._backend = backend
         self.copies = CopyBudget(budget or StepBudget())
         self._contents = SlotContents(backend, self.checkpoints, self.copies)
@@ -114,6 +116,24 @@ class KVCacheManager:
         ]
 
     # -- coming and going -------------------------------------------------------------------------
+
+    def has_room(self, sequence: Sequence, held: Sequence | None = None) -> bool:
+        """Whether all slots together have room for a sequence beside the running ones. It must not keep
+        `held` waiting, which has waited for room before it: both fit beside what runs since then."""
+        if self.n_pool is None:
+            return True
+        running = [slot for slot in self.table.slots if slot.sequence is not None]
+        n_new, n_used = len(sequence.tokens), self.table.n_tokens_of(running)
+        if not running or (held is None and n_used + n_new <= self.n_pool):
+            return True
+        n_new -= self.table.n_shared_with(running, sequence)
+        if n_used + n_new > self.n_pool:
+            return False
+        if held is None:
+            return True
+        since = held.trace.submitted
+        later = [slot for slot in running if slot.sequence and slot.sequence.admitted_at > since]
+        return self.table.n_tokens_of(later) + n_new + len(held.tokens) <= self.n_pool
 
     def place(self, sequence: Sequence) -> Place | PrefixPending | None:
         """Put a sequence into an idle slot, with the longest prefix of its cache group there,
@@ -227,6 +247,8 @@ class KVCacheManager:
     def _restorable(self, group: str, prompt: bytes) -> tuple[int, StoredPrefix | None]:
         """The longest stored prefix of a prompt; nothing if streams would wait too long for it."""
         n_stored, stored = self.memory_tier.longest(group, prompt)
+        if stored is not None and len(stored.tokens) > self.table.room:
+            return 0, None
         if stored is None or not self.table.streams:
             return n_stored, stored
         may_wait = self.copies.allows(self.copies.restores, len(stored.state))
@@ -286,6 +308,13 @@ class KVCacheManager:
         """Have a prefix in an idle slot, for the cache group that it was saved of; what is lost by
         that is stored first."""
         slot = self._at_rest(slot_id)
+        if len(prefix.tokens) > self.table.room:
+            raise InvalidRequestError(
+                f"The slot cannot be filled with {len(prefix.tokens)} tokens: the KV cache is split now, "
+                f"with {self.table.room} tokens for each slot. It is unified for requests that are longer, "
+                "or always with engine.kv_unified: true.",
+                "filename",
+            )
         self.erase(slot_id)
         try:
             self._contents.restore(slot, prefix)

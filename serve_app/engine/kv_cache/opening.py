@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.kv_cache.checkpoints import Checkpoints
@@ -25,6 +26,11 @@ def min_copy(costs: CostModel) -> int:
     return max(_LEAST_COPY, math.ceil(costs.copy_s / token_s) if token_s else 0)
 
 
+def slot_room(options: EngineOptions, mode: Mode) -> int:
+    """Tokens that a slot has cells for in a cache of that kind."""
+    return options.n_ctx_slot if mode.mixes else options.n_ctx_share
+
+
 def open_cache(
     backend: Backend, costs: CostModel, options: EngineOptions, budget: StepBudget
 ) -> KVCacheManager:
@@ -36,6 +42,7 @@ def open_cache(
         options.n_slots,
         min_copy(costs),
         options.pinned,
+        room=slot_room(options, backend.setup.mode),
         consecutive=not backend.setup.mode.mixes,
         index=index,
         resumable=checkpoints.resumable,
@@ -49,4 +56,5 @@ def open_cache(
     )
     cache = KVCacheManager(backend, table, memory_tier, budget, checkpoints)
     cache.disk_tier = disk_tier
+    cache.n_pool = options.n_ctx if options.is_pooled else None
     return cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,6 +72,7 @@ class SlotTable:
         min_copy: int,
         pinned: tuple[tuple[int, ...], ...] = (),
         *,
+        room: int = sys.maxsize,
         consecutive: bool = False,
         index: PrefixIndex | None = None,
         resumable: Resumable = _all_resumable,
@@ -81,14 +83,16 @@ class SlotTable:
             for i, tokens in enumerate(pinned)
         ]
         self.index = SlotIndex(self.slots, PrefixIndex() if index is None else index)
+        self.room = room
+        """Tokens that a slot has cells for, in the kind of cache that is there."""
         self._min_copy = min_copy
         self._resumable = resumable
         self._consecutive = consecutive
         self._clock = 0
 
-    def begin(self, min_copy: int, *, consecutive: bool) -> None:
+    def begin(self, min_copy: int, room: int, *, consecutive: bool) -> None:
         """Another kind of cache is there, with nothing but what is pinned. No slot has a sequence."""
-        self._min_copy, self._consecutive = min_copy, consecutive
+        self._min_copy, self.room, self._consecutive = min_copy, room, consecutive
         for slot in self.slots:
             slot.n_shared = 0
             if not slot.pinned:
@@ -125,7 +129,17 @@ class SlotTable:
         """Cells that are in use if the cache is unified, or would be: what slots share counts once."""
         return sum(slot.n_past - min(slot.n_shared, slot.n_past) for slot in self.slots)
 
-    def slot_ends(self, n_ctx_slot: int) -> dict[int, int]:
+    def n_tokens_of(self, slots: Iterable[Slot]) -> int:
+        """The tokens that busy slots have and are to have, if what slots share counts once."""
+        return sum(max(0, len(slot.source) - slot.n_shared) for slot in slots)
+
+    def n_shared_with(self, slots: Iterable[Slot], sequence: Sequence) -> int:
+        """The most first tokens of a waiting sequence that one of these slots has, or will have."""
+        prompt = sequence.packed(sequence.n_reusable)
+        shared = self.index.shared(sequence.request.content_group, prompt, n_tokens(prompt))
+        return max((shared[slot.id] for slot in slots), default=0)
+
+    def slot_ends(self) -> dict[int, int]:
         """The tokens in the cache of every slot that has room for one more, and could drop it again:
         none within a picture."""
         ends = {
@@ -133,7 +147,7 @@ class SlotTable:
             for slot in self.slots
             if slot.sequence is None or not slot.sequence.within_span
         }
-        return {slot_id: end for slot_id, end in ends.items() if end < n_ctx_slot}
+        return {slot_id: end for slot_id, end in ends.items() if end < self.room}
 
     def choose(
         self,

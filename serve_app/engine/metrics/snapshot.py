@@ -107,6 +107,7 @@ def engine_stats(
     return EngineStats(
         n_slots=options.n_slots,
         n_ctx_slot=options.n_ctx_slot,
+        n_ctx=options.n_ctx or options.n_slots * options.n_ctx_slot,
         compute=ComputeStats(
             backend=setup.kernels,
             backend_reason=setup.kernels_reason,

@@ -229,6 +229,9 @@ class EngineStats:
 
     n_slots: int
     n_ctx_slot: int
+    """Tokens that a request may have."""
+    n_ctx: int
+    """Tokens that all slots hold together."""
     compute: ComputeStats = ComputeStats()
     queue: QueueStats = QueueStats()
     requests: RequestStats = field(default_factory=RequestStats)

@@ -228,8 +228,8 @@ def checked(model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str) -> T
     if not all(texts):
         raise InvalidRequestError("Input content cannot be empty", field)
     longest = max(map(len, texts))
-    if longest > model.n_ctx_slot:
-        raise TextTooLongError(longest, model.n_ctx_slot, field)
+    if longest > model.longest_text:
+        raise TextTooLongError(longest, model.longest_text, field)
     most = MAX_TOKENS
     if model.tokenizer.pooling == "none":
         most = MAX_NUMBERS // model.tokenizer.n_embd

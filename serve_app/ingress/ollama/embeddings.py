@@ -71,7 +71,7 @@ def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Text
 
 def _cut(model: ModelInfo, tokens: tuple[int, ...]) -> tuple[int, ...]:
     """As many tokens as the model takes. A token that ends every text stays."""
-    most = model.n_ctx_slot
+    most = model.longest_text
     if len(tokens) <= most:
         return tokens
     nothing = model.tokenizer.encode_for_embedding("")

@@ -33,21 +33,23 @@ def served(**changed: Any) -> Served:
 
 
 def model(n_slots: int, n_ctx_slot: int, n_replicas: int = 1) -> dict[str, Any]:
-    engine = {"n_slots": n_slots, "n_ctx_slot": n_ctx_slot, "compute": {"threads": 4}}
+    n_ctx = n_slots * min(n_ctx_slot, 4096)
+    sizes = {"n_slots": n_slots, "n_ctx_slot": n_ctx_slot, "n_ctx": n_ctx}
+    engine = {**sizes, "compute": {"threads": 4}}
     replicas = [{"engine": engine, "placement": "because; of that"}] * n_replicas
     return {"id": "m", "replicas": replicas}
 
 
 def test_the_summary_says_where_who_and_what() -> None:
-    lines = screen.summary(served(), [model(8, 4096)], {})
+    lines = screen.summary(served(), [model(8, 32_768)], {})
     assert lines == [
         "Address   http://127.0.0.1:8000/v1",
         "          Only for this machine. --host 0.0.0.0 --api-key-file FILE opens it to others.",
         "Page      http://127.0.0.1:8000/",
-        "Model     m: 8 slots of up to 4,096 tokens, 4 threads",
+        "Model     m: 8 slots that share 32,768 tokens, 4 threads",
         "          because",
         "          of that",
-        "          The longest request: 4,096 tokens, prompt and answer together.",
+        "          The longest request: 32,768 tokens, prompt and answer together.",
         "Logs      /logs/server-8000.log",
         "          /tmp/ray/session/logs (Ray's own)",
         "Ctrl-C stops it. In another terminal, try: corral chat, corral top",
@@ -91,13 +93,13 @@ def test_a_port_that_is_taken_is_said_before_anything_is_started(tmp_path: Path)
 
 def test_replicas_are_counted() -> None:
     lines = screen.summary(served(), [model(8, 4096, 2)], {})
-    assert "Model     m: 2 replicas, each 8 slots of up to 4,096 tokens, 4 threads" in lines
+    assert "Model     m: 2 replicas, each 8 slots that share 32,768 tokens, 4 threads" in lines
 
 
 @pytest.mark.parametrize(
     ("n_slots", "n_ctx_slot", "trained", "said"),
     [
-        (8, 2048, 2048, "The model was trained for 2,048 tokens, so a slot has no more."),
+        (8, 2048, 2048, "The model was trained for 2,048 tokens, so a request has no more."),
         (8, 2048, 32768, "--slots 4 --context 4096 takes the same memory."),
         (8, 1024, None, "--slots 2 --context 4096 takes the same memory."),
         (3, 2048, 32768, "--slots 1 --context 4096 takes the same memory."),
@@ -119,9 +121,9 @@ def test_little_context_is_a_warning_with_a_way_out(
 
 
 def test_agents_have_a_way_to_longer_requests() -> None:
-    lines = screen.summary(served(), [model(8, 4096)], {"m": 40_960})
-    assert "          --context 32768 gives agents more; slots share the memory." in lines
-    lines = screen.summary(served(), [model(8, 4096)], {"m": 4096})
+    lines = screen.summary(served(), [model(8, 32_768)], {"m": 40_960})
+    assert "          --context 40960 allows longer requests, for more memory." in lines
+    lines = screen.summary(served(), [model(8, 32_768)], {"m": 32_768})
     assert not any("--context" in line for line in lines)
 
 

@@ -55,9 +55,22 @@ def test_fits_machine(
     config: dict[str, Any], cores: int, memory: int, expected: tuple[int, int]
 ) -> None:
     options = resolve(EngineConfig.model_validate(config), SMALL, cores=cores, memory_bytes=memory)
-    assert (options.n_slots, options.n_ctx_slot) == expected
+    assert (options.n_slots, options.n_ctx_share) == expected
     assert options.threads == cores
     assert options.max_waiting == 2 * options.n_slots
+
+
+def test_a_request_may_have_the_tokens_of_all_slots() -> None:
+    """Of as much memory as slots of equal shares take; or of what the model was trained for."""
+    options = resolve(EngineConfig(), SMALL, cores=2, memory_bytes=4 * GIB)
+    assert (options.n_slots, options.n_ctx_share) == (8, 2145)
+    assert options.n_ctx == options.n_ctx_slot == 8 * 2145
+    options = resolve(EngineConfig(), SMALL, cores=8, memory_bytes=64 * GIB)
+    assert (options.n_ctx, options.n_ctx_slot) == (32 * 4096, SMALL.n_ctx_train)
+    options = resolve(EngineConfig(n_ctx=9000), SMALL, cores=2, memory_bytes=4 * GIB)
+    assert (options.n_ctx, options.n_ctx_slot, options.n_ctx_share) == (9000, 9000, 1125)
+    split = resolve(EngineConfig(kv_unified=False), SMALL, cores=2, memory_bytes=4 * GIB)
+    assert (split.n_ctx, split.n_ctx_slot) == (None, 2145)
 
 
 def test_context_is_never_longer_than_the_models() -> None:
@@ -99,7 +112,7 @@ WINDOWED = ModelNeeds(32768, (6656, 6656), (256, 256), GIB, window=512, window_s
         ({"n_ctx_slot": 32768}, 5, (1, 32768, None)),
         ({"n_ctx_slot": 4096}, 2, (1, 4096, None)),
         ({"n_ctx_slot": 8192, "n_ctx": 9000}, 8, (8, 8192, 9000)),
-        ({}, 8, (8, 4096, None)),
+        ({}, 8, (8, 32768, 32768)),
     ],
     ids=[
         "shared",
@@ -128,14 +141,14 @@ def test_slots_share_what_memory_has_for_a_long_context(
         ({"n_slots": 4, "n_batch": 256}, GIB + 2**27, (4, 1024)),
         ({"n_ctx_slot": 32768, "kv_unified": False}, 2 * GIB, (3, 32768)),
         ({"n_slots": 8}, GIB + 2**29, (8, 2560)),
-        ({"n_ctx": 8192}, GIB, (8, 4096)),
+        ({"n_ctx": 8192}, GIB, (8, 1024)),
     ],
 )
 def test_layers_with_a_window_take_no_more_than_that_and_a_batch(
     config: dict[str, Any], memory: int, expected: tuple[int, int]
 ) -> None:
     options = resolve(EngineConfig.model_validate(config), WINDOWED, cores=2, memory_bytes=memory)
-    assert (options.n_slots, options.n_ctx_slot) == expected
+    assert (options.n_slots, options.n_ctx_share) == expected
 
 
 @pytest.mark.parametrize(("mib", "expected"), [(None, GIB // 4), (0, 0), (100, 100 * 2**20)])

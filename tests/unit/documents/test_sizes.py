@@ -13,7 +13,7 @@ MEMORY = 16 * 2**30 - SYSTEM_BYTES
 def test_the_example_fits_its_machine() -> None:
     """Ten slots on 4 cores and 16 GiB would get 4096 tokens without being told."""
     options = resolve(EngineConfig(n_slots=10), FOUR_B.needs, cores=4, memory_bytes=MEMORY)
-    assert (options.n_slots, options.n_ctx_slot) == (10, 4096)
+    assert (options.n_slots, options.n_ctx_share) == (10, 4096)
     cache = CacheNeeds.of(EngineConfig(), FOUR_B.needs)
     assert round(cache.n_bytes(10, 10 * 4096) / 1e9, 1) == 6.0
     assert FOUR_B.needs.cache_bytes_per_token("f16", "f16") == 147_456

@@ -180,6 +180,7 @@ STATS = asdict(
     EngineStats(
         n_slots=3,
         n_ctx_slot=100,
+        n_ctx=200,
         queue=QueueStats(running=2, waiting=2),
         requests=RequestStats(prefill_s=0.5, generation_s=2),
         tokens=TokenStats(2, 2, generated_tokens=2, n_tokens_max=50),

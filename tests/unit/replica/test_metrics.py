@@ -14,7 +14,7 @@ from serve_app.replica import metrics
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.types import GAP_BOUNDARIES_S, FinishReason, SequenceEnd, Timings, Usage
 
-STATS = EngineStats(n_slots=2, n_ctx_slot=100)
+STATS = EngineStats(n_slots=2, n_ctx_slot=100, n_ctx=200)
 
 
 class Clock:

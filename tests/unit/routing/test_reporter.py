@@ -118,9 +118,11 @@ def test_pressure_counts_only_the_cells_of_running_requests() -> None:
         SlotStats(0, "decode", "a", 30, 20, 10),
         SlotStats(1, "idle", None, 60, 0, 0),
     )
-    stats = stats_with(n_slots=2, n_ctx_slot=64, running=1, waiting=0, backlog_s=0.0, slots=slots)
-    assert pressure(stats, 32) == {"pressure": 30 / 32 / 0.9}
-    assert pressure(stats, None) == {"pressure": 1 / 2 / 0.8}
+    stats = stats_with(
+        n_slots=2, n_ctx_slot=64, n_ctx=32, running=1, waiting=0, backlog_s=0.0, slots=slots
+    )
+    assert pressure(stats) == {"pressure": 30 / 32 / 0.9}
+    assert pressure(replace(stats, n_ctx=128)) == {"pressure": 1 / 2 / 0.8}
 
 
 def test_what_is_in_the_background_makes_pressure_only_where_it_may_scale() -> None:
@@ -128,6 +130,7 @@ def test_what_is_in_the_background_makes_pressure_only_where_it_may_scale() -> N
     stats = stats_with(
         n_slots=2,
         n_ctx_slot=64,
+        n_ctx=128,
         slots=slots,
         backlog_s=0.0,
         running=0,
@@ -136,5 +139,5 @@ def test_what_is_in_the_background_makes_pressure_only_where_it_may_scale() -> N
         background_waiting=7,
         background_backlog_s=60.0,
     )
-    assert pressure(stats, 64) == {"pressure": 0.0}
-    assert pressure(stats, 64, with_background=True) == {"pressure": 60 / 10}
+    assert pressure(stats) == {"pressure": 0.0}
+    assert pressure(stats, with_background=True) == {"pressure": 60 / 10}

@@ -97,7 +97,8 @@ class PrefixExchange:
             and not slot.idle_tokens
             and slot.id not in self._backend.slots_with_pending_copy
         ]
-        if n_wanted < len(prefix.tokens) and empty and not self._table.busy:
+        fits = n_wanted < len(prefix.tokens) <= self._table.room
+        if fits and empty and not self._table.busy:
             prefix = self._cut(empty[0], prefix, n_wanted)
         if not self._memory_tier.wants(prefix.group, prefix.tokens, prefix.n_bytes):
             return None

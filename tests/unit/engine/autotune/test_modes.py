@@ -16,6 +16,11 @@ SPLIT_ON, SPLIT_OFF = Mode(True, False), Mode(False, False)
 UNIFIED_ON, UNIFIED_OFF = Mode(True, True), Mode(False, True)
 
 
+def test_a_cache_that_cannot_change_is_unified_for_long_requests() -> None:
+    assert candidates(replace(OPEN, n_ctx=2048), can_change=False) == [UNIFIED_ON]
+    assert candidates(OPEN, can_change=False) == candidates(OPEN)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -24,7 +29,11 @@ UNIFIED_ON, UNIFIED_OFF = Mode(True, True), Mode(False, True)
         (replace(OPEN, flash_attn=False), [SPLIT_OFF, UNIFIED_OFF]),
         (replace(OPEN, kv_unified=True), [UNIFIED_ON, UNIFIED_OFF]),
         (replace(OPEN, cache_type_v="q8_0"), [SPLIT_ON, UNIFIED_ON]),
-        (replace(OPEN, n_ctx=2048), [UNIFIED_ON, UNIFIED_OFF]),
+        (replace(OPEN, n_ctx=2048), [SPLIT_ON, SPLIT_OFF, UNIFIED_ON]),
+        (replace(OPEN, n_ctx=2048, flash_attn=False), [SPLIT_OFF, UNIFIED_OFF]),
+        (replace(OPEN, n_ctx=2048, kv_unified=True), [UNIFIED_ON]),
+        (replace(PINNED, n_ctx=4000), [UNIFIED_ON, SPLIT_ON]),
+        (replace(PINNED, n_ctx=2048), [UNIFIED_ON]),  # it is as long as a slot's share
         (replace(OPEN, n_slots=1), [SPLIT_ON, SPLIT_OFF]),
         (replace(OPEN, n_slots=1, kv_unified=True), [UNIFIED_ON, UNIFIED_OFF]),
         (replace(OPEN, flash_attn=True, kv_unified=False), [SPLIT_ON]),

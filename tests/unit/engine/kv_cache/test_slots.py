@@ -308,7 +308,8 @@ def test_slot_ends_are_where_one_more_token_fits() -> None:
     busy = slots.slots[0].sequence
     assert busy is not None
     busy.n_past = 1
-    assert slots.slot_ends(3) == {0: 1, 1: 2, 2: 0}
+    slots.room = 3
+    assert slots.slot_ends() == {0: 1, 1: 2, 2: 0}
 
 
 def test_a_slot_within_a_picture_has_no_end() -> None:
@@ -320,7 +321,7 @@ def test_a_slot_within_a_picture_has_no_end() -> None:
     busy.spans = (PlacedTile(1, Tile(4), picture, 0, b"key"),)
     ends = []
     for busy.n_past in (1, 2, 4, 5):
-        ends.append(slots.slot_ends(9))
+        ends.append(slots.slot_ends())
     assert ends == [{0: 1}, {}, {}, {0: 5}]
 
 

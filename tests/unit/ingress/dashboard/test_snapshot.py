@@ -12,7 +12,7 @@ from serve_app.ingress.dashboard.snapshot import Board, Json, difference
 from serve_app.types import FetchingReplica, ReplicaStats
 from tests.unit.engine_stats import changed_stats
 
-BASE = EngineStats(n_slots=2, n_ctx_slot=100)
+BASE = EngineStats(n_slots=2, n_ctx_slot=100, n_ctx=200)
 
 
 def replica(name: str = "r1", **fields: Any) -> ReplicaStats:

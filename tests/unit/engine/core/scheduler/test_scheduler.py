@@ -459,7 +459,7 @@ def drafting(profile: Profile, *, speculate: bool = True, left_s: float | None =
     costs, budget = CostModel(profile), still(left_s)
     made = Scheduler(256, costs, budget)
     if speculate:
-        made.drafts = Drafting(costs, N_CTX_SLOT, budget, lookup=True)
+        made.drafts = Drafting(costs, budget, lookup=True)
     return made
 
 
