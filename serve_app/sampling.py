@@ -181,7 +181,7 @@ class SamplingParams:
     typical_p: float = parameter(
         1.0,
         "Keeps the tokens whose surprise is nearest to the expected one, up to this probability in all; 1 "
-        "keeps all.",
+        "keeps all. The 16,384 most likely tokens are looked at.",
         _SHARE,
         sampler="typ_p",
     )

@@ -67,12 +67,9 @@ class SequenceSampler:
 
     def _likelihood(self, row: int, token: int, n_top: int) -> TokenLogprobs:
         """How likely the token was: to be drawn, or by the model."""
-        if self._chain.drawn is None:
-            return _logprobs(self._context.logits(row), token, n_top)
-        ids, shares = self._chain.drawn
-        logs = np.log(shares.astype(np.float64))
-        found = dict(zip(ids.tolist(), logs.tolist(), strict=True))
-        return TokenLogprobs(found.get(token, -math.inf), tuple(list(found.items())[:n_top]))
+        if self._chain.drawn is not None:
+            return self._chain.drawn
+        return _logprobs(self._context.logits(row), token, n_top)
 
     def score(self, row: int, token: int) -> TokenLogprobs:
         """How likely that token was by the logits of the given row, under the same conditions."""

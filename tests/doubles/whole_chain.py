@@ -11,20 +11,30 @@ from numpy.typing import NDArray
 
 from serve_app.engine import SamplingParams
 
+_MOST_TYPICAL = 16_384
 _ENTRY = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
 class WholeChain:
-    """One sequence's samplers as llama-server chains them. `params` has a 32-bit seed, and `window` is how
-    many last tokens the penalties look at."""
+    """One sequence's samplers as llama-server chains them, but `typical` gets 16,384 candidates at most.
+    `params` has a 32-bit seed, and `window` is how many last tokens the penalties look at."""
 
     def __init__(
-        self, n_vocab: int, params: SamplingParams, prompt: Sequence[int], window: int
+        self,
+        n_vocab: int,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        window: int,
+        *,
+        ordered: bool = False,
     ) -> None:
+        """With `ordered`, all tokens are sorted before they are cut. Sums of floats then differ in their
+        last bits."""
         self.pointer = llama_cpp.llama_sampler_chain_init(
             llama_cpp.llama_sampler_chain_default_params()
         )
-        for link in (*_adjusting(n_vocab, params, window), *_drawing(params)):
+        order = [llama_cpp.llama_sampler_init_top_k(n_vocab)] if ordered else []
+        for link in (*_adjusting(n_vocab, params, window), *order, *_drawing(n_vocab, params)):
             llama_cpp.llama_sampler_chain_add(self.pointer, link)
         for token in prompt[-window:]:
             llama_cpp.llama_sampler_accept(self.pointer, token)
@@ -68,12 +78,14 @@ def _adjusting(
     )
 
 
-def _drawing(params: SamplingParams) -> Iterator[llama_cpp.llama_sampler_p]:
+def _drawing(n_vocab: int, params: SamplingParams) -> Iterator[llama_cpp.llama_sampler_p]:
     if params.temperature <= 0:
         yield llama_cpp.llama_sampler_init_greedy()
         return
     yield llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma)
     yield llama_cpp.llama_sampler_init_top_k(params.top_k)
+    if params.typical_p < 1 and n_vocab > _MOST_TYPICAL:
+        yield llama_cpp.llama_sampler_init_top_k(_MOST_TYPICAL)
     yield llama_cpp.llama_sampler_init_typical(params.typical_p, 1)
     yield llama_cpp.llama_sampler_init_top_p(params.top_p, 1)
     yield llama_cpp.llama_sampler_init_min_p(params.min_p, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import llama_cpp
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from serve_app.llama import library
 from serve_app.llama.sampling import cuts
+from serve_app.types import TokenLogprobs
 
 # llama.cpp's `llama_token_data`.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -63,14 +65,19 @@ class Candidates:
         """The logits, in the order of the tokens as long as nothing was ordered or dropped."""
         return self._room.logits[: self._n]
 
-    def likeliest(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """The tokens that could be drawn and their probabilities, the likeliest first; after a draw."""
+    def logprobs(self, n_top: int) -> TokenLogprobs:
+        """How likely the picked token was to be drawn, and the `n_top` likeliest that could be."""
         data: Any = self._array.data
         first, n_bytes = ctypes.addressof(data.contents), self._array.size * _CANDIDATE.itemsize
         left = np.frombuffer(ctypes.string_at(first, n_bytes), _CANDIDATE)
-        order = np.argsort(-left["p"], kind="stable")
-        ids, shares = left["id"][order], left["p"][order]
-        return ids[shares > 0], shares[shares > 0]
+        shares = left["p"].astype(np.float64)
+        n = min(n_top, shares.size)
+        least = np.partition(shares, -n)[-n] if n else np.inf
+        likeliest = np.flatnonzero((shares >= least) & (shares > 0))
+        likeliest = likeliest[np.argsort(-shares[likeliest], kind="stable")][:n]
+        top = zip(left["id"][likeliest].tolist(), np.log(shares[likeliest]).tolist(), strict=True)
+        share = shares[self._array.selected]
+        return TokenLogprobs(math.log(share) if share > 0 else -math.inf, tuple(top))
 
     @property
     def picked(self) -> int:

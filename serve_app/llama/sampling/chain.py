@@ -17,6 +17,7 @@ from serve_app.llama.sampling.candidates import Candidates, Room
 from serve_app.llama.sampling.cuts import Cut
 from serve_app.llama.sampling.source import LogitsSource
 from serve_app.sampling import CHAIN, SamplingParams
+from serve_app.types import TokenLogprobs
 
 Logits = NDArray[np.float32]
 
@@ -26,8 +27,11 @@ _FEW = 64
 _RANDOM_SEED = 0xFFFFFFFF
 # As llama.cpp has it: above, XTC leaves nothing out.
 _MOST_THRESHOLD = 0.5
-# Candidates that infill gets at most: it compares each with each, which takes minutes for a vocabulary.
-_MOST_INFILL = 128
+# The likeliest candidates, which these samplers get at most. Infill compares each with each, which takes
+# minutes for a vocabulary; typical sorts by another order, which takes 20 ms.
+_MOST_INFILL, _MOST_TYPICAL = 128, 16_384
+# The samplers that sort, or may.
+_SORTING = {"top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"}
 # Tokens that Mirostat 1 estimates with: llama-server's number.
 _MIROSTAT_M = 100
 
@@ -38,26 +42,34 @@ class Chain:
 
     def __init__(self, params: SamplingParams, model: Model) -> None:
         self._cut, links, n_cut = _parts(params, model)
+        self._orders = model.n_vocab > cuts.SMALL and _sorts(params)
         self._remembers = not params.mirostat and "adaptive_p" in (params.samplers or ())
-        self._keeps_drawn = params.post_sampling_probs
-        self.whole = self._cut is cuts.none and not (self._remembers or self._keeps_drawn)
+        self._n_top = (params.logprobs or 0) if params.post_sampling_probs else None
+        needs_logits = self._orders or self._remembers or self._n_top is not None
+        self.whole = self._cut is cuts.none and not needs_logits
         """Whether nothing is cut: `pick_of_row` is the sooner one then."""
         self._first = _chain(links[:n_cut])
         self._others = _chain(links[n_cut:])
         self._room = Room(_FEW)
-        self.drawn: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
-        """The candidates that the last token was drawn from, if the request wants to know: see
-        `Candidates.likeliest`."""
+        self.drawn: TokenLogprobs | None = None
+        """The probabilities with which the last token was drawn, if the request wants to know."""
 
     def pick(self, logits: Logits) -> int:
         """A token by these logits, which stay as they are. It takes one number of the seed's."""
         cut = self._cut(logits)
+        is_cut = cut is not None
+        if cut is None and self._orders:
+            cut = cuts.ordered(logits)
         if cut is None:
             return self._pick_of_all(logits)
         n = cut.n_kept
         before = llama_cpp.llama_sampler_clone(self._others) if cut.has_ties else None
-        few = Candidates(cut.tokens[:n], cut.logits[:n], ordered=cut.ordered, room=self._room)
-        token = self._pick_of(few)
+        candidates = Candidates(
+            cut.tokens[:n], cut.logits[:n], ordered=cut.ordered, room=self._room
+        )
+        if not is_cut:
+            candidates.apply(self._first)
+        token = self._pick_of(candidates)
         if before and cut.is_tied(token):
             self._others, before = before, self._others
             token = self._pick_of_all(logits)
@@ -77,8 +89,8 @@ class Chain:
 
     def _pick_of(self, candidates: Candidates) -> int:
         candidates.apply(self._others)
-        if self._keeps_drawn:
-            self.drawn = candidates.likeliest()
+        if self._n_top is not None:
+            self.drawn = candidates.logprobs(self._n_top)
         return candidates.picked
 
     def _pick_of_all(self, logits: Logits) -> int:
@@ -116,8 +128,11 @@ def _parts(
     if params.temperature <= 0 and params.typical_p >= 1 and not _is_unusual(params):
         return cuts.none if is_small else cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
     if _is_unusual(params):
-        return cuts.none, _unusual(params, model), 0
-    links = _links(params)
+        links, begins_with_top_k = _unusual(params, model)
+        if begins_with_top_k and not is_small:
+            return partial(cuts.top_k, k=params.top_k, whole=True), links, 1
+        return cuts.none, links, 0
+    links = _links(params, model)
     if params.temperature <= 0 or params.top_n_sigma > 0 or (params.top_k > 0 and is_small):
         return cuts.none, links, 0
     if params.top_k > 0:
@@ -129,13 +144,15 @@ def _parts(
     return partial(cuts.min_p, share=share) if share > 0 else cuts.none, links, 0
 
 
-def _links(params: SamplingParams) -> list[llama_cpp.llama_sampler_p]:
+def _links(params: SamplingParams, model: Model) -> list[llama_cpp.llama_sampler_p]:
     links = []
     if params.top_n_sigma > 0:
         links.append(llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma))
     if params.top_k > 0:
         links.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
     if params.typical_p < 1:
+        if model.n_vocab > _MOST_TYPICAL:
+            links.append(llama_cpp.llama_sampler_init_top_k(_MOST_TYPICAL))
         links.append(llama_cpp.llama_sampler_init_typical(params.typical_p, 1))
     if params.top_p < 1:
         links.append(llama_cpp.llama_sampler_init_top_p(params.top_p, 1))
@@ -161,8 +178,18 @@ def _is_unusual(params: SamplingParams) -> bool:
     )
 
 
-def _unusual(params: SamplingParams, model: Model) -> list[llama_cpp.llama_sampler_p]:
-    """The samplers in the order that is asked for, and the draw.
+def _sorts(params: SamplingParams) -> bool:
+    """Whether some sampler sorts more than `top_k` may leave: numpy does that in a fraction of the time."""
+    if _is_unusual(params):
+        names = CHAIN if params.samplers is None else params.samplers
+        return bool(params.mirostat or set(names) & _SORTING)
+    if params.top_k > 0:
+        return params.top_k > _MOST_TYPICAL
+    return params.typical_p < 1 or params.top_p < 1
+
+
+def _unusual(params: SamplingParams, model: Model) -> tuple[list[llama_cpp.llama_sampler_p], bool]:
+    """The samplers in the order that is asked for, and the draw; and whether `top_k` is the first of them.
 
     Source: llama.cpp, `common_sampler_init` in common/sampling.cpp.
     """
@@ -174,7 +201,7 @@ def _unusual(params: SamplingParams, model: Model) -> list[llama_cpp.llama_sampl
             if params.mirostat == 1
             else llama_cpp.llama_sampler_init_mirostat_v2(seed, tau, eta)
         )
-        return [llama_cpp.llama_sampler_init_temp(params.temperature), draw]
+        return [llama_cpp.llama_sampler_init_temp(params.temperature), draw], False
     keep, delta = max(1, params.min_keep), params.dynatemp_range
     makers: dict[str, Callable[[], llama_cpp.llama_sampler_p]] = {
         "top_n_sigma": lambda: llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma),
@@ -190,18 +217,25 @@ def _unusual(params: SamplingParams, model: Model) -> list[llama_cpp.llama_sampl
         ),
         "infill": lambda: llama_cpp.llama_sampler_init_infill(model.vocabulary),
     }
+    if params.top_n_sigma <= 0:
+        del makers["top_n_sigma"]
     # Each once: each may go over the whole vocabulary, and the request says how many there are.
-    names = tuple(dict.fromkeys(CHAIN if params.samplers is None else params.samplers))
-    links = []
+    asked = dict.fromkeys(CHAIN if params.samplers is None else params.samplers)
+    names = [name for name in asked if name in makers]
+    links: list[Any] = []
+    most = {"infill": _MOST_INFILL}
+    if params.typical_p < 1 and model.n_vocab > _MOST_TYPICAL:
+        most["typ_p"] = _MOST_TYPICAL
     for name in names:
-        if name == "infill":
-            links.append(llama_cpp.llama_sampler_init_top_k(_MOST_INFILL))
-        if name in makers:
-            links.append(makers[name]())
-    if "adaptive_p" in names:
+        if name in most:
+            links.append(llama_cpp.llama_sampler_init_top_k(most[name]))
+        links.append(makers[name]())
+    if "adaptive_p" in asked:
         target, decay = params.adaptive_target, params.adaptive_decay
-        return [*links, llama_cpp.llama_sampler_init_adaptive_p(target, decay, seed)]
-    return [*links, llama_cpp.llama_sampler_init_dist(seed)]
+        links.append(llama_cpp.llama_sampler_init_adaptive_p(target, decay, seed))
+    else:
+        links.append(llama_cpp.llama_sampler_init_dist(seed))
+    return links, params.top_k > 0 and names[:1] == ["top_k"]
 
 
 def _seed(params: SamplingParams) -> int:
