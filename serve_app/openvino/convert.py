@@ -18,8 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -53,12 +53,10 @@ class ConvertedModels:
         """Whether the model is here. It stays until this process ends then."""
         return self._locks.share(name, self.of(name).is_file)
 
-    @contextmanager
-    def alone(self, name: str) -> Iterator[int | None]:
+    def alone(self, name: str) -> AbstractContextManager[int | None]:
         """The lock's descriptor if nobody else uses or makes this model. Nobody does then until the end,
         and until a process that got it has ended."""
-        with self._locks.alone(name) as held:
-            yield held
+        return self._locks.alone(name)
 
     def make_room(self, name: str, n_bytes: int) -> Path:
         """An empty folder for a model of that size, which becomes the model's when it is renamed. Models
@@ -66,42 +64,40 @@ class ConvertedModels:
         part = self.path / f"{name}{PART}"
         with self._locks.alone(".room", wait=True):
             shutil.rmtree(part, ignore_errors=True)
-            others = sorted(self._others(name), key=self._locks.last_used)
-            while (lacking := self._lacking(others, n_bytes)) > 0:
-                if not any(self._remove(other) for other in _taken(others)):
+            removable = sorted(self._names() - {name}, key=self._locks.last_used, reverse=True)
+            while (lacking := self._lacking(n_bytes)) > 0:
+                if not removable:
                     raise ConfigError(
                         f"The model takes {n_bytes / _GIB:.2f} GiB when it is converted for OpenVINO: "
                         f"{lacking / _GIB:.2f} GiB more than there is room for in {self.path}, beside the "
                         "models that are in use. Make room, or set downloads.max_converted_gib."
                     )
+                self._remove(removable.pop())
             part.mkdir(parents=True)
         return part
 
-    def _lacking(self, others: list[str], n_bytes: int) -> int:
+    def _lacking(self, n_bytes: int) -> int:
         lacking = n_bytes + _SPARE_BYTES - shutil.disk_usage(self.path).free
         if self.max_bytes is not None:
-            present = sum(_n_bytes(self.path / one) for one in self._others(""))
+            present = sum(_n_bytes(self.path / name) for name in self._names())
             lacking = max(lacking, present + n_bytes - self.max_bytes)
         return lacking
 
-    def _others(self, name: str) -> list[str]:
-        return [
-            path.name
-            for path in self.path.iterdir()
-            if path.is_dir() and not path.name.startswith(".") and path.name != name
-        ]
+    def _names(self) -> set[str]:
+        folders = (path for path in self.path.iterdir() if path.is_dir())
+        return {path.name for path in folders if not path.name.startswith(".")}
 
-    def _remove(self, name: str) -> bool:
+    def _remove(self, name: str) -> None:
+        """Remove a model, unless somebody has it open."""
         with self._locks.alone(name.removesuffix(PART)) as held:
             folder = self.path / name
             if held is None or not folder.is_dir():
-                return False
+                return
             n_bytes = _n_bytes(folder)
             # Without its first file it is no model, even if this process is killed meanwhile.
             (folder / MODEL).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
         logger.info("%s was removed to make room: %.1f GiB.", name, n_bytes / _GIB)
-        return True
 
     @property
     def _locks(self) -> FolderLocks:
@@ -121,11 +117,6 @@ def finish(part: Path) -> None:
 
 def _n_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-
-
-def _taken(names: list[str]) -> Iterator[str]:
-    while names:
-        yield names.pop(0)
 
 
 _LIMIT_S = 3600.0

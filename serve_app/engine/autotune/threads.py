@@ -21,14 +21,11 @@ _MOST_ROUNDS = 5
 class TimedContext(Protocol):
     """The methods needed of a context; see `serve_app.llama.context.Context`."""
 
-    def decode(self, rows: Sequence[Row]) -> None:
-        """One forward pass."""
+    def decode(self, rows: Sequence[Row]) -> None: ...
 
-    def truncate(self, seq_id: int, n_past: int) -> None:
-        """Drop the sequence's tokens from position n_past on."""
+    def truncate(self, seq_id: int, n_past: int) -> None: ...
 
-    def use_threads(self, threads: Threads) -> None:
-        """Compute with these from now on."""
+    def use_threads(self, threads: Threads) -> None: ...
 
 
 class Cycle(NamedTuple):
@@ -57,66 +54,52 @@ def choose(cycles: Mapping[int, Cycle]) -> int:
     return best if gain_s > _LEAST_GAIN * cycles[most].batch_s else most
 
 
-class ThreadTrial:
-    """Tries numbers of threads in an empty cache, in turns, and leaves it empty. Decoder thread only."""
+def best_threads(
+    context: TimedContext,
+    *,
+    n_slots: int,
+    n_ctx_slot: int,
+    most: int,
+    limit_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Threads:
+    """The threads that are best, all of them if there is nothing to choose or no time for it. They are
+    tried in turns in an empty cache, which is left empty. Decoder thread only."""
+    tried = candidates(most)
+    if len(tried) == 1 or n_ctx_slot <= FEW_ROWS:
+        return Threads.alike(most, None)
 
-    def __init__(
-        self,
-        context: TimedContext,
-        *,
-        n_slots: int,
-        n_ctx_slot: int,
-        most: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._context = context
-        self._n_slots = n_slots
-        self._n_ctx_slot = n_ctx_slot
-        self._most = most
-        self._clock = clock
+    def batch_s(rows: Sequence[Row]) -> float:
+        began = clock()
+        context.decode(rows)
+        ended = clock()
+        for seq_id in {row[2] for row in rows}:
+            context.truncate(seq_id, 0)
+        return ended - began
 
-    def run(self, limit_s: float) -> Threads:
-        """The threads that are best, all of them if there is nothing to choose or no time for it."""
-        tried, most = candidates(self._most), self._most
-        if len(tried) == 1 or self._n_ctx_slot <= FEW_ROWS:
-            return Threads.alike(most, None)
-        sizes = sorted({1, min(self._n_slots, FEW_ROWS)})
-        self._cycle(most, sizes[-1])  # the first one is slow
-        round_s = len(tried) * len(sizes) * self._cycle(most, sizes[-1]).both_s
-        n_rounds = min(_MOST_ROUNDS, int(limit_s / round_s))
-        if not n_rounds:
-            return Threads(most, most, most, "for every batch: trying others would take too long")
-        found = {n_rows: self._measured(tried, n_rows, n_rounds) for n_rows in sizes}
-        chosen = {n_rows: choose(cycles) for n_rows, cycles in found.items()}
-        reason = "; ".join(_told(n_rows, chosen[n_rows], found[n_rows]) for n_rows in sizes)
-        return Threads(chosen[1], chosen[sizes[-1]] if len(sizes) > 1 else most, most, reason)
+    def cycle(n_threads: int, n_rows: int) -> Cycle:
+        context.use_threads(Threads(n_threads, n_threads, most, "tried"))
+        few_s = batch_s([(0, 0, seq_id, True) for seq_id in range(n_rows)])
+        return Cycle(
+            few_s, few_s + batch_s([(0, i, 0, i == FEW_ROWS) for i in range(FEW_ROWS + 1)])
+        )
 
-    def _measured(self, tried: Sequence[int], n_rows: int, n_rounds: int) -> dict[int, Cycle]:
-        rounds = [{n: self._cycle(n, n_rows) for n in tried} for _ in range(n_rounds)]
-        return {
-            n: Cycle(
-                median(cycles[n].batch_s for cycles in rounds),
-                median(cycles[n].both_s for cycles in rounds),
-            )
-            for n in tried
-        }
-
-    def _cycle(self, n_threads: int, n_rows: int) -> Cycle:
-        self._context.use_threads(Threads(n_threads, n_threads, self._most, "tried"))
-        began = self._clock()
-        self._context.decode([(0, 0, seq_id, True) for seq_id in range(n_rows)])
-        middle = self._clock()
-        for seq_id in range(n_rows):
-            self._context.truncate(seq_id, 0)
-        again = self._clock()
-        n_many = FEW_ROWS + 1
-        self._context.decode([(0, i, 0, i == n_many - 1) for i in range(n_many)])
-        end = self._clock()
-        self._context.truncate(0, 0)
-        return Cycle(middle - began, middle - began + end - again)
+    sizes = sorted({1, min(n_slots, FEW_ROWS)})
+    cycle(most, sizes[-1])  # the first one is slow
+    n_rounds = int(limit_s / (len(tried) * len(sizes) * cycle(most, sizes[-1]).both_s))
+    if not n_rounds:
+        return Threads(most, most, most, "for every batch: trying others would take too long")
+    chosen, reasons = {}, []
+    for n_rows in sizes:
+        rounds = [{n: cycle(n, n_rows) for n in tried} for _ in range(min(_MOST_ROUNDS, n_rounds))]
+        medians = {n: Cycle(*map(median, zip(*(r[n] for r in rounds), strict=True))) for n in tried}
+        chosen[n_rows] = choose(medians)
+        reasons.append(_reason(n_rows, chosen[n_rows], medians))
+    few_rows = chosen[sizes[-1]] if len(sizes) > 1 else most
+    return Threads(chosen[1], few_rows, most, "; ".join(reasons))
 
 
-def _told(n_rows: int, chosen: int, cycles: Mapping[int, Cycle]) -> str:
+def _reason(n_rows: int, chosen: int, cycles: Mapping[int, Cycle]) -> str:
     rows = "1 row" if n_rows == 1 else f"2 to {FEW_ROWS} rows"
     times = ", ".join(
         f"{cycle.batch_s * 1e3:.1f} and {cycle.both_s * 1e3:.1f} ms with {n}"

@@ -4,7 +4,6 @@ A measurement runs in a process of its own, which gives all of its memory back."
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import os
@@ -12,8 +11,8 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
 from serve_app.llama import library
 from serve_app.llama.model import files_of, fingerprint_of
+from serve_app.locks import FolderLocks
 from serve_app.openvino.convert import versions
 from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
 from serve_app.progress import Report, Stage
@@ -185,10 +185,10 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
     if folder is None:
         return _compare(path, options, report)[0]
     name = f"backend-{_key(path, options, kernels)}"
-    with _alone(folder, name):
-        known = profile_cache.load(folder, name, KernelsChoice)
-        if known is not None:
-            return known
+    with FolderLocks(folder).alone(f"{name}.lock", wait=True):
+        kept = profile_cache.load(folder, name, KernelsChoice)
+        if kept is not None:
+            return kept
         choice, is_certain = _compare(path, options, report)
         if is_certain:
             profile_cache.save(folder, name, choice)
@@ -226,11 +226,3 @@ def _key(path: Path, options: EngineOptions, kernels: str) -> str:
         n_batch=options.n_batch,
         limit_s=options.profile_limit_s,
     )
-
-
-@contextmanager
-def _alone(folder: Path, name: str) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -13,7 +13,7 @@ from serve_app.engine.autotune import modes, profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.engine.autotune.profiler import DEPTH, ROOM, DeepProfiler, Profiler, in_turns
-from serve_app.engine.autotune.threads import ThreadTrial, tries_fewer
+from serve_app.engine.autotune.threads import best_threads, tries_fewer
 from serve_app.engine.options import EngineOptions
 from serve_app.llama import library
 from serve_app.llama.context import Context
@@ -161,13 +161,13 @@ class ModeChooser:
         options = self._options
         if not tries_fewer(options):
             return None
-        trial = ThreadTrial(
+        threads = best_threads(
             contexts[0],
             n_slots=options.n_slots,
             n_ctx_slot=self._n_profiled,
             most=options.threads,
+            limit_s=_TRYING_THREADS * options.profile_limit_s,
         )
-        threads = trial.run(_TRYING_THREADS * options.profile_limit_s)
         for context in contexts:
             context.use_threads(threads)
         return threads

@@ -25,38 +25,6 @@ class SlotStats:
     """Whether nobody waits for its request."""
 
 
-@dataclass
-class Counts:
-    """A decoder loop's counters, which the groups of `EngineStats` have by the same names. Decoder
-    thread only."""
-
-    steps: int = 0
-    batches: int = 0
-    busy_slots: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    restored_tokens: int = 0
-    generated_tokens: int = 0
-    drafts: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    proposed_tokens: int = 0
-    accepted_proposed_tokens: int = 0
-    n_tokens_max: int = 0
-    preemptions: int = 0
-    context_shifts: int = 0
-    failovers: int = 0
-    step_s: float = 0.0
-    decode_s: float = 0.0
-    sample_s: float = 0.0
-    draft_s: float = 0.0
-    prefill_s: float = 0.0
-    generation_s: float = 0.0
-    encoded_tiles: int = 0
-    found_tiles: int = 0
-    encode_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class ComputeStats:
     """The kernels, the kind of attention and of cache, and the threads, each with a reason."""
@@ -94,7 +62,7 @@ class QueueStats:
     draining: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class RequestStats:
     """The requests that have ended, and what happened to requests on their way."""
 
@@ -112,7 +80,7 @@ class RequestStats:
     """Seconds of ended requests from their first token to their end."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class TokenStats:
     """Tokens of prompts and answers."""
 
@@ -127,7 +95,7 @@ class TokenStats:
     """The most tokens that a sequence has had in the cache."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class TimingStats:
     """The engine's steps and their batches."""
 
@@ -158,7 +126,7 @@ class CostStats:
     """Tokens of an answer, the newest answers counting most."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class SpeculationStats:
     """Speculation: tokens that were guessed, and verified in one batch."""
 
@@ -174,7 +142,7 @@ class SpeculationStats:
     """Seconds of the draft model."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class PictureStats:
     """Tiles of pictures, and sounds."""
 
@@ -182,6 +150,11 @@ class PictureStats:
     found_tiles: int = 0
     """Tiles that had been encoded for other requests."""
     encode_s: float = 0.0
+
+
+@dataclass
+class Counts(RequestStats, TokenStats, TimingStats, SpeculationStats, PictureStats):
+    """A decoder loop's counters, of which `EngineStats` has copies by groups. Decoder thread only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +208,11 @@ class EngineStats:
     compute: ComputeStats = ComputeStats()
     queue: QueueStats = QueueStats()
     requests: RequestStats = field(default_factory=RequestStats)
-    tokens: TokenStats = TokenStats()
-    timing: TimingStats = TimingStats()
+    tokens: TokenStats = field(default_factory=TokenStats)
+    timing: TimingStats = field(default_factory=TimingStats)
     costs: CostStats = field(default_factory=CostStats)
-    speculation: SpeculationStats = SpeculationStats()
-    pictures: PictureStats = PictureStats()
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    pictures: PictureStats = field(default_factory=PictureStats)
     embeddings: EmbeddingStats = EmbeddingStats()
     cache: CacheStats = CacheStats()
     memory: MemoryStats = MemoryStats()

@@ -11,7 +11,6 @@ import llama_cpp
 import pytest
 
 from serve_app.engine import Engine, EngineOptions
-from serve_app.engine.autotune.threads import ThreadTrial
 from serve_app.llama import library
 from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.formats import FEW_ROWS, Threads
@@ -87,8 +86,9 @@ def test_fewer_threads_are_tried_once_and_kept_with_the_profile(
 ) -> None:
     chosen = Threads(2, 3, 5, "a test")
     trials = [chosen]
-    monkeypatch.setattr(ThreadTrial, "run", lambda self, limit_s: trials.pop())
-    monkeypatch.setattr("serve_app.engine.backends.mode_chooser.ALONE", 0.0)
+    chooser = "serve_app.engine.backends.mode_chooser"
+    monkeypatch.setattr(f"{chooser}.best_threads", lambda *args, **options: trials.pop())
+    monkeypatch.setattr("serve_app.engine.autotune.profile_cache._ALONE", 0.0)
     options = EngineOptions(
         2, 64, threads=5, fewer_threads=True, profile_limit_s=0.5, profile_folder=tmp_path
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from serve_app.engine.autotune.threads import Cycle, ThreadTrial, candidates, choose
+from serve_app.engine.autotune.threads import Cycle, best_threads, candidates, choose
 from serve_app.engine.backends.base import Row
 from serve_app.llama.formats import Threads
 
@@ -47,8 +47,9 @@ class Machine:
         self._held[seq_id] = n_past
 
     def run(self, most: int, limit_s: float = 60, n_slots: int = 32) -> Threads:
-        trial = ThreadTrial(self, n_slots=n_slots, n_ctx_slot=512, most=most, clock=self.clock)
-        threads = trial.run(limit_s)
+        threads = best_threads(
+            self, n_slots=n_slots, n_ctx_slot=512, most=most, limit_s=limit_s, clock=self.clock
+        )
         assert not any(self._held.values()), "the cache is left empty"
         return threads
 
@@ -94,8 +95,10 @@ def test_one_slot_never_decodes_several_rows() -> None:
 
 def test_slots_too_short_for_a_trial() -> None:
     machine = Machine(crowded)
-    trial = ThreadTrial(machine, n_slots=2, n_ctx_slot=16, most=64, clock=machine.clock)
-    assert trial.run(60) == Threads.alike(64, None)
+    threads = best_threads(
+        machine, n_slots=2, n_ctx_slot=16, most=64, limit_s=60, clock=machine.clock
+    )
+    assert threads == Threads.alike(64, None)
 
 
 def test_a_hiccup_decides_nothing() -> None:
