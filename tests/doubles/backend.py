@@ -69,37 +69,22 @@ class FakeAdapters:
     """Adapters that are only names."""
 
     def __init__(self) -> None:
-        self.ids: set[str] = set()
-        self.hidden: set[str] = set()
+        self.loaded: set[str] = set()
         self.used: Adapters = ()
-
-    def check(self, adapters: Adapters) -> None:
-        """Refuse names that are not in `ids`, or hidden."""
-        for one in adapters:
-            if one.key not in self.ids - self.hidden:
-                raise InvalidRequestError(f"There is no adapter {one.id}.", "lora")
 
     def use(self, adapters: Adapters) -> None:
         """Have the batches that follow computed with these adapters."""
-        if not {one.key for one in adapters} <= self.ids:
+        if not {one.key for one in adapters} <= self.loaded:
             raise DecodeError("scripted adapter is gone")
         self.used = adapters
 
     def load(self, key: str, path: Path) -> None:
         """Add the name; no file is read."""
-        self.ids.add(key)
-        self.hidden.discard(key)
-
-    def hide(self, key: str) -> None:
-        self.hidden.add(key)
-
-    def hides(self, key: str) -> bool:
-        return key in self.hidden
+        self.loaded.add(key)
 
     def free(self, key: str) -> None:
         assert key not in {one.key for one in self.used}
-        self.ids.discard(key)
-        self.hidden.discard(key)
+        self.loaded.discard(key)
 
 
 class FakeStates:

@@ -111,32 +111,33 @@ class EngineAdapters:
         self._core = core
         self._adapters = core.backend.adapters
         self._run_between_steps = run_between_steps
+        self._hidden = set[str]()
 
     def check(self, adapters: Adapters) -> None:
-        """Raises InvalidRequestError for adapters that are not here."""
-        if self._adapters is not None:
-            self._adapters.check(adapters)
-        elif adapters:
-            raise InvalidRequestError(f"There is no adapter {adapters[0].id!r} here.", "lora")
+        """Raises InvalidRequestError for adapters that are not loaded, or hidden."""
+        loaded = () if self._adapters is None else self._adapters.loaded
+        for adapter in adapters:
+            if adapter.key not in loaded or adapter.key in self._hidden:
+                raise InvalidRequestError(f"There is no adapter {adapter.id!r} here.", "lora")
 
     def load(self, key: str, path: Path) -> None:
         """Load an adapter from a file under this key; nothing happens if there is one. Streams wait
         while it is copied. Raises ConfigError for a file that cannot be used."""
-        loaded = self._adapters
-        if loaded is None:
+        backend = self._adapters
+        if backend is None:
             raise ConfigError("A model with engine.backend: openvino takes no adapters.")
-        command = Command(lambda _: loaded.load(key, path))
+        command = Command(lambda _: backend.load(key, path))
         self._run_between_steps(command)
         command.future.result()
+        self._hidden.discard(key)
 
     def hide(self, key: str) -> None:
         """Refuse new requests with it. Idempotent."""
-        if self._adapters is not None:
-            self._adapters.hide(key)
+        self._hidden.add(key)
 
     def is_hidden(self, key: str) -> bool:
         """Whether the adapter is to be freed."""
-        return self._adapters is not None and self._adapters.hides(key)
+        return key in self._hidden
 
     def free(self, key: str) -> bool:
         """Give its memory back, unless requests use it: False then. It must be hidden. Idempotent."""
@@ -151,4 +152,5 @@ class EngineAdapters:
         self._core.runner.use_adapters(())
         if self._adapters is not None:
             self._adapters.free(key)
+        self._hidden.discard(key)
         return True

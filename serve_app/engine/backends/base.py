@@ -5,7 +5,7 @@ Except for `Vocabulary`, which is immutable, and `cancel`, everything is used by
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,21 +118,14 @@ class EmbeddingShape:
 class Projector(Protocol):
     """Makes embeddings of pictures and sounds."""
 
-    @property
-    def sees(self) -> bool:
-        """Whether it takes pictures."""
-
-    @property
-    def hears(self) -> bool:
-        """Whether it takes sounds."""
-
-    @property
-    def causal(self) -> bool:
-        """Whether the rows of all pictures' tiles see only those before them."""
-
-    @property
-    def fingerprint(self) -> bytes:
-        """A hash of all that embeddings depend on, besides the picture."""
+    sees: bool
+    """Whether it takes pictures."""
+    hears: bool
+    """Whether it takes sounds."""
+    causal: bool
+    """Whether the rows of all pictures' tiles see only those before them."""
+    fingerprint: bytes
+    """A hash of all that embeddings depend on, besides the picture."""
 
     def layout(self, size: Size) -> tuple[Part, ...]:
         """Any thread: what media of that size become in a prompt. Raises InvalidRequestError."""
@@ -156,24 +149,18 @@ class DraftModel(Protocol):
     (`serve_app.engine.backends.draft_model.LlamaDraft`), or the other model's own prediction layers
     (`serve_app.engine.backends.draft_model.OwnLayers`)."""
 
-    @property
-    def own_layers(self) -> bool:
-        """Whether it goes by the other model's hidden states."""
+    own_layers: bool
+    """Whether it goes by the other model's hidden states."""
 
     def first_fed(self, seq_id: int) -> int:
         """The first place in the text of the other model's slot from which on `decode` can be fed."""
 
-    @property
-    def n_ctx(self) -> int:
-        """Tokens that each slot holds."""
-
-    @property
-    def n_batch(self) -> int:
-        """Most rows of a batch."""
-
-    @property
-    def profile(self) -> Profile:
-        """The cost of batches; empty if that was not measured."""
+    n_ctx: int
+    """Tokens that each slot holds."""
+    n_batch: int
+    """Most rows of a batch."""
+    profile: Profile
+    """The cost of batches; empty if that was not measured."""
 
     def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
         """One forward pass, with the place of each row in the other model's text, or `GUESSED`. Raises
@@ -220,8 +207,9 @@ class CacheTraits:
 class AdapterSupport(Protocol):
     """LoRA adapters, by their keys. At first, `decode` computes with none."""
 
-    def check(self, adapters: Adapters) -> None:
-        """Any thread. Raises InvalidRequestError for adapters that are not loaded, or hidden."""
+    @property
+    def loaded(self) -> Collection[str]:
+        """Any thread. The keys of the adapters that are loaded."""
 
     def use(self, adapters: Adapters) -> None:
         """Have `decode` compute with these adapters from now on. Raises DecodeError for adapters that
@@ -230,12 +218,6 @@ class AdapterSupport(Protocol):
     def load(self, key: str, path: Path) -> None:
         """Load an adapter from a file. Nothing changes if there is one of that key. Raises ConfigError for
         a file that cannot be used."""
-
-    def hide(self, key: str) -> None:
-        """Any thread. Have `check` refuse the adapter from now on. Idempotent."""
-
-    def hides(self, key: str) -> bool:
-        """Any thread. Whether the adapter is hidden."""
 
     def free(self, key: str) -> None:
         """Unload the adapter, which `decode` does not compute with. Idempotent."""

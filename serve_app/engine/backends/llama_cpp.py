@@ -32,7 +32,7 @@ from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
 from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
+from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama import library
 from serve_app.llama.context import Adapter, Context, ContextOptions
 from serve_app.llama.formats import Threads
@@ -70,41 +70,27 @@ class LlamaAdapters:
         use: Callable[[list[tuple[Adapter, float]]], None],
     ) -> None:
         self._model, self._use = model, use
-        self._loaded = {one.id: Adapter(model, one.path) for one in options.adapters}
-        self._hidden = set[str]()
-        configured = [(one.id, self._loaded[one.id].fingerprint) for one in options.adapters]
+        self.loaded = {one.id: Adapter(model, one.path) for one in options.adapters}
+        configured = [(one.id, self.loaded[one.id].fingerprint) for one in options.adapters]
         self.fingerprints = tuple(sorted(configured))
         """The configured adapters by name; loaded adapters have their fingerprints in their keys."""
 
     @property
     def n_bytes(self) -> int:
-        return sum(adapter.n_bytes for adapter in self._loaded.values())
-
-    def check(self, adapters: Adapters) -> None:
-        for one in adapters:
-            if one.key not in self._loaded or one.key in self._hidden:
-                raise InvalidRequestError(f"There is no adapter {one.id!r} here.", "lora")
+        return sum(adapter.n_bytes for adapter in self.loaded.values())
 
     def use(self, adapters: Adapters) -> None:
         try:
-            self._use([(self._loaded[one.key], one.scale) for one in adapters])
+            self._use([(self.loaded[one.key], one.scale) for one in adapters])
         except KeyError as error:
             raise DecodeError(f"The adapter {error} is not loaded any more.") from None
 
     def load(self, key: str, path: Path) -> None:
-        if key not in self._loaded:
-            self._loaded[key] = Adapter(self._model, path)
-        self._hidden.discard(key)
-
-    def hide(self, key: str) -> None:
-        self._hidden.add(key)
-
-    def hides(self, key: str) -> bool:
-        return key in self._hidden
+        if key not in self.loaded:
+            self.loaded[key] = Adapter(self._model, path)
 
     def free(self, key: str) -> None:
-        self._hidden.discard(key)
-        adapter = self._loaded.pop(key, None)
+        adapter = self.loaded.pop(key, None)
         if adapter is not None:
             adapter.free()
 
