@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,48 @@ _LAYOUTS_KEPT = 256
 
 
 class Prepared:
-    """A picture that was resized and cut, or a sound's spectrum. Any thread; freed with the last
-    reference."""
+    """llama.cpp's chunks of a picture that was resized and cut, or of a sound's spectrum. Without the
+    medium's data, they cannot be encoded. Any thread; freed with the last reference. Raises
+    InvalidRequestError for a medium that cannot be used."""
 
-    def __init__(self, chunks: int, tiles: Sequence[int]) -> None:
-        self.tiles = tuple(tiles)
-        """llama.cpp's pointers to its tiles, in the order of `MtmdProjector.layout`."""
-        weakref.finalize(self, mtmd_cpp.mtmd_input_chunks_free, chunks).atexit = False
+    def __init__(self, projector: Any, data: bytes | None, size: Size) -> None:
+        self._pointer: Any = mtmd_cpp.mtmd_input_chunks_init()
+        weakref.finalize(self, mtmd_cpp.mtmd_input_chunks_free, self._pointer).atexit = False
+        bitmap = _bitmap(data, size)
+        try:
+            text = mtmd_cpp.mtmd_input_text(_MARKER, len(_MARKER), False, True)
+            bitmaps = (mtmd_cpp.mtmd_bitmap_p_ctypes * 1)(bitmap)
+            status = mtmd_cpp.mtmd_tokenize(
+                projector, self._pointer, ctypes.byref(text), bitmaps, 1
+            )
+        finally:
+            mtmd_cpp.mtmd_bitmap_free(bitmap)
+        if status != 0:
+            raise InvalidRequestError(cannot_be_used(size))
+
+    @property
+    def chunks(self) -> list[Any]:
+        """llama.cpp's pointers to all chunks, good as long as this is kept."""
+        n_chunks = mtmd_cpp.mtmd_input_chunks_size(self._pointer)
+        return [mtmd_cpp.mtmd_input_chunks_get(self._pointer, i) for i in range(n_chunks)]
+
+    @property
+    def tiles(self) -> list[Any]:
+        """The chunks that are tiles, in the order of `MtmdProjector.layout`."""
+        return [chunk for chunk in self.chunks if not _is_text(chunk)]
+
+
+def _is_text(chunk: Any) -> bool:
+    kind = mtmd_cpp.mtmd_input_chunk_get_type(chunk)
+    return bool(kind == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_TEXT)
+
+
+def _bitmap(data: bytes | None, size: Size) -> Any:
+    if len(size) == 2:
+        pixels = ctypes.cast(ctypes.c_char_p(data), ctypes.POINTER(ctypes.c_uint8))
+        return mtmd_cpp.mtmd_bitmap_init(*size, pixels if data else None)
+    samples = ctypes.cast(ctypes.c_char_p(data), ctypes.POINTER(ctypes.c_float))
+    return mtmd_cpp.mtmd_bitmap_init_from_audio(*size, samples if data else None)
 
 
 class MtmdProjector:
@@ -92,15 +125,15 @@ class MtmdProjector:
         spectrum to tell, so the last results are kept. Raises InvalidRequestError if there is no way."""
         parts = self._layouts.get(size)
         if parts is None:
-            with _tokenized(self.pointer, None, size) as chunks:
-                parts = tuple(self._part(chunk) for chunk in _of(chunks))
+            prepared = Prepared(self.pointer, None, size)
+            parts = tuple(self._part(chunk) for chunk in prepared.chunks)
             if len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.clear()
             self._layouts[size] = parts
         return parts
 
     def _part(self, chunk: int) -> Part:
-        if mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_TEXT:
+        if _is_text(chunk):
             n_tokens = ctypes.c_size_t()
             found = mtmd_cpp.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n_tokens))
             tokens = tuple(found[i] for i in range(n_tokens.value))
@@ -141,10 +174,7 @@ class MtmdProjector:
         """A picture or sound, ready for `encode`: some hundredths of a second for a megapixel, some tenths
         for half a minute. Raises InvalidRequestError like `layout`."""
         data = medium.pixels if isinstance(medium, Picture) else medium.samples
-        with _tokenized(self.pointer, data, medium.size) as chunks:
-            text = mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_TEXT
-            tiles = [c for c in _of(chunks) if mtmd_cpp.mtmd_input_chunk_get_type(c) != text]
-            return Prepared(chunks.detach(), tiles)
+        return Prepared(self.pointer, data, medium.size)
 
     def encode(
         self, prepared: Prepared, tile: int, pause: Pause | None = None
@@ -174,44 +204,3 @@ class MtmdProjector:
         except BaseException as error:  # which cannot go through llama.cpp
             self._left, self._error = True, error
         return not self._left
-
-
-class _Chunks:
-    """llama.cpp's list of chunks, freed unless somebody keeps it."""
-
-    def __init__(self) -> None:
-        self.pointer: Any = mtmd_cpp.mtmd_input_chunks_init()
-
-    def detach(self) -> Any:
-        pointer, self.pointer = self.pointer, None
-        return pointer
-
-
-def _bitmap(data: bytes | None, size: Size) -> Any:
-    if len(size) == 2:
-        pixels = ctypes.cast(ctypes.c_char_p(data), ctypes.POINTER(ctypes.c_uint8))
-        return mtmd_cpp.mtmd_bitmap_init(*size, pixels if data else None)
-    samples = ctypes.cast(ctypes.c_char_p(data), ctypes.POINTER(ctypes.c_float))
-    return mtmd_cpp.mtmd_bitmap_init_from_audio(*size, samples if data else None)
-
-
-@contextmanager
-def _tokenized(projector: Any, data: bytes | None, size: Size) -> Iterator[_Chunks]:
-    bitmap = _bitmap(data, size)
-    chunks = _Chunks()
-    try:
-        text = mtmd_cpp.mtmd_input_text(_MARKER, len(_MARKER), False, True)
-        bitmaps = (mtmd_cpp.mtmd_bitmap_p_ctypes * 1)(bitmap)
-        status = mtmd_cpp.mtmd_tokenize(projector, chunks.pointer, ctypes.byref(text), bitmaps, 1)
-        if status != 0:
-            raise InvalidRequestError(cannot_be_used(size))
-        yield chunks
-    finally:
-        mtmd_cpp.mtmd_bitmap_free(bitmap)
-        if chunks.pointer:
-            mtmd_cpp.mtmd_input_chunks_free(chunks.pointer)
-
-
-def _of(chunks: _Chunks) -> Iterator[Any]:
-    for i in range(mtmd_cpp.mtmd_input_chunks_size(chunks.pointer)):
-        yield mtmd_cpp.mtmd_input_chunks_get(chunks.pointer, i)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,16 +32,16 @@ _STACKING = ("ultravox", "meralion")
 
 def senses(path: Path) -> Senses:
     """The senses of a projector's file, whose weights may be missing. Raises ConfigError if it is none."""
-    reader = reader_of(path)
-    return Senses(*(bool(value(reader, f"clip.has_{one}_encoder")) for one in ("vision", "audio")))
+    reader = _reader(path)
+    return Senses(*(bool(_value(reader, f"clip.has_{one}_encoder")) for one in ("vision", "audio")))
 
 
 def check_counts(path: Path) -> None:
     """Raises ConfigError for a projector of which llama.cpp counts the embeddings of a sound wrongly: it
     would end the whole process at the first one (`clip_n_output_tokens` in tools/mtmd/clip.cpp)."""
-    reader = reader_of(path)
-    kind = value(reader, "clip.audio.projector_type") or value(reader, "clip.projector_type")
-    n_stacked = value(reader, "clip.audio.projector.stack_factor")
+    reader = _reader(path)
+    kind = _value(reader, "clip.audio.projector_type") or _value(reader, "clip.projector_type")
+    n_stacked = _value(reader, "clip.audio.projector.stack_factor")
     if kind in _STACKING and n_stacked and _N_STEPS % n_stacked:
         raise ConfigError(
             f"The projector {path} stacks {n_stacked} steps of a sound, of which llama.cpp counts the last "
@@ -50,14 +49,14 @@ def check_counts(path: Path) -> None:
         )
 
 
-def reader_of(path: Path) -> GGUFReader:
+def _reader(path: Path) -> GGUFReader:
     try:
         return GGUFReader(path)
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise ConfigError(f"The projector {path} cannot be read: {error}") from error
 
 
-def value(reader: GGUFReader, name: str) -> Any:
+def _value(reader: GGUFReader, name: str) -> Any:
     field = reader.get_field(name)
     return None if field is None else field.contents()
 
@@ -69,26 +68,21 @@ def why_unusable(path: Path, n_embd: int) -> str | None:
     """Why llama.cpp cannot use that projector with a model of so wide embeddings; None if nothing is known
     against it. The file's weights may be missing. Any thread."""
     try:
-        able = senses(path)
-        if able == Senses():
+        reader, able = _reader(path), senses(path)
+        if able == NO_SENSES:
             return f"{path.name} is for neither pictures nor sounds."
-        for kind in _kinds(reader_of(path), able):
-            if not _is_known(kind):
+        named = _value(reader, "clip.projector_type")
+        for has, sense in ((able.sees, "vision"), (able.hears, "audio")):
+            kind = str(named or _value(reader, f"clip.{sense}.projector_type"))
+            if has and not _is_known(kind):
                 return f"{path.name} is of the kind {kind}, which this version of llama.cpp does not know."
         check_counts(path)
     except ConfigError as error:
         return str(error)
     # The last of its matrices makes embeddings, so one of its sides is their width.
-    if all(n_embd not in tensor.shape for tensor in reader_of(path).tensors):
+    if all(n_embd not in tensor.shape for tensor in reader.tensors):
         return f"{path.name} is for another model: it makes no embeddings of {n_embd} numbers."
     return None
-
-
-def _kinds(reader: GGUFReader, able: Senses) -> Iterator[str]:
-    for has, sense in ((able.sees, "vision"), (able.hears, "audio")):
-        if has:
-            named = value(reader, "clip.projector_type")
-            yield str(named or value(reader, f"clip.{sense}.projector_type"))
 
 
 def _is_known(kind: str) -> bool:
@@ -103,7 +97,12 @@ def _is_known(kind: str) -> bool:
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "kind.gguf")
-            _write_kind(path, kind)
+            writer = GGUFWriter(path, "clip")
+            writer.add_bool("clip.has_vision_encoder", True)
+            writer.add_string("clip.projector_type", kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.close()
             params = mtmd_cpp.mtmd_context_params_default()
             params.use_gpu = False
             if pointer := mtmd_cpp.mtmd_init_from_file(os.fsencode(path), None, params):
@@ -111,12 +110,3 @@ def _is_known(kind: str) -> bool:
     finally:
         mtmd_cpp.mtmd_log_set(library.log_callback(), ctypes.c_void_p(0))
     return _UNKNOWN not in b"".join(said)
-
-
-def _write_kind(path: Path, kind: str) -> None:
-    writer = GGUFWriter(path, "clip")
-    writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_string("clip.projector_type", kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()

@@ -282,7 +282,7 @@ def test_a_killed_process_leaves_nothing_behind(
     graph = unpacked("qwen3-fp16", tmp_path) / GRAPH
     code = (
         "import os, sys, pathlib; from serve_app.openvino.exported import header\n"
-        "header.proof.check = lambda *_, **__: os.kill(os.getpid(), 9)\n"
+        "header.check_tokens = lambda *_, **__: os.kill(os.getpid(), 9)\n"
         "header.header_of_graph(pathlib.Path(sys.argv[1]))"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(graph)], check=False)
