@@ -12,8 +12,6 @@ from typing import Any
 
 Json = dict[str, Any]
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-
 
 class ServerError(Exception):
     """The server cannot be reached, or refuses; the message is for people."""

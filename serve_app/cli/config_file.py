@@ -1,16 +1,77 @@
-"""The configuration file that the options of the command line stand for."""
+"""The configuration file that MODEL and the options of the command line stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from serve_app.cli.model_source import NamedModel, named
+from serve_app import folders
 from serve_app.errors import ConfigError
+from serve_app.llama import shards
+from serve_app.openvino.exported.files import GRAPH, folder_of
+from serve_app.store import hub, names
+
+DEMO = "corral-demo"
+"""The id of the built-in model."""
+_OPENVINO = {"backend": "openvino"}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model of the command line, as the configuration writes it."""
+
+    id: str
+    source: dict[str, str | bool]
+    """The fields of `serve_app.config.schema.ModelSource`."""
+    engine: Mapping[str, str] = field(default_factory=dict)
+    """Settings of `engine` without which the model cannot be served."""
+
+
+def named(model: str | None) -> NamedModel:
+    """The model that the user means. Asks a repository for its files. Raises ConfigError."""
+    if model is None:
+        return NamedModel(DEMO, {"builtin": True})
+    path = Path(model).expanduser()
+    folder = folder_of(path)
+    if (folder / GRAPH).is_file():
+        folder = folder.resolve()
+        return NamedModel(_id_of(folder.name), {"path": str(folder)}, _OPENVINO)
+    if path.is_file():
+        return NamedModel(_id_of(path.name), {"path": str(path.resolve())})
+    if "://" in model and not names.is_hub_url(model):
+        return NamedModel(_id_of(model.rpartition("/")[2]), {"url": model})
+    is_file = model.endswith(".gguf") and ":" not in model and not names.is_hub_url(model)
+    if is_file or model.startswith((".", "/", "~")):
+        if path.is_dir():
+            raise ConfigError(
+                f"There is no {GRAPH} in the folder {model}. Of a GGUF model, name the file."
+            )
+        raise ConfigError(f"There is no file {model}.")
+    try:
+        name = names.parse(model)
+    except ConfigError:
+        raise ConfigError(
+            f"{model} is neither a GGUF file nor a Hugging Face repository: OWNER/NAME or "
+            "OWNER/NAME:QUANT."
+        ) from None
+    if not (name.choice or "").endswith(".gguf"):
+        files = hub.files(name, folders.cache_folder() / "models" / ".names")
+        first, *_ = names.chosen(files, name)
+        name = replace(name, choice=first)
+    if name.choice == GRAPH:
+        return NamedModel(_id_of(name.repo), {"repo": str(name)}, _OPENVINO)
+    return NamedModel(_id_of(name.choice or ""), {"repo": str(name)})
+
+
+def _id_of(filename: str) -> str:
+    """A model id made of a file's name."""
+    stem = re.sub(r"[^A-Za-z0-9._:-]+", "-", shards.stem(Path(filename).name)).lstrip("._:-")
+    return stem[:128] or "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +91,22 @@ class ServeOptions:
 
 def document(options: ServeOptions) -> dict[str, Any]:
     """A configuration for `serve run`. Raises ConfigError."""
-    found = [named(model) for model in options.models or (None,)]
     sizes = {
         "n_slots": options.slots,
         "n_ctx_slot": options.context,
         "threads": options.threads,
     }
-    engine = {name: size for name, size in sizes.items() if size is not None}
-    args: dict[str, Any] = {
-        "models": [
-            _model(one_id, one, engine) for one_id, one in zip(_distinct(found), found, strict=True)
-        ]
-    }
+    models: dict[str, dict[str, Any]] = {}
+    for model in map(named, options.models or (None,)):
+        n, model_id = 1, model.id
+        while model_id in models:  # a second one of the same name gets a number
+            n += 1
+            model_id = f"{model.id}-{n}"
+        models[model_id] = {"id": model_id, "source": model.source}
+        known = {name: size for name, size in sizes.items() if size is not None}
+        if engine := {**model.engine, **known}:
+            models[model_id]["engine"] = engine
+    args: dict[str, Any] = {"models": [*models.values()]}
     if ingress := _ingress(options):
         args["ingress"] = ingress
     application = {
@@ -56,11 +121,6 @@ def document(options: ServeOptions) -> dict[str, Any]:
     }
 
 
-def _model(model_id: str, named: NamedModel, sizes: Mapping[str, int]) -> dict[str, Any]:
-    engine = {**named.engine, **sizes}
-    return {"id": model_id, "source": named.source} | ({"engine": engine} if engine else {})
-
-
 def _ingress(options: ServeOptions) -> dict[str, Any]:
     ingress: dict[str, Any] = {}
     if options.api_key_file is not None:
@@ -73,18 +133,6 @@ def _ingress(options: ServeOptions) -> dict[str, Any]:
     if options.web_apps:
         ingress["cors_origins"] = ["localhost", "apps"]
     return ingress
-
-
-def _distinct(models: Sequence[NamedModel]) -> list[str]:
-    """An id for each model: a second one of the same name gets a number."""
-    ids: list[str] = []
-    for model in models:
-        n, unique = 1, model.id
-        while unique in ids:
-            n += 1
-            unique = f"{model.id}-{n}"
-        ids.append(unique)
-    return ids
 
 
 def text(content: dict[str, Any]) -> str:

@@ -1,10 +1,9 @@
-"""`corral ps`, `stats` and `top`: what `/v1/live` tells, as tables."""
+"""`corral ps`, `stats`, `top`, `weights` and `rollback`: what a server tells, as tables."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from serve_app.cli.client import Client, Json
+from serve_app.errors import ConfigError
+from serve_app.placement.machine import list_cpus
 
 _RATE_FRAMES = 3
 """Frames, one a second, after which rates mean something."""
@@ -56,7 +57,7 @@ def processes(view: Json) -> Table:
             f"{replica['running']}/{replica['n_slots']}",
             f"{replica['n_ctx_slot']:,}",
             str(replica["threads"]),
-            _cores(replica.get("cores")),
+            list_cpus(replica.get("cores") or ()) or "-",
             str(replica["node"])[:8],
         )
     _add_missing(table, view)
@@ -123,6 +124,40 @@ def top(client: Client, console: Console, n_frames: int | None) -> None:
             live.update(screen(view), refresh=True)
 
 
+def weights(client: Client, console: Console, model: str, changes: Sequence[str]) -> None:
+    """Change the weights of a model's versions, such as `new=10` in percent, and print them all. Raises
+    ServerError, and ConfigError for a text that is no weight."""
+    by_name: dict[str, float] = {}
+    for text in changes:
+        name, _, percent = text.partition("=")
+        try:
+            by_name[name] = float(percent.removesuffix("%"))
+        except ValueError:
+            raise ConfigError(f"{text!r} is no weight: write VERSION=PERCENT, as new=10.") from None
+    if by_name:
+        card = client.post("/models/weights", {"model": model, "weights": by_name})
+    else:
+        card = client.get(f"/v1/models/{model}")
+    _print_weights(console, model, card["versions"])
+
+
+def rollback(client: Client, console: Console, model: str) -> None:
+    """Give all to the version before, and print the weights. Raises ServerError."""
+    card = client.post("/models/rollback", {"model": model})
+    _print_weights(console, model, card["versions"])
+
+
+def _print_weights(console: Console, model: str, versions: Sequence[Json]) -> None:
+    if not versions:
+        console.print(f"{model} has one version only.")
+        return
+    table = _table("version", "weight", "share now", "status")
+    for version in versions:
+        share, status = f"{100 * version['share']:.3g}%", version["status"]["value"]
+        table.add_row(version["id"], f"{version['weight']:.4g}", share, status)
+    console.print(table)
+
+
 def _print(console: Console, view: Json, table: Table, *, as_json: bool) -> None:
     if as_json:
         console.out(json.dumps(view), highlight=False)
@@ -155,19 +190,6 @@ def _state(state: str) -> Text:
     return Text(state, style=styles.get(state, ""))
 
 
-def _cores(cores: list[int] | None) -> str:
-    """`0-3, 8`; a dash if it has none of its own."""
-    if not cores:
-        return "-"
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][-1] + 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def _share(part: float | None) -> str:
     return "-" if part is None else f"{part:.0%}"
 
@@ -192,6 +214,5 @@ def _slots(slots: Any) -> Text:
 
 
 def _event(event: Json) -> str:
-    counts = Counter({event["kind"]: event["count"]})
-    told = ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in counts.items())
-    return f"{event['model']}: {told} {event.get('replica', '')}".rstrip()
+    count = f"{event['count']} " if event["count"] > 1 else ""
+    return f"{event['model']}: {count}{event['kind']} {event.get('replica', '')}".rstrip()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
 
 import typer
+from typer.core import TyperGroup
 
 from serve_app import __version__
 
@@ -16,8 +21,26 @@ if TYPE_CHECKING:
 
     from serve_app.cli.client import Client
 
+
+class Commands(TyperGroup):
+    """Commands whose errors for people are printed as they are, with exit status 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            from serve_app.cli.client import ServerError
+            from serve_app.errors import ConfigError
+
+            if not isinstance(error, (ConfigError, ServerError)):
+                raise
+            _fail(str(error))
+
+
 app = typer.Typer(
     name="corral",
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -112,6 +135,7 @@ ApiKey = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _URL = "http://127.0.0.1:8000"
+_SLO = "ttft_p95=2s,itl_p95=150ms"
 _PIPE_WIDTH = 160
 """Columns of tables that go to a file or another program, which cut nothing off."""
 
@@ -167,26 +191,12 @@ def serve(
     """
     from serve_app.cli import serve as server
     from serve_app.cli.config_file import ServeOptions
-    from serve_app.errors import ConfigError
 
-    options = ServeOptions(
-        tuple(models or ()),
-        host,
-        port,
-        slots,
-        context,
-        threads,
-        api_key_file,
-        allow_anonymous,
-        web_apps,
-    )
+    sizes, access = (slots, context, threads), (api_key_file, allow_anonymous, web_apps)
+    options = ServeOptions(tuple(models or ()), host, port, *sizes, *access)
     if config is not None and options != ServeOptions():
         _fail("--config cannot be combined with MODEL or other options: the file has all settings.")
-    try:
-        status = server.run(options, config, _console(), verbose=verbose)
-    except ConfigError as error:
-        _fail(str(error))
-    raise typer.Exit(status)
+    raise typer.Exit(server.run(options, config, _console(), verbose=verbose))
 
 
 @app.command("config", rich_help_panel=_RUN)
@@ -206,15 +216,10 @@ def print_config(
     serve_config.yaml`.
     """
     from serve_app.cli import config_file
-    from serve_app.errors import ConfigError
 
-    options = config_file.ServeOptions(
-        tuple(models or ()), host, port, slots, context, threads, api_key_file, allow_anonymous
-    )
-    try:
-        typer.echo(config_file.text(config_file.document(options)), nl=False)
-    except ConfigError as error:
-        _fail(str(error))
+    sizes, access = (slots, context, threads), (api_key_file, allow_anonymous)
+    options = config_file.ServeOptions(tuple(models or ()), host, port, *sizes, *access)
+    typer.echo(config_file.text(config_file.document(options)), nl=False)
 
 
 @app.command(rich_help_panel=_RUN)
@@ -226,12 +231,8 @@ def check(
     Example: `corral check serve_config.yaml`
     """
     from serve_app.config import schema
-    from serve_app.errors import ConfigError
 
-    try:
-        application = schema.load(file)
-    except ConfigError as error:
-        _fail(str(error))
+    application = schema.load(file)
     typer.echo(f"{file} is valid. Models: {', '.join(model.id for model in application.models)}")
 
 
@@ -245,13 +246,9 @@ def hash_keys(
 
     Example: `corral hash-keys keys.yaml`
     """
-    from serve_app.errors import ConfigError
     from serve_app.ingress.access.api_keys import hash_keys
 
-    try:
-        n_keys = hash_keys(file)
-    except ConfigError as error:
-        _fail(str(error))
+    n_keys = hash_keys(file)
     typer.echo(f"{file}: {n_keys} API keys were replaced by their hashes.")
 
 
@@ -289,23 +286,18 @@ def chat(
     * `corral chat --url https://llm.example --api-key "$KEY" --model qwen3-4b`
     """
     from serve_app.cli.chat import ChatSession, ask, converse
-    from serve_app.cli.client import ServerError
 
     client, console = _client(url, api_key), _console()
-    wanted = {"max_tokens": max_tokens, "temperature": temperature}
-    sampling = {name: value for name, value in wanted.items() if value is not None}
-    try:
-        if model is None:
-            model = next(iter(client.models()), None)
-        if model is None:
-            _fail(f"{client.url} serves no model.")
-        conversation = ChatSession(model, system, sampling)
-        if prompt is None:
-            converse(client, conversation, console)
-        else:
-            ask(client, conversation, prompt, console)
-    except ServerError as error:
-        _fail(str(error))
+    fields = {"max_tokens": max_tokens, "temperature": temperature}
+    sampling = {name: value for name, value in fields.items() if value is not None}
+    model = model or next(iter(client.models()), None)
+    if model is None:
+        _fail(f"{client.url} serves no model.")
+    conversation = ChatSession(model, system, sampling)
+    if prompt is None:
+        converse(client, conversation, console)
+    else:
+        ask(client, conversation, prompt, console)
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -315,12 +307,8 @@ def ps(url: Url = _URL, api_key: ApiKey = None, as_json: AsJson = False) -> None
     Example: `corral ps --url http://10.0.0.7:8000 --api-key "$KEY"`
     """
     from serve_app.cli import live
-    from serve_app.cli.client import ServerError
 
-    try:
-        live.ps(_client(url, api_key), _console(), as_json=as_json)
-    except ServerError as error:
-        _fail(str(error))
+    live.ps(_client(url, api_key), _console(), as_json=as_json)
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -330,12 +318,8 @@ def stats(url: Url = _URL, api_key: ApiKey = None, as_json: AsJson = False) -> N
     Example: `corral stats --json`
     """
     from serve_app.cli import live
-    from serve_app.cli.client import ServerError
 
-    try:
-        live.stats(_client(url, api_key), _console(), as_json=as_json)
-    except ServerError as error:
-        _fail(str(error))
+    live.stats(_client(url, api_key), _console(), as_json=as_json)
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -352,14 +336,9 @@ def top(
     Example: `corral top`
     """
     from serve_app.cli import live
-    from serve_app.cli.client import ServerError
 
-    try:
+    with suppress(KeyboardInterrupt):
         live.top(_client(url, api_key), _console(), frames)
-    except ServerError as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        return
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -384,14 +363,9 @@ def weights(
     * `corral weights qwen3-4b new=10` gives a tenth to the version `new`.
     * `corral weights qwen3-4b new=100`
     """
-    from serve_app.cli import versions
-    from serve_app.cli.client import ServerError
+    from serve_app.cli import live
 
-    try:
-        asked = versions.parsed(changes or ())
-        versions.weights(_client(url, api_key), _console(), model, asked)
-    except (ServerError, versions.WeightError) as error:
-        _fail(str(error))
+    live.weights(_client(url, api_key), _console(), model, changes or ())
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -404,13 +378,9 @@ def rollback(
 
     Example: `corral rollback qwen3-4b`
     """
-    from serve_app.cli import versions
-    from serve_app.cli.client import ServerError
+    from serve_app.cli import live
 
-    try:
-        versions.rollback(_client(url, api_key), _console(), model)
-    except ServerError as error:
-        _fail(str(error))
+    live.rollback(_client(url, api_key), _console(), model)
 
 
 @app.command(rich_help_panel=_OFFLINE, context_settings=_FORWARDED, add_help_option=False)
@@ -421,9 +391,7 @@ def batch(context: typer.Context) -> None:
 
     Example: `corral batch tickets.csv answers.jsonl --model MODEL.gguf --column text`
     """
-    from serve_app.cli import tools
-
-    raise typer.Exit(_forwarded(context, tools.batch))
+    _forward(context, "serve_app.batch", needs=("pyarrow", "pandas"))
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
@@ -435,9 +403,9 @@ def bench(context: typer.Context) -> None:
 
     Example: `corral bench --model MODEL.gguf --sequences 1,4,16`
     """
-    from serve_app.cli import tools
+    from serve_app.builtin_model import BUILTIN_MODEL
 
-    raise typer.Exit(_forwarded(context, tools.bench))
+    _forward(context, "serve_app.measure.bench", {("--model",): str(BUILTIN_MODEL)})
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
@@ -448,9 +416,7 @@ def tune(context: typer.Context) -> None:
 
     Example: `corral tune --model MODEL-f16.gguf --users 4`
     """
-    from serve_app.cli import tools
-
-    raise typer.Exit(_forwarded(context, tools.tune))
+    _forward(context, "serve_app.measure.tune")
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
@@ -463,16 +429,38 @@ def capacity(context: typer.Context) -> None:
 
     Example: `corral capacity --slo ttft_p95=2s,itl_p95=150ms --url http://127.0.0.1:8000`
     """
-    from serve_app.cli import tools
+    _forward(
+        context, "serve_app.measure.capacity", {("--url", "--configs"): _URL, ("--slo",): _SLO}
+    )
 
-    raise typer.Exit(_forwarded(context, tools.capacity))
 
-
-def _forwarded(context: typer.Context, program: Callable[[list[str]], int]) -> int:
-    """The program's exit status. Before its own help comes the command's, which has an example."""
-    if {"-h", "--help"} & {*context.args}:
+def _forward(
+    context: typer.Context,
+    module: str,
+    defaults: Mapping[tuple[str, ...], str] = {},
+    needs: Sequence[str] = (),
+) -> NoReturn:
+    """Run a program with the command's arguments, and exit as it does. Of several options that exclude each
+    other, the first one has the default. Before the program's own help comes the command's, which has an
+    example; `needs` are packages of the extra with the command's name."""
+    if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
+        _fail(
+            f"This command needs {' and '.join(missing)}. To install what it needs, run: "
+            f"{sys.executable} -m pip install 'corral[{context.info_name}]'"
+        )
+    arguments = [*context.args]
+    named = {argument.partition("=")[0] for argument in arguments}
+    if named & {"-h", "--help"}:
         typer.echo(f"{context.command.help}\n")
-    return program(context.args)
+    else:
+        for options, default in defaults.items():
+            if named.isdisjoint(options):
+                arguments += [options[0], default]
+    raise typer.Exit(_run(module, arguments))
+
+
+def _run(module: str, arguments: Sequence[str]) -> int:
+    return subprocess.run([sys.executable, "-P", "-m", module, *arguments], check=False).returncode
 
 
 def _client(url: str, api_key: str | None) -> Client:

@@ -92,7 +92,7 @@ class Screen(AbstractContextManager["Screen"]):
             self.say(line)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Served:
     """The facts of the summary."""
 
@@ -101,7 +101,7 @@ class Served:
     key_file: Path | None
     allow_anonymous: bool
     log: Path
-    ray_logs: str
+    ray_logs: str = "/tmp/ray"
 
     @property
     def address(self) -> str:

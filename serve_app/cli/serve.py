@@ -15,8 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -44,17 +43,6 @@ STEPS = {
     "serve": "Starting the server",
     "deployed": "Starting the model's processes",
 }
-
-
-@dataclass
-class _Progress:
-    """The known state of the start."""
-
-    answers: bool = False
-    """Whether the address does."""
-    problem: str | None = None
-    ray_logs: str = "/tmp/ray"
-    kinds: set[str] = field(default_factory=set)
 
 
 class Stopped(Exception):  # noqa: N818
@@ -97,18 +85,22 @@ def _signals() -> Iterator[None]:
     def stop(_signal: int, _frame: FrameType | None) -> None:
         raise Stopped
 
-    before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _address(content: Json) -> tuple[str, int]:
+    http = content.get("http_options") or {}
+    return str(http.get("host") or "127.0.0.1"), int(http.get("port") or 8000)
 
 
 def _check_address(content: Json) -> None:
     """Raises ConfigError if another program listens where the server would, before anything is started."""
-    http = content.get("http_options") or {}
-    host, port = str(http.get("host") or "127.0.0.1"), int(http.get("port") or 8000)
+    host, port = _address(content)
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -118,14 +110,13 @@ def _check_address(content: Json) -> None:
         try:
             probe.bind(address)
         except OSError as error:
+            problem = f"The server cannot listen on port {port} of {host}: {error.strerror}."
             if error.errno == errno.EADDRINUSE:
-                raise ConfigError(
+                problem = (
                     f"Another program listens on port {port} of {host}. Stop it, or choose another port "
                     "with --port."
-                ) from None
-            raise ConfigError(
-                f"The server cannot listen on port {port} of {host}: {error.strerror}."
-            ) from None
+                )
+            raise ConfigError(problem) from None
 
 
 def _args(content: Json) -> Json:
@@ -170,10 +161,8 @@ class _Server:
     ) -> None:
         self._config, self._folder, self._shown = config, folder, shown
         self._verbose = verbose
-        http: Mapping[str, Any] = content.get("http_options") or {}
         ingress: Mapping[str, Any] = _args(content).get("ingress") or {}
-        port = int(http.get("port") or 8000)
-        host = str(http.get("host") or "127.0.0.1")
+        host, port = _address(content)
         key_file = ingress.get("api_key_file")
         self._served = Served(
             host=host,
@@ -181,16 +170,24 @@ class _Server:
             key_file=None if key_file is None else Path(str(key_file)).expanduser(),
             allow_anonymous=bool(ingress.get("allow_anonymous")),
             log=folders.cache_folder() / "logs" / f"server-{port}.log",
-            ray_logs="",
         )
         self._client = Client(self._served.address, _any_key(self._served.key_file), timeout_s=5)
-        self._known = _Progress()
+        self._answers = self._is_deployed = False
+        self._problem: str | None = None
 
     def run(self) -> int:
         """Until the server ends, or Stopped."""
         reading, writing = os.pipe()
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "serve_app.cli.starter", self._config, str(writing)],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "serve_app.start.one_machine",
+                self._config,
+                "--events",
+                str(writing),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -215,7 +212,7 @@ class _Server:
             _end(process)
             log.join(timeout=5)
         self._shown.clear()
-        self._shown.say(self._known.problem or self._last_lines())
+        self._shown.say(self._problem or self._last_lines())
         self._shown.say(f"The server has ended. Its log: {self._served.log}")
         return status or 1
 
@@ -226,17 +223,17 @@ class _Server:
         while process.poll() is None:
             for event in lines.read(_LOOK_EVERY_S):
                 self._take(event)
-            if "deployed" in self._known.kinds and self._look():
+            if self._is_deployed and self._look():
                 return
 
     def _take(self, event: Json) -> None:
         kind, text = event["kind"], event["text"]
-        self._known.kinds.add(kind)
+        self._is_deployed |= kind == "deployed"
         if kind == "failed":
-            self._known.problem = _problem(text)
+            self._problem = _problem(text)
         elif kind == "logs":
-            self._known.ray_logs = f"{text}/logs"
-        elif kind in STEPS and not self._known.answers:
+            self._served.ray_logs = f"{text}/logs"
+        elif kind in STEPS and not self._answers:
             self._shown.step(STEPS[kind])
 
     def _look(self) -> bool:
@@ -244,27 +241,22 @@ class _Server:
         for model, stage in progress.read(self._folder).items():
             self._shown.stage(model, stage)
         try:
-            if not self._known.answers:
+            if not self._answers:
                 self._client.get("/health")
-                self._known.answers = True
+                self._answers = True
                 self._shown.say(f"{self._served.address} answers; models are still loading.")
                 self._shown.step("Waiting for the models")
             models = self._client.get("/v1/stats")["models"]
             if not all(model["replicas"] for model in models):
                 return False
-            trained = self._trained()
+            cards = self._client.get("/v1/models")["data"]  # the server has the files open
+            trained = {str(card["id"]): int(card["meta"]["n_ctx_train"]) for card in cards}
         except ServerError:
             return False
         self._shown.clear()
-        served = Served(**{**_fields(self._served), "ray_logs": self._known.ray_logs})
-        for line in screen.summary(served, models, trained):
+        for line in screen.summary(self._served, models, trained):
             self._shown.say(line)
         return True
-
-    def _trained(self) -> dict[str, int]:
-        """How many tokens each model was trained for. The server has its file open, so it is asked."""
-        models = self._client.get("/v1/models")["data"]
-        return {str(model["id"]): int(model["meta"]["n_ctx_train"]) for model in models}
 
     def _keep_log(self, lines: IO[bytes]) -> None:
         """Writes the server's output to a file, which is begun anew when it is large."""
@@ -280,16 +272,10 @@ class _Server:
         handler.close()
 
     def _last_lines(self) -> str:
-        try:
-            return "\n".join(
-                self._served.log.read_text(errors="replace").splitlines()[-_TOLD_LINES:]
-            )
-        except OSError:
-            return ""
-
-
-def _fields(served: Served) -> dict[str, Any]:
-    return {name: getattr(served, name) for name in served.__dataclass_fields__}
+        with suppress(OSError):
+            lines = self._served.log.read_text(errors="replace").splitlines()
+            return "\n".join(lines[-_TOLD_LINES:])
+        return ""
 
 
 class _Lines:

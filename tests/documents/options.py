@@ -54,18 +54,18 @@ def problems(commands: Sequence[Sequence[str]]) -> list[str | None]:
 
 
 def _corral(words: Sequence[str]) -> None:
-    from serve_app.cli import tools
-    from serve_app.cli.main import app
+    from serve_app.cli import main
 
-    def run(module: str, arguments: Sequence[str], **_: Any) -> int:
+    def run(module: str, arguments: Sequence[str]) -> int:
         _module([module, *arguments])
         return 0
 
-    with patch.object(tools, "_run", run):
-        if words and words[0] in FORWARDED:
-            getattr(tools, words[0])(words[1:])
-        else:
-            _click(typer.main.get_command(app), words)
+    corral = typer.main.get_command(main.app)
+    if words and words[0] in FORWARDED:
+        with patch.object(main, "_run", run):
+            corral.main([*words], prog_name="corral", standalone_mode=False)
+    else:
+        _click(corral, words)
 
 
 def _click(group: Any, words: Sequence[str]) -> None:

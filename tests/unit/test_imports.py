@@ -210,7 +210,6 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.batch.answerer",
         "serve_app.batch.run",
         "serve_app.batch.source",
-        "serve_app.cli.starter",
         "serve_app.config.schema",
         "serve_app.replica.kv_transfer",
         "serve_app.replica.metrics",

@@ -151,7 +151,7 @@ def test_when_ray_is_killed_haproxy_ends_too(own_folder: Path) -> None:
     try:
         started.wait_for("Ctrl-C stops it.")
         assert processes.tagged(own_folder, "haproxy")
-        (starter,) = processes.tagged(own_folder, "serve_app.cli.starter")
+        (starter,) = processes.tagged(own_folder, "serve_app.start.one_machine")
         os.kill(starter, signal.SIGKILL)
         wait_until(
             lambda: not processes.tagged(own_folder, ""),

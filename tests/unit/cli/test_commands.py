@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import io
 import json
 import subprocess
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from serve_app import __version__
 from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.cli import live, tools
+from serve_app.cli import live, main
 from serve_app.cli import serve as server
 from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.main import app
@@ -328,7 +328,7 @@ def test_top_shows_slots_and_what_happened(told: Told) -> None:
         (
             ["capacity", "--seconds", "5"],
             "serve_app.measure.capacity",
-            ["--seconds", "5", "--url", "http://127.0.0.1:8000", "--slo", tools._SLO],
+            ["--seconds", "5", "--url", "http://127.0.0.1:8000", "--slo", main._SLO],
         ),
         (
             ["capacity", "--configs", "a.yaml", "--slo=itl_p50=1s"],
@@ -342,11 +342,11 @@ def test_measurements_get_what_newcomers_leave_out(
 ) -> None:
     seen: list[tuple[str, list[str]]] = []
 
-    def run(module: str, arguments: Sequence[str], **_: object) -> int:
+    def run(module: str, arguments: Sequence[str]) -> int:
         seen.append((module, [*arguments]))
         return 0
 
-    monkeypatch.setattr(tools, "_run", run)
+    monkeypatch.setattr(main, "_run", run)
     output(*arguments)
     assert seen == [(module, given)]
 
@@ -355,13 +355,19 @@ def test_measurements_get_what_newcomers_leave_out(
 def test_the_help_of_a_forwarded_command_has_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "_run", lambda *_arguments, **_options: 0)
+    monkeypatch.setattr(main, "_run", lambda *_arguments: 0)
     assert f"Example: `corral {command} " in output(command, "--help")
 
 
-def test_measurements_say_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tools._run("json", [], needs=("json", "no_such_module"), extra="batch") == 1
-    assert "pip install 'corral[batch]'" in capsys.readouterr().err
+def test_a_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    missing = "pandas"
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else found(name)
+    )
+    said = output("batch", "in", "out", status=1)
+    assert "needs pandas." in said
+    assert "pip install 'corral[batch]'" in said
 
 
 class _ReadyError(Exception):
@@ -393,7 +399,7 @@ def test_every_option_of_a_forwarded_command_says_what_it_is(
 
 
 def test_bench_is_the_program_itself() -> None:
-    assert tools.bench(["--help"]) == 0
+    assert main._run("serve_app.measure.bench", ["--help"]) == 0
 
 
 VERSIONS = [

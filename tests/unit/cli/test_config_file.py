@@ -1,4 +1,4 @@
-"""What MODEL means on the command line."""
+"""What a user names, and the configuration that it becomes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.cli import model_source
-from serve_app.cli.model_source import NamedModel, named
+from serve_app.cli.config_file import NamedModel, named
 from serve_app.errors import ConfigError
+from serve_app.store import hub
 
 FILES = (
     "README.md",
@@ -61,14 +61,14 @@ def test_what_is_no_model_is_refused(model: str, message: str) -> None:
 def test_a_repository_is_asked_for_its_files(
     model: str, filename: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_source, "_files", lambda wanted: [*FILES])
+    monkeypatch.setattr(hub, "files", lambda *_: [*FILES])
     found = named(model)
     assert found.source == {"repo": f"Qwen/Qwen3-4B-GGUF:{filename}"}
     assert found.id == filename.removesuffix(".gguf")
 
 
 def test_a_revision_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_source, "_files", lambda wanted: [*FILES])
+    monkeypatch.setattr(hub, "files", lambda *_: [*FILES])
     found = named("Qwen/Qwen3-4B-GGUF:BF16@v2")
     assert found == NamedModel(
         "Qwen3-4B-BF16", {"repo": "Qwen/Qwen3-4B-GGUF:Qwen3-4B-BF16-00001-of-00002.gguf@v2"}
@@ -93,7 +93,7 @@ def test_a_model_in_openvinos_format_gets_its_backend(
     with pytest.raises(ConfigError, match=r"There is no openvino_model\.xml in the folder \./"):
         named("./")
     files = ["openvino_model.bin", "openvino_model.xml", *_SMALL]
-    monkeypatch.setattr(model_source, "_files", lambda wanted: files)
+    monkeypatch.setattr(hub, "files", lambda *_: files)
     repo = "OpenVINO/Qwen3-8B-int4-ov"
     found = named(repo)
     assert (found.id, found.engine) == ("Qwen3-8B-int4-ov", engine)
