@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from loadtests.compare.capitals import CapitalHeaders
 from serve_app.application.ingress_settings import access
 from serve_app.application.resolving import resolve
-from serve_app.batch.local_client import LocalClient
+from serve_app.batch.answerer import LocalClient
 from serve_app.config import schema
 from serve_app.engine import Engine
 from serve_app.folders import cache_folder

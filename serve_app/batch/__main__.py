@@ -24,6 +24,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,33 +41,24 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m serve_app.batch", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("input", type=Path, help="a file, or a folder of files")
-    parser.add_argument("output", type=Path, help="a folder of parts, or a .jsonl file")
+    add = parser.add_argument
+    add("input", type=Path, help="a file, or a folder of files")
+    add("output", type=Path, help="a folder of parts, or a .jsonl file")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="as for `corral serve`; by default the built-in one")
-    which.add_argument(
-        "--config", type=Path, help="a configuration file, whose first model is used"
-    )
-    parser.add_argument(
-        "--column", help="the column with the questions; without it, rows are requests"
-    )
-    parser.add_argument(
-        "--endpoint", default=None, help="the route that --column is for; by default chat"
-    )
-    parser.add_argument("--system", help="a system prompt for each row")
-    parser.add_argument(
-        "--fields",
-        type=json.loads,
-        default={},
-        help="fields for each request, as '{\"max_tokens\": 64}'",
-    )
-    parser.add_argument("--slots", type=int, help="requests of an engine that run at once")
-    parser.add_argument("--context", type=int, help="tokens of a slot")
-    parser.add_argument("--threads", type=int, help="threads of an engine")
-    parser.add_argument("--replicas", type=int, help="engines; by default as many as have room")
-    parser.add_argument(
-        "--lines-per-part", type=int, default=_LINES_PER_PART, help="lines that are written at once"
-    )
+    config = "a configuration file, whose first model is used"
+    which.add_argument("--config", type=Path, help=config)
+    add("--column", help="the column with the questions; without it, rows are requests")
+    add("--endpoint", help="the route that --column is for; by default chat")
+    add("--system", help="a system prompt for each row")
+    fields = "fields for each request, as '{\"max_tokens\": 64}'"
+    add("--fields", type=json.loads, default={}, help=fields)
+    add("--slots", type=int, help="requests of an engine that run at once")
+    add("--context", type=int, help="tokens of a slot")
+    add("--threads", type=int, help="threads of an engine")
+    add("--replicas", type=int, help="engines; by default as many as have room")
+    lines = "lines that are written at once"
+    add("--lines-per-part", type=int, default=_LINES_PER_PART, help=lines)
     return parser.parse_args(argv)
 
 
@@ -84,8 +76,8 @@ def resolved(args: argparse.Namespace) -> ResolvedModel:
 
 
 def connect() -> float:
-    """Have Ray: a cluster's, or one of this process alone. How many CPUs it has. Ray says only what goes
-    wrong."""
+    """Connect to Ray: a cluster's, or one of this process alone; returns how many CPUs it has. Ray says
+    only what goes wrong."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     import ray
 
@@ -128,27 +120,24 @@ def answer(args: argparse.Namespace) -> int:
     model = resolved(args)
     reading = Reading(path, args.column, args.system, args.fields)
     work = PartSettings(model, reading, folder.resolve())
-    n_replicas = args.replicas or max(1, int(connect_and_count(model)))
-    clock = run.Clock()
+    n_replicas = args.replicas or max(1, int(connect() / model.num_cpus))
+    began = time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
     n_bytes = sum(Path(file).stat().st_size for file in files)
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("starting", total=n_bytes)
 
         def show(done: run.Done) -> None:
-            progress.update(task, completed=done.read, description=clock.summary(done))
+            progress.update(
+                task, completed=done.read, description=done.summary(time.monotonic() - began)
+            )
 
         done = run.run(files, work, args.lines_per_part, n_replicas, show)
     if is_file:
         parts.join(folder, args.output)
         shutil.rmtree(folder)
-    print(f"{clock.summary(done)}. The answers are in {args.output}.")
+    print(f"{done.summary(time.monotonic() - began)}. The answers are in {args.output}.")
     return int(done.errors > 0)
-
-
-def connect_and_count(model: ResolvedModel) -> float:
-    """Engines that the cluster has room for."""
-    return connect() / model.num_cpus
 
 
 def main(argv: Sequence[str] | None = None) -> None:

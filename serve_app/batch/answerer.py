@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,25 +17,86 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 import ray
+from numpy.typing import NDArray
 
 from serve_app.batch import parts
-from serve_app.batch.local_client import LocalClient
 from serve_app.batch.rows import Question, Reading, parsed
 from serve_app.config.resolved import ResolvedModel
-from serve_app.engine import Engine
-from serve_app.errors import EngineFailedError
+from serve_app.config.sources import AdapterConfig
+from serve_app.engine import Engine, GenerationRequest, TokenDelta
+from serve_app.errors import EngineFailedError, NotSupportedError
 from serve_app.folders import cache_folder
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.batch.client import LineResponse, post
 from serve_app.ingress.batch.preparation import prefix_of
 from serve_app.ingress.http.request_context import Caller
-from serve_app.ingress.model_registry import ModelInfo
+from serve_app.ingress.model_registry import Answers, ModelInfo
 from serve_app.openvino.exported.header import vocabulary_file
 from serve_app.placement.pinning import place_on_cpus
 from serve_app.progress import nowhere
 from serve_app.store.models import locate
 from serve_app.store.sharing.cluster import ClusterSharing
+from serve_app.types import FetchingReplica, ReplicaStats, RequestRecord, Size, SlotAction
+
+
+class LocalClient:
+    """An `EngineClient` for an engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
+        stream = self._engine.submit(request)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            self._engine.abort(request.id)
+
+    async def media_tokens(self, sizes: Sequence[Size]) -> int:
+        return self._engine.media_tokens(sizes)
+
+    async def act_on_slot(
+        self, replica_id: str, action: str, slot_id: int, name: str
+    ) -> SlotAction:
+        return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
+
+    async def explain(self, request_id: str) -> Answers[RequestRecord]:
+        return Answers(tuple(self._engine.explain(request_id)))
+
+    async def embed(
+        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
+    ) -> NDArray[np.float32]:
+        return await asyncio.wrap_future(self._engine.embed(texts, client, background=background))
+
+    @property
+    def is_loaded(self) -> bool:
+        return True
+
+    async def load(self) -> None:
+        """Do nothing: the engine is loaded."""
+
+    async def release(self) -> None:
+        """Do nothing: the engine stays."""
+
+    async def load_adapter(self, adapter: AdapterConfig) -> None:
+        raise NotSupportedError("Adapters are loaded by servers only.", "load")
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        raise NotSupportedError("Adapters are unloaded by servers only.", "unload")
+
+    async def replica_states(self) -> dict[str, int]:
+        return {"RUNNING": 1}
+
+    async def fetching(self) -> Sequence[FetchingReplica]:
+        return ()
+
+    async def stats(self) -> Answers[ReplicaStats]:
+        engine = dataclasses.asdict(self._engine.stats())
+        stats = ReplicaStats("bare", "bare", engine, latencies=self._engine.latencies())
+        return Answers((stats,))
+
 
 AT_ONCE = 2
 """Parts that an engine has at a time: the second one's lines take the slots that the first one's leave."""
@@ -111,7 +173,7 @@ class Answerer:
             alike = sorted(range(len(lines)), key=lambda n: lines_read[n].prefix)
             await asyncio.gather(*(self._line(n, lines_read[n], answers, counts) for n in alike))
             content = b"".join(answers[n] for n in range(len(lines)))
-            await asyncio.to_thread(parts.write, self._work.folder, part, content)
+            await asyncio.to_thread(parts.write, self._work.folder / part, content)
         return counts
 
     def _read(self, line: bytes) -> _Asked:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ray.data import ActorPoolStrategy, DataContext
 
 from serve_app.batch import parts
 from serve_app.batch.answerer import AT_ONCE, Answerer, PartSettings
-from serve_app.batch.source import FORMATS, Parts
+from serve_app.batch.parts import FORMATS, Parts
 from serve_app.errors import ConfigError
 from serve_app.openvino.exported.files import folder_of, present
 
@@ -35,8 +34,17 @@ class Done:
     read: int = 0
     """Bytes of the input, with those of parts that were done before."""
 
+    def summary(self, seconds: float) -> str:
+        """The counts, and their rates in so many seconds, in one line."""
+        seconds = max(seconds, 1e-3)
+        hits = self.cached / self.prompt if self.prompt else 0.0
+        return (
+            f"{self.lines} lines, {self.errors} errors, {self.lines / seconds:.1f} lines/s, "
+            f"{self.generated / seconds:.1f} tokens/s, {hits:.0%} of prompts cached"
+        )
+
     def add(self, row: Mapping[str, Any]) -> None:
-        """A part more."""
+        """Count one part more."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + int(row[name]))
 
@@ -54,19 +62,13 @@ def inputs(folder: Path) -> dict[str, int]:
 
 def about(files: Mapping[str, int], work: PartSettings, n_lines: int) -> dict[str, Any]:
     """A description of all that the output depends on."""
-    reading = work.reading
     source = work.model.source
     model_files = [] if source.path is None else _files_at(source.path.expanduser())
     return {
         "files": {path: _version(path) for path in (*files, *model_files)},
         "lines_per_part": n_lines,
         "model": source.model_dump(mode="json", exclude_none=True),
-        "reading": {
-            "path": reading.path,
-            "column": reading.column,
-            "system": reading.system,
-            "fields": dict(reading.fields),
-        },
+        "reading": asdict(work.reading),
     }
 
 
@@ -78,9 +80,9 @@ def _files_at(path: Path) -> list[str]:
 
 
 def _version(path: str) -> list[int]:
-    """Another one, almost certainly, if the file's content is."""
-    about_it = Path(path).stat()
-    return [about_it.st_size, about_it.st_mtime_ns]
+    """Size and time of a file: almost certainly others if the content is another."""
+    status = Path(path).stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def run(
@@ -112,28 +114,7 @@ def run(
         num_cpus=work.model.num_cpus,
     )
     done = Done()
-    for row in _rows(answered):
+    for row in answered.iter_rows():
         done.add(row)
         on_part(done)
     return done
-
-
-def _rows(dataset: ray.data.Dataset) -> Iterator[dict[str, Any]]:
-    yield from dataset.iter_rows()
-
-
-class Clock:
-    """Rates since it was made."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._began = now()
-
-    def summary(self, done: Done) -> str:
-        """In one line."""
-        seconds = max(self._now() - self._began, 1e-3)
-        hits = done.cached / done.prompt if done.prompt else 0.0
-        return (
-            f"{done.lines} lines, {done.errors} errors, {done.lines / seconds:.1f} lines/s, "
-            f"{done.generated / seconds:.1f} tokens/s, {hits:.0%} of prompts cached"
-        )

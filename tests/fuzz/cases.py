@@ -21,7 +21,7 @@ from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.core.result import Ok
 
-from serve_app.batch.local_client import LocalClient
+from serve_app.batch.answerer import LocalClient
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api

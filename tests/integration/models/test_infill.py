@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.batch.local_client import LocalClient
+from serve_app.batch.answerer import LocalClient
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel

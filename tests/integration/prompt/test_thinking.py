@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from anthropic.types import ThinkingConfigParam
 
-from serve_app.batch.local_client import LocalClient
+from serve_app.batch.answerer import LocalClient
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
