@@ -29,9 +29,8 @@ from serve_app.openvino.exported.files import ONLY_OPENVINO
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.sampling import Api
 from serve_app.store import models as store
-from serve_app.store.pieces import ALONE
-from serve_app.store.remote import UnreachableError
-from serve_app.store.sharing.cluster import ClusterSharing
+from serve_app.store.remote import ALONE, UnreachableError
+from serve_app.store.sharing import ClusterSharing
 
 logger = logging.getLogger("corral.config")
 

@@ -36,7 +36,7 @@ from serve_app.openvino.exported.header import vocabulary_file
 from serve_app.placement.pinning import place_on_cpus
 from serve_app.progress import nowhere
 from serve_app.store.models import locate
-from serve_app.store.sharing.cluster import ClusterSharing
+from serve_app.store.sharing import ClusterSharing
 from serve_app.types import FetchingReplica, ReplicaStats, RequestRecord, Size, SlotAction
 
 

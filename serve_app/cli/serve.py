@@ -132,24 +132,24 @@ def _download(content: Json, shown: Screen) -> None:
         if not isinstance(source, dict) or not _REMOTE & source.keys():
             continue
         from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
-        from serve_app.store.models import locate, pinned, projector_of
+        from serve_app.store.models import locate, pinned, pinned_projector, projector_beside
 
-        told, eyes = partial(shown.stage, str(model.get("id"))), model.get("projector")
+        report, projector = partial(shown.stage, str(model.get("id"))), model.get("projector")
         try:
             known = ModelSource.model_validate(source)
-            wanted = ProjectorSource.model_validate(eyes) if isinstance(eyes, dict) else eyes
+            if isinstance(projector, dict):
+                projector = ProjectorSource.model_validate(projector)
             downloads = DownloadsConfig.model_validate(_args(content).get("downloads") or {})
         except ValueError:
             continue  # the server says what is wrong with it
-        locate(known, downloads, told)
-        try:
-            projector = projector_of(pinned(known, downloads), wanted, downloads)
-        except ConfigError:
-            if wanted is not None:
-                raise
-            continue  # the server says why it has none
-        if projector is not None:
-            locate(projector, downloads, told)
+        locate(known, downloads, report)
+        if projector:
+            projector = pinned_projector(projector, downloads)
+        elif projector is None:
+            with suppress(ConfigError):  # the server says why it has none
+                projector = projector_beside(pinned(known, downloads), downloads)
+        if projector:
+            locate(projector, downloads, report)
     shown.clear()
 
 

@@ -39,7 +39,7 @@ from serve_app.routing import reports
 from serve_app.routing.autoscaling import PRESSURE, IngressLoad
 from serve_app.store.models import vocabulary
 from serve_app.store.shared_entries import LoadedAdapters, VersionWeights
-from serve_app.store.sharing.cluster import ClusterSharing
+from serve_app.store.sharing import ClusterSharing
 
 logger = logging.getLogger("corral.ingress")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.progress import Report, Stage, nowhere
 from serve_app.store.models import locate
-from serve_app.store.sharing.cluster import ClusterSharing
+from serve_app.store.sharing import ClusterSharing
 
 
 class Files:

@@ -11,14 +11,22 @@ import hashlib
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 
 from serve_app.errors import ConfigError
-from serve_app.store.pieces import ALONE, Holder, MissingPieces, Peers, Sharing
-from serve_app.store.remote import Origin, RemoteFile, UnreachableError
+from serve_app.store.remote import (
+    ALONE,
+    Holder,
+    Origin,
+    Peers,
+    RemoteFile,
+    Sharing,
+    UnreachableError,
+)
 
 PIECE_BYTES = 16 * 2**20
 N_AT_ONCE = 4
@@ -144,6 +152,25 @@ def disk_error(folder: Path, error: OSError) -> ConfigError:
             "when there is room. Make room, or set downloads.folder to another disk."
         )
     return ConfigError(f"{folder} cannot be written: {error}")
+
+
+class MissingPieces:
+    """Hands out the pieces that a download lacks, in their order. Any thread."""
+
+    def __init__(self, have: bytes) -> None:
+        """`have` has a byte for each piece, 1 if it is here."""
+        self._pieces = deque(piece for piece, is_done in enumerate(have) if not is_done)
+        self._changing = threading.Lock()
+
+    def next(self) -> int | None:
+        """The piece to fetch now; None if there is none left."""
+        with self._changing:
+            return self._pieces.popleft() if self._pieces else None
+
+    def put_back(self, piece: int) -> None:
+        """Hand a piece out again that did not come."""
+        with self._changing:
+            self._pieces.appendleft(piece)
 
 
 class _Fetching:

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,14 +21,12 @@ from serve_app.errors import ConfigError
 from serve_app.store import names
 from serve_app.store.names import HubName
 from serve_app.store.remote import (
-    AskOthers,
     Listing,
     RemoteFile,
     RemoteModel,
     UnreachableError,
     keep,
     kept,
-    nobody,
     safe,
 )
 
@@ -80,7 +78,9 @@ class HubOrigin:
         return True  # a commit never changes
 
 
-def find(name: HubName, folder: Path, others: AskOthers = nobody) -> RemoteModel:
+def find(
+    name: HubName, folder: Path, others: Callable[[], Listing | None] = lambda: None
+) -> RemoteModel:
     """The model's files. The repository's listing is kept in that folder, in case the server does
     not answer later; `others` may know one, too. Raises ConfigError, UnreachableError if the repository
     cannot be asked and was not before."""
@@ -134,7 +134,9 @@ def _is_same(path: Path, file: RemoteFile) -> bool:
     return False
 
 
-def _listing(name: HubName, folder: Path, others: AskOthers = nobody) -> Listing:
+def _listing(
+    name: HubName, folder: Path, others: Callable[[], Listing | None] = lambda: None
+) -> Listing:
     path = folder / f"{safe(name.repo)}@{safe(name.revision or 'main')}.json"
     before = kept(path)
     if before is not None and _COMMIT.fullmatch(name.revision or ""):

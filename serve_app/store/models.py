@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from serve_app import folders
 from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
@@ -26,11 +24,17 @@ from serve_app.openvino.exported.files import (
 )
 from serve_app.openvino.exported.header import header_of, vocabulary_file
 from serve_app.progress import Report, Stage
-from serve_app.store import download, gguf_header, hub, names, url
+from serve_app.store import download, gguf_header, hub, names
 from serve_app.store.folder import ModelsFolder
 from serve_app.store.names import HubName
-from serve_app.store.pieces import ALONE, Sharing
-from serve_app.store.remote import Origin, RemoteFile, RemoteModel, UnreachableError
+from serve_app.store.remote import (
+    ALONE,
+    RemoteFile,
+    RemoteModel,
+    Sharing,
+    UnreachableError,
+    find_url,
+)
 
 _LOOK_EVERY_S = 0.3
 _SAY_EVERY_S = 15.0
@@ -124,20 +128,6 @@ def pinned(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
     return ModelSource(repo=str(hub.pinned(name, _folder(configured).names)))
 
 
-def projector_of(
-    source: ModelSource | None,
-    projector: ProjectorSource | Literal[False] | None,
-    configured: DownloadsConfig,
-) -> ProjectorSource | None:
-    """The projector that is `wanted`, or else the one that the repository of a model's pinned `source` has.
-    Raises ConfigError."""
-    if projector:
-        return pinned_projector(projector, configured)
-    if source is None or projector is False:
-        return None
-    return projector_beside(source, configured)
-
-
 def pinned_projector(source: ProjectorSource, configured: DownloadsConfig) -> ProjectorSource:
     """A projector's source of which every node gets the same bytes. Raises ConfigError."""
     name = _hub_name(source)
@@ -223,19 +213,19 @@ def _remote(source: ModelSource, configured: DownloadsConfig, sharing: Sharing) 
     hub_name, names_folder = _hub_name(source), _folder(configured).names
     name = source.url if hub_name is None else str(hub_name)
     assert name is not None
-    others = partial(sharing.told, name)
+    others = partial(sharing.listing, name)
     if hub_name is None:
-        model = url.find(name, names_folder, others)
+        model = find_url(name, names_folder, others)
     else:
         model = hub.find(hub_name, names_folder, others)
-    sharing.tell(name, model.listing)
+    sharing.put_listing(name, model.listing)
     return model
 
 
 def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report, sharing: Sharing) -> None:
     """Have all of it here, and open. One process of this node downloads; the others wait for it, and go on
     if it dies."""
-    progress = _Told(model, folder, report)
+    progress = _Progress(model, folder, report)
     while not folder.open(model):
         with folder.alone(model) as mine:
             if mine:
@@ -249,22 +239,18 @@ def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report, sharing: S
         time.sleep(_LOOK_EVERY_S)
 
 
-class _Told:
+class _Progress:
     """Says how far a download is, to `report` and in the log. Any thread."""
 
     def __init__(self, model: RemoteModel, folder: ModelsFolder, report: Report) -> None:
         self._model, self._folder, self._report = model, folder.of(model), report
         self._changing = threading.Lock()
-        self._n_before = self._n_done = self._present()
-        self._n_from_nodes = 0
+        self._n_before = self._n_done = self._n_from_nodes = 0
         self._began = self._said = time.monotonic()
-
-    def _present(self) -> int:
-        return sum(download.n_present(self._folder, file) for file in self._model.files)
 
     def begin(self) -> None:
         """Note that the download begins in this process."""
-        self._n_before = self._n_done = self._present()
+        self.look()
         self._began = self._said = time.monotonic()
         logger.info(
             "Downloading %s: %s, %.2f GiB%s.",
@@ -273,7 +259,6 @@ class _Told:
             self._model.n_bytes / 2**30,
             f", of which {self._n_before / 2**30:.2f} are here" if self._n_before else "",
         )
-        self._tell()
 
     def more(self, n_bytes: int, from_node: bool) -> None:
         """So many more bytes are here, maybe from another node."""
@@ -285,7 +270,8 @@ class _Told:
             if now - self._said < _SAY_EVERY_S:
                 return
             self._said = now
-        done, all_bytes, rate = self._n_done, self._model.n_bytes, self._rate()
+        done, all_bytes = self._n_done, self._model.n_bytes
+        rate = (done - self._n_before) / max(1e-3, now - self._began)
         logger.info(
             "Downloading %s: %.0f%% of %.2f GiB, %.1f MB/s, %.0f s left.",
             self._model.label,
@@ -296,8 +282,9 @@ class _Told:
         )
 
     def look(self) -> None:
-        """Another process downloads it."""
-        self._n_before = self._n_done = self._present()
+        """Tell what is here; another process may download it."""
+        present = (download.n_present(self._folder, file) for file in self._model.files)
+        self._n_before = self._n_done = sum(present)
         self._tell()
 
     def end(self) -> None:
@@ -312,22 +299,11 @@ class _Told:
             else "",
         )
 
-    def _rate(self) -> float:
-        """Bytes a second."""
-        spent = max(1e-3, time.monotonic() - self._began)
-        return (self._n_done - self._n_before) / spent
-
     def _tell(self) -> None:
         done = min(1.0, self._n_done / max(1, self._model.n_bytes))
         n_new = self._n_done - self._n_before
-        self._report(
-            Stage(
-                "downloading",
-                done,
-                from_origin_bytes=n_new - self._n_from_nodes,
-                from_nodes_bytes=self._n_from_nodes,
-            )
-        )
+        n_from_origin = n_new - self._n_from_nodes
+        self._report(Stage("downloading", done, None, n_from_origin, self._n_from_nodes))
 
 
 def _local(model: RemoteModel, name: HubName | None, folder: ModelsFolder) -> Path | None:
@@ -360,7 +336,8 @@ def _reader(
         data = b""
         for attempt in range(_N_TRIES):
             try:
-                for chunk in _from(origin, file, start + len(data), end):
+                at = start + len(data)
+                for chunk in origin.read(file, at, end) if at < end else ():
                     data += chunk
                 return data
             except ConfigError:
@@ -372,7 +349,3 @@ def _reader(
         return data
 
     return read if local is None else read_here
-
-
-def _from(origin: Origin, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
-    return origin.read(file, start, end) if start < end else iter(())

@@ -1,9 +1,11 @@
-"""A model's files where they come from: what is known of them, and a way to read them."""
+"""A model's files where they come from: what is known of them, how they are read, and other nodes' help."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -12,6 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from serve_app.errors import ConfigError
+from serve_app.llama import shards
+
+logger = logging.getLogger("corral.store")
+_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "last_modified")
+"""Names by which file systems tell a changed file."""
+_CHUNK_BYTES = 2**20
 
 
 class UnreachableError(ConfigError):
@@ -80,15 +88,6 @@ class RemoteModel:
         return f"{safe(self.label)}--{key}"
 
 
-AskOthers = Callable[[], Listing | None]
-"""Asks other nodes for the listing of the same files."""
-
-
-def nobody() -> Listing | None:
-    """There are no others."""
-    return None
-
-
 def kept(path: Path) -> Listing | None:
     """The listing that was kept there."""
     with suppress(OSError, ValueError):
@@ -98,7 +97,7 @@ def kept(path: Path) -> Listing | None:
 
 
 def keep(path: Path, listing: Listing) -> None:
-    """For another time; a folder that cannot be written only costs another question."""
+    """Keep a listing for another time; a folder that cannot be written only costs another question."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -106,7 +105,138 @@ def keep(path: Path, listing: Listing) -> None:
         part.replace(path)
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A node that has a file, or downloads it."""
+
+    number: int
+    """Position in the order in which the nodes began."""
+    node: str
+    path: str
+    """The file's path on that node."""
+    is_whole: bool = False
+    is_cut_off: bool = False
+    """Whether the node could not reach the origin."""
+
+
+class Peers:
+    """The other nodes that have a file or download it, as one download sees them: none. Any thread."""
+
+    def upstream(self) -> Holder | None:
+        """The node to copy from now; None for the origin."""
+        return None
+
+    def read(self, holder: Holder, piece: int, start: int, end: int) -> Iterator[bytes]:
+        """Bytes of a piece from a node, by their positions in the file. Waits while the node has not got
+        the piece. Raises what networks do."""
+        raise NotImplementedError
+
+    def avoid(self, holder: Holder, error: Exception) -> None:
+        """Do not copy from a node for a while."""
+
+    def step_back(self) -> bool:
+        """Let another node ask the origin, which this node cannot reach. Whether there is one."""
+        return False
+
+    def withdraw(self) -> None:
+        """Others must not have the file from here: it is damaged, or did not come. Idempotent."""
+
+
+class Sharing:
+    """Files that nodes of a cluster have for each other; this node is alone. Any thread may call; nothing
+    raises, as each node can do without the others."""
+
+    def peers(self, file: RemoteFile, path: Path, stop: threading.Event) -> Peers:
+        """The others that have a file, or download it. From now on they may copy it from here, where it is
+        going to be at that path."""
+        return Peers()
+
+    def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
+        """Others may have the file from there, or its header if it is not whole."""
+
+    def read_header(self, file: RemoteFile, start: int, end: int) -> bytes | None:
+        """Bytes of a file, from a node that has it or its header, which may end before; None if there
+        is no such node."""
+        return None
+
+    def put_listing(self, name: str, listing: Listing) -> None:
+        """Others may want to know the files of that name."""
+
+    def listing(self, name: str) -> Listing | None:
+        """The files of that name, from a node that knew."""
+        return None
+
+
+ALONE = Sharing()
+
+
 def safe(text: str) -> str:
     """A text as part of a file's name."""
-    kept = "".join(one if one.isalnum() or one in "._-" else "-" for one in text)
-    return kept.lstrip(".")[-150:]
+    letters = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in text)
+    return letters.lstrip(".")[-150:]
+
+
+class UrlOrigin:
+    """Reads files of one file system."""
+
+    def __init__(self, file_system: Any) -> None:
+        self._files = file_system
+
+    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+        try:
+            for at in range(start, end, _CHUNK_BYTES):
+                yield self._files.cat_file(file.path, at, min(end, at + _CHUNK_BYTES))
+        except (FileNotFoundError, PermissionError) as error:
+            raise ConfigError(f"{file.path}: {type(error).__name__}") from None
+
+    def is_current(self, file: RemoteFile) -> bool:
+        self._files.invalidate_cache()
+        return _described(self._files, file.path) == file
+
+
+def find_url(
+    url: str, folder: Path, others: Callable[[], Listing | None] = lambda: None
+) -> RemoteModel:
+    """The file there, with its other shards if it is the first of several. The listing is kept in
+    that folder, in case the server does not answer later; `others` may know one, too. Raises
+    ConfigError."""
+    first, *later = shards.names(url)
+    file_system, path = _open_url(first)
+    paths = [path, *(file_system._strip_protocol(other) for other in later)]
+    before = folder / f"{blake2b(url.encode(), digest_size=16).hexdigest()}.json"
+    try:
+        files = tuple(_described(file_system, path) for path in paths)
+    except UnreachableError as error:
+        listing = kept(before) or others()
+        if listing is None:
+            raise
+        logger.warning("%s. What it answered before is used.", error)
+        files = tuple(RemoteFile(**one) for one in listing["files"])
+    else:
+        keep(before, {"files": [asdict(file) for file in files]})
+    return RemoteModel(path.rpartition("/")[2], files, UrlOrigin(file_system))
+
+
+def _open_url(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    try:
+        file_system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:  # a package for s3:// and the like, or no such kind
+        raise ConfigError(f"source.url: {error}") from None
+    return file_system, str(path)
+
+
+def _described(file_system: Any, path: str) -> RemoteFile:
+    try:
+        info = file_system.info(path)
+    except FileNotFoundError:
+        raise ConfigError(f"source.url: there is no file {path}") from None
+    except Exception as error:  # each file system has its own kinds
+        raise UnreachableError(
+            f"source.url: {path} cannot be reached ({type(error).__name__}: {error})"
+        ) from None
+    if not info.get("size"):
+        raise ConfigError(f"source.url: {path} does not say how long it is")
+    versions = [f"{name}={info[name]}" for name in _VERSIONS if info.get(name)]
+    return RemoteFile(path, int(info["size"]), version=" ".join([path, *versions]))

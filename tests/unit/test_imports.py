@@ -86,7 +86,7 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
         ("serve_app", ("loadtests", "tests", "tools")),
         *(
             (f"serve_app.store.{name}", ("ray", "serve_app.store.sharing"))
-            for name in ("models", "download", "pieces", "folder", "hub", "url")
+            for name in ("models", "download", "remote", "folder", "hub")
         ),
         ("serve_app.types", ("ray", "fastapi", "pydantic", "llama_cpp", "serve_app.engine")),
         *(
@@ -227,9 +227,7 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.routing.request_router",
         "serve_app.start.one_machine",
         "serve_app.store.shared_entries",
-        "serve_app.store.sharing.cluster",
-        "serve_app.store.sharing.holders",
-        "serve_app.store.sharing.peer",
+        "serve_app.store.sharing",
     }
 
 

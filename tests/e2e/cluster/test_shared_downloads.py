@@ -40,7 +40,7 @@ def fetch(folder: Path, token: str | None = None, hub: str | None = None) -> tup
     from serve_app.progress import nowhere
     from serve_app.store import download
     from serve_app.store.models import locate
-    from serve_app.store.sharing.cluster import ClusterSharing
+    from serve_app.store.sharing import ClusterSharing
 
     download.PIECE_BYTES = PIECE_BYTES
     os.environ["HF_TOKEN"] = token or ""

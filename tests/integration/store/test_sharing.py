@@ -15,8 +15,7 @@ from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
 from serve_app.progress import Stage, nowhere
 from serve_app.store.models import locate, pinned, vocabulary
-from serve_app.store.pieces import Holder
-from serve_app.store.remote import Listing, RemoteFile, UnreachableError
+from serve_app.store.remote import Holder, Listing, Peers, RemoteFile, Sharing, UnreachableError
 from tests.integration.store.hub_server import Hub
 
 ONE = ModelSource(repo="owner/name:Q4_0")
@@ -27,8 +26,8 @@ THERE = Holder(0, "there", "/there")
 
 
 @dataclass
-class Neighbour:
-    """One other node that has the file. See Sharing and Peers."""
+class Neighbour(Sharing, Peers):
+    """One other node that has the file."""
 
     content: bytes
     fails: int = 0
@@ -50,10 +49,10 @@ class Neighbour:
     def read_header(self, file: RemoteFile, start: int, end: int) -> bytes | None:
         return self.content[start:end] if self.headers else None
 
-    def tell(self, name: str, listing: Listing) -> None:
+    def put_listing(self, name: str, listing: Listing) -> None:
         self.listings[name] = listing
 
-    def told(self, name: str) -> Listing | None:
+    def listing(self, name: str) -> Listing | None:
         return self.listings.get(name)
 
     def upstream(self) -> Holder | None:

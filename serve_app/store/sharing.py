@@ -1,13 +1,14 @@
-"""A node's part in one download for a cluster.
+"""One download for a cluster: its nodes copy a file from each other while it is downloaded.
 
 The nodes that want a file stand in a line, in the order in which they began. The first one asks the origin,
 and each other one copies from the node before it, piece by piece, while that one is still downloading. A
 node that dies or makes no progress is skipped. The order is the same for all, so nodes never wait for each
-other in a circle.
+other in a circle. Ray's head keeps the lines. An entry may be old: a node that is asked in vain shows that.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -22,10 +24,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError
+from ray.experimental import internal_kv
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from serve_app.store.pieces import Holder, Peers
-from serve_app.store.remote import Listing, RemoteFile
-from serve_app.store.sharing import holders, peer
+from serve_app.store.remote import Holder, Listing, Peers, RemoteFile, Sharing
+from serve_app.store.shared_entries import NumberedEntries
 
 logger = logging.getLogger("corral.store")
 
@@ -43,6 +46,12 @@ STALL_S = 20.0
 """A node that has made no progress for so long is skipped."""
 AVOID_S = 60.0
 """A node that failed is not asked again for so long."""
+IDLE_S = 60.0
+"""The process that reads a node's files ends when nobody has asked it for so long."""
+_N_AT_ONCE = 64
+"""Calls of that process, most of which wait for the disk."""
+_NAMESPACE = "corral"
+_FILES = NumberedEntries("files", "nodes")
 
 
 class MissingPieceError(Exception):
@@ -53,7 +62,43 @@ class UpstreamChangedError(Exception):
     """Another node stands before this one now."""
 
 
-class ClusterSharing:
+class HolderLine:
+    """The nodes that have one file or download it, in the order in which they began, as Ray's head keeps
+    them. All methods ask Ray's head, block meanwhile, and raise its errors."""
+
+    def __init__(self, key: str) -> None:
+        """`key` is that of the file's content; see `_key`."""
+        self._key = key
+
+    def add(self, node: str, path: str, *, is_whole: bool = False, is_cut_off: bool = False) -> int:
+        """Have a node behind all others. Returns its number."""
+        for holder in self.read():
+            if holder.node == node:
+                self.remove(holder.number)
+        holder = Holder(-1, node, path, is_whole, is_cut_off)
+        return _FILES.add(self._key, _entry(holder))
+
+    def make_whole(self, holder: Holder) -> None:
+        """A node has the whole file now."""
+        _FILES.replace(self._key, holder.number, _entry(holder) | {"is_whole": True})
+
+    def remove(self, number: int) -> None:
+        """Forget a node that does not have the file any more."""
+        _FILES.remove(self._key, number)
+
+    def read(self) -> list[Holder]:
+        """The nodes that are there."""
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = {node["NodeID"] for node in nodes if node["Alive"]}
+        holders = [Holder(number, **entry) for number, entry in _FILES.read(self._key)]
+        return [holder for holder in holders if holder.node in alive]
+
+
+def _entry(holder: Holder) -> dict[str, Any]:
+    return {name: value for name, value in asdict(holder).items() if name != "number"}
+
+
+class ClusterSharing(Sharing):
     """The Sharing of a process of Ray's."""
 
     @cached_property
@@ -66,14 +111,14 @@ class ClusterSharing:
 
     def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
         """Let other nodes copy a file, or its header, from here."""
-        key = _key(file, is_whole=is_whole)
+        line = HolderLine(_key(file, is_whole=is_whole))
         try:
-            for holder in holders.of_node(key, self._node):
-                if holder.path == str(path):
+            for holder in line.read():
+                if (holder.node, holder.path) == (self._node, str(path)):
                     if not holder.is_whole:
-                        holders.make_whole(key, holder)
+                        line.make_whole(holder)
                     return
-            holders.add(key, self._node, str(path), is_whole=True)
+            line.add(self._node, str(path), is_whole=True)
         except Exception as error:  # Ray's head is away for a moment
             logger.warning("Other nodes do not learn which files are here: %r.", error)
 
@@ -81,31 +126,33 @@ class ClusterSharing:
         """The bytes from the first node that gives them."""
         for is_whole in (False, True):
             with suppress(Exception):  # Ray's head is away for a moment
-                for holder in holders.read(_key(file, is_whole=is_whole)):
+                for holder in HolderLine(_key(file, is_whole=is_whole)).read():
                     if holder.is_whole and holder.node != self._node:
                         data = _read_header(holder, start, end)
                         if data is not None:
                             return data
         return None
 
-    def tell(self, name: str, listing: Listing) -> None:
+    def put_listing(self, name: str, listing: Listing) -> None:
         """Keep a listing with Ray's head."""
+        key, value = f"listings/{name}".encode(), json.dumps(listing).encode()
         with suppress(Exception):  # Ray's head is away for a moment
-            holders.put_listing(name, json.dumps(listing))
+            internal_kv._internal_kv_put(key, value, True, namespace=_NAMESPACE.encode())
 
-    def told(self, name: str) -> Listing | None:
+    def listing(self, name: str) -> Listing | None:
         """The listing that Ray's head has."""
         with suppress(Exception):
-            found = holders.listing(name)
-            return None if found is None else dict(json.loads(found))
+            key, namespace = f"listings/{name}".encode(), _NAMESPACE.encode()
+            value: bytes | None = internal_kv._internal_kv_get(key, namespace=namespace)
+            return None if value is None else dict(json.loads(value))
         return None
 
 
-class ClusterPeers:
+class ClusterPeers(Peers):
     """One download's place in the line for a file, and the nodes before it. Any thread."""
 
     def __init__(self, node: str, key: str, path: Path, stop: threading.Event) -> None:
-        self._node, self._key, self._path, self._stop = node, key, path, stop
+        self._node, self._line, self._path, self._stop = node, HolderLine(key), path, stop
         self._ordering = threading.Lock()
         self._number: int | None = None
         self._upstream: Holder | None = None
@@ -122,7 +169,7 @@ class ClusterPeers:
                 self._look_at = time.monotonic() + _ORDER_EVERY_S
                 try:
                     if self._number is None:
-                        self._number = holders.add(self._key, self._node, str(self._path))
+                        self._number = self._line.add(self._node, str(self._path))
                     self._upstream = chosen(self._others(), self._number)
                 except Exception as error:
                     logger.warning("Which nodes have files is not known for a moment: %r.", error)
@@ -133,7 +180,7 @@ class ClusterPeers:
         now = time.monotonic()
         return [
             holder
-            for holder in holders.read(self._key)
+            for holder in self._line.read()
             if holder.node != self._node and now >= self._avoided.get(holder.number, now)
         ]
 
@@ -170,7 +217,7 @@ class ClusterPeers:
         """The answer of a node's actor. Raises RayError, ValueError, GetTimeoutError if it is late."""
         for _ in range(_N_TRIES):
             known = self._actors.get(node)
-            actor = known or peer.on(node)
+            actor = known or peer_on(node)
             reference = getattr(actor, method).remote(*arguments)
             try:
                 answer = self._got(reference, _READ_S if known else _FIRST_READ_S)
@@ -202,7 +249,7 @@ class ClusterPeers:
             self._look_at = 0.0
         if isinstance(error, ActorUnschedulableError):  # the node is gone
             with suppress(Exception):
-                holders.remove(self._key, holder.number)
+                self._line.remove(holder.number)
 
     def step_back(self) -> bool:
         """Go to the end of the line, if somebody else may reach the origin."""
@@ -212,7 +259,7 @@ class ClusterPeers:
             return True
         with self._ordering, suppress(Exception):  # Ray's head is away for a moment
             if any(not holder.is_cut_off for holder in self._others()):
-                self._number = holders.add(self._key, self._node, str(self._path), is_cut_off=True)
+                self._number = self._line.add(self._node, str(self._path), is_cut_off=True)
                 self._look_at = 0.0
                 return True
         return False
@@ -222,7 +269,7 @@ class ClusterPeers:
         with self._ordering:
             if self._number is not None:
                 with suppress(Exception):  # nodes that ask in vain skip this one
-                    holders.remove(self._key, self._number)
+                    self._line.remove(self._number)
                 self._number = None
                 self._look_at = float("inf")
 
@@ -241,7 +288,7 @@ def chosen(others: list[Holder], number: int) -> Holder | None:
 def _read_header(holder: Holder, start: int, end: int) -> bytes | None:
     """The bytes from a node; None if it does not give them."""
     try:
-        answer = peer.on(holder.node).read.remote(holder.path, 0, start, end)
+        answer = peer_on(holder.node).read.remote(holder.path, 0, start, end)
         data: bytes | None = ray.get(answer, timeout=_FIRST_READ_S)
     except Exception as error:
         logger.info("Node %s does not give a header: %r.", holder.node[:8], error)
@@ -252,5 +299,98 @@ def _read_header(holder: Holder, start: int, end: int) -> bytes | None:
 def _key(file: RemoteFile, *, is_whole: bool = True) -> str:
     """The key of a file's content, or of its header alone."""
     content = file.sha256 or (file.name, file.version)
-    told = repr((content, file.n_bytes, is_whole)).encode()
-    return blake2b(told, digest_size=16).hexdigest()
+    identity = repr((content, file.n_bytes, is_whole)).encode()
+    return blake2b(identity, digest_size=16).hexdigest()
+
+
+class PeerActor:
+    """A process on a node that reads the node's files for other nodes. It is started by the first node
+    that asks for something. Its methods run in the actor's event loop."""
+
+    def __init__(self) -> None:
+        self._asked = time.monotonic()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def read(self, path: str, piece: int, start: int, end: int) -> bytes | None:
+        """Bytes of the file that is, or will be, at that path; None if that piece is not there."""
+        self._note_use()
+        return await asyncio.to_thread(_read, Path(path), piece, start, end)
+
+    async def age(self, path: str) -> float | None:
+        """Seconds since the download of that file made progress, 0 if it is whole; None without a file."""
+        self._note_use()
+        return await asyncio.to_thread(_age, Path(path))
+
+    def _note_use(self) -> None:
+        self._asked = time.monotonic()
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            left_s = self._asked + IDLE_S - time.monotonic()
+            if left_s <= 0:
+                break
+            await asyncio.sleep(left_s)
+        ray.get_runtime_context().current_actor.leave.remote()
+
+    async def leave(self) -> None:
+        """End this process, unless somebody asked meanwhile."""
+        if time.monotonic() - self._asked < IDLE_S:
+            self._watching = asyncio.create_task(self._watch())
+            return
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+
+def peer_on(node: str) -> Any:
+    """The actor of a node, started if it must be. Asks Ray's head. Raises RayError or ValueError."""
+    options: dict[str, Any] = {
+        "name": f"files-{node}",
+        "namespace": _NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_concurrency": _N_AT_ONCE,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    }
+    made: Any = ray.remote(PeerActor)
+    return made.options(**options).remote()
+
+
+def _age(path: Path) -> float | None:
+    for _ in range(2):  # the part may become the whole file between two looks
+        if path.exists():
+            return 0.0
+        with suppress(OSError):
+            return time.time() - path.with_name(f"{path.name}.part").stat().st_mtime
+    return None
+
+
+def _read(path: Path, piece: int, start: int, end: int) -> bytes | None:
+    try:
+        descriptor = _open(path, piece)
+        if descriptor is None:
+            return None
+        try:
+            data = os.pread(descriptor, end - start, start)
+        finally:
+            os.close(descriptor)
+    except OSError:  # it was removed to make room
+        return None
+    return data if len(data) == end - start else None
+
+
+def _open(path: Path, piece: int) -> int | None:
+    """The whole file, or the part of it that is here if that piece is. Raises OSError."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        part = os.open(path.with_name(f"{path.name}.part"), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        done = path.with_name(f"{path.name}.pieces").read_bytes()[piece : piece + 1]
+    except OSError:  # it has become whole just now: it is the same file
+        return part
+    if done == b"\1":
+        return part
+    os.close(part)
+    return None

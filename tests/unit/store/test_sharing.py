@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import ray
 
-from serve_app.store.pieces import Holder
-from serve_app.store.sharing import cluster, holders, peer
-from serve_app.store.sharing.cluster import ClusterPeers, MissingPieceError, UpstreamChangedError
+from serve_app.store import sharing
+from serve_app.store.remote import Holder
+from serve_app.store.sharing import (
+    ClusterPeers,
+    HolderLine,
+    MissingPieceError,
+    UpstreamChangedError,
+)
 from tests.unit.store import key_values
 
 A, B, C = (Holder(number, name, f"/{name}") for number, name in enumerate("abc"))
@@ -34,7 +39,7 @@ WHOLE = Holder(9, "w", "/w", is_whole=True)
 def test_a_node_copies_from_the_one_before_it(
     others: list[Holder], number: int, holder: Holder | None
 ) -> None:
-    assert cluster.chosen(others, number) == holder
+    assert sharing.chosen(others, number) == holder
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     nodes = {"a", "b", "c"}
     found = lambda: [{"NodeID": name, "Alive": name in nodes} for name in "abc"]  # noqa: E731
     monkeypatch.setattr(ray, "nodes", found)
-    monkeypatch.setattr(cluster, "_ORDER_EVERY_S", 0.0)
+    monkeypatch.setattr(sharing, "_ORDER_EVERY_S", 0.0)
     return nodes
 
 
@@ -78,7 +83,7 @@ def test_who_fails_is_skipped_for_a_while(alive: set[str], monkeypatch: pytest.M
     assert sources(c) == ["b"]
     c.avoid(found, MissingPieceError("no progress"))
     assert sources(a, b, c) == [None, "a", "a"]
-    monkeypatch.setattr("serve_app.store.sharing.cluster.time.monotonic", lambda: 1e9)
+    monkeypatch.setattr("serve_app.store.sharing.time.monotonic", lambda: 1e9)
     assert sources(c) == ["b"]
 
 
@@ -100,7 +105,7 @@ def test_who_begins_again_stands_behind_all(alive: set[str]) -> None:
     line("a", "b")
     again, c = line("a", "c")
     assert sources(again, c) == ["b", "a"]
-    assert [holder.node for holder in holders.read("key")] == ["b", "a", "c"]
+    assert [holder.node for holder in HolderLine("key").read()] == ["b", "a", "c"]
 
 
 class Node:
@@ -118,13 +123,13 @@ class Node:
 def test_a_piece_is_waited_for_as_long_as_its_node_makes_progress(
     alive: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(sharing, "_LOOK_EVERY_S", 0.0)
     (first,) = line("a")
     part = tmp_path / "m.gguf.part"
     part.touch()
     os.utime(part, (0, 0))
     second = ClusterPeers("b", "key", tmp_path / "m.gguf", threading.Event())
-    age_s = peer._age(tmp_path / "m.gguf")
+    age_s = sharing._age(tmp_path / "m.gguf")
     assert age_s is not None
     assert age_s < 60, "its file was made with the model's other files"
     holder, node = second.upstream(), Node()
@@ -135,7 +140,7 @@ def test_a_piece_is_waited_for_as_long_as_its_node_makes_progress(
     assert part.stat().st_mtime_ns > before, "the next one in the line sees the progress"
     node.is_there = True
     assert list(second.read(holder, 0, 0, 4)) == [b"data"]
-    node.is_there, node.age_s = False, cluster.STALL_S + 1
+    node.is_there, node.age_s = False, sharing.STALL_S + 1
     with pytest.raises(MissingPieceError, match="no progress"):
         next(second.read(holder, 0, 0, 4))
     node.age_s = None
