@@ -36,7 +36,7 @@ from serve_app.llama.vision.senses import NO_SENSES
 from serve_app.llama.vision.senses import senses as senses_of
 from serve_app.logs import forward_to_serve
 from serve_app.routing import reports
-from serve_app.routing.autoscaling import PRESSURE, IngressLoad
+from serve_app.routing.autoscaling import PRESSURE, ingress_pressure
 from serve_app.store.models import vocabulary
 from serve_app.store.shared_entries import LoadedAdapters, VersionWeights
 from serve_app.store.sharing import ClusterSharing
@@ -197,4 +197,4 @@ class Ingress:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
         open_part = len(self._open) / self._open.limit
-        return {PRESSURE: IngressLoad(open_part, self._cpu.share()).pressure}
+        return {PRESSURE: ingress_pressure(open_part, self._cpu.share())}

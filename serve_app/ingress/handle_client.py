@@ -32,7 +32,8 @@ from serve_app.ingress.adapters import AdapterControl
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.model_registry import Answers
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
-from serve_app.routing import broadcast, fetching, reports
+from serve_app.routing import broadcast, reports
+from serve_app.store.shared_entries import fetching_replicas
 from serve_app.types import (
     Accepted,
     Asleep,
@@ -126,7 +127,7 @@ class HandleClient:
         self._stats = SharedLooks(lambda _: self._ask_all("stats"), _LOOK_EVERY_S)
         named = handle.app_name, handle.deployment_name
         self._fetching = SharedLooks(
-            lambda _: asyncio.to_thread(fetching.read, *named), _LOOK_EVERY_S
+            lambda _: asyncio.to_thread(fetching_replicas, *named), _LOOK_EVERY_S
         )
         self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
         self._states: asyncio.Task[Any] | None = None

@@ -44,11 +44,9 @@ from serve_app.replica.adapters import ReplicaAdapters
 from serve_app.replica.files import Files
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
-from serve_app.replica.reporting import Reporting
-from serve_app.routing import fetching
-from serve_app.routing.reporter import pressure
+from serve_app.replica.reporting import Reporting, pressure
 from serve_app.store.models import n_bytes
-from serve_app.store.shared_entries import LoadedAdapters
+from serve_app.store.shared_entries import LoadedAdapters, progress_told
 from serve_app.types import (
     GenerationRequest,
     ReplicaRecords,
@@ -81,7 +79,7 @@ class LoadedModel:
         self._closing = AsyncExitStack()
         report = progress.to_folder(model.id)
         context, (_, node_id) = serve.get_replica_context(), _whereabouts()
-        async with fetching.told(context, node_id, report) as tell:
+        async with progress_told(context, node_id, report) as tell:
             files = Files(model.downloads, tell)
             find = files.find
             path = await find(model.source)
@@ -108,7 +106,7 @@ class LoadedModel:
         )
         self._channels = Channels(node_id, context.replica_id.unique_id)
         self._closing.callback(self._channels.close)
-        async with fetching.told(context, node_id, report) as tell:
+        async with progress_told(context, node_id, report) as tell:
             self._engine = await _in_new_thread(partial(Engine.load, path, options, tell))
         self._closing.push_async_callback(asyncio.to_thread, self._engine.close, timeout_s=0)
         self._vocabulary_key = self._engine.vocabulary_key

@@ -6,7 +6,6 @@ most replicas, the delays up and down, and that requests wake up a deployment wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,36 +22,17 @@ _OPEN = 0.25
 _CPU = 0.6
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """The work of one replica."""
-
-    backlog_s: float
-    """Seconds until all would be done."""
-    slots: float
-    """Requests that run or wait, for each slot."""
-    cells: float
-    """The part of the KV cache that running requests take."""
-
-    @property
-    def pressure(self) -> float:
-        """How many replicas this load would fill as they should be."""
-        return max(self.backlog_s / _BACKLOG_S, self.slots / _SLOTS, self.cells / _CELLS)
+def engine_pressure(backlog_s: float, slots: float, cells: float) -> float:
+    """How many replicas one replica's work would fill as they should be: the seconds until all would be
+    done, the requests that run or wait for each slot, and the part of the KV cache that running
+    requests take."""
+    return max(backlog_s / _BACKLOG_S, slots / _SLOTS, cells / _CELLS)
 
 
-@dataclass(frozen=True, slots=True)
-class IngressLoad:
-    """The work of one ingress replica."""
-
-    open_requests: float
-    """Open requests as a part of the most that it takes."""
-    cpu: float
-    """CPU time as a part of one core."""
-
-    @property
-    def pressure(self) -> float:
-        """How many replicas this load would fill as they should be."""
-        return max(self.open_requests / _OPEN, self.cpu / _CPU)
+def ingress_pressure(open_requests: float, cpu: float) -> float:
+    """How many ingress replicas one's work would fill as they should be: its open requests as a part of the
+    most that it takes, and its CPU time as a part of one core."""
+    return max(open_requests / _OPEN, cpu / _CPU)
 
 
 def by_pressure(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:

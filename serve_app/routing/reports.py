@@ -1,21 +1,70 @@
-"""The engine replicas' reports to the process of an ingress, which its routers read."""
+"""The engine replicas' reports to an ingress: what has changed, and the channels that bring it."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+import msgspec
 
 from serve_app.channel.address import Address
-from serve_app.routing.changes import applied
+from serve_app.routing.blocks import pack, unpack
 from serve_app.routing.score import Report
 
+logger = logging.getLogger("corral.routing")
 
-class Heard(NamedTuple):
-    """A report, and when it came."""
+_SETS = ("blocks", "requests", "turns")
+_FIGURES = tuple(name for name in Report.__slots__ if name not in _SETS)
 
-    report: Report
-    at: float
+
+class Change(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The changes of a report by the names of its fields. Names that the reader does not know are left out:
+    while Corral is updated, versions meet."""
+
+    figures: dict[str, int | float] = {}
+    """Figures that have changed."""
+    added: dict[str, bytes] = {}
+    """Hashes; see `serve_app.routing.blocks.pack`."""
+    removed: dict[str, bytes] = {}
+
+
+_decoder = msgspec.msgpack.Decoder(Change)
+
+
+def change(before: Report | None, after: Report) -> bytes | None:
+    """The change that makes the one of the other; all of it if there was none before. None if they
+    are equal."""
+    if before == after:
+        return None
+    figures, added, removed = {}, {}, {}
+    for name in _FIGURES:
+        figure = getattr(after, name)
+        if before is None or figure != getattr(before, name):
+            figures[name] = figure
+    for name in _SETS:
+        old: frozenset[int] = frozenset() if before is None else getattr(before, name)
+        new: frozenset[int] = getattr(after, name)
+        if new - old:
+            added[name] = pack(tuple(new - old))
+        if old - new:
+            removed[name] = pack(tuple(old - new))
+    return msgspec.msgpack.encode(Change(figures, added, removed))
+
+
+def applied(before: Report | None, body: bytes) -> Report:
+    """The report after that change. Raises msgspec.MsgspecError if it is none."""
+    change = _decoder.decode(body)
+    report = Report() if before is None else before
+    fields = {name: change.figures.get(name, getattr(report, name)) for name in _FIGURES}
+    for name in _SETS:
+        old: frozenset[int] = getattr(report, name)
+        added, removed = (unpack(sets.get(name, b"")) for sets in (change.added, change.removed))
+        fields[name] = old.difference(removed).union(added) if added or removed else old
+    return Report(**fields)
 
 
 class ReplicaConnection:
@@ -24,13 +73,13 @@ class ReplicaConnection:
     def __init__(self, reports: Reports, replica_id: str) -> None:
         self._reports = reports
         self.replica_id = replica_id
-        self.heard: Heard | None = None
-        """The newest report."""
+        self.newest: tuple[Report, float] | None = None
+        """The newest report, and when it came."""
 
     def take(self, report: bytes) -> None:
-        """A change of the last one."""
-        before = None if self.heard is None else self.heard.report
-        self.heard = Heard(applied(before, report), time.monotonic())
+        """Take a change of the last report."""
+        before = None if self.newest is None else self.newest[0]
+        self.newest = applied(before, report), time.monotonic()
 
     def end(self) -> None:
         """The connection is gone."""
@@ -65,10 +114,10 @@ class Reports:
         """Whether that replica has a channel to this process."""
         return replica_id in self._connections
 
-    def newest(self, replica_id: str) -> Heard | None:
-        """The replica's last report over its channel, if there is one."""
+    def newest(self, replica_id: str) -> tuple[Report, float] | None:
+        """The replica's last report over its channel, and when it came, if there is one."""
         connection = self._connections.get(replica_id)
-        return None if connection is None else connection.heard
+        return None if connection is None else connection.newest
 
     def watch(self, watcher: Callable[[str], None]) -> None:
         """Have it called, in the listener's thread, with each replica that is heard no more."""
@@ -77,3 +126,66 @@ class Reports:
 
 HERE = Reports()
 """The reports of this process. Serve makes the routers, and nothing can be handed to them."""
+
+
+_ANSWER_S = 10.0
+"""Longest wait for an answer: connections take half of it at most."""
+_AGAIN_S, _AGAIN_MOST_S = 1.0, 30.0
+"""Pauses after one that has not come of it: the first, and the longest; each is twice the one before."""
+
+ReplicaT = TypeVar("ReplicaT")
+
+
+class ReplicaAttachment(Generic[ReplicaT]):
+    """Keeps one deployment's replicas attached to this process. Used in one event loop."""
+
+    def __init__(
+        self, reports: Reports, ask: Callable[[ReplicaT, Address], Awaitable[object]]
+    ) -> None:
+        """`ask` has a replica open a channel to an address; it may fail in any way."""
+        self._reports = reports
+        self._ask = ask
+        self._loop = asyncio.get_running_loop()
+        self._replicas: dict[str, ReplicaT] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        reports.watch(self._left)
+
+    def update(self, replicas: Mapping[str, ReplicaT]) -> None:
+        """Take the present replicas, by their ids."""
+        self._replicas = dict(replicas)
+        for replica_id in self._replicas:
+            self._attach(replica_id)
+
+    def _left(self, replica_id: str) -> None:
+        """Any thread: its connection is gone."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._attach, replica_id)
+
+    def _is_missing(self, replica_id: str) -> bool:
+        return replica_id in self._replicas and not self._reports.hears(replica_id)
+
+    def _attach(self, replica_id: str) -> None:
+        """Ask the replica, unless it is attached or being asked already."""
+        address = self._reports.address
+        if address is None or replica_id in self._asking or not self._is_missing(replica_id):
+            return
+
+        def asked(_: object) -> None:
+            del self._asking[replica_id]
+            self._attach(replica_id)  # if the channel broke meanwhile
+
+        task = self._loop.create_task(self._keep_asking(replica_id, address))
+        self._asking[replica_id] = task
+        task.add_done_callback(asked)
+
+    async def _keep_asking(self, replica_id: str, address: Address) -> None:
+        pause_s = _AGAIN_S
+        while self._is_missing(replica_id):
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    await self._ask(self._replicas[replica_id], address)
+            except Exception as error:  # of any kind: it may be lost, and Serve not know it yet
+                logger.debug("%s does not attach itself: %r.", replica_id, error)
+            if self._is_missing(replica_id):
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _AGAIN_MOST_S)

@@ -18,9 +18,9 @@ from ray.serve.request_router import (
 
 from serve_app.channel.address import Address
 from serve_app.routing import reports
-from serve_app.routing.attachment import ReplicaAttachment
 from serve_app.routing.blocks import BLOCK_TOKENS, chain, request_key, turn_key
 from serve_app.routing.broadcast import note_running
+from serve_app.routing.reports import ReplicaAttachment
 from serve_app.routing.score import Fleet, RoutedPrompt
 from serve_app.types import GenerationRequest, adapters_of
 
@@ -57,7 +57,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
     ) -> list[list[RunningReplica]]:
         """The best ones, each a rank of its own, as Serve would take the shortest queue of a rank."""
         self._hear()
-        now, prompt = _now(), prompt_of(pending_request)
+        now, prompt = time.monotonic(), prompt_of(pending_request)
         ranked = [
             entry for entry in self._fleet.rank(prompt, now) if entry[0] in self.curr_replicas
         ]
@@ -69,17 +69,17 @@ class PrefixRouter(FIFOMixin, RequestRouter):
 
     def _hear(self) -> None:
         for replica in self.curr_replicas:
-            heard = reports.HERE.newest(replica.unique_id)
-            if heard is None:
-                self._fleet.silence(replica, _now())
+            newest = reports.HERE.newest(replica.unique_id)
+            if newest is None:
+                self._fleet.silence(replica, time.monotonic())
             else:
-                self._fleet.hear(replica, heard.report, heard.at)
+                self._fleet.hear(replica, *newest)
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Serve has sent it, maybe not where it was meant to go."""
-        self._fleet.went(replica_id, _key(pending_request), _now())
+        self._fleet.went(replica_id, _key(pending_request), time.monotonic())
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Count a request as ended that was answered, refused or cancelled."""
@@ -128,7 +128,3 @@ def _key(pending: PendingRequest) -> int:
 
 def _argument(pending: PendingRequest) -> Any:
     return pending.args[0] if pending.args else None
-
-
-def _now() -> float:
-    return time.monotonic()

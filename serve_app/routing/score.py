@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from serve_app.routing.blocks import BLOCK_TOKENS, Chain, n_leading
-from serve_app.routing.slot_wait import slot_wait_s
 
 _STRANGERS = 2
 """Replicas drawn by chance for each prompt: several routers that know the same must not all pick one."""
@@ -261,3 +260,10 @@ class Fleet(Generic[ReplicaT]):
             if sent.prompt.group == group and not sent.done:
                 sent.done = True
                 return
+
+
+def slot_wait_s(work_s: float, n_live: int, n_slots: int) -> float:
+    """Seconds that the next request waits for a slot behind `n_live` others, which take `work_s` until all
+    have ended: they end one by one."""
+    n_before = n_live - n_slots + 1
+    return work_s * n_before / n_live if n_before > 0 else 0.0

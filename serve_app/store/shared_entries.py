@@ -1,23 +1,31 @@
-"""Entries that all ingresses and replicas of an application know: loaded adapters, and weights of versions.
+"""Entries that all ingresses and replicas of an application know: adapters, weights, downloads.
 
-They are kept with Ray's head, and last as long as it does. All methods ask Ray's head, block meanwhile, and
-raise its errors.
+They are kept with Ray's head, and last as long as it does. Functions and methods ask Ray's head, block
+meanwhile, and raise its errors, unless they say otherwise.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ray.experimental import internal_kv
+from ray.serve.context import ReplicaContext
 
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
-from serve_app.types import AdapterUse
+from serve_app.progress import Report, Stage
+from serve_app.types import AdapterUse, FetchingReplica
 
 _NAMESPACE = b"corral"
+_TELL_EVERY_S = 1.0
+_STALE_S = 10.0
+"""What was not told anew for so long is of a replica that is gone. Clocks of nodes may differ by less."""
 MOST_ADAPTERS = 64
 """Adapters of one model that are loaded while serving."""
 MOST_CHANGES = 32
@@ -178,3 +186,58 @@ class VersionWeights:
         self._entries.add(model, {"weights": dict(weights), "configured": dict(configured)})
         for number in self._entries.numbers(model)[:-MOST_CHANGES]:
             self._entries.remove(model, number)
+
+
+@asynccontextmanager
+async def progress_told(
+    context: ReplicaContext, node_id: str, report: Report
+) -> AsyncIterator[Report]:
+    """Let everybody know, every second until the end of the block, how far this replica is with its model:
+    no replica answers before it has one. `report` is told, too. Raises nothing of Ray's."""
+    replica_id = context.replica_id.unique_id
+    key = _fetching(context.app_name, context.deployment) + replica_id.encode()
+    latest: list[Stage] = []
+    enough = asyncio.Event()
+
+    def take(stage: Stage) -> None:
+        latest[:] = [stage]
+        report(stage)
+
+    async def keep_telling() -> None:
+        while not enough.is_set():
+            for stage in latest:
+                n_bytes = stage.from_origin_bytes, stage.from_nodes_bytes
+                replica = FetchingReplica(replica_id, node_id, stage.name, stage.done, *n_bytes)
+                value = json.dumps({"at": time.time(), "told": asdict(replica)}).encode()
+                with suppress(Exception):  # Ray's head is away for a moment
+                    await asyncio.to_thread(
+                        internal_kv._internal_kv_put, key, value, True, namespace=_NAMESPACE
+                    )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TELL_EVERY_S):
+                    await enough.wait()
+
+    telling = asyncio.create_task(keep_telling())
+    try:
+        yield take
+    finally:
+        enough.set()
+        await telling
+        with suppress(Exception):
+            await asyncio.to_thread(internal_kv._internal_kv_del, key, namespace=_NAMESPACE)
+
+
+def fetching_replicas(app: str, deployment: str) -> tuple[FetchingReplica, ...]:
+    """The replicas of a deployment that fetch their model now."""
+    replicas = []
+    for key in internal_kv._internal_kv_list(_fetching(app, deployment), namespace=_NAMESPACE):
+        value: bytes | None = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+        if value is not None:
+            entry = json.loads(value)
+            if time.time() - entry["at"] < _STALE_S:
+                replicas.append(FetchingReplica(**entry["told"]))
+    return tuple(replicas)
+
+
+def _fetching(app: str, deployment: str) -> bytes:
+    return f"fetching/{app}/{deployment}/".encode()

@@ -79,7 +79,7 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
                 f"serve_app.routing.{name}",
                 ("ray", "threading", "asyncio", "time", "serve_app.engine"),
             )
-            for name in ("blocks", "changes", "score")
+            for name in ("blocks", "score")
         ),
         ("serve_app.routing.request_router", ("serve_app.engine",)),
         ("serve_app.routing.autoscaling", ("serve_app",)),
@@ -143,7 +143,7 @@ def test_the_core_of_the_engine_imports_no_guest_and_no_protocol() -> None:
     needed = (ENGINE_CORE, *(f"serve_app.engine.{name}" for name in CORE_NEEDS))
     imported = offenders(ENGINE_CORE, "serve_app")
     beside = ("serve_app.types", "serve_app.errors", "serve_app.llama.grammars.constraint")
-    shared = (*beside, "serve_app.routing.slot_wait", "serve_app.sampling")
+    shared = (*beside, "serve_app.routing.score", "serve_app.sampling")
     assert [
         (module, name)
         for module, name in imported
@@ -223,7 +223,6 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.ingress.versions.control",
         "serve_app.routing.autoscaling",
         "serve_app.routing.broadcast",
-        "serve_app.routing.fetching",
         "serve_app.routing.request_router",
         "serve_app.start.one_machine",
         "serve_app.store.shared_entries",
@@ -234,7 +233,7 @@ def test_ray_is_known_in_few_places_only() -> None:
 def test_loadtests_use_the_engine_the_pure_part_of_routing_and_what_they_share_with_the_command() -> (
     None
 ):
-    pure = ("blocks", "changes", "score")
+    pure = ("blocks", "score")
     shared = ("serve_app.start", "serve_app.measure")
     usable = ("serve_app.engine", *shared, *(f"serve_app.routing.{name}" for name in pure))
     users = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_app.routing.slot_wait import slot_wait_s
+from serve_app.routing.score import slot_wait_s
 from serve_app.types import FetchingReplica, ReplicaStats
 
 Json = dict[str, Any]

@@ -58,7 +58,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def said(reports: Reports) -> Report:
     heard = reports.newest("r")
-    return Report() if heard is None else heard.report
+    return Report() if heard is None else heard[0]
 
 
 def holds(reports: Reports, request_id: str) -> bool:

@@ -8,22 +8,24 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingConfig
 
-from serve_app.routing.autoscaling import PRESSURE, EngineLoad, by_pressure
+from serve_app.routing.autoscaling import PRESSURE, by_pressure, engine_pressure
 
 
 @pytest.mark.parametrize(
     ("load", "pressure"),
     [
-        pytest.param(EngineLoad(0, 0, 0), 0, id="nothing to do"),
-        pytest.param(EngineLoad(2, 0.4, 0.1), 0.5, id="half of the slots it should have busy"),
-        pytest.param(EngineLoad(9, 1.0, 0.5), 1.25, id="all slots busy is one replica too few"),
-        pytest.param(EngineLoad(40, 0.25, 0.2), 4, id="few requests, but long ones"),
-        pytest.param(EngineLoad(5, 0.4, 0.9), 1, id="few requests that fill the cache"),
-        pytest.param(EngineLoad(20, 3.2, 0.9), 4, id="many wait"),
+        pytest.param((0, 0, 0), 0, id="nothing to do"),
+        pytest.param((2, 0.4, 0.1), 0.5, id="half of the slots it should have busy"),
+        pytest.param((9, 1.0, 0.5), 1.25, id="all slots busy is one replica too few"),
+        pytest.param((40, 0.25, 0.2), 4, id="few requests, but long ones"),
+        pytest.param((5, 0.4, 0.9), 1, id="few requests that fill the cache"),
+        pytest.param((20, 3.2, 0.9), 4, id="many wait"),
     ],
 )
-def test_pressure_is_that_of_the_scarcest(load: EngineLoad, pressure: float) -> None:
-    assert load.pressure == pytest.approx(pressure)
+def test_pressure_is_that_of_the_scarcest(
+    load: tuple[float, float, float], pressure: float
+) -> None:
+    assert engine_pressure(*load) == pytest.approx(pressure)
 
 
 def context(metrics: object, target: int = 2) -> Any:

@@ -15,8 +15,7 @@ from serve_app.channel.address import Address
 from serve_app.replica.deployment import EngineReplica
 from serve_app.routing import reports
 from serve_app.routing.blocks import chain, request_key, turn_key
-from serve_app.routing.changes import change
-from serve_app.routing.reports import Reports
+from serve_app.routing.reports import Reports, change
 from serve_app.routing.request_router import PrefixRouter, attach, prompt_of
 from serve_app.routing.score import Fleet, Report, RoutedPrompt
 from serve_app.sampling import SamplingParams
@@ -124,8 +123,8 @@ def test_the_newest_reports_are_heard_before_a_replica_is_chosen(
     connection.take(change(None, first) or b"")
     router._hear()
     assert [router._fleet[one].report for one in ids] == [first, Report()]
-    assert connection.heard is not None
-    assert router._fleet[ids[0]].at == connection.heard.at
+    assert connection.newest is not None
+    assert router._fleet[ids[0]].at == connection.newest[1]
     connection.take(change(first, second) or b"")
     router._hear()
     assert [router._fleet[one].is_silent for one in ids] == [False, True]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.core.sequence import Sequence
-from serve_app.routing.slot_wait import slot_wait_s
+from serve_app.routing.score import slot_wait_s
 
 # Seconds of full slots after which the speed of before hardly counts any more.
 _PACE_S = 10.0

@@ -7,8 +7,8 @@ from typing import Any
 
 from serve_app.engine import CachedPrefixes, EngineStats, SlotStats
 from serve_app.engine.metrics.stats import CachedPrompt
+from serve_app.replica.reporting import Reporter, pressure
 from serve_app.routing.blocks import chain, request_key, turn_key
-from serve_app.routing.reporter import Reporter, pressure
 from serve_app.routing.score import Report
 from serve_app.types import SHARED_GROUP, AdapterUse
 from tests.doubles.backend import FakeBackend
