@@ -7,9 +7,9 @@ Where Serve's `http_options.host` is loopback, clients come through HAProxy (`ha
 and ports of this server's own; elsewhere through Serve's own proxy, behind which clients have addresses.
 
 Ends in order on SIGINT and on SIGTERM. With --events, it writes lines of JSON to that file descriptor:
-{"kind": ..., "text": ...}, of the kinds `ray`, `logs` (its text is Ray's folder), `serve`, `deployed`,
-`running`, and `failed` (its text says why), and ends when its standard input does, as that does with the
-process that has started it.
+{"kind": ..., "text": ...}. Kinds are `ray`, `logs` (its text is Ray's folder), `serve`, `deployed`,
+`running`, and `failed` (its text says why). It then also ends when its standard input does, as that does
+with the process that has started it.
 
 Most of a start is imports, by seven processes. So what can run at the same time does: this process
 imports while Ray's processes start, and the application is deployed while Serve's proxies start.
