@@ -192,7 +192,7 @@ class LlamaStates:
         return self._context.save(seq_id, self._positions.packed(seq_id), cancellable=cancellable)
 
     def restore(self, seq_id: int, state: State) -> None:
-        self._backend.forget_hidden_states(seq_id)
+        self._backend.hidden_states.moved(seq_id)
         state, tiles = self._positions.parted(state)
         if self._context.portable:
             try:
@@ -206,7 +206,7 @@ class LlamaStates:
         return self._context.checkpoint(seq_id)
 
     def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
-        self._backend.forget_hidden_states(seq_id)
+        self._backend.hidden_states.moved(seq_id)
         self._context.rewind(seq_id, checkpoint, self._positions.of(seq_id, n_past))
         self._positions.cut(seq_id, n_past)
 
@@ -221,12 +221,12 @@ class LlamaStates:
     @property
     def key(self) -> bytes:
         backend = self._backend
-        parts: tuple[object, ...] = (library.version(), backend.cache_types)
-        if backend.pictures is not None:
-            parts += (backend.pictures.projector.fingerprint,)
+        parts: list[object] = [library.version(), *backend.cache_types]
         parts += backend.adapters.fingerprints
+        if backend.pictures is not None:
+            parts.append(backend.pictures.projector.fingerprint)
         if not self._context.portable:
-            parts += (self._layout.n_streams, backend.setup.mode.flash_attn)
+            parts += [self._layout.n_streams, backend.setup.mode.flash_attn]
         return hashlib.blake2b(backend.vocabulary.fingerprint() + repr(parts).encode()).digest()
 
 
@@ -259,7 +259,8 @@ class LlamaModes:
             backend.setup, mode=choice.mode, mode_reason=choice.reason, profile=choice.profile
         )
         self.change_s = time.perf_counter() - began
-        backend.save_choice(self._kept_as, choice)
+        if self._kept_as:
+            profile_cache.save(backend.options.profile_folder, self._kept_as, choice)
 
 
 class LlamaBackend:
@@ -286,7 +287,7 @@ class LlamaBackend:
             on_loaded=lambda part: report(Stage("loading", part)),
             own_layers=options.own_layers,
         )
-        self._options = options
+        self.options = options
         self.n_sequences = options.n_slots + len(options.pinned)
         self.cache_types = (options.cache_type_k, options.cache_type_v)
         self.adapters = LlamaAdapters(
@@ -305,11 +306,20 @@ class LlamaBackend:
                 mode_reason=choice.reason,
                 undisturbed=chosen.undisturbed,
             )
-            began = time.perf_counter()
-            self._context = self._open(choice.mode, options.n_ctx_slot, self._n_ctx)
+            began, n_ctx = time.perf_counter(), options.n_ctx
+            if n_ctx is not None:
+                n_ctx += sum(map(len, options.pinned))
+            self._context = self._open(choice.mode, options.n_ctx_slot, n_ctx)
             self.opened_s = time.perf_counter() - began
             self._context.use_threads(self.setup.threads)
-            self.draft = self._open_draft()
+            self.draft: LlamaDraft | None = None
+            self.hidden_states = HiddenStates(0, 1, 0)
+            """The hidden states of the slots; none unless the model's own layers want them."""
+            if options.own_layers:
+                self.draft = own_layers = OwnLayers(model, options, self.setup.threads)
+                self.hidden_states = own_layers.states
+            elif options.draft is not None:
+                self.draft = open_draft(model, options.draft, options, self.setup.threads)
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
         self.states = LlamaStates(self, self._context, self._positions)
@@ -324,14 +334,8 @@ class LlamaBackend:
 
     # -- opening ----------------------------------------------------------------------------------
 
-    @property
-    def _n_ctx(self) -> int | None:
-        if self._options.n_ctx is None:
-            return None
-        return self._options.n_ctx + sum(len(tokens) for tokens in self._options.pinned)
-
     def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0) -> Context:
-        options = self._options
+        options = self.options
         n_decoding = options.n_slots + MAX_DRAFTED_ROWS
         # Layers with a window keep a batch's cells; pictures that are not causal go into one.
         at_once = self.vocabulary.window or (self._projector and not self._projector.causal)
@@ -361,26 +365,14 @@ class LlamaBackend:
         context.warm_up()
         return context
 
-    def _open_draft(self) -> LlamaDraft | None:
-        options, threads = self._options, self.setup.threads
-        if options.own_layers:
-            return OwnLayers(self.vocabulary, options, threads)
-        if options.draft is not None:
-            return open_draft(self.vocabulary, options.draft, options, threads)
-        return None
-
     def remake_cache(self, mode: Mode) -> None:
         """Free the cache, and make one of that mode. Raises ConfigError if there is no memory for it."""
         self._context.become(flash_attn=mode.flash_attn, kv_unified=mode.kv_unified)
         self._positions.clear()
         self._context.use_threads(self.setup.threads)
         self._context.warm_up()
-        for seq_id in range(self._options.n_slots):
-            self.forget_hidden_states(seq_id)
-
-    def save_choice(self, name: str | None, choice: ModeChoice) -> None:
-        if name:
-            profile_cache.save(self._options.profile_folder, name, choice)
+        for seq_id in range(self.options.n_slots):
+            self.hidden_states.moved(seq_id)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -392,20 +384,10 @@ class LlamaBackend:
             model.can_rewind, context.can_shift, model.can_rewind and consecutive, context.forgets
         )
 
-    @property
-    def _hidden_states(self) -> HiddenStates | None:
-        """The hidden states of the slots, if the model's own layers want them."""
-        return self.draft.states if isinstance(self.draft, OwnLayers) else None
-
-    def forget_hidden_states(self, seq_id: int) -> None:
-        """The slot's tokens are others now, or stand elsewhere."""
-        if self._hidden_states:
-            self._hidden_states.moved(seq_id)
-
     def decode(self, rows: Sequence[Row]) -> None:
         self._context.decode(self._positions.placed(rows))
-        if self._hidden_states:
-            self._hidden_states.computed(rows, self._context.hidden(len(rows)))
+        if self.options.own_layers:
+            self.hidden_states.computed(rows, self._context.hidden(len(rows)))
 
     def cancel(self, cancelled: bool) -> None:
         """Recurrent layers could not forget half of a pass: theirs are computed."""
@@ -420,8 +402,7 @@ class LlamaBackend:
     def truncate(self, seq_id: int, n_past: int) -> None:
         self._context.truncate(seq_id, self._positions.of(seq_id, n_past))
         self._positions.cut(seq_id, n_past)
-        if self._hidden_states:
-            self._hidden_states.cut(seq_id, n_past)
+        self.hidden_states.cut(seq_id, n_past)
 
     def can_cut(self, seq_id: int, n_past: int) -> bool:
         if self._positions.divides(seq_id, n_past):
@@ -433,17 +414,15 @@ class LlamaBackend:
         return self._context.slots_with_pending_copy
 
     def copy(self, source: int, target: int) -> None:
-        self.forget_hidden_states(target)
+        self.hidden_states.moved(target)
         self._context.copy(source, target)
         self._positions.copy(source, target)
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
         if not self._context.can_shift:
             raise DecodeError("This model's positions cannot be shifted.")
-        self.forget_hidden_states(seq_id)
-        if (
-            self.setup.mode.kv_unified
-        ):  # cells may be shared with other slots, which must not see this
+        self.hidden_states.moved(seq_id)
+        if self.setup.mode.kv_unified:  # other slots may share cells, and must not see this
             self._context.restore(seq_id, self._context.save(seq_id))
         for n_keep, n_discard in cuts:
             self._context.shift(seq_id, n_keep, n_discard)
