@@ -9,20 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from serve_app.errors import CacheFullError
 
 BLOCK = 32
 """Tokens of a block. OpenVINO's kernels for CPUs know this size only."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """A block to copy before the sequence writes."""
-
-    source: int
-    target: int
 
 
 class BlockTables:
@@ -47,9 +38,10 @@ class BlockTables:
         """Blocks that no sequence has."""
         return len(self._free)
 
-    def extend(self, more: Mapping[int, int]) -> list[BlockCopy]:
-        """Make room for so many tokens more of these sequences. Raises CacheFullError, and changes nothing,
-        if there are too few blocks."""
+    def extend(self, more: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Make room for so many tokens more of these sequences. Returns the blocks that are to be copied
+        first, each with the block that is written then. Raises CacheFullError, and changes nothing, if
+        there are too few blocks."""
         if self._n_needed(more) > len(self._free):
             raise CacheFullError("The KV cache has no room for this batch.")
         copies = []
@@ -94,12 +86,11 @@ class BlockTables:
     def _writes_within(self, sequence: int, n_tokens: int) -> bool:
         return n_tokens > 0 and self._lengths[sequence] % BLOCK > 0
 
-    def _own_last(self, sequence: int) -> BlockCopy:
+    def _own_last(self, sequence: int) -> tuple[int, int]:
         table = self._tables[sequence]
-        copy = BlockCopy(table[-1], self._take())
-        self._drop(copy.source)
-        table[-1] = copy.target
-        return copy
+        source, table[-1] = table[-1], self._take()
+        self._drop(source)
+        return source, table[-1]
 
     def _take(self) -> int:
         block = self._free.pop()

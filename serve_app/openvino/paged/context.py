@@ -17,7 +17,7 @@ from serve_app.llama.formats import Row
 from serve_app.llama.model import Model
 from serve_app.llama.sampling.candidates import Candidates
 from serve_app.openvino.paged import shifts
-from serve_app.openvino.paged.blocks import BLOCK, BlockCopy, BlockTables
+from serve_app.openvino.paged.blocks import BLOCK, BlockTables
 from serve_app.openvino.paged.compiling import (
     CACHES,
     EMBEDDED,
@@ -33,17 +33,6 @@ from serve_app.openvino.paged.compiling import (
 
 _ALIGNMENT = 64
 _LENGTH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Rows as the compiled model takes them."""
-
-    inputs: dict[str, NDArray[Any]]
-    outputs: dict[int, int]
-    tables: BlockTables
-    before: dict[int, int]
-    """The lengths of its sequences, if it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +126,7 @@ class PagedContext:
         """One forward pass; blocks for its length, without the GIL. Raises CacheFullError, and changes
         nothing, if there are no blocks for them; DecodeCancelledError after `cancel(True)`, and another
         DecodeError if they cannot be computed: the cache is then as it was."""
-        made = self._entered(rows, self._tables, SAMPLED)
-        self._logits = self._run(made, LOGITS)
-        self._outputs = made.outputs
+        self._logits, self._outputs = self._pass(rows, self._tables, SAMPLED, LOGITS)
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """A vector for each row, from a pass over texts. Text 0 is kept until a row at position 0 begins
@@ -147,14 +134,17 @@ class PagedContext:
         if any(position == 0 and text == 0 for _, position, text, _ in rows):
             self._texts.truncate(0, 0)
         try:
-            made = self._entered(rows, self._texts, EMBEDDED)
-            found = self._run(made, VECTORS)
-            return found[[made.outputs[i] for i in range(len(rows))]]
+            vectors, outputs = self._pass(rows, self._texts, EMBEDDED, VECTORS)
+            return vectors[[outputs[i] for i in range(len(rows))]]
         finally:
             for text in {row[2] for row in rows} - {0}:
                 self._texts.truncate(text, 0)
 
-    def _entered(self, rows: Sequence[Row], tables: BlockTables, output: str) -> Pass:
+    def _pass(
+        self, rows: Sequence[Row], tables: BlockTables, chosen: str, output: str
+    ) -> tuple[NDArray[np.float32], dict[int, int]]:
+        """The output for the rows that want logits, which the input `chosen` names, and where in it each
+        of them is. If the rows cannot be computed, the tables are as before."""
         by_sequence: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
             by_sequence.setdefault(row[2], []).append(i)
@@ -163,38 +153,35 @@ class PagedContext:
             positions = [rows[i][1] for i in indices]
             if positions != list(range(before[sequence], before[sequence] + len(indices))):
                 raise DecodeError("Rows must continue their sequence.")
-        self._copy(tables.extend({sequence: len(found) for sequence, found in by_sequence.items()}))
+        more = {sequence: len(indices) for sequence, indices in by_sequence.items()}
+        for source, target in tables.extend(more):
+            for cache in self._caches.values():
+                cache[target] = cache[source]
         order = [i for indices in by_sequence.values() for i in indices]
-        chosen = [at for at, i in enumerate(order) if rows[i][3]] or [len(order) - 1]
+        wanted = [at for at, i in enumerate(order) if rows[i][3]] or [len(order) - 1]
         blocks = [tables.blocks(sequence) for sequence in by_sequence]
         longest = max(tables.length(sequence) for sequence in by_sequence)
         inputs: dict[str, NDArray[Any]] = {
             "input_ids": np.array([rows[i][0] for i in order], np.int64),
             "position_ids": np.array([rows[i][1] for i in order], np.int64),
             "past_lens": np.array(list(before.values()), np.int32),
-            "subsequence_begins": _begins([len(found) for found in by_sequence.values()]),
+            "subsequence_begins": _begins(list(more.values())),
             "block_indices": np.array([block for table in blocks for block in table], np.int32),
             "block_indices_begins": _begins([len(table) for table in blocks]),
             "max_context_len": np.array(longest, np.int32),
             SAMPLED: np.empty(0, np.int64),
             EMBEDDED: np.empty(0, np.int64),
+            chosen: np.array(wanted, np.int64),
         }
-        inputs[output] = np.array(chosen, np.int64)
-        return Pass(inputs, {order[at]: n for n, at in enumerate(chosen)}, tables, before)
-
-    def _run(self, made: Pass, output: str) -> NDArray[np.float32]:
-        """The rows of that output. If they cannot be computed, the tables are as before."""
         try:
-            self._infer(made.inputs)
+            values = self._infer(inputs, output)
         except BaseException:
-            for one, length in made.before.items():
-                made.tables.truncate(one, length)
+            for sequence, length in before.items():
+                tables.truncate(sequence, length)
             raise
-        assert self._request is not None
-        found: NDArray[np.float32] = self._request.get_tensor(output).data
-        return found.reshape(-1, found.shape[-1])
+        return values, {order[at]: n for n, at in enumerate(wanted)}
 
-    def _infer(self, inputs: Mapping[str, NDArray[Any]]) -> None:
+    def _infer(self, inputs: Mapping[str, NDArray[Any]], output: str) -> NDArray[np.float32]:
         if self._cancelled.is_set():
             raise DecodeCancelledError("The pass was cancelled.")
         request = self._request
@@ -207,11 +194,8 @@ class PagedContext:
             if self._cancelled.is_set():
                 raise DecodeCancelledError("The pass was cancelled.") from None
             raise DecodeError(f"OpenVINO cannot compute this batch: {error}") from error
-
-    def _copy(self, copies: Sequence[BlockCopy]) -> None:
-        for copy in copies:
-            for cache in self._caches.values():
-                cache[copy.target] = cache[copy.source]
+        found: NDArray[np.float32] = request.get_tensor(output).data
+        return found.reshape(-1, found.shape[-1])
 
     def cancel(self, cancelled: bool) -> None:
         """Any thread: have the `decode` that runs, and those to come, end early; or, with False, have them

@@ -36,8 +36,8 @@ class Cells:
             copies = self.tables.extend({sequence: n})
         except CacheFullError:
             return
-        for copy in copies:
-            self.cells[copy.target] = list(self.cells[copy.source])
+        for source, target in copies:
+            self.cells[target] = list(self.cells[source])
         for position in range(begin, begin + n):
             block = self.tables.blocks(sequence)[position // BLOCK]
             self.cells[block][position % BLOCK] = self.n_written
@@ -77,7 +77,7 @@ def test_what_is_shared_takes_no_room() -> None:
     tables.share(0, 1)
     assert tables.n_free == 1
     (copy,) = tables.extend({1: 1})  # its last block is no longer the other one's
-    assert (copy.source, copy.target) == (tables.blocks(0)[2], tables.blocks(1)[2])
+    assert copy == (tables.blocks(0)[2], tables.blocks(1)[2])
     assert tables.blocks(0)[:2] == tables.blocks(1)[:2]
     assert tables.n_free == 0
 
@@ -87,7 +87,7 @@ def test_the_last_one_that_shares_a_block_keeps_it() -> None:
     tables.extend({0: 1})
     tables.share(0, 1)
     (copy,) = tables.extend({0: 1, 1: 1})
-    assert {tables.blocks(0)[0], tables.blocks(1)[0]} == {copy.source, copy.target}
+    assert {tables.blocks(0)[0], tables.blocks(1)[0]} == set(copy)
 
 
 def test_a_full_cache_changes_nothing() -> None:
