@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TypeVar
@@ -104,7 +104,6 @@ class EngineCore:
             self.scheduler,
         )
         self._sampling_costs = SamplingCosts()
-        self._ended: Counter[str] = Counter()
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self._failed_steps = 0
         self.is_draining = False
@@ -238,7 +237,7 @@ class EngineCore:
         self.request_log.add(
             RequestRecord(request.id, request.http_id, request.client, "ended", end)
         )
-        self._ended[end.reason] += 1
+        self.counts.ended[end.reason] += 1
         self.counts.prefill_s += end.timings.prefill_s
         self.counts.generation_s += end.timings.decode_s
         self.counts.n_tokens_max = max(self.counts.n_tokens_max, sequence.n_past)
@@ -358,23 +357,7 @@ class EngineCore:
 
     def _view(self) -> View:
         forecast = self.backlog.forecast(self.live)
-        guest_counts = Counter[str]()
-        for guest in self.guests:
-            guest_counts.update(guest.counts)
-        stats = engine_stats(
-            self.options,
-            self.backend,
-            self.cache,
-            self.costs,
-            forecast,
-            self.counts,
-            ended=self._ended,
-            embedded=guest_counts,
-            running=self.scheduler.running,
-            waiting=self.queue.unordered,
-            draining=self.is_draining,
-        )
-        return View(stats, self._cached_prefixes(), forecast)
+        return View(engine_stats(self, forecast), self._cached_prefixes(), forecast)
 
     def _cached_prefixes(self) -> CachedPrefixes:
         requests = (sequence.request for sequence in self.queue.unordered)

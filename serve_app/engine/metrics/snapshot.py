@@ -6,22 +6,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from serve_app.engine.autotune.cost_model import CostModel
-from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.scheduler.backlog import Forecast
-from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.kv_cache.slot import Slot
 from serve_app.engine.metrics.stats import (
     CachedPrefixes,
     CacheStats,
     ComputeStats,
     CostStats,
-    Counts,
     EmbeddingStats,
     EngineStats,
     MemoryStats,
@@ -33,7 +28,11 @@ from serve_app.engine.metrics.stats import (
     TimingStats,
     TokenStats,
 )
-from serve_app.engine.options import EngineOptions
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from serve_app.engine.core.engine_core import EngineCore
 
 _EVERY_S = 0.5
 """The oldest that anything is while the engine works."""
@@ -78,32 +77,21 @@ class Published:
             self.refresh()
 
 
-_Group = TypeVar("_Group", RequestStats, TokenStats, TimingStats, SpeculationStats, PictureStats)
+_Group = TypeVar("_Group", bound="DataclassInstance")
 
 
-def engine_stats(
-    options: EngineOptions,
-    backend: Backend,
-    cache: KVCacheManager,
-    costs: CostModel,
-    forecast: Forecast,
-    counts: Counts,
-    *,
-    ended: Counter[str],
-    embedded: Counter[str],
-    running: Iterable[Sequence],
-    waiting: Iterable[Sequence],
-    draining: bool,
-) -> EngineStats:
-    """A snapshot: it does not change with its parts. `ended` are requests by the reason of their end,
-    `embedded` the counts of `EmbeddingQueue`."""
-    setup, memory = backend.setup, backend.memory
+def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
+    """A snapshot: it does not change with its parts."""
+    options, cache, counts = core.options, core.cache, core.counts
+    setup = core.backend.setup
+    guests = Counter[str]()
+    for guest in core.guests:
+        guests.update(guest.counts)
     mode, threads = setup.mode, setup.threads
-    transferred = cache.exchange.transferred
     n_running, n_waiting = (
-        Counter(one.request.background for one in them) for them in (running, waiting)
+        Counter(one.request.background for one in them)
+        for them in (core.scheduler.running, core.queue.unordered)
     )
-    counted = vars(counts)
     return EngineStats(
         n_slots=options.n_slots,
         n_ctx_slot=options.n_ctx_slot,
@@ -127,43 +115,37 @@ def engine_stats(
             background_running=n_running[True],
             background_waiting=n_waiting[True],
             background_backlog_s=round(forecast.background_s, 3),
-            draining=draining,
+            draining=core.is_draining,
         ),
-        requests=_group(RequestStats, {**counted, "ended": dict(ended)}),
-        tokens=_group(TokenStats, counted),
-        timing=_group(TimingStats, counted),
+        requests=_group(RequestStats, counts, ended=dict(counts.ended)),
+        tokens=_group(TokenStats, counts),
+        timing=_group(TimingStats, counts),
         costs=CostStats(
-            step_time=costs.curve(),
+            step_time=core.costs.curve(),
             prompt_token_s=forecast.prompt_token_s,
             token_s=forecast.token_s,
             answer_tokens=round(forecast.n_generated, 1),
         ),
-        speculation=_group(SpeculationStats, counted),
-        pictures=_group(PictureStats, counted),
-        embeddings=EmbeddingStats(embedded["texts"], embedded["tokens"], embedded["batches"]),
+        speculation=_group(SpeculationStats, counts),
+        pictures=_group(PictureStats, counts),
+        embeddings=EmbeddingStats(guests["texts"], guests["tokens"], guests["batches"]),
         cache=CacheStats(
             stored_prefixes=len(cache.memory_tier),
             stored_bytes=cache.memory_tier.n_bytes,
             stored_bytes_limit=options.cache_ram_bytes,
             checkpoints=len(cache.checkpoints),
             checkpoint_bytes=cache.checkpoints.n_bytes,
-            received_prefixes=transferred["received_prefixes"],
-            received_bytes=transferred["received_bytes"],
-            sent_prefixes=transferred["sent_prefixes"],
-            sent_bytes=transferred["sent_bytes"],
+            **cache.exchange.transferred,
         ),
-        memory=MemoryStats(
-            weights_bytes=memory.weights_bytes,
-            cache_bytes=memory.cache_bytes,
-            cache_bytes_per_slot=memory.cache_bytes_per_slot,
-            compute_bytes=memory.compute_bytes,
-        ),
+        memory=_group(MemoryStats, core.backend.memory),
         slots=tuple(_slot_stats(slot) for slot in cache.table.slots),
     )
 
 
-def _group(kind: type[_Group], values: Mapping[str, Any]) -> _Group:
-    return kind(**{one.name: values[one.name] for one in fields(kind)})
+def _group(kind: type[_Group], source: object, **others: object) -> _Group:
+    """The group of statistics whose fields `source` has by the same names."""
+    names = [field.name for field in fields(kind) if field.name not in others]
+    return kind(**{name: getattr(source, name) for name in names}, **others)
 
 
 def _slot_stats(slot: Slot) -> SlotStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,7 +67,7 @@ class QueueStats:
 class RequestStats:
     """The requests that have ended, and what happened to requests on their way."""
 
-    ended: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=Counter)
     """The number of requests, by the reason of their end."""
     preemptions: int = 0
     """Sequences that lost their slot for a time: the cache was full, or their client had more than its
