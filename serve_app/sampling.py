@@ -7,13 +7,16 @@ llama-server's routes tell and docs/api/parameters.md's table all come from thes
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
+import numpy as np
 from annotated_types import Interval, Len, MaxLen
+from numpy.typing import NDArray
 
 T = TypeVar("T")
 Bounds = Interval | MaxLen
@@ -105,6 +108,32 @@ class Triggers:
     tokens: tuple[int, ...] = ()
     patterns: tuple[str, ...] = ()
     """Regular expressions."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """Values that are added to the logits of tokens; -inf bans a token. Each token is there once. They
+    are packed, as there may be a whole vocabulary of them."""
+
+    ids: bytes = b""
+    """The tokens, as int32."""
+    added: bytes = b""
+    """The values, as float32."""
+
+    @classmethod
+    def of(cls, values: Mapping[int, float]) -> LogitBias:
+        """The values by token id. Raises OverflowError for ids that no vocabulary has."""
+        return cls(array("i", values.keys()).tobytes(), array("f", values.values()).tobytes())
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The token ids."""
+        return np.frombuffer(self.ids, np.int32)
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """The value of each."""
+        return np.frombuffer(self.added, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +308,7 @@ class SamplingParams:
     """llama-server's names of the samplers that are used, in their order; None for all in the usual one.
     Each counts once. Penalties and DRY come first, wherever they stand."""
     # What requests do not give as it is: their protocols make it of several fields.
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, value added to its logit); -inf bans the token."""
+    logit_bias: LogitBias = LogitBias()
     max_tokens: int | None = None
     """None means up to the end of the slot's context; 0 only computes the prompt."""
     grammar: str | None = None

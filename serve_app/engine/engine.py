@@ -308,7 +308,8 @@ class Engine:
             return InvalidRequestError(
                 f"The prompt holds a token id outside 0 to {n_vocab - 1}.", "prompt"
             )
-        if not all(0 <= token < n_vocab for token, _ in request.sampling.logit_bias):
+        biased = request.sampling.logit_bias.tokens
+        if biased.size and not (biased.min() >= 0 and biased.max() < n_vocab):
             return InvalidRequestError(
                 f"logit_bias names a token id outside 0 to {n_vocab - 1}.", "logit_bias"
             )

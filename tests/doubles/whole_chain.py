@@ -66,7 +66,9 @@ class WholeChain:
 def _adjusting(
     n_vocab: int, params: SamplingParams, window: int
 ) -> Iterator[llama_cpp.llama_sampler_p]:
-    bias = [llama_cpp.llama_logit_bias(*one) for one in params.logit_bias]
+    given = params.logit_bias
+    pairs = zip(given.tokens.tolist(), given.values.tolist(), strict=True)
+    bias = [llama_cpp.llama_logit_bias(token, value) for token, value in pairs]
     entries = (llama_cpp.llama_logit_bias * len(bias))(*bias)
     yield llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(bias), entries)
     yield llama_cpp.llama_sampler_init_penalties(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from serve_app.sampling import SamplingParams
@@ -12,11 +13,13 @@ class Detokenizer:
     """Turns one sequence's token bytes into text that may be shown.
 
     Bytes of an unfinished character wait for the rest; text that may be the beginning of a stop
-    string waits until that is decided. Once `stop` is set, the text is complete.
+    string waits until that is decided. Once `stop` is set, the text is complete. The time of a token
+    depends on the text that waits, and not on the number of stop strings.
     """
 
     def __init__(self, stop_strings: Sequence[str] = ()) -> None:
         self._stop_strings = tuple(stop_strings)
+        self._sorted_stops = _without_longer(sorted(stop_strings))
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self.stop: str | None = None
@@ -25,13 +28,17 @@ class Detokenizer:
     def push(self, piece: bytes) -> str:
         """Add one token's bytes; returns the text that is now certain."""
         self._held += self._utf8.decode(piece)
-        position, found = self._first_stop()
-        if found is not None:
-            self.stop = found
-            shown, self._held = self._held[:position], ""
-            return shown
-        keep = self._undecided()
-        cut = len(self._held) - keep
+        cut = len(self._held)
+        for start in range(cut if self._sorted_stops else 0):
+            rest = self._held[start:]
+            # No stop begins with another: none stands between the text and a stop that begins it.
+            i = bisect_right(self._sorted_stops, rest)
+            if i and rest.startswith(self._sorted_stops[i - 1]):
+                self.stop = next(stop for stop in self._stop_strings if rest.startswith(stop))
+                shown, self._held = self._held[:start], ""
+                return shown
+            if i < len(self._sorted_stops) and self._sorted_stops[i].startswith(rest):
+                cut = min(cut, start)
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
 
@@ -46,26 +53,14 @@ class Detokenizer:
         self._held = ""
         self._utf8.reset()
 
-    def _first_stop(self) -> tuple[int, str | None]:
-        """The earliest stop string in the held text; of two at one place, the first listed."""
-        found = [
-            (position, i)
-            for i, stop in enumerate(self._stop_strings)
-            if (position := self._held.find(stop)) >= 0
-        ]
-        if not found:
-            return -1, None
-        position, i = min(found)
-        return position, self._stop_strings[i]
 
-    def _undecided(self) -> int:
-        """Length of the longest tail of the held text that begins a stop string."""
-        return max((_overlap(self._held, stop) for stop in self._stop_strings), default=0)
-
-
-def _overlap(text: str, stop: str) -> int:
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+def _without_longer(stops: Sequence[str]) -> list[str]:
+    """The sorted stops without any that begins with another one, which ends the text before."""
+    shortest = list[str]()
+    for stop in stops:
+        if not (shortest and stop.startswith(shortest[-1])):
+            shortest.append(stop)
+    return shortest
 
 
 _BLANKS = " \t"

@@ -16,7 +16,7 @@ from serve_app.ingress.model_registry import MediaReader, ModelInfo, active
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.tool_calls.names import FunctionNames
-from serve_app.sampling import ReasoningBudget, SamplingParams
+from serve_app.sampling import LogitBias, ReasoningBudget, SamplingParams
 from serve_app.types import MEDIUM, Adapters, GenerationRequest, Medium, Size
 
 MAX_TEXT_CHARS = 3 * 2**18
@@ -181,7 +181,7 @@ def generation(
         raise InvalidRequestError(
             "'context_shift' needs 'max_tokens': the text might never end.", "context_shift"
         )
-    refuse_unknown_tokens(model, "logit_bias", [token for token, _ in sampling.logit_bias])
+    refuse_unknown_tokens(model, "logit_bias", sampling.logit_bias.tokens.tolist())
     options = params.stream_options
     return_progress = params.return_progress and params.stream
     timings_per_token = params.timings_per_token and params.stream
@@ -260,13 +260,14 @@ def sampling(model: ModelInfo, params: GenerationParams) -> SamplingParams:
     defaulted = params.sampling(model.defaults)
     if params.token_bias is None:
         return defaulted
-    bias = dict(defaulted.logit_bias)
+    logit_bias = defaulted.logit_bias
+    bias = dict(zip(logit_bias.tokens.tolist(), logit_bias.values.tolist(), strict=True))
     for which, value in params.token_bias:
         tokens = (
             [which] if isinstance(which, int) else model.tokenizer.tokenize(which, False, False)
         )
         bias |= dict.fromkeys(tokens, float("-inf") if value is False else float(value))
-    return dataclasses.replace(defaulted, logit_bias=tuple(bias.items()))
+    return dataclasses.replace(defaulted, logit_bias=LogitBias.of(bias))
 
 
 def chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat:

@@ -21,7 +21,7 @@ from serve_app.ingress.http.request_model import RequestModel, name_ignored, nam
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect
-from serve_app.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
+from serve_app.sampling import Api, LogitBias, SamplingParams, StopString, StopStrings, samplers_by
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_CHOICES = 32
@@ -40,7 +40,7 @@ Verbosity = Literal["low", "medium", "high"]
 
 Text = Annotated[str, Field(min_length=1)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)] | Literal[False]
 MOST_TOKENS = 2**31 - 1
 """More than any context has: the bound of what a request may ask for."""
@@ -163,7 +163,7 @@ class GenerationParams(RequestModel):
     max_tokens: MaxTokens | None = None
     n_predict: MaxTokens | None = None
     """llama-server's name of `max_tokens`; counts before it."""
-    logit_bias: dict[int, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[TokenId, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
     """Token id to what is added to its logit; -100 bans the token."""
     token_bias: list[tuple[TokenId | Text, Bias]] | None = Field(default=None, exclude=True)
     """`logit_bias` in llama-server's form: pairs of a token, or of a text's tokens, and a value; false bans
@@ -323,9 +323,11 @@ class GenerationParams(RequestModel):
         return SamplingParams(
             **values,
             samplers=None if self.samplers is None else samplers_by(self.samplers),
-            logit_bias=tuple(
-                (token, float("-inf") if bias == -100 else bias)
-                for token, bias in (self.logit_bias or {}).items()
+            logit_bias=LogitBias.of(
+                {
+                    token: float("-inf") if bias == -100 else bias
+                    for token, bias in (self.logit_bias or {}).items()
+                }
             ),
             max_tokens=None if most is None or most < 0 else most,
             grammar=self.matched(),

@@ -163,6 +163,8 @@ class LlamaAnswer:
 
 
 _MISSING = object()
+MOST_BIASES_TOLD = 1024
+"""An answer does not repeat a logit bias of more tokens: to write a whole vocabulary holds up others."""
 
 
 def _stop_type(end: SequenceEnd) -> str:
@@ -192,8 +194,13 @@ def generation_settings(
 ) -> Json:
     """The settings of a request, in llama-server's words; without the tokens `eog`."""
     n_predict = -1 if sampling.max_tokens is None else sampling.max_tokens
-    banned = sampling.logit_bias + tuple((token, float("-inf")) for token in eog)
-    bias = [{"token": t, "bias": b if b > float("-inf") else None} for t, b in banned]
+    logit_bias = sampling.logit_bias
+    values = [] if logit_bias.tokens.size > MOST_BIASES_TOLD else logit_bias.values.tolist()
+    bias = [
+        {"token": token, "bias": value if value > float("-inf") else None}
+        for token, value in zip(logit_bias.tokens[: len(values)].tolist(), values, strict=True)
+    ]
+    bias += [{"token": token, "bias": None} for token in eog]
     return {
         "n_ctx": n_ctx_slot,
         "model": model,

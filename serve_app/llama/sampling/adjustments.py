@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,12 +18,14 @@ from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
 
+_MANY = 1 / 16
+"""The part of the vocabulary from which on a bias is added to all of it."""
 _accept = library.brief(llama_cpp.llama_sampler_accept)
 
 
 class Adjustments:
-    """Changes one sequence's logits before any token is left out. Only the tokens that are concerned
-    are looked at: those with a bias, and those that were among the last ones at any time.
+    """Changes one sequence's logits before any token is left out. Penalties look only at the tokens that
+    were among the last ones at any time.
 
     The penalties look at the prompt's last tokens too, as llama-server's do. Used by the thread that
     owns the context.
@@ -33,12 +34,10 @@ class Adjustments:
     def __init__(
         self, context: LogitsSource, params: SamplingParams, prompt: Sequence[int]
     ) -> None:
-        bias = _logit_bias(context, params)
-        self._biased = np.array([token for token, _ in bias], np.intp)
-        self._bias = np.array([value for _, value in bias], np.float32)
-        self._tokens = np.unique(self._biased)
-        self._has_twice = self._tokens.size < self._biased.size
-        self._known = set(self._tokens.tolist())
+        self._bias = _Bias(context, params)
+        self._tokens = np.empty(0, np.intp)
+        """The tokens that were among the last ones at any time."""
+        self._known = set[int]()
         self._by_history = [
             one for one in (_penalties(context, params), _dry(context, params)) if one
         ]
@@ -49,29 +48,23 @@ class Adjustments:
 
     def __bool__(self) -> bool:
         """Whether any token is concerned yet."""
-        return self._tokens.size > 0
+        return bool(self._bias) or self._tokens.size > 0
 
     @contextmanager
     def made(self, logits: Logits) -> Iterator[None]:
         """The logits are changed in their place, and as they were at the end."""
-        if not self:
-            yield
-            return
         tokens = self._tokens
-        before = logits[tokens]
-        try:
-            if self._has_twice:
-                np.add.at(logits, self._biased, self._bias)
-            else:  # the same, sooner
-                logits[self._biased] += self._bias
-            if self._by_history:
-                candidates = Candidates(tokens, logits[tokens])
-                for one in self._by_history:
-                    candidates.apply(one)
-                logits[tokens] = candidates.logits
-            yield
-        finally:
-            logits[tokens] = before
+        with self._bias.added(logits):
+            before = logits[tokens]
+            try:
+                if tokens.size:
+                    candidates = Candidates(tokens, before)
+                    for one in self._by_history:
+                        candidates.apply(one)
+                    logits[tokens] = candidates.logits
+                yield
+            finally:
+                logits[tokens] = before
 
     def accept(self, token: int) -> None:
         """The token was picked: the penalties look at it from now on."""
@@ -96,10 +89,39 @@ class Adjustments:
         self._by_history = []
 
 
-def _logit_bias(context: LogitsSource, params: SamplingParams) -> list[tuple[int, float]]:
-    if not params.ignore_eos:
-        return list(params.logit_bias)
-    return [*params.logit_bias, *((token, -math.inf) for token in context.model.eog_tokens)]
+class _Bias:
+    """The request's logit bias, and the ban of tokens that end a text."""
+
+    def __init__(self, context: LogitsSource, params: SamplingParams) -> None:
+        self._where: NDArray[np.intp] | slice = np.empty(0, np.intp)
+        self._values = np.empty(0, np.float32)
+        self._is_empty = not (params.logit_bias.ids or params.ignore_eos)
+        if self._is_empty:
+            return
+        values = np.zeros(context.model.n_vocab, np.float32)
+        values[params.logit_bias.tokens] = params.logit_bias.values
+        if params.ignore_eos:
+            values[list(context.model.eog_tokens)] = -np.inf
+        self._where = np.flatnonzero(values)
+        if self._where.size > _MANY * values.size:  # to add all is sooner than to choose some
+            self._where = slice(None)
+        self._values = values[self._where]
+
+    def __bool__(self) -> bool:
+        return not self._is_empty
+
+    @contextmanager
+    def added(self, logits: Logits) -> Iterator[None]:
+        """The logits with the values added, in their place, and as they were at the end."""
+        if self._is_empty:
+            yield
+            return
+        before = logits[self._where].copy()
+        logits[self._where] += self._values
+        try:
+            yield
+        finally:
+            logits[self._where] = before
 
 
 def _penalties(context: LogitsSource, params: SamplingParams) -> Any:

@@ -27,6 +27,7 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.llama.model import Model
+from serve_app.sampling import LogitBias
 from tests.integration.engine.kernels import NAMES, with_kernels
 from tools.random_models.model import SHAPES, write_random_gguf
 
@@ -227,9 +228,11 @@ async def test_top_k_of_one_is_greedy(engine: Engine) -> None:
 async def test_logit_bias_forces_and_bans(engine: Engine) -> None:
     plain = await ask(engine, HELLO)
     banned = plain.token_ids[0]
-    forced = await ask(engine, HELLO, replace(GREEDY, logit_bias=((77, 1000.0),)))
+    forced = await ask(engine, HELLO, replace(GREEDY, logit_bias=LogitBias.of({77: 1000.0})))
     assert set(forced.token_ids) == {77}
-    without = await ask(engine, HELLO, replace(GREEDY, logit_bias=((banned, -math.inf),)))
+    without = await ask(
+        engine, HELLO, replace(GREEDY, logit_bias=LogitBias.of({banned: -math.inf}))
+    )
     assert banned not in without.token_ids
     assert without.token_ids[0] != banned
 
@@ -238,7 +241,9 @@ async def test_logit_bias_forces_and_bans(engine: Engine) -> None:
 async def test_ignore_eos(engine: Engine, vocabulary: Model, temperature: float) -> None:
     eos = vocabulary.eos
     assert eos is not None
-    eager = SamplingParams(temperature=temperature, max_tokens=8, logit_bias=((eos, 1000.0),))
+    eager = SamplingParams(
+        temperature=temperature, max_tokens=8, logit_bias=LogitBias.of({eos: 1000.0})
+    )
     stopped, ignored = await ask_all(
         engine, (HELLO, eager), (HELLO, replace(eager, ignore_eos=True))
     )
@@ -257,7 +262,7 @@ async def test_ignore_eos(engine: Engine, vocabulary: Model, temperature: float)
 )
 async def test_penalty_stops_repetition(engine: Engine, penalty: SamplingParams) -> None:
     """A bias makes the model say one token over and over; a penalty breaks it up."""
-    stuck = replace(GREEDY, logit_bias=((77, 30.0),))
+    stuck = replace(GREEDY, logit_bias=LogitBias.of({77: 30.0}))
     plain, freed = await ask_all(
         engine,
         (HELLO, stuck),

@@ -17,7 +17,7 @@ from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import SequenceSampler
 from serve_app.prompt.grammars import from_regex
-from serve_app.sampling import SamplingParams
+from serve_app.sampling import LogitBias, SamplingParams
 from tests.doubles.whole_chain import WholeChain
 from tools.random_models.model import SHAPES, write_random_gguf
 
@@ -28,7 +28,7 @@ PARAMS = {
     "no top_k": SamplingParams(top_k=0),
     "typical": SamplingParams(typical_p=0.8),
     "penalties": SamplingParams(repeat_penalty=1.4, presence_penalty=0.5, repeat_last_n=-1),
-    "banned": SamplingParams(logit_bias=tuple((token, -5.0) for token in range(0, N_VOCAB, 3))),
+    "banned": SamplingParams(logit_bias=LogitBias.of(dict.fromkeys(range(0, N_VOCAB, 3), -5.0))),
 }
 PROMPT = [5, 9, 300, 9]
 

@@ -26,6 +26,7 @@ from serve_app.errors import ConfigError
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.sampling import LogitBias
 from serve_app.types import TokenLogprobs
 from tests.integration.engine.test_draft_models import as_if_drafts_were_free
 from tests.integration.models.forgetful_models import FORGETFUL
@@ -101,7 +102,9 @@ async def test_texts_do_not_depend_on_who_shares_the_batch(engine: Engine) -> No
         pytest.param(SamplingParams(temperature=0.9, seed=7, top_k=0, top_p=1.0), id="all"),
         pytest.param(SamplingParams(temperature=0.9, seed=7), id="top_k"),
         pytest.param(SamplingParams(temperature=0, repeat_penalty=1.3), id="penalty"),
-        pytest.param(SamplingParams(temperature=0, logit_bias=((300, 50.0),)), id="bias"),
+        pytest.param(
+            SamplingParams(temperature=0, logit_bias=LogitBias.of({300: 50.0})), id="bias"
+        ),
     ],
 )
 async def test_samplers_pick_as_with_llama_cpp(

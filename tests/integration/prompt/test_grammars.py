@@ -28,6 +28,7 @@ from serve_app.errors import ConstraintError, InvalidRequestError
 from serve_app.prompt import grammars, json_schemas
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.sampling import LogitBias
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
 PROMPT = TOKENIZER.encode_chat([Turn("user", ("Name three fruits.",))])
@@ -124,7 +125,7 @@ async def first_logprobs(engine: Engine) -> tuple[str, float, dict[str, float]]:
 async def test_a_sequence_that_can_say_nothing_ends_alone(engine: Engine) -> None:
     grammar = grammars.from_regex("[0-9]{3}", "regex")
     digits = [t for t in range(TOKENIZER.n_vocab) if re.search(rb"[0-9]", TOKENIZER.piece(t))]
-    banned = tuple((token, -math.inf) for token in digits)
+    banned = LogitBias.of(dict.fromkeys(digits, -math.inf))
     failed, other = await asyncio.gather(
         say(engine, grammar, "failed", logit_bias=banned),
         say(engine, grammar, "other"),

@@ -11,6 +11,7 @@ from serve_app.errors import CorralError, DecodeError, QueueFullError
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
+from serve_app.sampling import LogitBias
 from serve_app.types import FetchingReplica
 from tests.unit.ingress.harness import (
     HELLO,
@@ -105,7 +106,7 @@ async def test_parameters_reach_the_engine(
     sampling = engine.requests[0].sampling
     expected = fields | {
         "top_k": 0,
-        "logit_bias": ((7, 5.0), (8, float("-inf"))),
+        "logit_bias": LogitBias.of({7: 5, 8: float("-inf")}),
         "stop": ("END",),
     }
     assert {name: getattr(sampling, name) for name in fields} == expected
@@ -227,7 +228,7 @@ async def test_llama_servers_names_in_openais_requests(
     await client.post(path, json=body)
     sampling = engine.requests[0].sampling
     banned = float("-inf")
-    assert sampling.logit_bias == ((5, 2.0), (97, banned), (98, banned))
+    assert sampling.logit_bias == LogitBias.of({5: 2.0, 97: banned, 98: banned})
     assert (sampling.max_tokens, sampling.logprobs) == (most, 2)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from serve_app.llama.sampler import SequenceSampler
 from serve_app.llama.sampling.candidates import Candidates
-from serve_app.sampling import CHAIN, PARAMETERS, SamplingParams
+from serve_app.sampling import CHAIN, PARAMETERS, LogitBias, SamplingParams
 
 LOGITS = np.array([4.0, 3.5, 2.0, 1.0, 0.5, 0.0, -1.0, -6.0], np.float32)
 """By token: the likelier ones first."""
@@ -78,7 +78,10 @@ KEPT = {
     "not used": (replace(ALL, top_k=3, samplers=("temperature",)), {*range(8)}),
     "top_k, min_keep": (replace(ALL, top_k=0, min_p=1, min_keep=3), {0, 1, 2}),
     "xtc": (replace(ALL, xtc_probability=1, xtc_threshold=0.2), {*range(1, 8)}),
-    "logit_bias": (replace(ALL, logit_bias=((0, -math.inf), (7, -math.inf))), {*range(1, 7)}),
+    "logit_bias": (
+        replace(ALL, logit_bias=LogitBias.of({0: -math.inf, 7: -math.inf})),
+        {*range(1, 7)},
+    ),
 }
 """By the parameter that is set: what it leaves."""
 

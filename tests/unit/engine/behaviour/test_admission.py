@@ -20,6 +20,7 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.engine.autotune.cost_model import Profile
+from serve_app.sampling import LogitBias
 from tests.unit.engine.harness import (
     Inbox,
     SteppedBackend,
@@ -102,7 +103,7 @@ def test_waiting_requests_are_served_first_come() -> None:
             GenerationRequest("a", (-1,)), InvalidRequestError, "prompt", id="negative token"
         ),
         pytest.param(
-            GenerationRequest("a", (1,), SamplingParams(logit_bias=((257, 1.0),))),
+            GenerationRequest("a", (1,), SamplingParams(logit_bias=LogitBias.of({257: 1.0}))),
             InvalidRequestError,
             "logit_bias",
             id="bias of no token",

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from serve_app.errors import InvalidRequestError
-from serve_app.sampling import Triggers
+from serve_app.sampling import LogitBias, Triggers
 from serve_app.types import (
     FinishReason,
     PromptProgress,
@@ -143,7 +143,7 @@ async def test_parameters_reach_the_engine(
     assert (await client.post("/completion", json=body)).status_code == 200
     sampling = engine.requests[0].sampling
     banned = float("-inf")
-    assert sampling.logit_bias == ((5, 1.5), (97, banned), (98, banned))
+    assert sampling.logit_bias == LogitBias.of({5: 1.5, 97: banned, 98: banned})
     assert (sampling.max_tokens, sampling.seed, sampling.logprobs) == (7, None, 3)
     assert (sampling.stop, sampling.grammar) == ((), None)
 
