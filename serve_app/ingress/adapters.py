@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -19,7 +19,6 @@ from serve_app.errors import (
     InvalidRequestError,
 )
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.routing import broadcast
 from serve_app.store import models as store
@@ -42,14 +41,14 @@ class AdapterControl:
         resolved: Mapping[str, ResolvedModel],
         workers: WorkerPool,
         all_loaded: LoadedAdapters,
-        others: OtherIngresses,
+        tell_ingresses: Callable[[], Awaitable[None]],
     ) -> None:
         """Changes of `models`, and what the workers are told of them, are made here."""
         self._models = models
         self._resolved = resolved
         self._workers = workers
         self._all_loaded = all_loaded
-        self._others = others
+        self._tell_ingresses = tell_ingresses
         self._known: dict[str, tuple[LoadedAdapter, ...]] = {}
 
     async def look(self) -> None:
@@ -122,7 +121,7 @@ class AdapterControl:
 
     async def _tell(self) -> None:
         await self.look()
-        await self._others.tell()
+        await self._tell_ingresses()
 
 
 def numbered(

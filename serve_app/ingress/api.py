@@ -37,7 +37,7 @@ from serve_app.ingress.responses import routes as responses_routes
 from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.ingress.versions import routes as version_routes
-from serve_app.ingress.versions.control import Versions
+from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.workers.pool import Workers
 
 ROUTERS = (
@@ -67,7 +67,7 @@ def build_api(
     open_requests: OpenRequests | None = None,
     responses: BackgroundResponses | None = None,
     batches: BatchOptions | None = None,
-    versions: Versions | None = None,
+    versions: VersionControl | None = None,
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from serve_app.ingress.batch.store import BatchOptions
 from serve_app.ingress.handle_client import HandleClient
 from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ModelInfo, ServedModel
-from serve_app.ingress.others import OtherIngresses
 from serve_app.ingress.responses.actor import RayStore
 from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import Bounds
@@ -35,7 +34,7 @@ from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.llama.vision.senses import NO_SENSES
 from serve_app.llama.vision.senses import senses as senses_of
 from serve_app.logs import forward_to_serve
-from serve_app.routing import reports
+from serve_app.routing import broadcast, reports
 from serve_app.routing.autoscaling import PRESSURE, ingress_pressure
 from serve_app.store.models import vocabulary
 from serve_app.store.shared_entries import LoadedAdapters, VersionWeights
@@ -43,7 +42,7 @@ from serve_app.store.sharing import ClusterSharing
 
 logger = logging.getLogger("corral.ingress")
 
-_LOOK_EVERY_S = 5.0
+_TELL_S, _LOOK_EVERY_S = 2.0, 5.0
 """However a change that ingresses share was missed, it is known here after so long."""
 
 
@@ -53,7 +52,7 @@ def _reader(model: ResolvedModel, path: Path) -> Callable[[], ModelInfo]:
     senses = NO_SENSES
     if model.projector is not None:
         senses = senses_of(vocabulary(model.projector, model.downloads))
-    return partial(
+    return functools.partial(
         ModelInfo.open,
         path,
         model.name,
@@ -70,24 +69,6 @@ def _reader(model: ResolvedModel, path: Path) -> Callable[[], ModelInfo]:
     )
 
 
-def _client(
-    model: ResolvedModel,
-    info: ModelInfo,
-    handle: DeploymentHandle[Any],
-    listener: Listener,
-    adapters: AdapterControl,
-) -> HandleClient:
-    return HandleClient(
-        handle,
-        info.tokenizer.vocabulary_key,
-        listener,
-        model.max_load_s,
-        model.name,
-        adapters,
-        is_on_demand=info.is_on_demand,
-    )
-
-
 async def _listener() -> Listener:
     """The listener for channels from engines to this process, whose address its calls have from now on."""
     context: Any = ray.get_runtime_context()
@@ -97,20 +78,16 @@ async def _listener() -> Listener:
     return listener
 
 
-class CpuShare:
-    """How much of one core this process takes."""
+async def _tell_ingresses() -> None:
+    """Have all ingresses look at what they share, which has changed. Those that do not hear this look by
+    themselves before long."""
+    await broadcast.ask_all(_ingresses(), "look_again", timeout_s=_TELL_S)
 
-    def __init__(self) -> None:
-        self._look()
 
-    def _look(self) -> None:
-        self._cpu_s, self._at = time.process_time(), time.monotonic()
-
-    def share(self) -> float:
-        """Since the last time that this was asked."""
-        cpu_s, at = self._cpu_s, self._at
-        self._look()
-        return (self._cpu_s - cpu_s) / max(1e-3, self._at - at)
+@functools.cache
+def _ingresses() -> DeploymentHandle[Any]:
+    context = serve.get_replica_context()
+    return serve.get_deployment_handle(context.deployment, context.app_name)
 
 
 @serve.deployment
@@ -131,7 +108,7 @@ class Ingress:
         heap.give_back()
         self._access = access
         self._open = OpenRequests(access.max_requests)
-        self._cpu = CpuShare()
+        self._cpu_s, self._cpu_at = time.process_time(), time.monotonic()
         self._sse_ping_interval_s, self._batches = sse_ping_interval_s, batches
         paths = [
             await asyncio.to_thread(vocabulary, model.source, model.downloads, ClusterSharing())
@@ -144,23 +121,30 @@ class Ingress:
         self._workers = WorkerPool(readers, WORKER_MODULES)
         listener = await _listener()
         self._models: dict[str, ServedModel] = {}
-        app, others = serve.get_replica_context().app_name, OtherIngresses()
+        app = serve.get_replica_context().app_name
         self._adapters = AdapterControl(
             self._models,
             {model.name: model for model in models},
             self._workers,
             LoadedAdapters(app),
-            others,
+            _tell_ingresses,
         )
         for model, read, handle in zip(models, readers, handles, strict=True):
             info = read()
             if not info.tokenizer.has_template:
                 logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
-            client = _client(model, info, handle, listener, self._adapters)
+            client = HandleClient(
+                handle,
+                info.tokenizer.vocabulary_key,
+                listener,
+                model.max_load_s,
+                model.name,
+                self._adapters,
+                is_on_demand=info.is_on_demand,
+            )
             self._models[model.name] = info.served_by(client)
-        on_demand = [model.name for model in models if model.on_demand is not None]
         self._versions = VersionControl(
-            self._models, on_demand, VersionWeights(app), others, VersionMetrics().update
+            self._models, VersionWeights(app), _tell_ingresses, VersionMetrics().update
         )
         self._workers.weights = self._versions.given
         await asyncio.gather(self._adapters.look(), self._versions.start())
@@ -186,7 +170,7 @@ class Ingress:
             await self.look_again()
 
     async def look_again(self) -> bool:
-        """Look at what ingresses share, which has changed: see OtherIngresses.tell."""
+        """Look at what ingresses share, which has changed: see `_tell_ingresses`."""
         await asyncio.gather(self._adapters.look(), self._versions.look())
         return True
 
@@ -196,5 +180,8 @@ class Ingress:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
+        cpu_s, at = self._cpu_s, self._cpu_at
+        self._cpu_s, self._cpu_at = time.process_time(), time.monotonic()
+        cpu_share = (self._cpu_s - cpu_s) / max(1e-3, self._cpu_at - at)
         open_part = len(self._open) / self._open.limit
-        return {PRESSURE: ingress_pressure(open_part, self._cpu.share())}
+        return {PRESSURE: ingress_pressure(open_part, cpu_share)}

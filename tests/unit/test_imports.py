@@ -218,7 +218,6 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.ingress.adapters",
         "serve_app.ingress.deployment",
         "serve_app.ingress.handle_client",
-        "serve_app.ingress.others",
         "serve_app.ingress.responses.actor",
         "serve_app.ingress.versions.control",
         "serve_app.routing.autoscaling",

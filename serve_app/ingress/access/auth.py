@@ -49,8 +49,8 @@ BATCH_LINE = "corral.batch_line"
 """The scope's key of the Caller of a batch's line, which this process asks. Clients cannot write there."""
 IGNORED = "x-corral-ignored"
 """The header of answers that names the request's fields which Corral does not support."""
-MOST_IGNORED, MOST_IGNORED_CHARS = 32, 64
-"""So many are named, and so much of each name."""
+MOST_IGNORED, MOST_IGNORED_CHARS = 32, 128
+"""The fields that are named at most, and the characters of each name: a path of nested fields is long."""
 _BEARER, _KEY = re.compile(r"bearer +([!-~]+) *", re.IGNORECASE), re.compile(r"([!-~]+)")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from serve_app.errors import CorralError
 from serve_app.ingress.generation.preparation import Chat, Generation, PromptLength
@@ -140,11 +140,10 @@ async def collected(deltas: Deltas, n: int) -> list[list[TokenDelta]]:
     return sequences
 
 
-def output_parser(model: ServedModel, chat: Chat, *, in_pieces: bool | None = None) -> OutputParser:
-    """The parser of one answer to this chat. Calls come in pieces, or by default in streams, if no tool
-    takes a text that its arguments must be read for."""
-    by_default = chat.generation.stream and not chat.custom_tools
-    in_pieces = by_default if in_pieces is None else in_pieces
+def output_parser(model: ServedModel, chat: Chat, *, in_pieces: bool = True) -> OutputParser:
+    """The parser of one answer to this chat. In streams, calls come in pieces, if no tool takes a text that
+    its arguments must be read for."""
+    in_pieces = in_pieces and chat.generation.stream and not chat.custom_tools
     return model.tokenizer.output_parser(chat.prompt, chat.tools, chat.thinks, in_pieces=in_pieces)
 
 
@@ -152,8 +151,3 @@ def parts(parser: OutputParser, delta: TokenDelta) -> list[Part]:
     """The parts of the delta's text that are certain now; none is empty."""
     certain = parser.feed(delta.text)
     return certain if delta.end is None else certain + parser.finish()
-
-
-def token_counter(model: ServedModel) -> Callable[[str], int]:
-    """A function that counts the tokens of a text."""
-    return lambda text: len(model.tokenizer.tokenize(text, False, False))

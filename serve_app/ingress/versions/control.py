@@ -6,16 +6,16 @@ import asyncio
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from ray.util.metrics import Gauge
 
 from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.model_registry import ServedModel, shares
-from serve_app.ingress.others import OtherIngresses
 from serve_app.store.shared_entries import VersionWeights
 from serve_app.types import Version
+
+logger = logging.getLogger("corral.ingress")
 
 
 def changed(weights: Mapping[str, float], percents: Mapping[str, float]) -> dict[str, float]:
@@ -89,37 +89,21 @@ class VersionMetrics:
                 self._share.set(share, {"model": model, "version": version})
 
 
-logger = logging.getLogger("corral.ingress")
-
-
-class Versions(Protocol):
-    """Changes the weights of versions, for all ingresses."""
-
-    async def change(self, model: str, percents: Mapping[str, float]) -> None:
-        """Give versions so many percent; the others share the rest as before. Raises CorralError."""
-
-    async def roll_back(self, model: str) -> None:
-        """Give everything to the version that had everything before. Raises CorralError."""
-
-
 class VersionControl:
-    """Used in one ingress replica's event loop."""
+    """The weights of versions, in one ingress replica. Used in its event loop."""
 
     def __init__(
         self,
         models: dict[str, ServedModel],
-        on_demand: Collection[str],
         all_changes: VersionWeights,
-        others: OtherIngresses,
-        tell: Callable[[Mapping[str, Mapping[str, float]]], None] = lambda _: None,
+        tell_ingresses: Callable[[], Awaitable[None]],
+        note_shares: Callable[[Mapping[str, Mapping[str, float]]], None] = lambda _: None,
     ) -> None:
-        """`models` have the configuration's weights; they are changed here. Those that are loaded on demand
-        are named. `tell` is told the shares every few seconds."""
+        """`models` have the configuration's weights; they are changed here. `note_shares` gets, every few
+        seconds, the part of requests that each version is given, up to 1, by model and version."""
         self._models = models
-        self._on_demand = frozenset(on_demand)
         self._all_changes = all_changes
-        self._others = others
-        self._tell = tell
+        self._tell_ingresses, self._note_shares = tell_ingresses, note_shares
         self._configured: dict[str, dict[str, float]] = {}
         for model in models.values():
             if model.version is not None:
@@ -143,15 +127,6 @@ class VersionControl:
         await asyncio.gather(*(one.engine.stats() for one in versions))  # who runs is known then
         await self.look()
 
-    @property
-    def shares(self) -> dict[str, dict[str, float]]:
-        """The part of requests that each version is given now, up to 1, by model and version."""
-        given = self.given()
-        return {
-            model: shares({name: given[f"{model}@{name}"] for name in weights})
-            for model, weights in self._weights.items()
-        }
-
     async def look(self) -> None:
         """Learn the weights that there are now. Raises nothing: Ray's head may be away for a moment."""
         try:
@@ -159,17 +134,20 @@ class VersionControl:
                 newest = await asyncio.to_thread(self._all_changes.newest, model)
                 is_valid = newest is not None and newest.configured == configured
                 weights = dict(newest.weights) if newest and is_valid else configured
-                self._note(model, weights)
+                if weights != self._weights[model]:
+                    percents = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+                    logger.info("Model %s: the weights of its versions are %s.", model, percents)
+                    self._weights[model] = weights
         except Exception as error:
             logger.warning("The weights of versions are not known: %r.", error)
-        self._tell(self.shares)
+        given = self.given()
+        self._note_shares(
+            {
+                model: shares({name: given[f"{model}@{name}"] for name in weights})
+                for model, weights in self._weights.items()
+            }
+        )
         self._load_what_is_due()
-
-    def _note(self, model: str, weights: dict[str, float]) -> None:
-        if weights != self._weights[model]:
-            told = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
-            logger.info("Model %s: the weights of its versions are %s.", model, told)
-            self._weights[model] = weights
 
     def given(self) -> dict[str, float]:
         """The weight of each version at this moment, by its full name: 0 before it can answer. The models
@@ -188,7 +166,7 @@ class VersionControl:
 
     def _is_ready(self, model: ServedModel) -> bool:
         is_loaded = model.engine.is_loaded
-        if model.id not in self._on_demand:
+        if not model.is_on_demand:
             return is_loaded
         if is_loaded:
             self._came.add(model.id)
@@ -241,4 +219,4 @@ class VersionControl:
         for one in (before, weights) if before != self._weights[model] else (weights,):
             await asyncio.to_thread(self._all_changes.add, model, one, self._configured[model])
         await self.look()
-        await self._others.tell()
+        await self._tell_ingresses()

@@ -4,49 +4,42 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.http.dependencies import ModelsArgument, operators_only, prepared
 from serve_app.ingress.openai.answers import card_of
 from serve_app.ingress.versions import preparation
-from serve_app.ingress.versions.control import Versions
+from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.versions.preparation import VersionList, WeightsRequest
 
 ROUTER = APIRouter(dependencies=[operators_only("What versions answer")])
 
 
-async def _versions(request: Request) -> Versions | None:
-    versions: Versions | None = request.app.state.versions
-    return versions
-
-
-VersionsArgument = Annotated[Versions | None, Depends(_versions)]
-
-
 @ROUTER.post("/models/weights")
 async def change_weights(
     models: ModelsArgument,
-    versions: VersionsArgument,
+    request: Request,
     change: Annotated[WeightsRequest, prepared(preparation.weights)],
 ) -> VersionList:
     """Give versions of a model so many percent of its requests. For operators."""
-    await _existing(versions, change.model).change(change.model, change.weights)
+    await _control(request, change.model).change(change.model, change.weights)
     return VersionList(model=change.model, versions=card_of(models, change.model).versions)
 
 
 @ROUTER.post("/models/rollback")
 async def roll_back(
     models: ModelsArgument,
-    versions: VersionsArgument,
+    request: Request,
     model: Annotated[str, prepared(preparation.rollback)],
 ) -> VersionList:
     """Give all requests of a model to the version that had all before. For operators."""
-    await _existing(versions, model).roll_back(model)
+    await _control(request, model).roll_back(model)
     return VersionList(model=model, versions=card_of(models, model).versions)
 
 
-def _existing(versions: Versions | None, model: str) -> Versions:
-    if versions is None:
+def _control(request: Request, model: str) -> VersionControl:
+    control: VersionControl | None = request.app.state.versions
+    if control is None:
         raise InvalidRequestError(f"The model {model!r} has one version only.", "model")
-    return versions
+    return control

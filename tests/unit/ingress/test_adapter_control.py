@@ -8,14 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray import serve
 
 from serve_app.config.sources import NO_DOWNLOADS, AdapterConfig, ModelSource
 from serve_app.errors import ConfigError, EngineUnavailableError, InvalidRequestError
 from serve_app.ingress.adapters import AdapterControl
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.openai.answers import model_cards
-from serve_app.ingress.others import OtherIngresses
 from serve_app.routing import broadcast
 from serve_app.store.shared_entries import LoadedAdapters
 from serve_app.types import AdapterUse
@@ -64,9 +62,12 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     resolved: Any = SimpleNamespace(
         id="m", adapters=(configured,), adapter_uses=(CONFIGURED,), downloads=NO_DOWNLOADS
     )
-    control = AdapterControl(
-        models, {"m": resolved}, workers, LoadedAdapters("app"), OtherIngresses()
-    )
+
+    async def tell_ingresses() -> None:
+        found.calls.append(("look_again",))
+
+    loaded = LoadedAdapters("app")
+    control = AdapterControl(models, {"m": resolved}, workers, loaded, tell_ingresses)
     found = Scene(shared, control, models, workers, ["v1", "v1"])
 
     async def ask_all(handle: object, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
@@ -74,9 +75,6 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
         return list(found.answers) if method == "load_adapter" else []
 
     monkeypatch.setattr(broadcast, "ask_all", ask_all)
-    context = SimpleNamespace(deployment="Ingress", app_name="app")
-    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: None)
     return found
 
 

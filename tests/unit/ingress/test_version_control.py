@@ -84,12 +84,12 @@ def start(shared: KeyValues) -> Start:
                 tokenizer,
                 engine=engines[name],
                 version=Version("m", name, weight),
+                is_on_demand=on_demand,
             )
             for name, weight in weights.items()
         }
         others: Any = Others()
-        names = list(models) if on_demand else []
-        control = VersionControl(models, names, VersionWeights("app"), others)
+        control = VersionControl(models, VersionWeights("app"), others.tell)
         await control.start()
         return Ingress(control, models, engines, others)
 

@@ -109,7 +109,15 @@ async def test_only_so_many_are_named(engine: ScriptedEngine) -> None:
     async with connected(engine, strict=False) as client:
         answer = await client.post("/v1/completions", json=body)
     assert len(answer.headers["x-corral-ignored"].split(", ")) == MOST_IGNORED
-    assert len(answer.headers["x-corral-ignored"]) < 4096
+    assert len(answer.headers["x-corral-ignored"]) < 4400
+
+
+async def test_the_path_of_a_nested_field_is_named_whole(engine: ScriptedEngine) -> None:
+    name = "a_field_that_no_server_has_ever_had_" * 2
+    body = {"prompt": "Hi", "structured_outputs": {"regex": "a", name: 1}}
+    async with connected(engine, strict=False) as client:
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.headers["x-corral-ignored"] == f"structured_outputs.{name}"
 
 
 async def test_nothing_is_named_where_nothing_is_ignored(client: httpx.AsyncClient) -> None:
