@@ -140,10 +140,10 @@ class VersionControl:
                     self._weights[model] = weights
         except Exception as error:
             logger.warning("The weights of versions are not known: %r.", error)
-        given = self.given()
+        present = self.given()
         self._note_shares(
             {
-                model: shares({name: given[f"{model}@{name}"] for name in weights})
+                model: shares({name: present[f"{model}@{name}"] for name in weights})
                 for model, weights in self._weights.items()
             }
         )
