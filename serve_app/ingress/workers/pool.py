@@ -14,8 +14,8 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar, cast
@@ -46,6 +46,34 @@ _ENVIRONMENT = {
 
 
 logger = logging.getLogger("corral.ingress")
+
+T = TypeVar("T")
+NO_FILES: Mapping[str, bytes] = {}
+
+SMALL_BYTES, QUICK_BYTES = 16 * 2**10, 512 * 2**10
+"""Bodies of more than SMALL_BYTES are read at a lower priority, by workers of their own, as they may well
+end a worker. Bodies of more than QUICK_BYTES take a place for slow work from the start."""
+QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
+"""CPU seconds of quick work: so many in all, and so many for each byte of the body up to QUICK_BYTES, as
+long prompts and most pictures take. Slower work gets what others leave of the processors, and frees its
+place for the next."""
+LEFT_S = 0.05
+"""The longest time that a small body whose client has left keeps its worker."""
+STUCK_S = 10.0
+"""Seconds after which work counts as slow, however little of the processor it took."""
+WALL_S = 120.0
+"""Longest time that a request's work may take, however little of the processor it gets."""
+POISON_S = 600.0
+"""Seconds for which a body that ended workers is refused at once."""
+MAX_SLOW_WAITING = 8
+"""Requests of one client that may wait for a place for slow work."""
+
+_N_TRIES = 2
+_POISON_KEPT = 1024
+_BUSY_RETRY_S = 10
+_LEAST_WAIT_S = 0.005
+# How often a slow worker's CPU time is looked at: it may have taken that much more when it dies.
+_LOOK_S = 0.25
 
 
 class WorkerDiedError(Exception):
@@ -78,11 +106,15 @@ class Worker:
         self.is_idle_priority = self.is_niced = False
         self._cpu_s = 0.0
         self._pidfd = os.pidfd_open(pid)  # a number alone may be another process's later
-        self._reader = reader
-        self._writer = writer
+        self._reader, self._writer = reader, writer
+        self.doing: asyncio.Future[Outcome]
 
-    async def do(self, job: _Job) -> Outcome:
-        """The result, or the CorralError that the work raised. Raises WorkerDiedError."""
+    def begin(self, job: _Job) -> None:
+        """Have it do this: `doing` is the result, or the CorralError that the work raised. It raises
+        WorkerDiedError."""
+        self.doing = asyncio.ensure_future(self._do(job))
+
+    async def _do(self, job: _Job) -> Outcome:
         began_s = self.cpu_s()
         try:
             await wire.send(self._writer, job.order, job.pieces)
@@ -91,6 +123,22 @@ class Worker:
             if isinstance(error, msgspec.MsgspecError):
                 logger.exception("A worker sent something else than a result.")
             raise WorkerDiedError(self.cpu_s() - began_s) from error
+
+    async def is_quick(self, most_s: float) -> bool:
+        """Wait until the work is done, has taken so many CPU seconds, or is stuck."""
+        began, stuck_at = self.cpu_s(), time.monotonic() + STUCK_S
+        while not self.doing.done():
+            left = most_s - (self.cpu_s() - began)
+            if left <= 0 or time.monotonic() >= stuck_at:
+                return False
+            await asyncio.wait([self.doing], timeout=max(left, _LEAST_WAIT_S))
+        return True
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the work is done, and the process can do more at its priority."""
+        is_done = self.doing.done() and not self.doing.cancelled() and not self.doing.exception()
+        return is_done and not self.is_idle_priority
 
     def is_alive(self) -> bool:
         if self._pidfd < 0:
@@ -188,35 +236,6 @@ class Zygote:
             self._control.close()
         else:
             self._writer.close()
-
-
-T = TypeVar("T")
-NO_FILES: Mapping[str, bytes] = {}
-
-SMALL_BYTES, QUICK_BYTES = 16 * 2**10, 512 * 2**10
-"""Bodies of more than SMALL_BYTES are read at a lower priority, by workers of their own, as they may well
-end a worker. Bodies of more than QUICK_BYTES take a place for slow work from the start."""
-QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
-"""CPU seconds of quick work: so many in all, and so many for each byte of the body up to QUICK_BYTES, as
-long prompts and most pictures take. Slower work gets what others leave of the processors, and frees its
-place for the next."""
-LEFT_S = 0.05
-"""The longest time that a small body whose client has left keeps its worker."""
-STUCK_S = 10.0
-"""Seconds after which work counts as slow, however little of the processor it took."""
-WALL_S = 120.0
-"""Longest time that a request's work may take, however little of the processor it gets."""
-POISON_S = 600.0
-"""Seconds for which a body that ended workers is refused at once."""
-MAX_SLOW_WAITING = 8
-"""Requests of one client that may wait for a place for slow work."""
-
-_N_TRIES = 2
-_POISON_KEPT = 1024
-_BUSY_RETRY_S = 10
-_LEAST_WAIT_S = 0.005
-# How often a slow worker's CPU time is looked at: it may have taken that much more when it dies.
-_LOOK_S = 0.25
 
 
 class Workers(Protocol):
@@ -318,38 +337,24 @@ class WorkerPool:
 
     async def _quickly(self, job: _Job) -> Outcome:
         """The result, or the CorralError that the work raised. Raises WorkerDiedError."""
-        n_bytes = job.order.n_bytes
-        async with self._quick.entered(job.client):
-            is_small = n_bytes <= SMALL_BYTES
-            is_niced = not is_small
-            worker = self._taken(is_niced) or await self._fork(is_niced)
-            doing = self._begin(worker, job)
-            try:
-                if await _is_quick(worker, doing, _quick_s(n_bytes)):
-                    return self._finished(worker, doing)
-            except asyncio.CancelledError:
-                await self._left(worker, doing, most_s=LEFT_S if is_small else 0.0)
-                raise
-            except BaseException:
-                self._end(worker, doing)
-                raise
-            goes_on = self._slow.try_enter(job.client)
-        if goes_on:
-            return await self._go_on_slowly(job, worker, doing)
-        self._end(worker, doing)  # it begins again when there is a place
-        return await self._slowly(job, quick_s=0.0)
-
-    async def _left(self, worker: Worker, doing: asyncio.Future[Outcome], most_s: float) -> None:
-        """The client is gone. A worker that is done soon is kept: a new one would cost more than that."""
-        try:
-            await asyncio.wait([doing], timeout=most_s)
-            if doing.done():
-                self._finished(worker, doing)
-        except BaseException:
-            self._end(worker, doing)
-            raise
-        if not doing.done():
-            self._end(worker, doing)
+        with ExitStack() as held:
+            async with self._quick.entered(job.client):
+                is_small = job.order.n_bytes <= SMALL_BYTES
+                worker = self._taken(not is_small) or await self._fork(is_niced=not is_small)
+                held.enter_context(self._doing(worker, job))
+                try:
+                    if await worker.is_quick(_quick_s(job.order.n_bytes)):
+                        return worker.doing.result()
+                except asyncio.CancelledError:
+                    if (
+                        is_small
+                    ):  # if it is done soon, it is kept: a new one would cost more than that
+                        await asyncio.wait([worker.doing], timeout=LEFT_S)
+                    raise
+                goes_on = self._slow.try_enter(job.client)
+            if goes_on:
+                return await self._go_on_slowly(job, worker)
+        return await self._slowly(job, quick_s=0.0)  # it begins again when there is a place
 
     async def _slowly(self, job: _Job, quick_s: float) -> Outcome:
         """The result, when there is a place for slow work. After `quick_s` CPU seconds the worker gets what
@@ -359,35 +364,42 @@ class WorkerPool:
         await self._slow.enter(job.client)
         try:
             worker = await self._fork(is_niced=True)
-            doing = self._begin(worker, job)
         except BaseException:
             self._slow.leave(job.client)
             raise
-        return await self._go_on_slowly(job, worker, doing, quick_s)
+        with self._doing(worker, job):
+            return await self._go_on_slowly(job, worker, quick_s)
 
-    async def _go_on_slowly(
-        self, job: _Job, worker: Worker, doing: asyncio.Future[Outcome], quick_s: float = 0.0
-    ) -> Outcome:
+    async def _go_on_slowly(self, job: _Job, worker: Worker, quick_s: float = 0.0) -> Outcome:
         """The work's outcome. Frees the place for slow work."""
         try:
-            if not await _is_quick(worker, doing, quick_s):
+            if not await worker.is_quick(quick_s):
                 worker.set_idle_priority()
             async with asyncio.timeout(WALL_S):
-                while not doing.done():
-                    await asyncio.wait([doing], timeout=_LOOK_S)
+                while not worker.doing.done():
+                    await asyncio.wait([worker.doing], timeout=_LOOK_S)
                     worker.cpu_s()
-            return doing.result()
+            return worker.doing.result()
         except TimeoutError:
             raise _too_busy() from None
         finally:
-            self._end(worker, doing)
             self._slow.leave(job.client)
 
-    def _finished(self, worker: Worker, doing: asyncio.Future[Outcome]) -> Outcome:
-        outcome = doing.result()
-        self.at_work.discard(worker)
-        self._keep(worker)
-        return outcome
+    @contextmanager
+    def _doing(self, worker: Worker, job: _Job) -> Iterator[None]:
+        """Within this, the worker does the job. Then it is kept if it has done quick work, and ended
+        otherwise."""
+        worker.begin(job)
+        self.at_work.add(worker)
+        try:
+            yield
+        finally:
+            self.at_work.discard(worker)
+            if worker.has_finished and job.order.n_bytes <= QUICK_BYTES:
+                self._keep(worker)
+            else:
+                worker.end()
+                worker.doing.cancel()
 
     def _taken(self, is_niced: bool) -> Worker | None:
         for worker in reversed(self._idle):
@@ -403,15 +415,6 @@ class WorkerPool:
             self._idle.append(worker)
         else:
             worker.end()
-
-    def _begin(self, worker: Worker, job: _Job) -> asyncio.Future[Outcome]:
-        self.at_work.add(worker)
-        return asyncio.ensure_future(worker.do(job))
-
-    def _end(self, worker: Worker, doing: asyncio.Future[Outcome]) -> None:
-        self.at_work.discard(worker)
-        worker.end()
-        doing.cancel()
 
     async def _fork(self, is_niced: bool) -> Worker:
         """A new worker, or one of this kind that has become idle. A cancelled call's worker is kept for
@@ -448,14 +451,6 @@ class WorkerPool:
             self._zygote = Zygote(self._start)
             return await self._zygote.fork()
 
-    @property
-    def n_idle(self) -> int:
-        return len(self._idle)
-
-    @property
-    def zygote_process(self) -> subprocess.Popen[bytes]:
-        return self._zygote.process
-
     async def close(self) -> None:
         """End all processes. Work that is still running raises EngineClosedError. Idempotent."""
         self._is_closed = True
@@ -471,17 +466,6 @@ class WorkerPool:
 
 def _quick_s(n_bytes: int) -> float:
     return QUICK_S + min(n_bytes, QUICK_BYTES) * QUICK_BYTE_S
-
-
-async def _is_quick(worker: Worker, doing: asyncio.Future[Outcome], most_s: float) -> bool:
-    """Wait until the work is done, has taken so many CPU seconds, or is stuck."""
-    began, stuck_at = worker.cpu_s(), time.monotonic() + STUCK_S
-    while not doing.done():
-        left = most_s - (worker.cpu_s() - began)
-        if left <= 0 or time.monotonic() >= stuck_at:
-            return False
-        await asyncio.wait([doing], timeout=max(left, _LEAST_WAIT_S))
-    return True
 
 
 async def _digest(job: _Job) -> bytes:
