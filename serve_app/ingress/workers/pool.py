@@ -215,13 +215,14 @@ class Zygote:
             with theirs:
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
             (pid,) = PID.unpack(await self._reader.readexactly(PID.size))
-        except (OSError, asyncio.IncompleteReadError) as error:
+            if pid == NO_PID:
+                raise EngineUnavailableError("No process can be started to read this request.")
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException as error:
             ours.close()
-            raise EOFError from error
-        if pid == NO_PID:
-            ours.close()
-            raise EngineUnavailableError("No process can be started to read this request.")
-        reader, writer = await asyncio.open_connection(sock=ours)
+            if isinstance(error, OSError | asyncio.IncompleteReadError):
+                raise EOFError from error
+            raise
         try:
             return Worker(pid, reader, writer)
         except OSError as error:  # it is gone, or there is no descriptor for it
