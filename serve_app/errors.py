@@ -2,29 +2,30 @@
 
     CorralError                   500 server_error
     |-- ConfigError               never over HTTP: it stops the start
-    |-- InvalidRequestError       400 invalid_request_error
-    |   |-- PromptTooLongError    400 context_length_exceeded
-    |   |   `-- TextTooLongError  400 context_length_exceeded
-    |   |-- KeyLimitError         400 key_limit_exceeded
-    |   |-- PicturesWantedError   400 invalid_request_error, unless they are fetched
-    |   `-- PreviousResponseError 400 previous_response_not_found
+    |-- RequestError              400 invalid_request_error
+    |   |-- InvalidRequestError     400 invalid_request_error
+    |   |   |-- PromptTooLongError    400 context_length_exceeded
+    |   |   |   `-- TextTooLongError  400 context_length_exceeded
+    |   |   |-- KeyLimitError         400 key_limit_exceeded
+    |   |   |-- PicturesWantedError   400 invalid_request_error, unless they are fetched
+    |   |   `-- PreviousResponseError 400 previous_response_not_found
+    |   |-- PermissionDeniedError   403 permission_denied
+    |   |-- HostNotAllowedError     403 host_not_allowed
+    |   |-- CrossSiteError          403 cross_site_request
+    |   |-- ModelNotFoundError      404 model_not_found
+    |   |-- RequestNotFoundError    404 request_not_found
+    |   |-- ResponseNotFoundError   404 response_not_found
+    |   |-- ObjectNotFoundError     404 object_not_found
+    |   |-- SlowRequestError        408 request_timeout
+    |   |-- RequestTooLargeError    413 request_too_large
+    |   |-- ContentEncodingError    415 unsupported_content_encoding
+    |   |-- MediaError              500 server_error, with x-should-retry: false
+    |   `-- NotSupportedError       501 not_supported_error
     |-- AuthenticationError       401 invalid_api_key
-    |-- PermissionDeniedError     403 permission_denied
-    |-- HostNotAllowedError       403 host_not_allowed
-    |-- CrossSiteError            403 cross_site_request
-    |-- ModelNotFoundError        404 model_not_found
-    |-- RequestNotFoundError      404 request_not_found
-    |-- ResponseNotFoundError     404 response_not_found
-    |-- ObjectNotFoundError       404 object_not_found
-    |-- SlowRequestError          408 request_timeout
-    |-- RequestTooLargeError      413 request_too_large
-    |-- ContentEncodingError      415 unsupported_content_encoding
     |-- RateLimitError            429 rate_limit_exceeded, with Retry-After
     |   |-- BodyEndedError        429 rate_limit_exceeded, with Retry-After
     |   `-- QueueFullError        429 queue_full, with Retry-After
     |       `-- NoRoomError       429 queue_full, with Retry-After
-    |-- MediaError                500 server_error, with x-should-retry: false
-    |-- NotSupportedError         501 not_supported_error
     |-- EngineUnavailableError    503 engine_unavailable
     |   |-- ModelLoadingError     503 engine_unavailable
     |   |-- ModelReplacedError    503 engine_unavailable
@@ -85,8 +86,8 @@ class ConfigError(CorralError):
     """The configuration cannot work; the message names the field."""
 
 
-class InvalidRequestError(CorralError):
-    """The request itself is wrong: the same request will never work."""
+class RequestError(CorralError):
+    """One request cannot be served as it is, maybe because of one of its fields."""
 
     status = 400
     type = "invalid_request_error"
@@ -98,6 +99,10 @@ class InvalidRequestError(CorralError):
     def param(self) -> str | None:
         param: str | None = self.args[1]
         return param
+
+
+class InvalidRequestError(RequestError):
+    """The request itself is wrong: the same request will never work."""
 
 
 class PromptTooLongError(InvalidRequestError):
@@ -200,47 +205,35 @@ class AuthenticationError(CorralError):
     code = "invalid_api_key"
 
 
-class PermissionDeniedError(CorralError):
+class PermissionDeniedError(RequestError):
     """The sender is known, and may not do this."""
 
     status = 403
-    type = "invalid_request_error"
     code = "permission_denied"
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message, param)
 
-    @property
-    def param(self) -> str | None:
-        param: str | None = self.args[1]
-        return param
-
-
-class HostNotAllowedError(CorralError):
+class HostNotAllowedError(RequestError):
     """The request was sent to a name that this server does not go by."""
 
     status = 403
-    type = "invalid_request_error"
     code = "host_not_allowed"
 
 
-class CrossSiteError(CorralError):
+class CrossSiteError(RequestError):
     """A page of another web site sent the request, and may not."""
 
     status = 403
-    type = "invalid_request_error"
     code = "cross_site_request"
 
 
-class ModelNotFoundError(CorralError):
+class ModelNotFoundError(RequestError):
     """No model of that name is served here."""
 
     status = 404
-    type = "invalid_request_error"
     code = "model_not_found"
 
     def __init__(self, model: str) -> None:
-        super().__init__(model)
+        Exception.__init__(self, model)
 
     @property
     def message(self) -> str:
@@ -251,58 +244,56 @@ class ModelNotFoundError(CorralError):
         return "model"
 
 
-class RequestNotFoundError(CorralError):
+class RequestNotFoundError(RequestError):
     """No request of that id is known here, or it is forgotten by now."""
 
     status = 404
-    type = "invalid_request_error"
     code = "request_not_found"
 
 
-class ResponseNotFoundError(CorralError):
+class ResponseNotFoundError(RequestError):
     """No response of that id is stored for this client, or no longer."""
 
     status = 404
-    type = "invalid_request_error"
     code = "response_not_found"
 
     def __init__(self, response_id: str) -> None:
-        super().__init__(response_id)
+        Exception.__init__(self, response_id)
 
     @property
     def message(self) -> str:
         return f"Response with id {self.args[0]!r} not found."
 
+    @property
+    def param(self) -> None:
+        return None
 
-class ObjectNotFoundError(CorralError):
+
+class ObjectNotFoundError(RequestError):
     """The caller has no file or batch of that id."""
 
     status = 404
-    type = "invalid_request_error"
     code = "object_not_found"
 
 
-class SlowRequestError(CorralError):
+class SlowRequestError(RequestError):
     """The request's body did not arrive in time."""
 
     status = 408
-    type = "invalid_request_error"
     code = "request_timeout"
 
 
-class RequestTooLargeError(CorralError):
+class RequestTooLargeError(RequestError):
     """The request's body is larger than any is."""
 
     status = 413
-    type = "invalid_request_error"
     code = "request_too_large"
 
 
-class ContentEncodingError(CorralError):
+class ContentEncodingError(RequestError):
     """The request's body is compressed."""
 
     status = 415
-    type = "invalid_request_error"
     code = "unsupported_content_encoding"
 
 
@@ -336,34 +327,20 @@ class NoRoomError(QueueFullError):
     """The client was told QueueFullError a moment ago, and nobody asked the engines again."""
 
 
-class MediaError(CorralError):
+class MediaError(RequestError):
     """A message has a part that is no text. llama-server calls that a failure of the server, and clients
     of its know it by that."""
 
+    status = 500
+    type = "server_error"
     is_final = True
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message, param)
 
-    @property
-    def param(self) -> str | None:
-        param: str | None = self.args[1]
-        return param
-
-
-class NotSupportedError(CorralError):
+class NotSupportedError(RequestError):
     """The model, or the configuration, has not what the request needs; no other request would do."""
 
     status = 501
     type = "not_supported_error"
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message, param)
-
-    @property
-    def param(self) -> str | None:
-        param: str | None = self.args[1]
-        return param
 
 
 class EngineUnavailableError(CorralError):

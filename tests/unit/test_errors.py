@@ -13,6 +13,7 @@ from serve_app.errors import CorralError
 EXAMPLES: list[CorralError] = [
     errors.CorralError("broken"),
     errors.ConfigError("engine.n_slots must be at least 1."),
+    errors.RequestError("bad"),
     errors.InvalidRequestError("bad"),
     errors.InvalidRequestError("bad", "stop"),
     errors.PromptTooLongError(9, 8),

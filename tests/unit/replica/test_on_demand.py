@@ -108,6 +108,6 @@ async def test_looks_load_nothing(replica: Any) -> None:
 async def test_an_operator_loads_it_and_the_end_of_the_replica_unloads_it(replica: Any) -> None:
     one = await replica()
     assert await one.is_there() is None
-    engine = one._lifecycle.loaded
+    engine = one.lifecycle.loaded
     await KIND.func_or_class.__del__(one)
     assert engine.is_closed
