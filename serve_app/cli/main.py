@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -51,88 +51,40 @@ _RUN, _LOOK, _MEASURE = "Serve", "Use and watch a server", "Measure"
 _OFFLINE = "Work without a server"
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-Models = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Argument(
-        metavar="[MODEL]",
-        help="A GGUF file, or a Hugging Face repository as OWNER/NAME or OWNER/NAME:QUANT. Without "
-        "one, the small built-in model.",
-        show_default=False,
-    ),
-]
-Host = Annotated[
-    str,
-    typer.Option(
-        envvar="CORRAL_HOST",
-        help="The address to listen on. 0.0.0.0 serves the network, and needs --api-key-file.",
-    ),
-]
-Port = Annotated[int, typer.Option(envvar="CORRAL_PORT", min=1, max=65535, help="The TCP port.")]
-Slots = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(
-        envvar="CORRAL_SLOTS",
-        min=1,
-        show_default=False,
-        help="Requests of each model that run at once. By default, as many as suit cores and memory.",
-    ),
-]
-Context = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(
-        envvar="CORRAL_CONTEXT",
-        min=2,
-        show_default=False,
-        help="Most tokens of a request, prompt and answer together. By default as many as all slots "
-        "hold, or the model takes. Slots share the memory for more.",
-    ),
-]
-Threads = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(
-        envvar="CORRAL_THREADS",
-        min=1,
-        show_default=False,
-        help="Threads that compute. By default, one for each physical core.",
-    ),
-]
-KeyFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option(
-        envvar="CORRAL_API_KEY_FILE",
-        metavar="FILE",
-        show_default=False,
-        help="A YAML file with the API keys that clients must send.",
-    ),
-]
-Anonymous = Annotated[
-    bool,
-    typer.Option(
-        "--allow-anonymous",
-        envvar="CORRAL_ALLOW_ANONYMOUS",
-        help="Serve everybody who reaches the address, without API keys.",
-    ),
-]
-WebApps = Annotated[
-    bool,
-    typer.Option(
-        "--web-apps",
-        envvar="CORRAL_WEB_APPS",
-        help="Let pages of desktop apps, of editors and of this machine's own web servers use the API.",
-    ),
-]
-Url = Annotated[
-    str,
-    typer.Option(envvar="CORRAL_URL", help="The address of the server, with or without /v1."),
-]
-ApiKey = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        envvar="CORRAL_API_KEY",
-        show_default=False,
-        help="The API key to send, if the server needs one.",
-    ),
-]
+
+def _setting(name: str, help: str, *flags: str, **options: Any) -> Any:  # noqa: A002
+    """An option that the environment can give, too: as CORRAL_ and its name."""
+    return typer.Option(*flags, envvar=f"CORRAL_{name}", help=help, **options)
+
+
+_MODEL = (
+    "A GGUF file, or a Hugging Face repository as OWNER/NAME or OWNER/NAME:QUANT. Without one, the small "
+    "built-in model."
+)
+_HOST = "The address to listen on. 0.0.0.0 serves the network, and needs --api-key-file."
+_SLOTS = "Requests of each model that run at once. By default, as many as suit cores and memory."
+_CONTEXT = (
+    "Most tokens of a request, prompt and answer together. By default as many as all "
+    "slots hold, or the model takes. Slots share the memory for more."
+)
+_THREADS = "Threads that compute. By default, one for each physical core."
+_KEYS = "A YAML file with the API keys that clients must send."
+_ANONYMOUS = "Serve everybody who reaches the address, without API keys."
+_WEB_APPS = (
+    "Let pages of desktop apps, of editors and of this machine's own web servers use the API."
+)
+
+Models = Annotated[list[str] | None, typer.Argument(metavar="[MODEL]", help=_MODEL)]
+Host = Annotated[str, _setting("HOST", _HOST)]
+Port = Annotated[int, _setting("PORT", "The TCP port.", min=1, max=65535)]
+Slots = Annotated[int | None, _setting("SLOTS", _SLOTS, min=1)]
+Context = Annotated[int | None, _setting("CONTEXT", _CONTEXT, min=2)]
+Threads = Annotated[int | None, _setting("THREADS", _THREADS, min=1)]
+KeyFile = Annotated[Path | None, _setting("API_KEY_FILE", _KEYS, metavar="FILE")]
+Anonymous = Annotated[bool, _setting("ALLOW_ANONYMOUS", _ANONYMOUS, "--allow-anonymous")]
+WebApps = Annotated[bool, _setting("WEB_APPS", _WEB_APPS, "--web-apps")]
+Url = Annotated[str, _setting("URL", "The address of the server, with or without /v1.")]
+ApiKey = Annotated[str | None, _setting("API_KEY", "The API key to send, if the server needs one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _URL = "http://127.0.0.1:8000"
 _SLO = "ttft_p95=2s,itl_p95=150ms"
@@ -167,11 +119,10 @@ def serve(
     allow_anonymous: Anonymous = False,
     web_apps: WebApps = False,
     config: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(
             envvar="CORRAL_CONFIG",
             metavar="FILE",
-            show_default=False,
             help="A configuration file, instead of MODEL and the options above.",
         ),
     ] = None,
@@ -255,26 +206,26 @@ def hash_keys(
 @app.command(rich_help_panel=_LOOK)
 def chat(
     prompt: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(help="A question. Without one, a chat begins.", show_default=False),
+        str | None,
+        typer.Argument(help="A question. Without one, a chat begins."),
     ] = None,
     url: Url = _URL,
     api_key: ApiKey = None,
     model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="The model. By default, the server's first.", show_default=False),
+        str | None,
+        typer.Option(help="The model. By default, the server's first."),
     ] = None,
     system: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="A system prompt.", show_default=False),
+        str | None,
+        typer.Option(help="A system prompt."),
     ] = None,
     max_tokens: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="The most tokens of an answer.", show_default=False),
+        int | None,
+        typer.Option(min=1, help="The most tokens of an answer."),
     ] = None,
     temperature: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(min=0, max=2, help="0 always takes the likeliest token.", show_default=False),
+        float | None,
+        typer.Option(min=0, max=2, help="0 always takes the likeliest token."),
     ] = None,
 ) -> None:
     """Chat in the terminal with this server, or any other that speaks the OpenAI API.
@@ -327,8 +278,8 @@ def top(
     url: Url = _URL,
     api_key: ApiKey = None,
     frames: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Stop after so many seconds.", show_default=False),
+        int | None,
+        typer.Option(min=1, help="Stop after so many seconds."),
     ] = None,
 ) -> None:
     """Show what a server does, once a second, until Ctrl-C.
@@ -345,11 +296,10 @@ def top(
 def weights(
     model: Annotated[str, typer.Argument(help="The model's id.")],
     changes: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Argument(
             metavar="[VERSION=PERCENT]...",
             help="The percentage of the requests that a version gets. The others share the rest as before.",
-            show_default=False,
         ),
     ] = None,
     url: Url = _URL,
