@@ -12,18 +12,37 @@ from typing import TypeVar
 
 import msgspec
 
+from serve_app.engine.options import EngineOptions
+
 logger = logging.getLogger("corral.engine")
 
-_FORMAT = 7
+_FORMAT = 8
 # A profile is not kept if this process had less of its threads' time meanwhile: something else computed.
 # Ray and its start take a fifth of two cores.
 _ALONE = 0.75
+# The options that the time of batches depends on, or the choice between kinds of batches.
+_OPTIONS = (
+    *(
+        "threads",
+        "threads_batch",
+        "fewer_threads",
+        "numa",
+        "n_slots",
+        "n_ctx_slot",
+        "n_ctx",
+        "n_batch",
+    ),
+    *("flash_attn", "kv_unified", "cache_type_k", "cache_type_v", "max_stall_s", "profile_limit_s"),
+)
 _Choice = TypeVar("_Choice")
 
 
-def key(**measured_with: object) -> str:
-    """A name for a profile made under these conditions, on this kind of processor."""
-    conditions = {"format": _FORMAT, "cpu": _processor(), **measured_with}
+def key(options: EngineOptions, **others: object) -> str:
+    """A name for what is measured with these options, under other conditions that tell on it, on this kind
+    of processor."""
+    conditions = {"format": _FORMAT, "cpu": _processor(), **others}
+    conditions |= {name: getattr(options, name) for name in _OPTIONS}
+    conditions["pinned"] = [len(tokens) for tokens in options.pinned]
     text = json.dumps(conditions, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

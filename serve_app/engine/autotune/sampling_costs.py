@@ -29,18 +29,8 @@ class SamplingCost:
         self.token_s += (_NEWEST if self.token_s else 1.0) * (found_s - self.token_s)
 
 
-class SamplingCosts:
-    """The costs of all kinds that were seen. Decoder thread only."""
-
-    def __init__(self) -> None:
-        self._by_kind: dict[tuple[object, ...], SamplingCost] = {}
-
-    def of(self, params: SamplingParams) -> SamplingCost:
-        """The cost of these parameters' kind, which goes on learning."""
-        return self._by_kind.setdefault(_kind(params), SamplingCost())
-
-
-def _kind(params: SamplingParams) -> tuple[object, ...]:
+def sampling_kind(params: SamplingParams) -> tuple[object, ...]:
+    """The samplers that are used, and how many candidates go through them. There are some thousands."""
     return (
         params.temperature <= 0,
         params.top_n_sigma > 0,

@@ -41,10 +41,9 @@ def candidates(most: int) -> list[int]:
     return [most] if most <= _FEW_THREADS else [most, 3 * most // 4, most // 2]
 
 
-def tries_fewer(options: EngineOptions) -> tuple[str, ...]:
-    """Not empty if there is something to try: what a profile's key then says besides."""
-    tried = options.fewer_threads and len(candidates(options.threads)) > 1
-    return ("fewer",) if tried else ()
+def tries_fewer(options: EngineOptions) -> bool:
+    """Whether there is something to try."""
+    return options.fewer_threads and len(candidates(options.threads)) > 1
 
 
 def choose(cycles: Mapping[int, Cycle]) -> int:

@@ -184,7 +184,8 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
         return KernelsChoice(LLAMA_CPP, "nothing is measured")
     if folder is None:
         return _compare(path, options, report)[0]
-    name = f"backend-{_key(path, options, kernels)}"
+    model, libraries = fingerprint_of(files_of(path)).hex(), (library.version(), kernels)
+    name = f"backend-{profile_cache.key(options, model=model, libraries=libraries)}"
     with FolderLocks(folder).alone(f"{name}.lock", wait=True):
         kept = profile_cache.load(folder, name, KernelsChoice)
         if kept is not None:
@@ -211,18 +212,3 @@ def _compare(path: Path, options: EngineOptions, report: Report) -> tuple[Kernel
 
 def _said(error: Exception) -> str:
     return str(error).removesuffix(".")
-
-
-def _key(path: Path, options: EngineOptions, kernels: str) -> str:
-    return profile_cache.key(
-        model=fingerprint_of(files_of(path)).hex(),
-        kernels=(library.version(), kernels),
-        threads=(options.threads, options.threads_batch, options.fewer_threads),
-        slots=(options.n_slots, options.n_ctx_slot, options.n_ctx),
-        pinned=[len(tokens) for tokens in options.pinned],
-        attention=(options.flash_attn, options.kv_unified),
-        cache=(options.cache_type_k, options.cache_type_v),
-        max_stall_s=options.max_stall_s,
-        n_batch=options.n_batch,
-        limit_s=options.profile_limit_s,
-    )

@@ -57,12 +57,10 @@ class LlamaDraft:
             return Profile()
         folder = options.profile_folder
         name = profile_cache.key(
+            options,
             draft=self._model.fingerprint().hex(),
             own_layers=self.own_layers,
             llama_cpp=library.version(),
-            threads=(options.threads, options.threads_batch, options.numa),
-            slots=(options.n_slots, self.n_ctx),
-            limit_s=options.profile_limit_s,
         )
         kept = profile_cache.load(folder, name, Profile)
         if kept is not None:

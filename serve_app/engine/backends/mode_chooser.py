@@ -72,7 +72,8 @@ class ModeChooser:
         candidates = modes.candidates(options, can_change=measures and self._can_change)
         if not measures:
             return ChosenMode(modes.choose({candidates[0]: Profile()}, options))
-        folder, name = options.profile_folder, self._name(candidates)
+        folder, model = options.profile_folder, self._model.fingerprint().hex()
+        name = profile_cache.key(options, model=model, llama_cpp=library.version())
         choice = profile_cache.load(folder, name, ModeChoice)
         if choice is None:
             self._report(Stage("measuring", limit_s=options.profile_limit_s))
@@ -81,24 +82,6 @@ class ModeChooser:
                 return ChosenMode(choice, undisturbed=False)
             profile_cache.save(folder, name, choice)
         return ChosenMode(choice, kept_as=name)
-
-    def _name(self, candidates: Sequence[Mode]) -> str:
-        options = self._options
-        return profile_cache.key(
-            model=self._model.fingerprint().hex(),
-            llama_cpp=library.version(),
-            modes=candidates,
-            threads=(options.threads, options.threads_batch, options.numa, *tries_fewer(options)),
-            slots=(
-                options.n_slots,
-                options.n_ctx_share,
-                [len(tokens) for tokens in options.pinned],
-            ),
-            max_stall_s=options.max_stall_s,
-            n_batch=options.n_batch,
-            cache=(options.cache_type_k, options.cache_type_v),
-            limit_s=options.profile_limit_s,
-        )
 
     def _measured(self, candidates: Sequence[Mode]) -> tuple[ModeChoice, float]:
         """Compare these modes, then measure the rest of the one that is chosen; and in which part of its

@@ -163,17 +163,7 @@ class OpenVinoBackend:
         options = self._options
         if options.profile_limit_s <= 0:
             return Profile(), True
-        name = profile_cache.key(
-            model=self._fingerprint.hex(),
-            llama_cpp=versions(),
-            modes=[_MODE],
-            threads=(options.threads,),
-            slots=(options.n_slots, options.n_ctx_share),
-            max_stall_s=options.max_stall_s,
-            n_batch=options.n_batch,
-            cache=options.cache_type_k,
-            limit_s=options.profile_limit_s,
-        )
+        name = profile_cache.key(options, model=self._fingerprint.hex(), openvino=versions())
         folder = options.profile_folder
         kept = profile_cache.load(folder, name, Profile)
         if kept is not None:

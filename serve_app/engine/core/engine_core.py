@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TypeVar
 
 from serve_app.engine.autotune.cost_model import CostModel
-from serve_app.engine.autotune.sampling_costs import SamplingCosts
+from serve_app.engine.autotune.sampling_costs import SamplingCost, sampling_kind
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.admission import Admission
 from serve_app.engine.core.batch_runner import BatchResult, BatchRunner
@@ -103,7 +103,7 @@ class EngineCore:
             self.latencies,
             self.scheduler,
         )
-        self._sampling_costs = SamplingCosts()
+        self._sampling_costs = defaultdict[tuple[object, ...], SamplingCost](SamplingCost)
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self._failed_steps = 0
         self.is_draining = False
@@ -265,7 +265,8 @@ class EngineCore:
             return True
         self.changed = True
         for sequence in pending.submitted:
-            sequence.sampling_cost = self._sampling_costs.of(sequence.request.sampling)
+            kind = sampling_kind(sequence.request.sampling)
+            sequence.sampling_cost = self._sampling_costs[kind]
         self.admission.enqueue(pending.submitted)
         for command in pending.commands:  # which may look at what is live
             command.run(self.cache)

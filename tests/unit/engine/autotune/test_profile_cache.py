@@ -13,6 +13,7 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.engine.backends.choice import KernelsChoice
+from serve_app.engine.options import EngineOptions
 from serve_app.llama.formats import Threads
 
 CHOICE = ModeChoice(
@@ -49,14 +50,16 @@ def test_a_choice_of_a_backend_is_found_again(tmp_path: Path) -> None:
 
 
 def test_other_conditions_have_another_name() -> None:
+    options = EngineOptions(n_slots=2, n_ctx_slot=64, threads=2)
     names = {
-        profile_cache.key(model="m", threads=2),
-        profile_cache.key(model="m", threads=4),
-        profile_cache.key(model="n", threads=2),
-        profile_cache.key(model="m", threads=2, n_batch=512),
+        profile_cache.key(options, model="m"),
+        profile_cache.key(options, model="n"),
+        profile_cache.key(replace(options, threads=4), model="m"),
+        profile_cache.key(replace(options, n_batch=256), model="m"),
+        profile_cache.key(replace(options, pinned=((1, 2),)), model="m"),
     }
-    assert len(names) == 4
-    assert profile_cache.key(threads=2, model="m") in names
+    assert len(names) == 5
+    assert profile_cache.key(replace(options, max_waiting=3), model="m") in names
 
 
 @pytest.mark.parametrize(
