@@ -9,9 +9,15 @@ from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 
 from serve_app.application import rollout
-from serve_app.application.ingress_settings import access, batches, kept_responses, refuse_strangers
+from serve_app.application.deployments import (
+    access,
+    batches,
+    engine_options,
+    ingress_options,
+    kept_responses,
+    refuse_strangers,
+)
 from serve_app.application.resolving import names_its_share, resolve
-from serve_app.application.serve_options import engine_options, ingress_options
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import AppConfig, ModelConfig

@@ -20,7 +20,7 @@ import yaml
 from fastapi import FastAPI
 
 from loadtests.compare.capitals import CapitalHeaders
-from serve_app.application.ingress_settings import access
+from serve_app.application.deployments import access
 from serve_app.application.resolving import resolve
 from serve_app.batch.answerer import LocalClient
 from serve_app.config import schema

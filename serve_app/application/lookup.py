@@ -6,6 +6,8 @@ No weights are loaded.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,8 +56,9 @@ def looked_up(
         needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
         projector = _projector(model, source, opened, downloads)
         if projector is not None and not is_sized:
-            n_bytes = needs.weight_bytes + _projector_bytes(projector, downloads)
-            needs = replace(needs, weight_bytes=n_bytes)
+            with _naming("projector"):  # with a hole in its file, maybe
+                n_bytes = _vocabulary(projector, downloads).stat().st_size
+            needs = replace(needs, weight_bytes=needs.weight_bytes + n_bytes)
         return source, projector, needs
     except UnreachableError:
         if not is_sized:
@@ -104,7 +107,7 @@ def _names_its_slots(model: ModelConfig) -> bool:
 
 
 def pinned_adapter(adapter: AdapterConfig, downloads: DownloadsConfig) -> AdapterConfig:
-    """With the same bytes on every node. Raises ConfigError."""
+    """The adapter with a source of which every node gets the same bytes. Raises ConfigError."""
     source = pinned_source(f"adapters ({adapter.id})", adapter.source, downloads)
     return adapter.model_copy(update={"source": source})
 
@@ -117,24 +120,33 @@ def pinned_source(
     if source is None:
         return None
     try:
-        pinned = store.pinned(source, downloads)
+        with _naming(name):
+            pinned = store.pinned(source, downloads)
+            _check_readable(pinned)
+            return pinned
     except UnreachableError:  # replicas look for themselves
         return source
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    _check_readable(name, pinned)
-    return pinned
 
 
 def draft_source(model: ModelConfig) -> ModelSource | None:
-    """The draft model's, if the model has one."""
+    """The draft model's source, if the model has one."""
     return None if model.engine.draft is None else model.engine.draft.source
 
 
-def _check_readable(name: str, source: ModelSource) -> None:
-    """Raises ConfigError that begins with the name, for a pinned source that llama.cpp cannot read."""
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Have the messages of ConfigErrors begin with the field, but for an UnreachableError's."""
+    try:
+        yield
+    except UnreachableError:
+        raise
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from None
+
+
+def _check_readable(source: ModelSource) -> None:
     if store.is_in_openvinos_format(source):
-        raise ConfigError(f"{name}: llama.cpp cannot read OpenVINO's format. Give a GGUF file")
+        raise ConfigError("llama.cpp cannot read OpenVINO's format. Give a GGUF file")
 
 
 def _projector(
@@ -146,17 +158,17 @@ def _projector(
     backends = ("llama.cpp",) if source.builtin else ("llama.cpp", "auto")
     if projector is False or (projector is None and model.engine.backend not in backends):
         return None
-    if projector is not None:
-        _check_readable("projector", projector)
     try:
-        if projector is not None:
-            return store.pinned_projector(projector, downloads)
-        return None if opened is None else _projector_beside(model.id, source, opened, downloads)
+        with _naming("projector"):
+            if projector is not None:
+                _check_readable(projector)
+                return store.pinned_projector(projector, downloads)
+            if opened is None:
+                return None
+            return _projector_beside(model.id, source, opened, downloads)
     except UnreachableError as error:
         if projector and store.names_a_file(projector):
             return projector  # replicas look for themselves
-        raise ConfigError(f"projector: {error}") from None
-    except ConfigError as error:
         raise ConfigError(f"projector: {error}") from None
 
 
@@ -187,16 +199,6 @@ def _projector_beside(
     return None
 
 
-def _projector_bytes(source: ProjectorSource, downloads: DownloadsConfig) -> int:
-    """Raises ConfigError."""
-    try:
-        return _vocabulary(source, downloads).stat().st_size  # with a hole in it, maybe
-    except UnreachableError:
-        raise
-    except ConfigError as error:
-        raise ConfigError(f"projector: {error}") from None
-
-
 def _with_draft(
     needs: ModelNeeds, target: Model, model: ModelConfig, downloads: DownloadsConfig
 ) -> ModelNeeds:
@@ -212,13 +214,12 @@ def _with_draft(
     if is_sized and source.path is not None and not source.path.expanduser().is_file():
         return needs  # replicas on other nodes look for themselves
     try:
-        draft = Model(_vocabulary(source, downloads), vocab_only=True)
+        with _naming("engine.draft"):
+            draft = Model(_vocabulary(source, downloads), vocab_only=True)
     except UnreachableError:
         if not is_sized:
             raise
         return needs
-    except ConfigError as error:
-        raise ConfigError(f"engine.draft: {error}") from None
     check_draft(target, draft)
     return needs.with_draft(ModelNeeds.of(draft), N_CTX)
 

@@ -23,16 +23,16 @@ from pydantic import (
 )
 from ray.serve.config import AutoscalingConfig
 
-from serve_app.config import validation
-from serve_app.config.durations import KeepAlive
 from serve_app.config.sources import (
     MODEL_ID,
     NO_DOWNLOADS,
     AdapterConfig,
     DownloadsConfig,
+    KeepAlive,
     ModelSource,
     ProjectorSource,
     Section,
+    describe_errors,
 )
 from serve_app.engine.options import BackendName
 from serve_app.errors import ConfigError
@@ -489,7 +489,7 @@ def parse(args: object) -> AppConfig:
     try:
         return AppConfig.model_validate(args)
     except ValidationError as error:
-        raise ConfigError(f"invalid configuration: {validation.describe(error, 'args')}") from None
+        raise ConfigError(f"invalid configuration: {describe_errors(error, 'args')}") from None
 
 
 def load(path: Path) -> AppConfig:

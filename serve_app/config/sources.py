@@ -1,17 +1,44 @@
-"""The parts of the configuration that say where files come from.
+"""Parts of the configuration that need no Ray, so that processes that only read requests can import them.
 
-Unlike `schema`, this needs no Ray: processes that only read requests import it.
+They are sources of files, durations, and messages about what is wrong.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from serve_app.errors import ConfigError
 from serve_app.store import names
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600}
+_PART = r"(\d+(?:\.\d+)?)([smh])"
+
+
+def seconds(value: object) -> object:
+    """The seconds that the text stands for; any other value as it is. Raises ValueError for another
+    text."""
+    if not isinstance(value, str):
+        return value
+    if not re.fullmatch(f"(?:{_PART})+", value):
+        raise ValueError("give seconds, or a text such as 30s, 5m or 1h30m")
+    return sum(float(number) * _UNITS_S[unit] for number, unit in re.findall(_PART, value))
+
+
+KeepAlive = Annotated[float, Field(gt=0, le=10**7), BeforeValidator(seconds)]
+
+
+def describe_errors(error: ValidationError, whole: str = "") -> str:
+    """Every field that is wrong and why, without its value, which may be a secret. `whole` stands for no
+    field in particular."""
+    found = error.errors(include_url=False, include_input=False)
+    return "; ".join(
+        f"{'.'.join(str(part) for part in one['loc']) or whole}: {one['msg']}" for one in found
+    )
+
 
 MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$"
 """A pattern: what the id of a model or an adapter may be."""

@@ -53,9 +53,7 @@ def put_behind_haproxy(monkeypatch: pytest.MonkeyPatch, host: str | None) -> Non
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     serve = None if host is None else SimpleNamespace(http_config=HTTPOptions(host=host))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(
-        "serve_app.application.ingress_settings._get_global_client", lambda **_: serve
-    )
+    monkeypatch.setattr("serve_app.application.deployments._get_global_client", lambda **_: serve)
 
 
 @pytest.mark.parametrize(("ui", "behind"), [("auto", False), (True, True), (False, False)])

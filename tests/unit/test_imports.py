@@ -203,7 +203,7 @@ def test_only_the_llama_package_imports_llama_cpp() -> None:
 def test_ray_is_known_in_few_places_only() -> None:
     assert {module for module, _ in offenders("serve_app", "ray")} == {
         "serve_app.app",
-        "serve_app.application.ingress_settings",
+        "serve_app.application.deployments",
         "serve_app.application.lookup",
         "serve_app.application.rollout",
         "serve_app.batch.__main__",

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from serve_app.config import validation
+from serve_app.config.sources import describe_errors
 from serve_app.errors import (
     AuthenticationError,
     ConfigError,
@@ -115,7 +115,7 @@ def read(path: Path) -> list[ApiKey]:
         reason = error.strerror if isinstance(error, OSError) else "it is not YAML"
         raise ConfigError(f"ingress.api_key_file: {path}: {reason}") from None
     except ValidationError as error:
-        raise ConfigError(f"ingress.api_key_file: {path}: {validation.describe(error)}") from None
+        raise ConfigError(f"ingress.api_key_file: {path}: {describe_errors(error)}") from None
 
 
 def hash_keys(path: Path) -> int:

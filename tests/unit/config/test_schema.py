@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.application.ingress_settings import access
+from serve_app.application.deployments import access, engine_options, ingress_options
 from serve_app.application.resolving import resolve
-from serve_app.application.serve_options import engine_options, ingress_options
 from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
