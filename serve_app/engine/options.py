@@ -21,6 +21,18 @@ class AdapterFile:
     path: Path
 
 
+# A slot has a prompt token and an answer, and -1 keeps all of a prompt.
+_LEAST = {
+    "n_slots": 1,
+    "threads": 1,
+    "threads_batch": 1,
+    "n_batch": 1,
+    "n_ctx_slot": 2,
+    "n_keep": -1,
+}
+_LEAST |= {"n_checkpoints": 0, "max_waiting": 0}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Sizes of one engine. Raises ConfigError for those that cannot work."""
@@ -105,21 +117,19 @@ class EngineOptions:
     """Memory for pictures and sounds that are encoded."""
 
     def __post_init__(self) -> None:
-        for name in ("n_slots", "threads", "n_batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"engine.{name} must be at least 1.")
-        if self.threads_batch is not None and self.threads_batch < 1:
-            raise ConfigError("engine.threads_batch must be at least 1.")
-        if self.n_ctx_slot < 2:
-            raise ConfigError("engine.n_ctx_slot must be at least 2: a prompt token and an answer.")
+        for name, least in _LEAST.items():
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise ConfigError(f"engine.{name} must be at least {least}.")
+        for name, seconds in (("stall_ms", self.max_stall_s), ("wait_s", self.max_wait_s)):
+            if seconds is not None and seconds <= 0:
+                raise ConfigError(f"engine.max_{name} must be above 0.")
         if not all(0 < len(prefix) < self.n_ctx_slot for prefix in self.pinned):
             raise ConfigError("engine.system_prompts: one is empty, or does not fit n_ctx_slot.")
         if block_size(self.cache_type_v) > 1 and self.flash_attn is False:
             raise ConfigError(
                 f"engine.cache_type_v: {self.cache_type_v} needs engine.flash_attn: true."
             )
-        if self.max_stall_s is not None and self.max_stall_s <= 0:
-            raise ConfigError("engine.max_stall_ms must be above 0.")
         if self.n_ctx is not None:
             if self.kv_unified is False:
                 raise ConfigError(
@@ -129,14 +139,6 @@ class EngineOptions:
                 raise ConfigError("engine.n_ctx must not be below engine.n_ctx_slot.")
         if self.backend == "openvino" and (names := self.unsupported_by_openvino()):
             raise ConfigError(f"engine.backend: openvino does not support {names[0]}.")
-        if self.n_keep < -1:
-            raise ConfigError("engine.n_keep must be -1 (the prompt) or more.")
-        if self.max_wait_s is not None and self.max_wait_s <= 0:
-            raise ConfigError("engine.max_wait_s must be above 0.")
-        if self.n_checkpoints < 0:
-            raise ConfigError("engine.n_checkpoints must not be negative.")
-        if self.max_waiting < 0:
-            raise ConfigError("engine.max_waiting must not be negative.")
 
     @property
     def n_ctx_share(self) -> int:
