@@ -36,15 +36,6 @@ class Layout(NamedTuple):
     """Whether positions have."""
 
 
-class _Parts(NamedTuple):
-    layout: Layout
-    cells: memoryview
-    """The number and the kind of the state's parts."""
-    keys: memoryview
-    """The number of layers, and all keys."""
-    values: memoryview
-
-
 def converted(state: State, layout: Layout) -> State:
     """The state of the same tokens for a cache of that kind; the state itself if it is of that kind.
     Raises ValueError if it is of a cache with several kinds of layers, or has values of a format that
@@ -56,43 +47,33 @@ def converted(state: State, layout: Layout) -> State:
 
 
 def _converted(state: State, layout: Layout) -> State:
-    parts = _parts(state, layout.several_dimensions)
-    if parts is None:
+    whole = memoryview(state).cast("B")
+    n_streams, start = _word(whole, _BEGIN), _BEGIN + _WORD
+    counts = whole[start : start + _WORD * n_streams]
+    before = next((i for i in range(len(counts) // _WORD) if _word(counts, _WORD * i)), None)
+    if before is None:
         return _joined(state, layout, [])
-    if parts.layout == layout:
+    stream = whole[start + _WORD * before : len(whole) - _WORD * (n_streams - before - 1)]
+    n_cells = _word(stream, 0)
+    end = _WORD + n_cells * (_CELL_BYTES + layout.several_dimensions * _DIMENSIONS_BYTES)
+    transposed = _word(stream, end)
+    if transposed > 1 or _word(stream, 2 * _WORD) != 1:
+        raise ValueError("Its cells are not only positions.")
+    keys_end = _end_of_keys(stream, end + _WORD, n_cells)
+    keys = stream[end + _WORD : keys_end]
+    values: list[State] = [stream[keys_end:]]
+    if layout.transposed != transposed:
+        values = _turned(stream[keys_end:], n_cells, keys, layout.transposed)
+    elif layout.n_streams == n_streams:
         return state
-    values: list[State] = [parts.values]
-    if parts.layout.transposed != layout.transposed:
-        values = _turned(parts.values, _word(parts.cells, 0), parts.keys, layout.transposed)
-    transposed = struct.pack("<I", layout.transposed)
-    return _joined(state, layout, [parts.cells, transposed, parts.keys, *values])
+    is_transposed = struct.pack("<I", layout.transposed)
+    return _joined(state, layout, [stream[:end], is_transposed, keys, *values])
 
 
 def _joined(state: State, layout: Layout, stream: list[State]) -> State:
     n_empty = layout.n_streams - bool(stream)
     begin = bytes(memoryview(state)[:_BEGIN]) + struct.pack("<I", layout.n_streams)
     return memoryview(b"".join([begin, *stream, bytes(_WORD * n_empty)]))
-
-
-def _parts(state: State, several_dimensions: bool) -> _Parts | None:
-    whole = memoryview(state).cast("B")
-    n_streams = _word(whole, _BEGIN)
-    start = _BEGIN + _WORD
-    counts = whole[start : start + _WORD * n_streams]
-    before = next((i for i in range(len(counts) // _WORD) if _word(counts, _WORD * i)), None)
-    if before is None:
-        return None
-    start += _WORD * before
-    stream = whole[start : len(whole) - _WORD * (n_streams - before - 1)]
-    n_cells = _word(stream, 0)
-    end = _WORD + n_cells * (_CELL_BYTES + several_dimensions * _DIMENSIONS_BYTES)
-    transposed = _word(stream, end)
-    if transposed > 1 or _word(stream, 2 * _WORD) != 1:
-        raise ValueError("Its cells are not only positions.")
-    keys_end = _end_of_keys(stream, end + _WORD, n_cells)
-    keys, values = stream[end + _WORD : keys_end], stream[keys_end:]
-    layout = Layout(n_streams, bool(transposed), several_dimensions)
-    return _Parts(layout, stream[:end], keys, values)
 
 
 def _end_of_keys(stream: memoryview, start: int, n_cells: int) -> int:

@@ -50,9 +50,7 @@ class QueueStats:
     """The requests that run or wait; requests in the background are counted apart."""
 
     running: int = 0
-    """Requests with a slot."""
     waiting: int = 0
-    """Requests without a slot yet."""
     backlog_s: float = 0.0
     """Forecast of the seconds until all of these are done."""
     prefill_backlog_s: float = 0.0
@@ -68,7 +66,6 @@ class RequestStats:
     """The requests that have ended, and what happened to requests on their way."""
 
     ended: dict[str, int] = field(default_factory=Counter)
-    """The number of requests, by the reason of their end."""
     preemptions: int = 0
     """Sequences that lost their slot for a time: the cache was full, or their client had more than its
     share."""
@@ -86,9 +83,7 @@ class TokenStats:
     """Tokens of prompts and answers."""
 
     prompt_tokens: int = 0
-    """Prompt tokens that were computed."""
     cached_tokens: int = 0
-    """Prompt tokens that were in the cache."""
     restored_tokens: int = 0
     """The part of `cached_tokens` that came back from the memory tier."""
     generated_tokens: int = 0
@@ -140,7 +135,6 @@ class SpeculationStats:
     """The part of `drafted_tokens` that the draft model proposed."""
     accepted_proposed_tokens: int = 0
     draft_s: float = 0.0
-    """Seconds of the draft model."""
 
 
 @dataclass
@@ -194,7 +188,6 @@ class MemoryStats:
     cache_bytes_per_slot: int = 0
     """The bytes that one more slot would take."""
     compute_bytes: int = 0
-    """Buffers that batches are computed in."""
 
 
 @dataclass(frozen=True, slots=True)
