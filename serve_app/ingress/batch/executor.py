@@ -7,7 +7,6 @@ import logging
 import sqlite3
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
@@ -26,12 +25,11 @@ from serve_app.ingress.batch.journal import (
     EXPIRED,
     MOST_ERRORS,
     BatchJournal,
-    BatchLine,
     LineResult,
     line_of,
 )
 from serve_app.ingress.batch.objects import LineError
-from serve_app.ingress.batch.preparation import CheckedLine
+from serve_app.ingress.batch.preparation import BatchLine
 from serve_app.ingress.batch.store import BatchOptions, BatchStore, ClaimedBatch, is_full
 from serve_app.ingress.batch.window import BatchPace, LineWindow
 from serve_app.ingress.http.request_context import Caller
@@ -157,8 +155,6 @@ class BatchExecutor:
         self._holder = uuid.uuid4().hex
         self._working: dict[str, asyncio.Task[None]] = {}
         self._woken = asyncio.Event()
-        self.counts: Counter[str] = Counter()
-        """Lines by how they ended: `completed`, `failed`; and `refused`, which are asked for again."""
 
     @asynccontextmanager
     async def running(self, _: object = None) -> AsyncIterator[None]:
@@ -273,24 +269,22 @@ class BatchExecution:
         return await self._executor.room.do(function, *arguments, thread=self._thread)
 
     async def run(self) -> None:
+        """Work until the batch has ended, and keep it from others meanwhile. Raises LeaseLostError, OSError
+        and sqlite3.Error."""
         batch, source = self._batch, self._store.path(self._batch.input_file_id)
-        journal = await self._do(BatchJournal, self._store.folder / "runs", batch.id, source)
-        try:
-            await self._while_renewing(self._steps(journal))
-        except BaseException:
-            await asyncio.shield(self._do(journal.close))
-            raise
-        await self._do(journal.delete)
-
-    async def _while_renewing(self, steps: Coroutine[Any, Any, None]) -> None:
-        working = asyncio.create_task(steps)
+        folder = self._store.folder / "runs"
+        self._journal = await self._do(BatchJournal, folder, batch.id, source)
+        working = asyncio.create_task(self._steps())
         try:
             while not (await asyncio.wait([working], timeout=_RENEW_S))[0]:
-                self._status = await self._executor.renew(self._batch)
+                self._status = await self._executor.renew(batch)
             await working
-        finally:
+        except BaseException:
             working.cancel()
             await asyncio.wait([working])
+            await asyncio.shield(self._do(self._journal.close))
+            raise
+        await self._do(self._journal.delete)
 
     def _end(self) -> str:
         """The status with which the batch ends before it is done; empty if it goes on."""
@@ -298,14 +292,14 @@ class BatchExecution:
             return "cancelled"
         return "expired" if time.time() >= self._batch.deadline else ""
 
-    async def _steps(self, journal: BatchJournal) -> None:
+    async def _steps(self) -> None:
         batch, store = self._batch, self._store
         if self._status == "finalizing":
-            end = "expired" if await self._do(journal.has_given_up) else "completed"
+            end = "expired" if await self._do(self._journal.has_given_up) else "completed"
         else:
-            errors = await self._check(journal)
-            is_checked = await self._do(lambda: journal.is_checked)
-            if is_checked and not (errors or (await self._do(journal.counts))[0]):
+            errors = await self._check()
+            is_checked = await self._do(lambda: self._journal.is_checked)
+            if is_checked and not (errors or (await self._do(self._journal.counts))[0]):
                 errors = [LineError(code="empty_file", message="The file has no lines.")]
             if errors:
                 await self._do(store.fail, batch.id, errors)
@@ -316,28 +310,28 @@ class BatchExecution:
             if self._status == "validating":
                 moved = await self._do(store.move, batch.id, "validating", "in_progress")
                 self._status = "in_progress" if moved else "cancelling"
-            end = self._end() or await self._lines(journal)
+            end = self._end() or await self._lines()
         if end == "expired":
-            await self._do(journal.give_up, *EXPIRED)
+            await self._do(self._journal.give_up, *EXPIRED)
         if end != "cancelled":
             await self._do(store.move, batch.id, "in_progress", "finalizing")
-        made = await self._do(journal.export)
-        await self._do(store.finish, batch.id, end, made, await self._do(journal.counts))
+        made = await self._do(self._journal.export)
+        await self._do(store.finish, batch.id, end, made, await self._do(self._journal.counts))
 
     # -- the file ---------------------------------------------------------------------------------
 
-    async def _check(self, journal: BatchJournal) -> list[LineError]:
+    async def _check(self) -> list[LineError]:
         errors: list[LineError] = []
         while not self._end() and len(errors) < MOST_ERRORS:
-            chunk = await self._do(journal.next_chunk)
+            chunk = await self._do(self._journal.next_chunk)
             if chunk is None:
                 break
             checked = await self._checked(chunk.data) if chunk.data else []
             max_lines = self._store.limits.max_lines
-            errors += await self._do(journal.note, chunk, checked, max_lines)
+            errors += await self._do(self._journal.note, chunk, checked, max_lines)
         return errors[:MOST_ERRORS]
 
-    async def _checked(self, data: bytes) -> list[CheckedLine]:
+    async def _checked(self, data: bytes) -> list[BatchLine]:
         """The lines as a worker has checked them. A line that no worker can check is wrong."""
         head = f"{self._batch.endpoint}\n".encode()
         holder = account(self._batch.owner, background=True)
@@ -352,7 +346,8 @@ class BatchExecution:
                 middle = data.rfind(b"\n", 0, max(1, len(data) // 2)) + 1
                 middle = middle or data.find(b"\n") + 1
                 if middle in (0, len(data)):
-                    return [CheckedLine(1, error=("invalid_line", error.message, None))]
+                    wrong = LineError(code="invalid_line", message=error.message)
+                    return [BatchLine(1, error=wrong)]
                 first = await self._checked(data[:middle])
                 n, rest = data[:middle].count(b"\n"), await self._checked(data[middle:])
                 return [*first, *(line.moved(n, middle) for line in rest)]
@@ -360,13 +355,13 @@ class BatchExecution:
 
     # -- the lines --------------------------------------------------------------------------------
 
-    async def _lines(self, journal: BatchJournal) -> str:
+    async def _lines(self) -> str:
         """Ask for all lines that have no answer. The status that the batch ends with."""
-        await self._count(journal)
-        n_lines, *n_ended = await self._do(journal.counts)
+        await self._count()
+        n_lines, *n_ended = await self._do(self._journal.counts)
         self._pace = BatchPace(time.time(), self._batch.deadline, n_lines - sum(n_ended))
-        asking = asyncio.create_task(self._ask_all(journal))
-        writing = asyncio.create_task(self._write(journal))
+        asking = asyncio.create_task(self._ask_all())
+        writing = asyncio.create_task(self._write())
         try:
             while not asking.done():
                 if end := self._end():
@@ -386,16 +381,16 @@ class BatchExecution:
             self._results.put_nowait(None)
             await writing
 
-    async def _ask_all(self, journal: BatchJournal) -> None:
+    async def _ask_all(self) -> None:
         tasks: set[asyncio.Task[None]] = set()
         last: BatchLine | None = None
         try:
-            while page := await self._do(journal.unanswered, _PAGE, last):
+            while page := await self._do(self._journal.unanswered, _PAGE, last):
                 for line in page:
                     await self._executor.room.wait()
                     while len(tasks) >= self._executor.lines_each:
                         tasks = await _left(tasks)
-                    tasks.add(asyncio.create_task(self._ask(journal, line)))
+                    tasks.add(asyncio.create_task(self._ask(line)))
                 last = page[-1]
             while tasks:
                 tasks = await _left(tasks)
@@ -405,15 +400,15 @@ class BatchExecution:
             if tasks:
                 await asyncio.wait(tasks)
 
-    async def _ask(self, journal: BatchJournal, line: BatchLine) -> None:
-        self._results.put_nowait(await self._result(journal, line))
+    async def _ask(self, line: BatchLine) -> None:
+        self._results.put_nowait(await self._result(line))
         self._pace.answered(1, time.time())
 
     def _is_promoted(self) -> bool:
         now = time.time()
         return now >= self._patient_until and self._pace.runs_out(now)
 
-    async def _result(self, journal: BatchJournal, line: BatchLine) -> LineResult:
+    async def _result(self, line: BatchLine) -> LineResult:
         """Ask for a line, until there is an answer. When the batch is promoted, the line is asked for again
         if it still waits behind everybody."""
         executor, batch, tries = self._executor, self._batch, 0
@@ -425,7 +420,7 @@ class BatchExecution:
                 if caller is None:
                     error = {"code": "invalid_api_key", "message": "The batch's API key is gone."}
                     return LineResult(line.n, False, line_of(line.custom_id, None, error))
-                body = await self._do(journal.body, line)
+                body = await self._do(self._journal.body, line)
                 asking = post(executor.app, batch.endpoint, body, caller)
                 del body
                 answer = await (asking if is_promoted else _unless(self._is_promoted, asking))
@@ -436,15 +431,13 @@ class BatchExecution:
             is_final = answer.status < 500 or answer.status in _FINAL or tries >= _TRIES
             if is_final and not place.refused:
                 break
-            executor.counts["refused"] += 1
             if is_promoted and answer.status == 429:
                 self._patient_until = time.time() + (answer.retry_after_s or _MOST_PAUSE_S)
             await asyncio.sleep(min(answer.retry_after_s or 1.0, _MOST_PAUSE_S))
         good = answer.status < 400
-        executor.counts["completed" if good else "failed"] += 1
         return LineResult(line.n, good, line_of(line.custom_id, _response(answer, request_id)))
 
-    async def _write(self, journal: BatchJournal) -> None:
+    async def _write(self) -> None:
         """Write results as they come, until None comes."""
         results: list[LineResult | None] = []
         while None not in results:
@@ -453,13 +446,15 @@ class BatchExecution:
                 await asyncio.sleep(_FLUSH_S)
             while not self._results.empty():
                 results.append(self._results.get_nowait())
-            await self._do(journal.write, [result for result in results if result is not None])
+            await self._do(
+                self._journal.write, [result for result in results if result is not None]
+            )
             if time.monotonic() > self._counted + _COUNT_S:
-                await self._count(journal)
+                await self._count()
 
-    async def _count(self, journal: BatchJournal) -> None:
+    async def _count(self) -> None:
         self._counted = time.monotonic()
-        await self._do(self._store.count, self._batch.id, *await self._do(journal.counts))
+        await self._do(self._store.count, self._batch.id, *await self._do(self._journal.counts))
 
 
 async def _left(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:

@@ -15,7 +15,7 @@ import orjson
 
 from serve_app.ingress.access.bodies import MAX_BODY_BYTES
 from serve_app.ingress.batch.objects import LineError
-from serve_app.ingress.batch.preparation import CheckedLine
+from serve_app.ingress.batch.preparation import BatchLine
 
 EXPIRED = (
     "batch_expired",
@@ -46,16 +46,6 @@ class LineChunk:
     n_before: int
     """The number of lines before."""
     data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLine:
-    """One request of the input file. Its body is read when it is asked for."""
-
-    n: int
-    custom_id: str
-    start: int
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +114,7 @@ class BatchJournal:
         return LineChunk(start, n, data[:end] if end else data)
 
     def note(
-        self, chunk: LineChunk, checked: Sequence[CheckedLine], max_lines: int
+        self, chunk: LineChunk, checked: Sequence[BatchLine], max_lines: int
     ) -> list[LineError]:
         """Keep the lines of a chunk, which have been checked. Returns what is wrong with them."""
         with self._transaction():
@@ -133,7 +123,7 @@ class BatchJournal:
             beyond = self._db.execute(numbers, (max_lines,)).fetchone()
             if beyond is not None:
                 message = f"{max_lines} lines are the most."
-                errors.append(_wrong("too_many_lines", message, beyond[0]))
+                errors.append(LineError(code="too_many_lines", message=message, line=beyond[0]))
             n = chunk.n_before + chunk.data.count(b"\n")
             self._db.execute("DELETE FROM checked")
             self._db.execute(
@@ -142,11 +132,10 @@ class BatchJournal:
             )
         return errors
 
-    def _note(self, chunk: LineChunk, line: CheckedLine) -> list[LineError]:
+    def _note(self, chunk: LineChunk, line: BatchLine) -> list[LineError]:
         n = chunk.n_before + line.n
         if line.error is not None:
-            code, message, param = line.error
-            return [_wrong(code, message, n, param)]
+            return [line.error.model_copy(update={"line": n})]
         place = chunk.start + line.start, line.size
         try:
             self._db.execute(
@@ -155,7 +144,8 @@ class BatchJournal:
             )
         except sqlite3.IntegrityError:
             message = f"Another line has the custom_id {line.custom_id[:_SHOWN_CHARS]!r}."
-            return [_wrong("duplicate_custom_id", message, n, "custom_id")]
+            code, param = "duplicate_custom_id", "custom_id"
+            return [LineError(code=code, message=message, param=param, line=n)]
         return []
 
     def unanswered(self, most: int, after: BatchLine | None = None) -> list[BatchLine]:
@@ -260,7 +250,3 @@ def line_of(
         "error": error,
     }
     return orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE)
-
-
-def _wrong(code: str, message: str, n: int | None = None, param: str | None = None) -> LineError:
-    return LineError(code=code, message=message, param=param, line=n)

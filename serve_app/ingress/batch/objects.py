@@ -5,12 +5,13 @@ Source: OpenAI's API reference, "Files" and "Batch".
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from serve_app.ingress.http.request_model import RequestModel
 
+T = TypeVar("T")
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 Status = Literal[
     "validating",
@@ -69,14 +70,27 @@ class FileObject(_Object):
     status: Literal["processed"] = "processed"
 
 
-class FileList(_Object):
-    """One page of files."""
-
+class _Page(_Object, Generic[T]):
     object: Literal["list"] = "list"
-    data: list[FileObject]
+    data: list[T]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+    @classmethod
+    def of(cls, objects: list[Any], limit: int) -> Self:
+        """The first of these objects. There are more of them if one more is given."""
+        shown = objects[:limit]
+        return cls(
+            data=shown,
+            first_id=shown[0].id if shown else None,
+            last_id=shown[-1].id if shown else None,
+            has_more=len(objects) > limit,
+        )
+
+
+class FileList(_Page[FileObject]):
+    """One page of files."""
 
 
 class DeletedFile(_Object):
@@ -136,22 +150,5 @@ class BatchObject(_Object):
     metadata: dict[str, str] | None = None
 
 
-class BatchList(_Object):
+class BatchList(_Page[BatchObject]):
     """One page of batches."""
-
-    object: Literal["list"] = "list"
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-def paged(kind: type[FileList] | type[BatchList], objects: list[Any], limit: int) -> Any:
-    """A list of at most `limit` objects. There are more than these if one more is given."""
-    shown = objects[:limit]
-    return kind(
-        data=shown,
-        first_id=shown[0].id if shown else None,
-        last_id=shown[-1].id if shown else None,
-        has_more=len(objects) > limit,
-    )

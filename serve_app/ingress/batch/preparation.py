@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from serve_app.ingress.access.bodies import MAX_BODY_BYTES
-from serve_app.ingress.batch.objects import BatchRequest
+from serve_app.ingress.batch.objects import BatchRequest, LineError
 from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.model_registry import Models
 
@@ -22,20 +22,19 @@ def batch(models: Models, body: bytes) -> BatchRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedLine:
-    """A line of a batch's file, or what is wrong with it."""
+class BatchLine:
+    """A line of a batch's file, or what is wrong with it. Its body is read when it is asked for."""
 
     n: int
-    """The line's number among those that were checked together, from 1."""
+    """The line's number, from 1, in the file or among those that were checked together."""
     custom_id: str = ""
     start: int = 0
-    """The place of the line's `body` among the lines that were checked together."""
+    """The place of the line's `body` in the file, or among these lines."""
     size: int = 0
     prefix: bytes = b""
-    error: tuple[str, str, str | None] | None = None
-    """A code, a message and the field's name."""
+    error: LineError | None = None
 
-    def moved(self, n: int, start: int) -> CheckedLine:
+    def moved(self, n: int, start: int) -> BatchLine:
         """The line behind so many other lines with so many bytes."""
         return replace(self, n=self.n + n, start=self.start + start)
 
@@ -65,10 +64,10 @@ _PROMPT = ("model", "tools", "instructions", "messages", "prompt", "input")
 _OFF = (b"null", b"false")
 
 
-class _LineError(Exception): ...
+class _WrongLineError(Exception): ...
 
 
-def lines(models: Models, body: bytes) -> list[CheckedLine]:
+def lines(models: Models, body: bytes) -> list[BatchLine]:
     """Check the lines of a batch's file. Before them is a line with the batch's endpoint.
 
     A line's values are not made into objects: only its outermost fields are looked at."""
@@ -81,45 +80,45 @@ def lines(models: Models, body: bytes) -> list[CheckedLine]:
     return checked
 
 
-def _checked(n: int, line: bytes, start: int, endpoint: str) -> CheckedLine:
+def _checked(n: int, line: bytes, start: int, endpoint: str) -> BatchLine:
     try:
         custom_id, body, prefix = _read(line, endpoint)
-    except _LineError as error:
+    except _WrongLineError as error:
         code, message, param = error.args
-        return CheckedLine(n, error=(code, message, param))
+        return BatchLine(n, error=LineError(code=code, message=message, param=param))
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         message = "This line is not parseable as valid JSON."
-        return CheckedLine(n, error=("invalid_json_line", message, None))
-    return CheckedLine(n, custom_id, start + line.index(body), len(body), prefix)
+        return BatchLine(n, error=LineError(code="invalid_json_line", message=message))
+    return BatchLine(n, custom_id, start + line.index(body), len(body), prefix)
 
 
 def _read(line: bytes, endpoint: str) -> tuple[str, bytes, bytes]:
     if len(line) > MAX_BODY_BYTES:
         message = f"The line has more than {MAX_BODY_BYTES} bytes."
-        raise _LineError("line_too_long", message, None)
+        raise _WrongLineError("line_too_long", message, None)
     try:
         envelope = _ENVELOPE.decode(line)
     except msgspec.ValidationError:
         message = "The line is not a JSON object."
-        raise _LineError("invalid_json_line", message, None) from None
+        raise _WrongLineError("invalid_json_line", message, None) from None
     custom_id = envelope.custom_id
     if not isinstance(custom_id, str) or not custom_id or len(custom_id) > 512:
         message = "`custom_id` must be a text of 1 to 512 characters."
-        raise _LineError("invalid_custom_id", message, "custom_id")
+        raise _WrongLineError("invalid_custom_id", message, "custom_id")
     if envelope.method != "POST":
-        raise _LineError("invalid_method", "`method` must be POST.", "method")
+        raise _WrongLineError("invalid_method", "`method` must be POST.", "method")
     if envelope.url != endpoint:
-        raise _LineError("mismatched_url", f"`url` must be the batch's: {endpoint}.", "url")
+        raise _WrongLineError("mismatched_url", f"`url` must be the batch's: {endpoint}.", "url")
     body = bytes(envelope.body)
     try:
         request = _BODY.decode(body)
     except msgspec.ValidationError:
-        raise _LineError("invalid_body", "`body` must be an object.", "body") from None
+        raise _WrongLineError("invalid_body", "`body` must be an object.", "body") from None
     if bytes(request.stream) not in _OFF:
-        raise _LineError("invalid_body", "A batch's line cannot stream.", "body.stream")
+        raise _WrongLineError("invalid_body", "A batch's line cannot stream.", "body.stream")
     if bytes(request.background) not in _OFF:
         message = "A batch's line is waited for: leave out `background`."
-        raise _LineError("invalid_body", message, "body.background")
+        raise _WrongLineError("invalid_body", message, "body.background")
     return custom_id, body, _prefix(request)
 
 

@@ -35,7 +35,6 @@ from serve_app.ingress.batch.objects import (
     DeletedFile,
     FileList,
     FileObject,
-    paged,
 )
 from serve_app.ingress.batch.store import BatchStore, is_full
 from serve_app.ingress.http import request_context
@@ -206,7 +205,7 @@ async def list_files(
     files = await asyncio.to_thread(
         batches.store.files, _owner(), purpose, limit, after, newest_first=newest_first
     )
-    return paged(FileList, files, limit)  # type: ignore[no-any-return]
+    return FileList.of(files, limit)
 
 
 @ROUTER.get("/v1/files/{file_id}")
@@ -250,7 +249,7 @@ async def list_batches(
 ) -> BatchList:
     """Your batches, the newest first."""
     listed = await asyncio.to_thread(batches.store.batches, _owner(), limit, after)
-    return paged(BatchList, listed, limit)  # type: ignore[no-any-return]
+    return BatchList.of(listed, limit)
 
 
 @ROUTER.get("/v1/batches/{batch_id}")

@@ -21,8 +21,8 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.api import ROUTERS
-from serve_app.ingress.batch.objects import BatchRequest
-from serve_app.ingress.batch.preparation import CheckedLine
+from serve_app.ingress.batch.objects import BatchRequest, LineError
+from serve_app.ingress.batch.preparation import BatchLine
 from serve_app.ingress.http.dependencies import PreparedBody
 from serve_app.ingress.responses.preparation import After, PreparedResponse
 from serve_app.ingress.workers import wire
@@ -44,8 +44,8 @@ async def received(data: bytes, kind: Any) -> wire.Outcome:
         ((Picture.of(b"rgb", 1, 1), Sound.of(b"four")), tuple[Medium, ...]),
         (After("resp_1"), PreparedResponse | After),
         (
-            [CheckedLine(1, "q", 2, 3, b"p"), CheckedLine(2, error=("a", "b", None))],
-            list[CheckedLine],
+            [BatchLine(1, "q", 2, 3, b"p"), BatchLine(2, error=LineError(code="a", message="b"))],
+            list[BatchLine],
         ),
         (
             BatchRequest(
