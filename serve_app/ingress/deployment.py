@@ -152,7 +152,6 @@ class Ingress:
         self._responses = BackgroundResponses(self._models, RayStore(kept_responses), self._open)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve's hook for an application that is built in the replica."""
         return build_api(
             self._models,
             self._access,

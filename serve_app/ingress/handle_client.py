@@ -225,7 +225,6 @@ class HandleClient:
             _leave(response)
 
     async def stats(self) -> Answers[ReplicaStats]:
-        """Each replica's state and statistics. Callers that ask meanwhile share the next look."""
         return await self._stats.ask()
 
     async def replica_states(self) -> dict[str, int]:
@@ -245,7 +244,6 @@ class HandleClient:
         return {} if deployment is None else cast(dict[str, int], deployment.replica_states)
 
     async def fetching(self) -> Sequence[FetchingReplica]:
-        """The replicas that fetch their model now. Callers that ask meanwhile share the next look."""
         try:
             async with asyncio.timeout(_STATS_TIMEOUT_S):
                 return await self._fetching.ask()
@@ -253,7 +251,6 @@ class HandleClient:
             return ()
 
     async def explain(self, request_id: str) -> Answers[RequestRecord]:
-        """The replicas' records of a request. Callers that ask meanwhile share the next look."""
         return await self._explained.ask(request_id)
 
     async def _ask_explain(self, request_id: str) -> Answers[RequestRecord]:

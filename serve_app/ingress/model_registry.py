@@ -39,8 +39,6 @@ _POINTS = 2**64
 
 @dataclasses.dataclass(frozen=True)
 class Answers(Generic[T]):
-    """The answers of a model's replicas."""
-
     found: tuple[T, ...]
     missing: tuple[str, ...] = ()
     """The ids of replicas that run and did not answer in time."""
@@ -107,12 +105,10 @@ class MediaReader(Protocol):
     """Reads the pictures and sounds of requests for one model, in workers."""
 
     @property
-    def sees(self) -> bool:
-        """Whether the model takes pictures."""
+    def sees(self) -> bool: ...
 
     @property
-    def hears(self) -> bool:
-        """Whether the model takes sounds."""
+    def hears(self) -> bool: ...
 
     def load(self) -> None:
         """Load the libraries that decode, before workers are forked."""
@@ -134,17 +130,14 @@ class ModelInfo:
     """Other names; `*` is all that no model has."""
     tags: Sequence[str] = ()
     defaults: ModelDefaults = NO_DEFAULTS
-    """The defaults of requests."""
     adapters: NumberedAdapters = dataclasses.field(default_factory=dict)
     """The model's LoRA adapters, each with its scale where it is asked for by its name."""
     used: Adapters = ()
     """Adapters of requests that do not say which they want."""
     media: MediaReader | None = None
-    """The reader of pictures and sounds, if the model has a projector."""
     n_ctx_text: int | None = None
     """Tokens that a text to be embedded may have, if not as many as a request."""
     is_on_demand: bool = False
-    """Whether the model is loaded when somebody asks for it."""
     version: Version | None = None
     """The version, with its present weight, if there are several under one name."""
 
@@ -166,17 +159,14 @@ class ModelInfo:
 
     @property
     def longest_text(self) -> int:
-        """Tokens that a text to be embedded may have."""
         return self.n_ctx_text or self.n_ctx_slot
 
     @property
     def sees(self) -> bool:
-        """Whether the model has a projector for pictures."""
         return self.media is not None and self.media.sees
 
     @property
     def hears(self) -> bool:
-        """Whether the model has a projector for sounds."""
         return self.media is not None and self.media.hears
 
     def adapted(self, adapter: AdapterUse) -> Self:
@@ -185,18 +175,14 @@ class ModelInfo:
         return dataclasses.replace(self, id=name, aliases=(), used=active([adapter]))
 
     def served_by(self, engine: EngineClient) -> ServedModel:
-        """The model with the client of its engines."""
         return ServedModel(**vars(self), engine=engine)
 
 
 Models = Mapping[str, ModelInfo]
-"""All models, by their ids."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel(ModelInfo):
-    """A model with the client of its engines, in an ingress."""
-
     engine: EngineClient = dataclasses.field(kw_only=True)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 

@@ -55,7 +55,6 @@ class KeyAccounts:
         self._load()
 
     def named(self, name: str) -> Account | None:
-        """The account of the key with that name, if there is one."""
         self._follow()
         return self._accounts.get(name)
 

@@ -89,7 +89,6 @@ class Access:
 
     @property
     def network(self) -> NetworkPolicy:
-        """The network rules, without keys."""
         has_keys = self.api_key_file is not None
         return NetworkPolicy(has_keys, self.allow_anonymous, self.allowed_hosts, self.cors_origins)
 
@@ -125,7 +124,6 @@ class AccessMiddleware:
         self._n_held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -47,9 +47,7 @@ class BodyLimits:
     max_each: int | None = None
     """Bodies of one client that are being read at once."""
     max_bytes: int = MAX_BODY_BYTES
-    """The largest body."""
     timeout_s: float = BODY_TIMEOUT_S
-    """The longest time that a body may take to arrive."""
 
 
 @dataclass(eq=False, slots=True)

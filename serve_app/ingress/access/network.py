@@ -50,11 +50,9 @@ class Cors(CORSMiddleware):
     browsers ask for is named, as their `*` is not for `Authorization`, nor for requests with cookies."""
 
     def is_allowed_origin(self, origin: str) -> bool:
-        """Whether this web site's pages may read answers."""
         return super().is_allowed_origin(origin) or is_allowed(origin, tuple(self.allow_origins))
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """The answer to a preflight, for other sites also, without leave."""
         if self.is_allowed_origin(request_headers["origin"]):
             answer = super().preflight_response(request_headers)
             if "sec-fetch-mode" not in request_headers:

@@ -34,7 +34,6 @@ class _Sender:
 
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
     began: float = 0.0
-    """When the last one did, and the event loop's processor time then."""
     began_cpu: float = 0.0
 
 

@@ -15,8 +15,6 @@ logger = logging.getLogger("corral.ingress")
 
 @dataclass(frozen=True, slots=True)
 class LineResponse:
-    """The answer to a line."""
-
     status: int
     body: bytes
     retry_after_s: float | None

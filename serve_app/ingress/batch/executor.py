@@ -57,16 +57,13 @@ _BUSY = (429, 503)
 _FINAL = (501,)
 """Statuses of 500 and more that another try does not change."""
 MOST_UPLOADS, MOST_UPLOADS_EACH = 32, 4
-"""The most files that one ingress receives at once, and those of one client."""
 UPLOAD_S = 3600.0
-"""The longest time that a file may take to arrive."""
 _FORM_BYTES = 64 * 2**10
 """The most bytes of an upload besides the file."""
 T = TypeVar("T")
 
 
-class LeaseLostError(Exception):
-    """Another process works on the batch."""
+class LeaseLostError(Exception): ...
 
 
 class DiskRoom:
@@ -149,7 +146,6 @@ class BatchExecutor:
                 timeout_s=UPLOAD_S,
             )
         )
-        """Receives the files."""
         self._accounts = accounts
         self._most_lines, self._lease_s = options.max_concurrency, options.lease_s
         self._holder = uuid.uuid4().hex
@@ -171,7 +167,6 @@ class BatchExecutor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def wake(self) -> None:
-        """Look for new batches at once."""
         self._woken.set()
 
     @property
@@ -253,7 +248,6 @@ class BatchExecution:
     def __init__(
         self, executor: BatchExecutor, batch: ClaimedBatch, thread: ThreadPoolExecutor
     ) -> None:
-        """The thread is for the disk."""
         self._executor = executor
         self._store = executor.store
         self._batch = batch

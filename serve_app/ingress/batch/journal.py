@@ -44,7 +44,6 @@ class LineChunk:
     start: int
     """The first byte's place in the file."""
     n_before: int
-    """The number of lines before."""
     data: bytes
 
 
@@ -78,12 +77,10 @@ class BatchJournal:
             raise
 
     def close(self) -> None:
-        """Keep what is on the disk."""
         self._db.close()
         os.close(self._input)
 
     def delete(self) -> None:
-        """Remove the journal from the disk."""
         self.close()
         for suffix in ("", "-journal"):
             Path(f"{self._path}{suffix}").unlink(missing_ok=True)
@@ -96,7 +93,6 @@ class BatchJournal:
 
     @property
     def is_checked(self) -> bool:
-        """Whether all lines have been checked."""
         return self._checked()[2]
 
     def next_chunk(self) -> LineChunk | None:

@@ -58,8 +58,6 @@ class _Object(BaseModel):
 
 
 class FileObject(_Object):
-    """A file, without its contents."""
-
     id: str
     object: Literal["file"] = "file"
     bytes: int
@@ -89,8 +87,7 @@ class _Page(_Object, Generic[T]):
         )
 
 
-class FileList(_Page[FileObject]):
-    """One page of files."""
+class FileList(_Page[FileObject]): ...
 
 
 class DeletedFile(_Object):
@@ -118,16 +115,12 @@ class LineErrors(_Object):
 
 
 class RequestCounts(_Object):
-    """A batch's lines."""
-
     total: int
     completed: int
     failed: int
 
 
 class BatchObject(_Object):
-    """A batch."""
-
     id: str
     object: Literal["batch"] = "batch"
     endpoint: str
@@ -150,5 +143,4 @@ class BatchObject(_Object):
     metadata: dict[str, str] | None = None
 
 
-class BatchList(_Page[BatchObject]):
-    """One page of batches."""
+class BatchList(_Page[BatchObject]): ...

@@ -17,7 +17,6 @@ _PREFIX_BYTES = 512
 
 
 def batch(models: Models, body: bytes) -> BatchRequest:
-    """The body of `POST /v1/batches`. Raises InvalidRequestError."""
     return parsed(BatchRequest, body)
 
 

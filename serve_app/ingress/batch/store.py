@@ -71,9 +71,7 @@ class BatchLimits:
     max_file_bytes: int = 200 << 20
     max_files: int = 1000
     max_bytes: int = 4 << 30
-    """The bytes of all files together."""
     max_lines: int = 200_000
-    """The lines of one file."""
     max_batches: int = 100
     """The batches that have not ended."""
     max_ended_batches: int = 1000
@@ -162,7 +160,6 @@ class BatchStore:
         return self.folder / "files" / file_id
 
     def check_room(self, owner: str) -> None:
-        """Raises RateLimitError if the key has as many files, or bytes, as it may."""
         with self._transaction() as db:
             self._check_room(db, owner, 0)
 

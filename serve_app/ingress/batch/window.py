@@ -24,8 +24,6 @@ _PAUSE_S = 0.5
 
 @dataclass(slots=True)
 class LinePlace:
-    """A line's place in the window."""
-
     n_bytes: int
     refused: bool = False
     """Whether the engines had no room for the line."""
@@ -64,7 +62,6 @@ class LineWindow:
 
     @property
     def size(self) -> int:
-        """The number of lines that may be asked for at once."""
         return max(1, int(self._size))
 
     @asynccontextmanager
@@ -155,7 +152,6 @@ class BatchPace:
     """
 
     def __init__(self, now: float, deadline: float, n_left: int) -> None:
-        """`n_left` lines have no answer."""
         self._deadline = deadline
         self._window_s = deadline - now
         self._n_left = n_left
@@ -164,7 +160,6 @@ class BatchPace:
         self._seen = deque([(now, n_left)])
 
     def answered(self, n: int, now: float) -> None:
-        """Note that `n` more lines have answers."""
         self._n_left -= n
         self._seen.append((now, self._n_left))
         while len(self._seen) > 2 and self._seen[1][0] <= now - _LOOK_BACK_S:

@@ -29,7 +29,6 @@ _QUANTILES = (0.5, 0.95, 0.99)
 
 _NO_MORE: Mapping[str, Json] = {}
 NOTHING: Json = {}
-"""The view before the first look."""
 
 
 @dataclass

@@ -67,7 +67,6 @@ class EmbeddingsRequest(RequestModel):
 
     @property
     def texts(self) -> list[str | list[int | str]]:
-        """One or several."""
         return several(self.input)
 
 
@@ -103,7 +102,6 @@ class LlamaEmbeddingRequest(RequestModel):
 
     @property
     def texts(self) -> list[str | list[int | str]]:
-        """One or several."""
         return several(self.content)
 
 
@@ -129,7 +127,6 @@ class RerankRequest(RequestModel):
 
     @property
     def is_tei(self) -> bool:
-        """Whether the answer is a list."""
         return self._is_tei
 
 
@@ -294,7 +291,6 @@ def llama_answer(models: Models, packed: bytes) -> bytes:
 
 
 def usage(n_tokens: int) -> dict[str, int]:
-    """OpenAI's `usage` of texts with so many tokens."""
     return {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
 
 

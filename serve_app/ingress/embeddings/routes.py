@@ -91,5 +91,4 @@ async def embed(model: ServedModel, texts: Texts, user: str | None = None) -> Ve
 
 
 def n_tokens(texts: Texts) -> int:
-    """The tokens of all texts together."""
     return sum(map(len, texts))

@@ -133,7 +133,6 @@ class Deltas:
 
 
 async def collected(deltas: Deltas, n: int) -> list[list[TokenDelta]]:
-    """Read all of `n` sequences to their ends. Raises CorralError."""
     sequences: list[list[TokenDelta]] = [[] for _ in range(n)]
     async for index, delta in deltas:
         sequences[index].append(delta)

@@ -178,7 +178,6 @@ class Tool(RequestModel):
     """The function; of a custom tool, the one that stands for it."""
 
     def for_template(self) -> dict[str, Any]:
-        """The tool for chat templates."""
         return {"type": "function", "function": described(self.function.model_dump())}
 
 
@@ -238,8 +237,6 @@ class ChatMessage(RequestModel):
         return _readable(value)
 
     def as_turn(self) -> Turn:
-        """The message in the canonical form. A developer is what newer clients call the system, and a
-        function is an older name of a tool."""
         role = _ROLES.get(self.role) or cast(Role, self.role)
         content = self.content or self.refusal or ""
         parts = [content] if isinstance(content, str) else map(_canonical, content)

@@ -46,7 +46,6 @@ def refuse_far_too_long(model: ModelInfo, field: str, n_chars: int) -> None:
 
 
 def refuse_huge(field: str, n_chars: int) -> None:
-    """Raises InvalidRequestError for more than MAX_TEXT_CHARS."""
     if n_chars > MAX_TEXT_CHARS:
         message = f"{field}: {n_chars} characters; at most {MAX_TEXT_CHARS} are tokenized at once."
         raise InvalidRequestError(message, field)
@@ -117,15 +116,12 @@ class Generation:
     """A prepared body: the engine's requests, and how they are answered."""
 
     model: str
-    """The model's id."""
     requests: tuple[GenerationRequest, ...]
     """The answers to generate, the first prompt's first. The ingress adds what it knows of the caller."""
     n: int
-    """The number of answers to each prompt."""
     stream: bool
     include_usage: bool
     obfuscates: bool
-    """Whether pieces of a stream come with noise."""
     timings: bool
     timings_per_token: bool
     return_progress: bool
@@ -139,7 +135,6 @@ class Generation:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The parameters of the first answer."""
         return self.requests[0].sampling
 
 
@@ -151,7 +146,6 @@ class Chat:
     tools: Sequence[Mapping[str, Any]]
     """The tools as chat templates read them; empty if calls are not looked for."""
     thinks: bool
-    """Whether reasoning is split off."""
     custom_tools: frozenset[str] = frozenset()
     """The names of the tools that take a text, and no arguments."""
     prefill: str = ""
@@ -247,7 +241,6 @@ class PromptLength(msgspec.Struct, frozen=True, tag=True):
     """How long a prompt is."""
 
     model: str
-    """The model's id."""
     n_tokens: int
     """The tokens of its words."""
     sizes: tuple[Size, ...]
@@ -327,7 +320,6 @@ def chat_prompt(model: ModelInfo, body: ChatRequest) -> tuple[int, ...]:
 
 
 def chat_text(model: ModelInfo, body: ChatRequest) -> str:
-    """The prompt as text. Raises InvalidRequestError."""
     return str(_rendered(model, body, model.tokenizer.render_chat))
 
 

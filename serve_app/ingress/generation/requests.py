@@ -72,7 +72,6 @@ class TextForm(NamedTuple):
     """A form that the text must have."""
 
     param: str
-    """The field of the request."""
     kind: Literal["grammar", "schema", "regex"]
     form: Any
     """A GBNF grammar, a JSON schema, or a regular expression."""
@@ -103,7 +102,6 @@ class StructuredOutputs(RequestModel):
     """A GBNF grammar."""
 
     def constraints(self, prefix: str) -> Iterator[TextForm]:
-        """The forms that are given, for fields of these names. Raises InvalidRequestError."""
         if self.json_ is not None:
             yield TextForm(f"{prefix}json", "schema", _schema(self.json_, f"{prefix}json"))
         if self.json_object:
@@ -272,11 +270,9 @@ class GenerationParams(RequestModel):
 
     @property
     def n_answers(self) -> int:
-        """The number of answers to every prompt, by either name."""
         return self.n_cmpl or self.n or 1
 
     def constraints(self) -> Iterator[TextForm]:
-        """All that the request says the text must match."""
         if self.grammar is not None:
             yield TextForm("grammar", "grammar", self.grammar)
         if self.json_schema is not None:
@@ -350,7 +346,6 @@ class NamedToolChoice(RequestModel):
 
     @classmethod
     def of(cls, name: str) -> NamedToolChoice:
-        """The choice of this function."""
         return cls(type="function", function=NamedFunction(name=name))
 
 
@@ -479,13 +474,11 @@ class ChatRequest(GenerationParams):
 
     @property
     def reasoning_budget(self) -> int | None:
-        """Tokens that reasoning may take, by either name."""
         newer = self.reasoning_budget_tokens
         return self.thinking_budget_tokens if newer is None else newer
 
     @property
     def conversation(self) -> Conversation:
-        """The messages in the canonical form."""
         raise NotImplementedError
 
     @property
@@ -521,7 +514,6 @@ class ChatRequest(GenerationParams):
         return strict or self.parallel_tool_calls is False or bool(self.forced_tools())
 
     def constraints(self) -> Iterator[TextForm]:
-        """The constraints of GenerationParams, and the format of the answer."""
         yield from super().constraints()
         schema = self.response_format.schema_of_answer() if self.response_format else None
         if schema is not None:
@@ -542,7 +534,6 @@ class ChatRequest(GenerationParams):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the model may call."""
         if self.tool_choice == "none":
             return []
         if isinstance(self.tool_choice, AllowedToolChoice):
@@ -567,7 +558,6 @@ class ChatRequest(GenerationParams):
         return offered
 
     def tools_for_template(self) -> list[dict[str, Any]]:
-        """The tools for chat templates; empty if the model shall call nothing."""
         return [tool.for_template() for tool in self.offered_tools]
 
 
@@ -578,5 +568,4 @@ class TranslatedChat(ChatRequest):
 
     @property
     def conversation(self) -> Conversation:
-        """The turns that the protocol has made."""
         return self.turns

@@ -74,7 +74,6 @@ class Bodies:
         return pieces
 
     async def work(self, function: Callable[[Models, bytes], T], *pieces: bytes) -> T:
-        """A worker's result for these pieces together, for the caller. Raises CorralError."""
         caller = request_context.current()
         made = await self._workers.run(caller.holder, function, *pieces)
         if caller.ignored:
@@ -110,7 +109,6 @@ class PreparedBody(Generic[T]):
     any_type: bool = field(default=False, kw_only=True)
 
     async def __call__(self, request: Request) -> T:
-        """Read the body in a worker. Raises CorralError."""
         bodies: Bodies = request.app.state.bodies
         pieces = await bodies.pieces(request, optional=self.optional, any_type=self.any_type)
         return await bodies.work(self.prepare, *pieces)
@@ -119,7 +117,6 @@ class PreparedBody(Generic[T]):
 def prepared(
     prepare: Callable[[Models, bytes], Any], *, optional: bool = False, any_type: bool = False
 ) -> Any:
-    """The annotation of an argument that is a worker's result for the request's body."""
     return Depends(PreparedBody(prepare, optional=optional, any_type=any_type))
 
 
@@ -149,7 +146,6 @@ BodiesArgument = Annotated[Bodies, Depends(_bodies)]
 
 
 def written(answer: bytes) -> Response:
-    """The answer that a worker has written as JSON."""
     return Response(answer, media_type="application/json")
 
 

@@ -27,7 +27,6 @@ MAX_CHARS = 2000
 
 
 def error_body(error: CorralError) -> dict[str, Any]:
-    """OpenAI's error object."""
     return {
         "error": {
             "message": cut(error.message),

@@ -56,7 +56,6 @@ class ApiKey(BaseModel):
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the secret, in hexadecimal."""
         return self.sha256 or hashlib.sha256((self.key or "").encode()).hexdigest()
 
 
@@ -78,7 +77,6 @@ class Account:
         self._clock = clock
         self._n_running = 0
         self._spent = 0.0
-        """Tokens that are missing in the bucket."""
         self._filled = clock()
         self._refused_until = -math.inf
 
@@ -89,13 +87,9 @@ class Account:
         self._refused_until = self._clock() + RETRY_S
 
     def served(self) -> None:
-        """One of its requests has an answer, so there may be room again."""
         self._refused_until = -math.inf
 
     def enter(self, n: int = 1, *, besides: int = 0) -> None:
-        """So many requests begin, `besides` some that run already and belong to them. Raises KeyLimitError
-        for more than the key may ever have, RateLimitError if too many run, and NoRoomError if there was no
-        room a moment ago. Otherwise `leave` ends them."""
         if not besides:
             self._check_door()
         most = self.key.max_concurrent_requests
@@ -150,7 +144,6 @@ class Account:
         self.charge(n_prompt)
 
     def refund(self, n_tokens: int) -> None:
-        """So many tokens that were charged were not used."""
         if self.key.tokens_per_minute is not None:
             self._spent = max(0.0, self._spent - n_tokens)
 
@@ -175,18 +168,15 @@ class Caller:
     request_id: str = ""
     """The request's `x-request-id`: its sender's, or Serve's."""
     account: Account | None = None
-    """The account of the API key, if there are keys."""
     address: str = ""
     """The sender's IPv4 address, or network of IPv6 addresses."""
     is_operator: bool = True
     """Whether it may do what operators do, and see what others do."""
     is_batch_line: bool = False
-    """Whether this is a line of a batch."""
     is_promoted: bool = False
     """Whether the line's time runs out: it takes part with all requests, as one more client, and is charged
     and limited as they are."""
     ignored: list[str] = field(default_factory=list)
-    """Fields of its body that Corral does not have: see request_model."""
     _n_reserved: int = field(default=0, init=False)
     _n_running: int = field(default=0, init=False)
     _is_running: bool = field(default=False, init=False)
@@ -280,7 +270,6 @@ class Caller:
             self.account.served()
 
     def refused(self) -> None:
-        """There was no room for the request."""
         if self.account is not None and not self.is_background:
             self.account.refused()
 
@@ -312,10 +301,8 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 
 def current() -> Caller:
-    """The sender of the request that this task answers."""
     return _current.get(None) or Caller()
 
 
 def enter(caller: Caller) -> None:
-    """Have this task answer that caller from here on."""
     _current.set(caller)

@@ -38,12 +38,10 @@ def one_line(body: Json) -> bytes:
 
 
 def data(body: Json) -> bytes:
-    """An event without a name."""
     return b"data: %b\n\n" % one_line(body)
 
 
 def named(body: Json) -> bytes:
-    """An event that is named after its `type`."""
     return b"event: %b\n%b" % (body["type"].encode(), data(body))
 
 
@@ -107,7 +105,6 @@ class EventStream(StreamingResponse):
         self._ping = ping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One HTTP request."""
         interval_s = self._interval_s
         if interval_s is None:
             interval_s = scope["app"].state.sse_ping_interval_s
@@ -140,7 +137,6 @@ class PingingSend:
         self._is_over = False
 
     async def __call__(self, message: Message) -> None:
-        """Send a message. Raises what the `send` below raises."""
         async with self._sending:
             await self._send(message)
             self._sent_at = self._loop.time()

@@ -22,15 +22,12 @@ from serve_app.llama.vision.senses import NO_SENSES, Senses
 from serve_app.types import SAMPLE_RATE, Medium, Picture, Sound
 
 MAX_PIXELS = 2**24
-"""The most pixels of one picture."""
 MAX_SIDE = 2048
 """Larger pictures are shrunk: no projector sees more."""
 MAX_BYTES = 64 * 2**20
 """The most bytes of a request's pictures together, decoded and shrunk."""
 MAX_PICTURES = 16
-"""The most pictures and sounds of one request."""
 MAX_S = 600.0
-"""Seconds of a request's sounds together."""
 MIN_S = 0.1
 """The least seconds of a sound: shorter ones are nothing to hear."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -48,7 +45,6 @@ _PICTURE, _SOUND = "Picture", "Sound"
 
 
 def is_wanting(url: str) -> bool:
-    """Whether it would have to be fetched."""
     return url.partition(":")[0].lower() in ("http", "https") and url not in files_at_hand()
 
 
@@ -65,7 +61,6 @@ def from_url(url: str, name: str, field: str) -> bytes:
 
 
 def from_base64(text: str, name: str, field: str) -> bytes:
-    """The file in base64. Raises InvalidRequestError that begins with its name."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError):
@@ -168,7 +163,6 @@ class MediaDecoder:
 
     @classmethod
     def of(cls, senses: Senses) -> MediaDecoder | None:
-        """The decoder for a projector with these senses; None without any."""
         return None if senses == NO_SENSES else cls(*senses)
 
     def load(self) -> None:

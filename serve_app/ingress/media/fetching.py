@@ -186,7 +186,6 @@ class FetchingWorkers:
         *pieces: bytes,
         files: Mapping[str, bytes] = NO_FILES,
     ) -> T:
-        """The result of `work`: see Workers. A body with URLs is read again when their files are there."""
         try:
             return await self._workers.run(client, work, *pieces)
         except PicturesWantedError as error:
@@ -229,7 +228,6 @@ class _Resolver:
         self._threads = ThreadPoolExecutor(4, "corral-names")
 
     async def resolve(self, host: str, port: int) -> list[str]:
-        """The addresses of a host: see Resolve."""
         infos: list[Any] = await asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )

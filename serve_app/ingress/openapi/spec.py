@@ -229,8 +229,6 @@ _SECURITY: Json = {
 
 
 def install(app: FastAPI) -> None:
-    """Describe the routes of this app as they are."""
-
     def describe() -> Json:
         if app.openapi_schema is None:
             app.openapi_schema = _described(app)
@@ -323,7 +321,6 @@ class _Schemas(GenerateJsonSchema):
     """Writes a union with a member for all other kinds as what it is: more than one member may match."""
 
     def tagged_union_schema(self, schema: TaggedUnionSchema) -> Json:
-        """Pydantic calls this."""
         written = super().tagged_union_schema(schema)
         if "discriminator" not in written and "oneOf" in written:
             written["anyOf"] = written.pop("oneOf")

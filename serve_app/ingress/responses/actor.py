@@ -108,11 +108,9 @@ class RayStore:
 
     @property
     def keeps_any(self) -> bool:
-        """Whether responses are kept at all."""
         return self._bounds.kept_s > 0
 
     async def prepare(self) -> None:
-        """Be ready to keep a response soon."""
         if self.keeps_any and await self._found() is None:
             await self._made()
 
@@ -128,7 +126,6 @@ class RayStore:
         await self._call(await self._found() or await self._made(), "put", *arguments)
 
     async def append(self, appends: Sequence[LogAppend]) -> list[AppendResult]:
-        """Add to the logs of responses that are being made."""
         actor = await self._found()
         if actor is None:
             raise ConnectionError("There is no store of responses.")
@@ -138,21 +135,17 @@ class RayStore:
     async def find(
         self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
-        """A response of this key's, its log from that place on."""
         arguments = response_id, key, since, wait_s
         stored: StoredResponse | None = await self._ask("find", *arguments, wait_s=wait_s)
         return stored
 
     async def delete(self, response_id: str, key: str | None) -> bool:
-        """Forget a response of this key's. Returns whether there was one."""
         return bool(await self._ask("delete", response_id, key))
 
     async def cancel(self, response_id: str, key: str | None) -> None:
-        """Have the making of a response end."""
         await self._ask("cancel", response_id, key)
 
     async def adopt(self, response_id: str) -> StoredResponse | None:
-        """Be the one that goes on with a response whose ingress is gone; None if somebody else does."""
         stored: StoredResponse | None = await self._ask("adopt", response_id)
         return stored
 

@@ -71,9 +71,7 @@ class BackgroundResponse:
         """Raises what the engine refuses it with."""
         self.task: asyncio.Task[None]
         self.is_read = False
-        """Whether somebody reads it."""
         self.is_over = False
-        """Whether nothing will be added."""
 
     def fail(self, error: CorralError) -> None:
         """End it, or refuse it if it has not begun."""
@@ -84,14 +82,12 @@ class BackgroundResponse:
             self.accepted.exception()  # where nobody waits for it, nobody is warned
 
     def is_due(self, now: float) -> bool:
-        """Whether the store should hear of it now."""
         if self.is_over or now - self.told_at >= ALIVE_S:
             return True
         has_news = len(self.entries) > self.n_told
         return has_news and (self.is_read or now - self.told_at >= TELL_S)
 
     def log(self, first: int = 0) -> LogAppend:
-        """The entries from that place on."""
         new = self.entries[first:]
         has_ended = bool(new) and new[-1].is_last
         pack = packed(new) if new else b""

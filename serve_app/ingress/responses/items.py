@@ -40,22 +40,17 @@ def _identity(kind: str) -> Json:
 
 
 class Part(RequestModel):
-    """A part of a message's content, or of a call's output."""
-
     INERT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
 
     type: Literal["input_text", "output_text"]
     text: str = ""
 
     def told(self) -> Json:
-        """The JSON that is kept and given back."""
         of_answer: Json = {"annotations": [], "logprobs": []} if self.type == "output_text" else {}
         return {"type": self.type, "text": self.text, **of_answer}
 
 
 class InputImagePart(RequestModel):
-    """A picture in a message, or in a call's output."""
-
     INERT: ClassVar[frozenset[str]] = frozenset({"detail"})
     REFUSED: ClassVar[frozenset[str]] = frozenset({"file_id"})
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"file_id": (None,)}
@@ -69,8 +64,6 @@ class InputImagePart(RequestModel):
 
 
 class InputAudioPart(messages.SoundPart):
-    """A sound in a message."""
-
     def told(self) -> Json:
         return self.model_dump()
 
@@ -140,8 +133,6 @@ class Item(RequestModel):
 
 
 class MessageItem(Item):
-    """A turn's text."""
-
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts = Field(default=[])
@@ -196,8 +187,6 @@ class CallItem(Item):
 
 
 class CallOutputItem(Item):
-    """The result of a call."""
-
     type: Literal[
         "function_call_output",
         "custom_tool_call_output",
@@ -232,15 +221,11 @@ class CallOutputItem(Item):
 
 
 class ReasoningText(RequestModel):
-    """A part of an earlier turn's reasoning."""
-
     type: str
     text: str = ""
 
 
 class ReasoningItem(Item):
-    """The reasoning of an earlier turn."""
-
     type: Literal["reasoning"]
     summary: list[ReasoningText] = Field(default=[])
     content: list[ReasoningText] = Field(default=[])

@@ -121,7 +121,6 @@ class ResponseAnswer:
         return events
 
     def failed(self, error: CorralError) -> Json:
-        """The event that takes the place of the end."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self.status, self._error = "failed", {"code": code, "message": error.message}
         return self._event("failed", response=self.whole())
@@ -223,7 +222,6 @@ class ResponseAnswer:
         }
 
     def whole(self) -> Json:
-        """The response as it is now."""
         request, status, open_items = self._request, self.status, list[Json]()
         if self._open is not None:
             open_items = [self._item(status if status == "in_progress" else "incomplete")]
@@ -260,7 +258,6 @@ def _logprobs(kind: str) -> Json:
 
 
 def usage_body(usage: Usage, n_reasoning: int) -> Json:
-    """The response's `usage`, with so many tokens of reasoning."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -271,7 +268,6 @@ def usage_body(usage: Usage, n_reasoning: int) -> Json:
 
 
 async def collect(answer: ResponseAnswer, entries: AsyncIterator[Event]) -> Json:
-    """Read the response to its end. Raises CorralError."""
     async for entry in entries:
         if entry.error is not None:
             raise entry.error

@@ -51,17 +51,14 @@ class StoredRequest(msgspec.Struct, frozen=True):
 
     id: str
     model: str
-    """The model's id."""
     created: int
     """Unix time."""
     is_background: bool
-    """Whether it goes on when its client leaves."""
     asked: dict[str, Any]
     """The fields that the response repeats of its request."""
     tools: Sequence[Mapping[str, Any]]
     """The tools as chat templates read them."""
     thinks: bool
-    """Whether reasoning is split off."""
     return_progress: bool
     prompt_end: tuple[int, ...]
     """The last tokens of the prompt, which may begin reasoning."""
@@ -71,7 +68,6 @@ class StoredRequest(msgspec.Struct, frozen=True):
     """The engine's request, for the ingress that makes the response."""
 
     def packed(self) -> bytes:
-        """The bytes that `unpacked` reads."""
         return _ENCODER.encode(self)
 
     @classmethod
@@ -81,12 +77,10 @@ class StoredRequest(msgspec.Struct, frozen=True):
 
     @property
     def request(self) -> GenerationRequest:
-        """The engine's request, unpacked."""
         return msgspec.msgpack.decode(self.packed_request, type=GenerationRequest)
 
 
 def packed_request(request: GenerationRequest) -> bytes:
-    """The bytes of StoredRequest.packed_request."""
     return _ENCODER.encode(request)
 
 
@@ -100,7 +94,6 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     """An entry of a response's log, which has one last."""
 
     at: float
-    """Unix time."""
     delta: TokenDelta | None = None
     error: CorralError | None = None
     """Neither a delta nor an error: it was cancelled."""
@@ -153,8 +146,6 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The owner of a response."""
-
     key: str | None
     """The name of the API key that alone may read it; None without keys: who knows its id may."""
     holder: str
@@ -172,7 +163,6 @@ class LogAppend:
     """The place of the first entry."""
     pack: bytes
     n: int
-    """The number of entries in the pack."""
     has_ended: bool
 
 
@@ -190,21 +180,17 @@ class AppendResult(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """The stored record of a response."""
-
     stored_request: bytes
     """Packed."""
     packs: Sequence[tuple[int, bytes]]
     """Packed entries, each pack with the place of its first one; some may be from before that place."""
     n_entries: int
-    """The number of all entries."""
     has_ended: bool
     turn: int
     owner: Owner
 
     @property
     def is_background(self) -> bool:
-        """Whether it goes on when its client leaves."""
         return msgspec.msgpack.decode(self.stored_request, type=_Flags).is_background
 
     def parts(self, since: int = 0) -> Iterator[Sequence[Event]]:
@@ -233,7 +219,6 @@ class _ResponseLog:
     n_bytes: int = 0
 
     def changed(self) -> None:
-        """Wake all who wait."""
         self.changes.set()
         self.changes = asyncio.Event()
 
@@ -258,9 +243,7 @@ class Store:
         self._kept: dict[str, _ResponseLog] = {}
         """The oldest first."""
         self._held: dict[str, dict[str, _ResponseLog]] = {}
-        """The logs by holder."""
         self._bytes: Counter[str] = Counter()
-        """The bytes of each holder's responses."""
         self._expire_at = clock()
 
     @property
@@ -347,7 +330,6 @@ class Store:
         return True
 
     async def cancel(self, response_id: str, key: str | None) -> None:
-        """Have the making of a response end."""
         kept = self._owned(response_id, key)
         if kept is not None:
             kept.is_unwanted = True

@@ -54,8 +54,6 @@ _FUNCTIONS = {
 
 
 class FunctionTool(FunctionDefinition):
-    """A function that the client runs."""
-
     type: Literal["function"]
 
 
@@ -107,7 +105,6 @@ Tools = Annotated[
 
 
 def functions(tools: Iterable[AnyTool]) -> Iterator[Tool]:
-    """The tools as the chat has them."""
     for tool in tools:
         if isinstance(tool, NamespaceTool):
             for inner in tool.tools:
@@ -153,7 +150,6 @@ class CallForm:
 
     @property
     def item_type(self) -> str:
-        """The type of the items of such calls."""
         return "custom_tool_call" if self.kind == "custom" else f"{self.kind}_call"
 
     def fields(self, arguments: str) -> Json:

@@ -111,7 +111,6 @@ class VersionControl:
                 of_model[model.version.name] = model.version.weight
         self._weights = {model: dict(of_model) for model, of_model in self._configured.items()}
         self._came: set[str] = set()
-        """The versions on demand that were loaded here once."""
         self._coming: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:

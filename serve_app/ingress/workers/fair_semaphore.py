@@ -47,7 +47,6 @@ class FairSemaphore:
 
     @asynccontextmanager
     async def entered(self, client: str) -> AsyncIterator[None]:
-        """A place, for as long as the block runs."""
         await self.enter(client)
         try:
             yield

@@ -32,11 +32,8 @@ Work = Callable[[Models, bytes], Any]
 
 @dataclass(frozen=True, slots=True)
 class WorkResult:
-    """The result of work."""
-
     value: Any
     ignored: Sequence[str] = ()
-    """Fields of the body that Corral does not have."""
 
 
 Outcome = WorkResult | CorralError
@@ -57,7 +54,6 @@ class ModelChanges:
     """The present weights of versions."""
 
     def made_in(self, models: Models) -> Models:
-        """The models with these changes."""
         if not self.adapters and not self.weights:
             return models
         return {name: self._made_in(name, model) for name, model in models.items()}
@@ -75,14 +71,12 @@ class WorkOrder(msgspec.Struct, array_like=True, frozen=True):
     work: str
     """The function, as `module:name`."""
     n_bytes: int
-    """The bytes that follow."""
     changes: ModelChanges
     files: tuple[tuple[str, int], ...] = ()
     """The URLs and bytes of the files that were fetched for the body."""
 
 
 def name_of(work: Work) -> str:
-    """The name by which another process imports the work."""
     return f"{work.__module__}:{work.__qualname__}"
 
 
@@ -123,7 +117,6 @@ def receive_bytes(connection: socket.socket, length: int) -> bytes:
 
 
 def packed_outcome(outcome: Outcome) -> bytes:
-    """One result or error, ready to be written."""
     if isinstance(outcome, CorralError):
         packed = _PackedOutcome(_NOTHING, error=fields_of(outcome))
         return framed(_ENCODER.encode(packed))
@@ -150,7 +143,6 @@ async def received(reader: asyncio.StreamReader, kind: Any) -> Outcome:
 
 @functools.cache
 def result_type(work: Callable[..., Any]) -> Any:
-    """The type of the work's results, as its annotation says."""
     return typing.get_type_hints(work)["return"]
 
 

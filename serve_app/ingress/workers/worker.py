@@ -160,12 +160,9 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The input of a zygote."""
-
     models: Sequence[Callable[[], ModelInfo]]
     """Functions that read the models' vocabularies."""
     modules: Sequence[str]
-    """The modules that workers are going to import."""
 
 
 def _shorten_slices() -> None:
