@@ -24,6 +24,26 @@ import numpy as np
 _NOISE = 0.08**2
 # An error counts up to so many standard deviations: more may be a hiccup. One that stays is learnt anyway.
 _MOST_DEVIATIONS = 2.0
+# Where no slope was measured, a depth of so many tokens may double what a batch takes.
+_DOUBLING_DEPTH = 4_000
+# Seconds of batches of one size, of which one is learnt from.
+_LEARN_S = 0.1
+# Variances of what was measured: it is wrong by a seventh, or, where it is doubted, by anything.
+_TRUSTED, _TRUSTED_SLOPE, _DOUBTED = 0.02, 0.1, 1.0
+# Doubted are batches that take so many times longer than a larger one, or, by row, than a smaller one.
+_SLOWER, _SLOWER_BY_ROW = 1.1, 1.2
+# Up to so many rows, kernels like multiples of the second number; beyond the last one, of _LARGE_STEP.
+_ROW_STEPS = ((64, 4), (128, 8), (256, 16))
+_LARGE_STEP = 32
+# Fewer rows than are measured, for prompts so deep that those would take too long; and how much longer
+# than one row the smallest chunk may take.
+_FEW_ROWS, _HARDLY_LONGER = (1, 2, 4), 1.25
+# A split that gains less than this part is noise.
+_LEAST_GAIN = 0.05
+# Weight of the newest batch with drafts of several sequences.
+_NEWEST = 0.1
+# What was planned is planned anew after so many batches, as the curve may have moved.
+_PLANS_KEPT = 64
 
 
 class Estimates:
@@ -71,16 +91,6 @@ class Estimates:
             self._covariance -= np.outer(due, due) / variance
         else:  # a hiccup, which tells nothing, or something has changed
             diagonal += self._jump
-
-
-# Where no slope was measured, a depth of so many tokens may double what a batch takes.
-_DOUBLING_DEPTH = 4_000
-# Seconds of batches of one size, of which one is learnt from.
-_LEARN_S = 0.1
-# Variances of what was measured: it is wrong by a seventh, or, where it is doubted, by anything.
-_TRUSTED, _TRUSTED_SLOPE, _DOUBTED = 0.02, 0.1, 1.0
-# Doubted are batches that take so many times longer than a larger one, or, by row, than a smaller one.
-_SLOWER, _SLOWER_BY_ROW = 1.1, 1.2
 
 
 class Curve:
@@ -199,20 +209,6 @@ def doubtful(times: Mapping[int, float]) -> list[int]:
         for n in sizes
         if times[n] > _SLOWER * least[n] or times[n] / n > _SLOWER_BY_ROW * least_by_row[n]
     ]
-
-
-# Up to so many rows, kernels like multiples of the second number; beyond the last one, of _LARGE_STEP.
-_ROW_STEPS = ((64, 4), (128, 8), (256, 16))
-_LARGE_STEP = 32
-# Fewer rows than are measured, for prompts so deep that those would take too long; and how much longer
-# than one row the smallest chunk may take.
-_FEW_ROWS, _HARDLY_LONGER = (1, 2, 4), 1.25
-# A split that gains less than this part is noise.
-_LEAST_GAIN = 0.05
-# Weight of the newest batch with drafts of several sequences.
-_NEWEST = 0.1
-# What was planned is planned anew after so many batches, as the curve may have moved.
-_PLANS_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,122 +15,12 @@ from typing import Any, Literal
 import numpy as np
 import openvino
 from numpy.typing import NDArray
-from openvino import opset13
 from openvino import opset13 as op
 from openvino._offline_transformations import paged_attention_transformation
 
 from serve_app.errors import ConfigError
 from serve_app.openvino.exported.files import trusted
 from serve_app.openvino.graph import FREQUENCIES, HIDDEN
-
-_INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx")
-_LOGITS = "logits"
-_RELATIVE, _ABSOLUTE = 2e-3, 1e-7
-"""By so much exporters round frequencies, which they write as 16-bit floats."""
-
-Node = Any
-
-
-def name_parts(model: openvino.Model, frequencies: NDArray[np.float32], n_vocab: int) -> None:
-    """Name the vectors that logits are computed from, and the rotary frequencies. These are replaced by
-    those given, of which the exporter's are the same or rounded. Raises ConfigError, with the reason as the
-    rest of a sentence, for another graph than a causal model's with a state."""
-    _check(model, n_vocab)
-    _last_product(model).input_value(0).add_names({HIDDEN})
-    rounded = _constant(model, frequencies)
-    exact = op.constant(frequencies.reshape(rounded.get_output_shape(0)))
-    exact.set_friendly_name(FREQUENCIES)
-    for source in _as_floats(rounded):
-        for user in source.get_target_inputs():
-            user.replace_source_output(exact.output(0))
-
-
-def _check(model: openvino.Model, n_vocab: int) -> None:
-    names = {name for one in model.inputs for name in one.get_names()}
-    if missing := [name for name in _INPUTS if name not in names]:
-        raise ConfigError(f"its graph has no input {missing[0]}")
-    if not model.get_variables():
-        raise ConfigError("its graph has no state: it was exported without a KV cache")
-    n_logits = model.output(_LOGITS).get_partial_shape()[2]
-    if not n_logits.is_static or n_logits.get_length() != n_vocab:
-        raise ConfigError(f"its graph has {n_logits} logits instead of {n_vocab}")
-
-
-def _last_product(model: openvino.Model) -> Node:
-    node = model.output(_LOGITS).get_node().input_value(0).get_node()
-    while node.get_type_name() == "Convert":
-        node = node.input_value(0).get_node()
-    if node.get_type_name() != "MatMul":
-        raise ConfigError(f"its logits come from {node.get_type_name()}, not from a product")
-    return node
-
-
-def _constant(model: openvino.Model, frequencies: NDArray[np.float32]) -> Node:
-    for node in model.get_ops():
-        if (
-            node.get_type_name() == "Constant"
-            and node.get_element_type().is_real()
-            and np.prod(node.get_output_shape(0)) == frequencies.size
-            and np.allclose(np.ravel(node.data), frequencies, _RELATIVE, _ABSOLUTE)
-        ):
-            return node
-    raise ConfigError("its rotary frequencies are not those of its config.json")
-
-
-def _as_floats(constant: Node) -> list[Node]:
-    users = [one.get_node() for one in constant.output(0).get_target_inputs()]
-    converted = [one.output(0) for one in users if one.get_type_name() == "Convert"]
-    return converted or [constant.output(0)]
-
-
-# Source: madvise(2), asm-generic/mman-common.h.
-_DONTNEED = 4
-_EVERY_S = 0.05
-
-
-def forget(path: Path) -> None:
-    """Have the pages of a mapped file leave this process's memory. Those that are read again come back from
-    the file. Nothing happens where the system does not tell what is mapped. Any thread.
-
-    Only for files that are mapped to be read: what was written in a private mapping is lost.
-    """
-    with suppress(OSError, AttributeError):
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        for begin, end in _spans(path.resolve()):
-            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
-
-
-@contextmanager
-def forgetting(path: Path) -> Iterator[None]:
-    """Inside the block, what is read of a mapped file stays in this process's memory for a moment only. For
-    a large file of which every page is read about once. It must stay mapped for as long: where nothing is
-    mapped any more, others' memory would be forgotten."""
-    done = threading.Event()
-
-    def run() -> None:
-        while not done.wait(_EVERY_S):
-            forget(path)
-
-    thread = threading.Thread(target=run, name="forgetting", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        forget(path)
-
-
-def _spans(path: Path) -> list[tuple[int, int]]:
-    """Where the file is mapped to be read only. Source: proc_pid_maps(5)."""
-    found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, rights, *_, name = line.split(maxsplit=5)
-        if name == str(path) and rights.startswith("r--"):
-            begin, end = (int(one, 16) for one in span.split("-"))
-            found.append((begin, end))
-    return found
-
 
 CacheType = Literal["f16", "bf16"]
 """The format of keys and values. With bf16, attention is computed with such numbers, too, which some
@@ -143,6 +33,12 @@ KEYS = "key_cache."
 CACHES = (KEYS, "value_cache.")
 """The names of inputs that are one layer's cache begin so."""
 _ATTENTION = "PagedAttentionExtension"
+_INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx")
+# By so much exporters round frequencies, which they write as 16-bit floats.
+_RELATIVE, _ABSOLUTE = 2e-3, 1e-7
+# Source: madvise(2), asm-generic/mman-common.h.
+_DONTNEED = 4
+_EVERY_S = 0.05
 
 
 def check_cache_type(cache_type: CacheType) -> None:
@@ -209,15 +105,13 @@ def _choose_rows(model: openvino.Model) -> None:
         if HIDDEN in output.get_names()
     )
     users = hidden.get_target_inputs()
-    sampled, embedded = (
-        opset13.parameter([-1], np.int64, name=name) for name in (SAMPLED, EMBEDDED)
-    )
+    sampled, embedded = (op.parameter([-1], np.int64, name=name) for name in (SAMPLED, EMBEDDED))
     for name, rows in ((SAMPLED, sampled), (EMBEDDED, embedded)):
         rows.output(0).set_names({name})
-    first = opset13.constant(np.int64(0))
+    first = op.constant(np.int64(0))
     for user in users:
-        user.replace_source_output(opset13.gather(hidden, sampled, first).output(0))
-    vectors = opset13.result(opset13.gather(hidden, embedded, first))
+        user.replace_source_output(op.gather(hidden, sampled, first).output(0))
+    vectors = op.result(op.gather(hidden, embedded, first))
     vectors.output(0).set_names({VECTORS})
     model.add_parameters([sampled, embedded])
     model.add_results([vectors])
@@ -230,10 +124,112 @@ def _narrow_attention(model: openvino.Model) -> None:
     for attention in [one for one in model.get_ops() if one.get_type_name() == _ATTENTION]:
         for port in attention.inputs()[:3]:
             wide = port.get_source_output()
-            port.replace_source_output(opset13.convert(wide, "bf16").output(0))
+            port.replace_source_output(op.convert(wide, "bf16").output(0))
         attention.validate_and_infer_types()
         users = list(attention.output(0).get_target_inputs())
-        wide = opset13.convert(attention.output(0), "f32").output(0)
+        wide = op.convert(attention.output(0), "f32").output(0)
         for user in users:
             user.replace_source_output(wide)
     model.validate_nodes_and_infer_types()
+
+
+# -- graphs that OpenVINO's exporter wrote -----------------------------------------------------------------
+
+
+def name_parts(model: openvino.Model, frequencies: NDArray[np.float32], n_vocab: int) -> None:
+    """Name the vectors that logits are computed from, and the rotary frequencies. These are replaced by
+    those given, of which the exporter's are the same or rounded. Raises ConfigError, with the reason as the
+    rest of a sentence, for another graph than a causal model's with a state."""
+    _check(model, n_vocab)
+    _last_product(model).input_value(0).add_names({HIDDEN})
+    rounded = _constant(model, frequencies)
+    exact = op.constant(frequencies.reshape(rounded.get_output_shape(0)))
+    exact.set_friendly_name(FREQUENCIES)
+    for source in _as_floats(rounded):
+        for user in source.get_target_inputs():
+            user.replace_source_output(exact.output(0))
+
+
+def _check(model: openvino.Model, n_vocab: int) -> None:
+    names = {name for one in model.inputs for name in one.get_names()}
+    if missing := [name for name in _INPUTS if name not in names]:
+        raise ConfigError(f"its graph has no input {missing[0]}")
+    if not model.get_variables():
+        raise ConfigError("its graph has no state: it was exported without a KV cache")
+    n_logits = model.output(LOGITS).get_partial_shape()[2]
+    if not n_logits.is_static or n_logits.get_length() != n_vocab:
+        raise ConfigError(f"its graph has {n_logits} logits instead of {n_vocab}")
+
+
+def _last_product(model: openvino.Model) -> Any:
+    node = model.output(LOGITS).get_node().input_value(0).get_node()
+    while node.get_type_name() == "Convert":
+        node = node.input_value(0).get_node()
+    if node.get_type_name() != "MatMul":
+        raise ConfigError(f"its logits come from {node.get_type_name()}, not from a product")
+    return node
+
+
+def _constant(model: openvino.Model, frequencies: NDArray[np.float32]) -> Any:
+    for node in model.get_ops():
+        if (
+            node.get_type_name() == "Constant"
+            and node.get_element_type().is_real()
+            and np.prod(node.get_output_shape(0)) == frequencies.size
+            and np.allclose(np.ravel(node.data), frequencies, _RELATIVE, _ABSOLUTE)
+        ):
+            return node
+    raise ConfigError("its rotary frequencies are not those of its config.json")
+
+
+def _as_floats(constant: Any) -> list[Any]:
+    users = [one.get_node() for one in constant.output(0).get_target_inputs()]
+    converted = [one.output(0) for one in users if one.get_type_name() == "Convert"]
+    return converted or [constant.output(0)]
+
+
+# -- memory of mapped files ---------------------------------------------------------------------------------
+
+
+def forget(path: Path) -> None:
+    """Have the pages of a mapped file leave this process's memory. Those that are read again come back from
+    the file. Nothing happens where the system does not tell what is mapped. Any thread.
+
+    Only for files that are mapped to be read: what was written in a private mapping is lost.
+    """
+    with suppress(OSError, AttributeError):
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        for begin, end in _spans(path.resolve()):
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
+
+
+@contextmanager
+def forgetting(path: Path) -> Iterator[None]:
+    """Inside the block, what is read of a mapped file stays in this process's memory for a moment only. For
+    a large file of which every page is read about once. It must stay mapped for as long: where nothing is
+    mapped any more, others' memory would be forgotten."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(_EVERY_S):
+            forget(path)
+
+    thread = threading.Thread(target=run, name="forgetting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        forget(path)
+
+
+def _spans(path: Path) -> list[tuple[int, int]]:
+    """Where the file is mapped to be read only. Source: proc_pid_maps(5)."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, *_, name = line.split(maxsplit=5)
+        if name == str(path) and rights.startswith("r--"):
+            begin, end = (int(one, 16) for one in span.split("-"))
+            found.append((begin, end))
+    return found
