@@ -256,7 +256,7 @@ class Profiler(Trials):
             self._context.truncate(seq_id, 0)
 
 
-# -- depth: what batches take longer the more tokens stand in the cache before them ----------------------
+# -- depth: what batches take longer the more tokens stand in the cache before them ---------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def check_draft(target: Model, draft: Model) -> None:
     )
 
 
-# -- the model's own prediction layers --------------------------------------------------------------------
+# -- the model's own prediction layers ------------------------------------------------------------
 
 # Architectures that take back tokens, whose prediction layers llama.cpp computes, and which tell the hidden
 # states of all rows. llama.cpp ends the process where a file of the first ones has several layers.

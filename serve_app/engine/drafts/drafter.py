@@ -38,7 +38,7 @@ class SlotWindow:
         self.cells: list[int] = []
         self.n_kept = 0
         """The tokens that are the text's."""
-        self.rate: AcceptanceRate | None = None
+        self.rate = AcceptanceRate(0.0)
         """The rate of the sequence that the text is of."""
         self.proposed = 0
         self._owner = ""
@@ -161,7 +161,7 @@ class Drafter:
         for sequence in sequences:
             window = self._windows[sequence.slot_id]
             window.proposed = 0
-            if not window.owned_by(sequence) or window.rate is None:
+            if not window.owned_by(sequence):
                 window.rate = AcceptanceRate(self._common.acceptance)
             first = self._model.first_fed(sequence.slot_id)
             if first < len(sequence.tokens):
@@ -170,10 +170,7 @@ class Drafter:
 
     def rate(self, sequence: Sequence) -> AcceptanceRate:
         """The record of its drafts. After `begin`."""
-        rate = self._windows[sequence.slot_id].rate
-        if rate is None:
-            raise RuntimeError(f"{sequence.id} was not begun.")
-        return rate
+        return self._windows[sequence.slot_id].rate
 
     def draft_s(self, n_sequences: int, n_drafted: int, n_fed: int) -> float:
         """Seconds to propose so many tokens for each of so many sequences, `n_fed` tokens fed
@@ -288,7 +285,7 @@ class Drafter:
         """Learn from a draft of so many tokens, of which the first `n_accepted` were right. Whether
         it was one of these."""
         window = self._windows[sequence.slot_id]
-        if window.proposed != n_drafted or window.rate is None:
+        if window.proposed != n_drafted:
             return False
         window.proposed = 0
         window.rate.record(n_drafted, n_accepted)

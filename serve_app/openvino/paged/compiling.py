@@ -133,7 +133,7 @@ def _narrow_attention(model: openvino.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-# -- graphs that OpenVINO's exporter wrote -----------------------------------------------------------------
+# -- graphs that OpenVINO's exporter wrote --------------------------------------------------------
 
 
 def name_parts(model: openvino.Model, frequencies: NDArray[np.float32], n_vocab: int) -> None:
@@ -188,7 +188,7 @@ def _as_floats(constant: Any) -> list[Any]:
     return converted or [constant.output(0)]
 
 
-# -- memory of mapped files ---------------------------------------------------------------------------------
+# -- memory of mapped files -----------------------------------------------------------------------
 
 
 def forget(path: Path) -> None:
