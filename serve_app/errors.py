@@ -291,7 +291,7 @@ class RequestTooLargeError(RequestError):
 
 
 class ContentEncodingError(RequestError):
-    """The request's body is compressed."""
+    """The request's body is compressed in a form that is not taken."""
 
     status = 415
     code = "unsupported_content_encoding"

@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 
 from serve_app.errors import ContentEncodingError, InvalidRequestError
+from serve_app.ingress.access.bodies import ENCODINGS, inflated
 from serve_app.ingress.http import request_context, request_model
 from serve_app.ingress.model_registry import Models, ServedModel
 from serve_app.ingress.workers.pool import NO_FILES, Workers
@@ -67,11 +68,12 @@ class Bodies:
         pieces = [piece async for piece in request.stream() if piece]  # `body()` would copy all
         is_json = any_type or _is_json(request.headers)
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding not in ("", "identity"):
-            raise ContentEncodingError(f"Send the body as it is, and not as {encoding[:100]!r}.")
+        if encoding not in ("", "identity", *ENCODINGS):
+            message = f"Send the body as it is, or as gzip, and not as {encoding[:100]!r}."
+            raise ContentEncodingError(message)
         if not is_json and (pieces or not optional):
             raise InvalidRequestError("Send JSON, with Content-Type: application/json.")
-        return pieces
+        return [await self.work(inflated, *pieces)] if encoding in ENCODINGS else pieces
 
     async def work(self, function: Callable[[Models, bytes], T], *pieces: bytes) -> T:
         caller = request_context.current()
