@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +82,7 @@ class Reading:
 def parsed(line: bytes) -> Any:
     """A line of JSON. Raises ValueError."""
     try:
-        return orjson.loads(line)
+        return orjson.loads(line.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:
         raise ValueError(f"The line is not JSON: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +62,7 @@ class _LineBody(msgspec.Struct):
 _ENVELOPE, _BODY = msgspec.json.Decoder(_Envelope), msgspec.json.Decoder(_LineBody)
 _PROMPT = ("model", "tools", "instructions", "messages", "prompt", "input")
 _OFF = (b"null", b"false")
+_BLANKS = b" \t\r" + codecs.BOM_UTF8
 
 
 class _WrongLineError(Exception): ...
@@ -73,7 +75,7 @@ def lines(models: Models, body: bytes) -> list[BatchLine]:
     endpoint, _, data = body.partition(b"\n")
     checked, start = [], 0
     for n, line in enumerate(data.split(b"\n"), 1):
-        if line.strip():
+        if line.strip(_BLANKS):
             checked.append(_checked(n, line, start, endpoint.decode()))
         start += len(line) + 1
     return checked
@@ -81,7 +83,7 @@ def lines(models: Models, body: bytes) -> list[BatchLine]:
 
 def _checked(n: int, line: bytes, start: int, endpoint: str) -> BatchLine:
     try:
-        custom_id, body, prefix = _read(line, endpoint)
+        custom_id, body, prefix = _read(line.removeprefix(codecs.BOM_UTF8), endpoint)
     except _WrongLineError as error:
         code, message, param = error.args
         return BatchLine(n, error=LineError(code=code, message=message, param=param))

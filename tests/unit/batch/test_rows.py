@@ -102,6 +102,10 @@ def test_a_row_without_a_name_has_none() -> None:
     assert (refused["custom_id"], refused["response"]["status_code"]) == (None, 400)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark() -> None:
+    assert parsed(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+
+
 def test_a_line_that_is_not_json() -> None:
     with pytest.raises(ValueError, match="not JSON"):
         parsed(b"{")

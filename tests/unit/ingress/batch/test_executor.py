@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import errno
 import json
 import os
@@ -207,6 +208,13 @@ async def test_lines_that_cannot_be_answered_are_in_a_file_of_their_own(server: 
         assert (bad["custom_id"], bad["response"]["status_code"]) == ("bad", 400)
         assert bad["response"]["body"]["error"]["param"] == "temperature"
         assert other["custom_id"] == "other"
+
+
+async def test_a_file_may_begin_with_a_byte_order_mark(server: Server) -> None:
+    async with server.process() as client:
+        lines = codecs.BOM_UTF8 + jsonl([line("a")])
+        batch = await ended(client, await begin(client, lines))
+        assert (batch.status, batch.request_counts.completed) == ("completed", 1)
 
 
 async def test_a_full_server_is_asked_again(server: Server) -> None:
