@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 Role = Literal["system", "user", "assistant", "tool"]
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "ai": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "ipython": "tool",
+}
+"""The roles by the names that clients have for them."""
+_NO_TAG = re.compile(r"[^\w-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +70,13 @@ class Turn:
     name: str = ""
     """The function that a tool's result is of, or the speaker's name."""
 
+    @classmethod
+    def of(cls, role: str, parts: tuple[str | Attachment, ...], **fields: Any) -> Self:
+        """A turn of a client's role, in any case. A role that nobody knows becomes a user's turn in which
+        the role's name stands around the content."""
+        known = _ROLES.get(role.lower())
+        return cls(known or "user", parts if known else in_tags(role, *parts), **fields)
+
     @property
     def text(self) -> str:
         """The content as one text: its parts are lines, as at llama-server and vLLM."""
@@ -84,9 +106,15 @@ class Turn:
 Conversation = Sequence[Turn]
 
 
+def in_tags(role: str, *parts: str | Attachment) -> tuple[str | Attachment, ...]:
+    """The content of a role that a template does not take, as it stands in a user's turn."""
+    tag = _NO_TAG.sub("_", role)[:64]
+    return f"<{tag}>", *parts, f"</{tag}>"
+
+
 _TEXT_FIELDS = (
     *("text", "refusal", "thinking", "summary", "code", "content", "stdout", "stderr"),
-    *("output", "outputs", "results", "logs"),
+    *("output", "outputs", "results", "logs", "value"),
 )
 """The fields in which items and blocks of all protocols carry texts for a model."""
 
@@ -101,3 +129,11 @@ def texts_in(value: object) -> Iterator[str]:
     elif isinstance(value, dict):
         for name in _TEXT_FIELDS:
             yield from texts_in(value.get(name))
+
+
+def text_of(value: object) -> str:
+    """The texts that content carries, as lines, or else its JSON: clients send results as they are."""
+    texts = list(texts_in(value))
+    if texts or value in (None, "", [], {}):
+        return "\n".join(texts)
+    return json.dumps(value, ensure_ascii=False)

@@ -28,6 +28,9 @@ MAX_LITERAL_CHARS = 16_384
 character."""
 MAX_CHECKS = 300
 """The most parts of a schema that are compiled alone to find the part that cannot be."""
+_MOST_INTEGER = 10**16 - 1
+"""The largest integer where a schema has no bound of its own, with llama.cpp's 16 digits: without a bound,
+a model can go on with digits for ever. Other numbers have none: llguidance bounds none with exponents."""
 _TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -182,6 +185,7 @@ class _Fitter:
                 if made is not None or keyword == "const":
                     fitted[keyword] = made
         _take_null(schema, fitted)
+        _bound_digits(fitted)
         self._close(schema, fitted, closes)
         return fitted
 
@@ -392,7 +396,7 @@ class _Fitter:
         return compile_error({**_alone(schema), **definitions} if schema is not True else {})
 
     def _drop(self, path: str, reason: str) -> None:
-        if "not supported" in reason or "nsupported" in reason:
+        if re.search("[Uu]nsupported|not supported|Failed to generate", reason):
             self.loosened.append(path)
         else:
             self.fault(path, sentence(reason))
@@ -411,6 +415,19 @@ def _closes_itself(schema: Mapping[str, Any], keyword: str) -> bool:
     combined = ("allOf", "anyOf", "oneOf", "$ref")
     is_simple = not any(key in schema for key in combined)
     return keyword == "unevaluatedProperties" and schema.get(keyword) is False and is_simple
+
+
+def _bound_digits(fitted: dict[str, Any]) -> None:
+    """Bound an integer that its schema leaves open, also where other types may be in its place."""
+    kinds = fitted.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "integer" not in kinds or "number" in kinds or fitted.keys() & {"enum", "const"}:
+        return
+    least = max(fitted.get(name, -_MOST_INTEGER) for name in ("minimum", "exclusiveMinimum"))
+    most = min(fitted.get(name, _MOST_INTEGER) for name in ("maximum", "exclusiveMaximum"))
+    if -_MOST_INTEGER <= least <= most <= _MOST_INTEGER:
+        fitted.setdefault("minimum", -_MOST_INTEGER)
+        fitted.setdefault("maximum", _MOST_INTEGER)
 
 
 def _take_null(schema: Mapping[str, Any], fitted: dict[str, Any]) -> None:

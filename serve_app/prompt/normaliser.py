@@ -16,15 +16,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from serve_app.prompt.conversation import Conversation, PastCall, Turn
+from serve_app.prompt.conversation import Conversation, PastCall, Turn, in_tags
 from serve_app.prompt.template_caps import TemplateCaps
 
 PARAGRAPH = "\n\n"
 _VOLATILE = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE)
 """Lines of a system message that differ from request to request and mean nothing to a model. Claude Code's
 differs with the user's first message, so that no two sessions would share a prefix."""
-_LATE_SYSTEM = "<system>\n{}\n</system>"
-"""The form of a system message in a user's turn."""
 
 
 def shaped(conversation: Conversation, caps: TemplateCaps) -> list[Turn]:
@@ -123,7 +121,7 @@ def _with_late_system_as_users(turns: list[Turn]) -> list[Turn]:
     held: list[Turn] = []
     for turn in turns:
         if turn.role == "system":
-            held.append(Turn("user", (_LATE_SYSTEM.format(turn.text),)))
+            held.append(Turn("user", in_tags("system", turn.text)))
             continue
         if turn.role != "tool":
             changed += held

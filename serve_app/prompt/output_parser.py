@@ -61,9 +61,9 @@ class _State(Enum):
 
 
 class OutputParser:
-    """Splits an answer that arrives in pieces. The result does not depend on how the text is cut;
-    nothing is lost but line ends around the tags of reasoning, and what `CallParser` says. Not
-    thread-safe."""
+    """Splits an answer that arrives in pieces. The result does not depend on how the text is cut. Nothing
+    is lost but blanks behind reasoning tags, line ends before the second, and what `CallParser` says.
+    Not thread-safe."""
 
     def __init__(
         self,
@@ -83,17 +83,17 @@ class OutputParser:
         if thinks:
             self._state = _State.REASONING if is_thinking else _State.BEGINNING
         self._held = ""
-        self._drop_lines = self._state is _State.REASONING
-        """Whether line ends are dropped, as they are the first thing behind a tag."""
+        self._drop_blanks = self._state is _State.REASONING
+        """Whether blanks are dropped, as they are the first thing behind a tag."""
 
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain now, in order; none is empty."""
         self._held += text
         if self._state is _State.BEGINNING:
             self._begin()
-        if self._drop_lines:
-            self._held = self._held.lstrip("\n")
-            self._drop_lines = not self._held
+        if self._drop_blanks:
+            self._held = self._held.lstrip()
+            self._drop_blanks = not self._held
         parts: list[Part] = []
         if self._state is _State.REASONING:
             parts += self._reasoning()
@@ -114,7 +114,7 @@ class OutputParser:
         begun = self._held.lstrip()
         if begun.startswith(self._tags.open):
             self._state, self._held = _State.REASONING, begun.removeprefix(self._tags.open)
-            self._drop_lines = True
+            self._drop_blanks = True
         elif not self._tags.open.startswith(begun):
             self._state = _State.CONTENT
 
@@ -123,8 +123,8 @@ class OutputParser:
         end = self._held.find(close)
         if end >= 0:
             text, self._held = self._held[:end].rstrip("\n"), self._held[end + len(close) :]
-            self._held = self._held.lstrip("\n")
-            self._state, self._drop_lines = _State.CONTENT, not self._held
+            self._held = self._held.lstrip()
+            self._state, self._drop_blanks = _State.CONTENT, not self._held
         else:
             text = self._held[: len(self._held) - overlap(self._held, close)].rstrip("\n")
             self._held = self._held[len(text) :]

@@ -6,6 +6,7 @@ has both values.
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -143,6 +144,7 @@ def assert_values(pair: Pair, path: str, body: Json, theirs: object, ours: objec
         [HI, HELLO, BRIEF, ASKED],
         [ASKED, BRIEF],
         [BRIEF],
+        [],
         [HI, ASKED],
         [HELLO, ASKED],
         [HI, HELLO, said("assistant", "How can I help?"), ASKED],
@@ -271,7 +273,13 @@ def test_content_in_all_forms(pair: Pair, thinking: Pair, messages: list[Json]) 
             turn("user", "Hi") + turn("assistant", "No.") + turn("user", QUESTION),
         ),
         ([said("user", {"text": QUESTION})], 400, turn("user", QUESTION)),
-        ([said("user", 3)], 400, 400),
+        ([said("user", 3)], 400, turn("user", "3")),
+        ([said("user", [{"temperature": 3}])], 400, turn("user", '{"temperature": 3}')),
+        (
+            [said("user", [{"type": "text", "text": {"value": QUESTION}}])],
+            400,
+            turn("user", QUESTION),
+        ),
     ],
     ids=str,
 )
@@ -400,13 +408,13 @@ def test_tools_that_llama_server_refuses(pair: Pair, tools: list[Json], status: 
 
 @pytest.mark.parametrize("fields", [{}, {"parameters": {}}, {"parameters": None}], ids=str)
 def test_a_tool_without_parameters(pair: Pair, fields: Json) -> None:
-    """Corral gives templates an object without properties; where a call is due, it has no arguments."""
+    """Where a call is due, it has no arguments."""
     body = {"messages": [WEATHER], "tools": [tool(**fields)], "tool_choice": "required"}
     theirs, ours = pair.ask("POST", CHAT, body)
     assert (theirs.status, ours.status) == (200, 200)
     assert essence(ours) == ("", "", [("get_weather", {})])
     prompts = [answer.body["prompt"] for answer in pair.ask("POST", TEMPLATE, body)]
-    described = [json.dumps(fields.get("parameters", {})), '{"type": "object", "properties": {}}']
+    described = [json.dumps(fields.get("parameters", {})), "{}"]
     line = '{"type": "function", "function": {"name": "get_weather", "description": "", "parameters": %s}}'
     for prompt, parameters in zip(prompts, described, strict=True):
         assert line % parameters in prompt
@@ -673,11 +681,11 @@ def test_control_tokens_in_a_users_text_are_text(pair: Pair) -> None:
     assert_alike(pair, TEMPLATE, body)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
-def test_compressed_bodies(pair: Pair, encoding: str) -> None:
-    body, headers = b'{"prompt": "Hello"}', {"content-encoding": encoding}
-    for client in (pair.theirs, pair.ours):
-        assert client.post(COMPLETION, content=body, headers=headers).status_code == 415
+@pytest.mark.parametrize(("encoding", "ours"), [("gzip", 200), ("br", 415), ("zstd", 415)])
+def test_compressed_bodies(pair: Pair, encoding: str, ours: int) -> None:
+    body, headers = gzip.compress(b'{"prompt": "Hello"}'), {"content-encoding": encoding}
+    for client, status in ((pair.theirs, 415), (pair.ours, ours)):
+        assert client.post(COMPLETION, content=body, headers=headers).status_code == status
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from pydantic import (
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.messages import refuse_media
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
-from serve_app.prompt.conversation import Attachment, PastCall, Turn, texts_in
+from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of, texts_in
 
 
 class Block(RequestModel):
@@ -75,6 +75,7 @@ def _blocks(content: object) -> object:
     that are texts are blocks of text. Other media are refused by their names."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
+    content = [content] if isinstance(content, dict) else content
     if not isinstance(content, list):
         return [] if content is None else content
     blocks = [_as_text(block) for block in content if block is not None]
@@ -83,8 +84,8 @@ def _blocks(content: object) -> object:
 
 
 def _as_text(block: object) -> object:
-    if isinstance(block, str):
-        return {"type": "text", "text": block}
+    if isinstance(block, str) or (isinstance(block, dict) and "type" not in block):
+        return {"type": "text", "text": text_of(block)}
     kind, source = (block.get("type"), block.get("source")) if isinstance(block, dict) else ("", "")
     if kind == "search_result":
         return {"type": "text", "text": "\n".join(texts_in(block))}
@@ -182,7 +183,7 @@ class Message(RequestModel):
 
     INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
-    role: Literal["user", "assistant", "system"]
+    role: str
     content: Annotated[
         Content, BeforeValidator(_blocks, json_schema_input_type=str | Content | None)
     ] = Field(default=[])
@@ -211,5 +212,5 @@ class Message(RequestModel):
             return results
         thinking = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))
         keeps = reasoning and self.role == "assistant"
-        turn = Turn(self.role, parts, thinking if keeps else "", tuple(calls))
+        turn = Turn.of(self.role, parts, reasoning=thinking if keeps else "", calls=tuple(calls))
         return [*results, turn]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from serve_app.ingress.generation.messages import FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.http.request_model import RequestModel, name_ignored
@@ -72,7 +72,7 @@ class AnthropicTool(RequestModel):
     type: Literal["custom"] | None = None
     name: FunctionName
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] = Field(default={})
     strict: bool | None = None
     """Whether the input is held to the schema."""
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Set
-from typing import Annotated, Any, ClassVar, Literal, cast
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -21,7 +22,7 @@ from pydantic import (
 
 from serve_app.errors import InvalidRequestError, MediaError
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
-from serve_app.prompt.conversation import Attachment, PastCall, Role, Turn
+from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of
 from serve_app.prompt.tool_calls.names import described
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -126,32 +127,27 @@ AnyPart = Annotated[
     | Annotated[Foreign, Tag("foreign")],
     Discriminator(known_kind("text", "image_url", "input_audio")),
 ]
-_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Other types of parts that are texts, and the field that has each."""
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of parts that are texts, and the field that has each."""
 
 
 def _readable(content: object) -> object:
     """Content as a text or a list of parts, whichever of the many forms a client knows."""
-    if isinstance(content, dict):
-        content = [content]
-    if not isinstance(content, list):
+    if content is None or isinstance(content, str):
         return content
+    content = content if isinstance(content, list) else [content]
     parts = [_part(part) for part in content if part is not None]
     refuse_media(parts, "messages", takes={"image_url", "input_audio"})
     return parts
 
 
 def _part(part: object) -> object:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    if not isinstance(part, dict):
-        return part
-    kind = part.get("type", "text" if "text" in part else None)
-    return (
-        {"type": "text", "text": part.get(_TEXTS[kind])}
-        if kind in _TEXTS
-        else part | {"type": kind}
-    )
+    kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        return {"type": "text", "text": text_of(part)}
+    if kind in _TEXTS:
+        return {"type": "text", "text": text_of(part.get(_TEXTS[kind]))}
+    return part
 
 
 class FunctionDefinition(RequestModel):
@@ -219,7 +215,9 @@ class ChatMessage(RequestModel):
     # The openai package echoes an assistant's turn with all of its fields, empty ones too.
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"annotations": (None, []), "audio": (None,)}
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Annotated[str, Field(min_length=1)]
+    """`system`, `developer`, `user`, `assistant`, `tool` or `function`. Other roles are the user's, and
+    named in the prompt."""
     content: str | list[AnyPart] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -237,27 +235,26 @@ class ChatMessage(RequestModel):
         return _readable(value)
 
     def as_turn(self) -> Turn:
-        role = _ROLES.get(self.role) or cast(Role, self.role)
+        """The message in the canonical form."""
         content = self.content or self.refusal or ""
         parts = [content] if isinstance(content, str) else map(_canonical, content)
+        turn = Turn.of(
+            self.role,
+            tuple(part for part in parts if part),
+            call_id=self.tool_call_id or "",
+            name=self.name or "",
+        )
+        if turn.role != "assistant":
+            return turn
         calls = [(call.id or "", call.function) for call in self.tool_calls or ()]
         calls += [("", self.function_call)] if self.function_call else []
-        is_assistant = role == "assistant"
-        return Turn(
-            role,
-            tuple(part for part in parts if part),
-            (self.reasoning_content or self.reasoning or "") if is_assistant else "",
-            tuple(
-                PastCall(function.name, function.arguments, call_id)
-                for call_id, function in calls
-                if is_assistant
+        return replace(
+            turn,
+            reasoning=self.reasoning_content or self.reasoning or "",
+            calls=tuple(
+                PastCall(called.name, called.arguments, call_id) for call_id, called in calls
             ),
-            self.tool_call_id or "",
-            self.name or "",
         )
-
-
-_ROLES: Mapping[str, Role] = {"developer": "system", "function": "tool"}
 
 
 def _canonical(part: TextPart | PicturePart | SoundPart | Foreign) -> str | Attachment:

@@ -296,11 +296,31 @@ def chat_with_media(
 ) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
     """The prompt that asks for the chat's next turn, with MEDIUM in the places of its pictures and sounds,
     and these. Raises InvalidRequestError, and MediaError for what the model neither sees nor hears."""
-    attachments = [medium for turn in body.conversation for medium in turn.attachments]
+    turns = _without_unread_results(model, body.conversation)
+    attachments = [medium for turn in turns for medium in turn.attachments]
     for medium in attachments:
         check_medium(model, medium.is_sound, prompt_field)
     urls = [medium.url for medium in attachments]
     return with_media(model, chat_prompt(model, body), urls, prompt_field)
+
+
+def _without_unread_results(model: ModelInfo, turns: Conversation) -> Conversation:
+    """The turns without pictures and sounds in results of tools, if the model reads text only: an agent
+    that looks at a picture sends it with each later request, too."""
+    if model.media is not None or not any(turn.role == "tool" for turn in turns):
+        return turns
+    return [
+        dataclasses.replace(
+            turn,
+            parts=tuple(part if isinstance(part, str) else _LEFT_OUT for part in turn.parts),
+        )
+        if turn.role == "tool" and turn.attachments
+        else turn
+        for turn in turns
+    ]
+
+
+_LEFT_OUT = "[left out: this model reads text only]"
 
 
 def length(model: ModelInfo, body: ChatRequest, prompt_field: str) -> PromptLength:
@@ -325,6 +345,7 @@ def chat_text(model: ModelInfo, body: ChatRequest) -> str:
 
 def _rendered(model: ModelInfo, body: ChatRequest, render: Callable[..., T]) -> T:
     turns, prefill = _prefill(body)
+    turns = _without_unread_results(model, turns)
     if model.defaults.system_prompt and not any(turn.role == "system" for turn in turns):
         turns = [Turn("system", (model.defaults.system_prompt,)), *turns]
     # Templates may leave out all but the contents.

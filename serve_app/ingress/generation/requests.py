@@ -169,6 +169,8 @@ class GenerationParams(RequestModel):
     n_probs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     """llama-server's: how many most likely tokens to tell with every token's log probability; 0 for
     neither."""
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    """vLLM's name of `repeat_penalty`, which counts before it."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Answers to every prompt; with a `seed`, each next one has the next seed."""
     n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -255,11 +257,9 @@ class GenerationParams(RequestModel):
         return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> GenerationParams:
+    def _check_timings(self) -> GenerationParams:
         if self.timings and self.n_answers > 1:
             raise InvalidRequestError("'timings' is for one answer only.", "timings")
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("'stream_options' needs 'stream': true.", "stream_options")
         return self
 
     @property
@@ -312,7 +312,9 @@ class GenerationParams(RequestModel):
         model's defaults, or Corral's. Raises InvalidRequestError."""
         most = self.most_tokens
         most = defaults.max_tokens if most is None else most
-        values = {**defaults.sampling, **given(self, Api.OPENAI)}
+        penalty = self.repetition_penalty
+        renamed = {} if penalty is None else {"repeat_penalty": penalty}
+        values = {**defaults.sampling, **renamed, **given(self, Api.OPENAI)}
         values["stop"] = tuple(filter(None, values.get("stop", ())))
         if values.get("seed") == _NO_SEED:
             del values["seed"]
@@ -357,13 +359,16 @@ class AllowedToolChoice(RequestModel):
     names: list[str]
 
 
+_ANY_OBJECT = {"type": "object"}
+
+
 class NamedSchema(RequestModel):
     """`response_format.json_schema`."""
 
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(default={}, alias="schema")
-    """A JSON schema; without one, any JSON value will do."""
+    """A JSON schema; without one, any JSON object will do."""
     strict: bool | None = None
     """Answers are always held to the schema."""
 
@@ -371,7 +376,7 @@ class NamedSchema(RequestModel):
 class ResponseFormat(RequestModel):
     """`response_format`."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: NamedSchema | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     """llama-server's: a JSON schema, without a name."""
@@ -390,8 +395,8 @@ class ResponseFormat(RequestModel):
         if self.type == "text":
             return None
         if self.json_schema is not None and self.type == "json_schema":
-            return self.json_schema.schema_
-        return {"type": "object"} if self.schema_ is None else self.schema_
+            return self.json_schema.schema_ or _ANY_OBJECT
+        return self.schema_ or _ANY_OBJECT
 
 
 class ChatRequest(GenerationParams):
@@ -449,6 +454,11 @@ class ChatRequest(GenerationParams):
     verbosity: Verbosity | None = None
     """Told to the chat template, which may know what to do with it."""
 
+    @field_validator("response_format", mode="before")
+    @classmethod
+    def _format_by_its_type(cls, value: object) -> object:
+        return {"type": value} if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatRequest:
         self.forced_tools()
@@ -457,7 +467,7 @@ class ChatRequest(GenerationParams):
                 "'add_generation_prompt' and 'continue_final_message' cannot be combined.",
                 "continue_final_message",
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
         return self
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from pydantic import Field, field_validator
 
 from serve_app.ingress.http.request_model import RequestModel
-from serve_app.prompt.conversation import Attachment, PastCall, Turn, texts_in
+from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of
 
 
 def parts(text: str, images: Sequence[str] | None) -> tuple[str | Attachment, ...]:
@@ -45,7 +46,7 @@ class OllamaCall(RequestModel):
 class OllamaMessage(RequestModel):
     """A message."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: str
     content: str = ""
     thinking: str | None = None
     """The assistant's reasoning."""
@@ -56,24 +57,17 @@ class OllamaMessage(RequestModel):
     """The function that a tool's result is of."""
     tool_call_id: str | None = None
 
-    @field_validator("role", mode="before")
-    @classmethod
-    def _in_any_case(cls, value: object) -> object:
-        return value.lower() if isinstance(value, str) else value
-
     @field_validator("content", mode="before")
     @classmethod
-    def _parts_are_lines(cls, value: object) -> object:
-        return "\n".join(texts_in(value)) if isinstance(value, list | dict | None) else value
+    def _parts_are_lines(cls, value: object) -> str:
+        return text_of(value)
 
     def as_turn(self) -> Turn:
         """The message in the canonical form."""
-        is_assistant = self.role == "assistant"
-        return Turn(
-            self.role,
-            parts(self.content, self.images),
-            (self.thinking or "") if is_assistant else "",
-            tuple(call.as_call() for call in self.tool_calls or ()) if is_assistant else (),
-            self.tool_call_id or "",
-            (self.tool_name or "") if self.role == "tool" else "",
-        )
+        turn = Turn.of(self.role, parts(self.content, self.images), call_id=self.tool_call_id or "")
+        if turn.role == "tool":
+            return replace(turn, name=self.tool_name or "")
+        if turn.role != "assistant":
+            return turn
+        calls = tuple(call.as_call() for call in self.tool_calls or ())
+        return replace(turn, reasoning=self.thinking or "", calls=calls)

@@ -27,8 +27,8 @@ from serve_app.ingress.ollama.options import Options
 from serve_app.ingress.openai.tools import known_tools
 from serve_app.prompt.conversation import Turn
 
-# Go's durations: `5m`, `1h30m`, `-1s`.
-_DURATION = re.compile(r"[-+]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[-+]?0")
+# Go's durations, `5m`, `1h30m`, `-1s`, and seconds without their unit.
+_DURATION = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|\d+(?:\.\d*)?)")
 _NUMBER = re.compile(r"\d+(?:\.\d*)?")
 
 
@@ -192,7 +192,6 @@ class OllamaGenerateRequest(OllamaRequest):
     """The `context` of an earlier answer: the conversation so far, as tokens."""
     images: list[str] | None = None
     """Pictures in base64."""
-    """Pictures, in base64."""
 
     @field_validator("prompt", "suffix", "system", "template", mode="before")
     @classmethod

@@ -96,7 +96,7 @@ class CompletionRequest(GenerationParams):
 class ChatCompletionRequest(ChatRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: list[ChatMessage]
 
     @field_validator("tools", mode="before", json_schema_input_type=list[Tool | CustomTool])
     @classmethod

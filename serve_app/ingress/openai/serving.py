@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from serve_app.ingress.openai.timings import (
 from serve_app.ingress.openai.tools import input_of
 from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
-from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
+from serve_app.types import FinishReason, SequenceEnd, TokenDelta
 
 Json = dict[str, Any]
 BUILD = f"b-corral-{__version__}"
@@ -48,6 +48,10 @@ class Choice:
     """Whether probabilities after sampling are told instead."""
     custom_tools: frozenset[str] = frozenset()
     """The names of the tools that take a text, and no arguments."""
+    count: Callable[[str], int] = len
+    """The number of tokens of a text."""
+    n_reasoning: int = 0
+    """The tokens of reasoning so far."""
     end: SequenceEnd | None = None
     _n_calls: int = 0
     _offset: int = 0
@@ -113,6 +117,7 @@ class Choice:
 
     def _shaped(self, part: Part) -> str | Json:
         if isinstance(part, Reasoning):
+            self.n_reasoning += self.count(part.text)
             return {"reasoning_content": part.text}
         return part if isinstance(part, str) else self._call(part)
 
@@ -233,13 +238,18 @@ class Answer:
         """All choices' tokens; a prompt counts once."""
         usages = [choice.end.usage for choice in self.choices if choice.end is not None]
         firsts = usages[:: self.n_per_prompt]
-        return usage_body(
-            Usage(
-                prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
-                completion_tokens=sum(usage.completion_tokens for usage in usages),
-                cached_tokens=sum(usage.cached_tokens for usage in firsts),
-            )
-        )
+        n_prompt = sum(usage.prompt_tokens for usage in firsts)
+        n_completion = sum(usage.completion_tokens for usage in usages)
+        n_reasoning = sum(choice.n_reasoning for choice in self.choices)
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_completion,
+            "total_tokens": n_prompt + n_completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(usage.cached_tokens for usage in firsts)
+            },
+            "completion_tokens_details": {"reasoning_tokens": min(n_reasoning, n_completion)},
+        }
 
     def usage_chunk(self) -> Json:
         """The chunk that `stream_options.include_usage` asks for."""
@@ -308,16 +318,6 @@ def _message(parts: list[str | Json]) -> Json:
     if calls:
         message |= {"content": text or None, "tool_calls": calls}
     return message
-
-
-def usage_body(usage: Usage) -> Json:
-    """OpenAI's `usage`."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
 
 
 def events(answer: Answer, deltas: Deltas, *, include_usage: bool) -> AsyncIterator[bytes]:

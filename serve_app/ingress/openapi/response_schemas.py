@@ -35,6 +35,7 @@ CompletionUsage = _schema(
     completion_tokens=int,
     total_tokens=int,
     prompt_tokens_details=dict[str, int],
+    completion_tokens_details=dict[str, int],
 )
 _COMPLETION = _schema(
     "OpenAICompletion",

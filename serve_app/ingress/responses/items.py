@@ -134,11 +134,11 @@ class Item(RequestModel):
 
 class MessageItem(Item):
     type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
+    role: str
     content: Parts = Field(default=[])
 
     def as_turn(self) -> Turn:
-        return Turn("system" if self.role == "developer" else self.role, _canonical(self.content))
+        return Turn.of(self.role, _canonical(self.content))
 
     def told(self) -> Json:
         content = [part.told() for part in self.content]

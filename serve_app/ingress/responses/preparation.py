@@ -175,8 +175,6 @@ class ResponsesRequest(RequestModel):
     def as_chat(self, before: Sequence[AnyItem] = ()) -> TranslatedChat:
         """Translate the request to OpenAI's chat, behind these items. Raises InvalidRequestError."""
         conversation = turns([*before, *self.input])
-        if not (before or self.input):
-            raise InvalidRequestError("'input' has no message.", "input")
         if self.instructions:
             conversation.insert(0, Turn("system", (self.instructions,)))
         return TranslatedChat(

@@ -39,8 +39,12 @@ class FunctionNames:
         return self._of_model.get(name) or _safe(name)
 
     def of_client(self, name: str) -> str:
-        """The client's name for the one that the model wrote."""
-        return self._of_client.get(name, name)
+        """The client's name for the name that the model wrote. Models write some names in another case,
+        between blanks, or behind `functions.`; a name that then means one function only is that one's."""
+        if name in self._of_client or not self._of_client:
+            return self._of_client.get(name, name)
+        like = [own for safe, own in self._of_client.items() if _plain(safe) == _plain(name)]
+        return like[0] if len(like) == 1 else name
 
     def renamed(self, tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The tools with the model's names."""
@@ -75,16 +79,17 @@ def _safe(name: str) -> str:
     return _UNSAFE.sub("_", name) or "_"
 
 
+def _plain(name: str) -> str:
+    return name.strip().lower().removeprefix("functions.").replace("-", "_")
+
+
 def described(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A function as chat templates read it: with a text as its description, and the schema of an object.
-    Fields that are null are left out, as templates take a missing field for an empty one."""
-    parameters = without_nulls(function.get("parameters") or {})
-    if not isinstance(parameters.get("properties"), dict):
-        parameters = {"type": "object", **parameters, "properties": {}}
+    """A function as chat templates read it: with a text as its description, and an object as its
+    parameters. Fields that are null are left out, as templates take a missing field for an empty one."""
     return {
         "name": function["name"],
         "description": function.get("description") or "",
-        "parameters": parameters,
+        "parameters": without_nulls(function.get("parameters") or {}),
     }
 
 

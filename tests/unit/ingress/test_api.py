@@ -42,6 +42,7 @@ async def test_chat_whole(client: httpx.AsyncClient, engine: ScriptedEngine) -> 
         "completion_tokens": 2,
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     (request,) = engine.requests
     assert request.id == body["id"]
@@ -307,12 +308,10 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/v1/completions", {"prompt": [300]}, "prompt", "below 257"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"257": 1}}, "logit_bias", "below 257"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"5": "y"}}, "logit_bias", "number"),
-    ("/v1/completions", {"prompt": "x", "stream_options": {}}, "stream_options", "needs"),
-    ("/v1/chat/completions", {"messages": []}, "messages", "at least 1 item"),
     ("/v1/chat/completions", chat("refuse"), "messages", "The template refuses."),
     (
         "/v1/chat/completions",
-        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"role": 7, "content": "x"}]},
         "messages.0.role",
         "Input should be",
     ),

@@ -183,3 +183,20 @@ def test_a_schema_may_be_nested_deep_and_wide() -> None:
     assert compile_error(fitted.schema) == ""
     wrong = {"properties": {f"p{i}": {"type": "string", "pattern": "("} for i in range(400)}}
     assert compile_error(held(wrong, is_strict=False).schema) == ""
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "refused"),
+    [
+        ({"type": "integer"}, "9" * 16, "9" * 17),
+        ({"type": ["integer", "null"]}, "-" + "9" * 16, "1" * 17),
+        ({"type": "integer", "minimum": 0}, "9" * 16, "-1"),
+        ({"type": "integer", "minimum": 10**17}, "1" * 20, "1"),
+        ({"type": "integer", "exclusiveMaximum": 5}, "-" + "9" * 16, "5"),
+        ({"type": "number"}, "6.02e23", '"6"'),
+        ({"type": "number", "minimum": 1e20}, "1" * 30, '"6"'),
+    ],
+)
+def test_integers_have_an_end(schema: dict[str, Any], taken: str, refused: str) -> None:
+    fitted = held(schema, is_strict=True).schema
+    assert (takes(fitted, taken), takes(fitted, refused)) == (True, False)

@@ -58,9 +58,26 @@ def assistant(**fields: Any) -> dict[str, Any]:
         ({"role": "function", "name": "f", "content": "r"}, "tool:r", None),
         ({"role": "tool", "content": [{"type": "text", "text": "r"}]}, "tool:r", None),
         ({"role": "tool", "content": None, "tool_call_id": "c"}, "tool:", None),
+        ({"role": "tool", "content": {"t": 21}}, 'tool:{"t": 21}', None),
+        ({"role": "tool", "content": [{"t": 21}, 22]}, 'tool:{"t": 21}\n22', None),
+        ({"role": "tool", "content": 21}, "tool:21", None),
+        (
+            {"role": "tool", "content": [
+                {"type": "text", "text": "r"}, {"type": "image_url", "image_url": "data:,x"}]},
+            "tool:r\n[left out: this model reads text only]",
+            None,
+        ),
+        ({"role": "user", "content": [{"type": "text", "text": {"value": "a", "annotations": []}}]},
+         "user:a", None),
         ({"role": "user", "content": "a", "tool_calls": [call("{}")]}, "user:a", None),
         ({"role": "user"}, "user:", None),
         ({"role": "developer", "content": ["a", "b"]}, "system:a\nb", None),
+        ({"role": "System", "content": "a"}, "system:a", None),
+        ({"role": "human", "content": "a"}, "user:a", None),
+        ({"role": "ai", "content": "a", "tool_calls": [call("{}")]}, "assistant:af{}", None),
+        ({"role": "ipython", "content": "r"}, "tool:r", None),
+        ({"role": "critic", "content": "a"}, "user:<critic>\na\n</critic>", None),
+        ({"role": "<x> y", "content": None}, "user:<_x_y>\n</_x_y>", None),
     ],
 )  # fmt: skip
 async def test_openais(
@@ -117,9 +134,19 @@ def block(kind: str, **fields: Any) -> dict[str, Any]:
             "messages.content.content.tool_reference",
         ),
         ("user", [block("tool_result", tool_use_id="t", content=None)], "tool:", None),
+        ("user", [block("tool_result", tool_use_id="t", content={"t": 21})], 'tool:{"t": 21}', None),
+        (
+            "user",
+            [block("tool_result", tool_use_id="t", content=[
+                block("image", source=block("base64", media_type="image/png", data="x"))])],
+            "tool:\n[left out: this model reads text only]",
+            None,
+        ),
         ("user", [block("tool_result", tool_use_id="t", content="r"), block("text", text="So?")],
          "tool:r|user:So?", None),
         ("user", [block("upload", file_id="f"), "a"], "user:a", "messages.content.upload"),
+        ("developer", "a", "system:a", None),
+        ("critic", "a", "user:<critic>\na\n</critic>", None),
     ],
 )  # fmt: skip
 async def test_anthropics(
@@ -143,6 +170,7 @@ async def test_anthropics(
         (["a"], "user:a", None),
         ([{"role": "assistant", "content": [block("refusal", refusal="No.")]}], "assistant:No.", None),
         ([{"role": "user", "content": None}], "user:", None),
+        ([{"role": "critic", "content": "a"}], "user:<critic>\na\n</critic>", None),
         ([block("function_call", call_id="c", name="f", arguments="{")], "assistant:f{", None),
         ([block("function_call", call_id="c", name="f", arguments=None)], "assistant:f{}", None),
         (
@@ -167,6 +195,15 @@ async def test_anthropics(
                 block("shell_call_output", call_id="c", output=[{"stdout": "a", "stderr": ""}]),
             ],
             "assistant:shell{'c': 'ls'}|tool:a",
+            None,
+        ),
+        ([], None, None),
+        (
+            [
+                block("function_call_output", call_id="c", output=[
+                    block("input_image", image_url="data:,x")]),
+            ],
+            "tool:[left out: this model reads text only]",
             None,
         ),
         ([block("web_search_call", id="w", action={"query": "q"})], None, "input.web_search_call"),
@@ -205,6 +242,9 @@ async def test_responses(
         (assistant(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "assistant:f{"),
         (assistant(tool_calls=[{"function": {"name": "f"}}]), "assistant:f{}"),
         ({"role": "tool", "content": "r"}, "tool:r"),
+        ({"role": "tool", "content": {"t": 21}}, 'tool:{"t": 21}'),
+        ({"role": "USER", "content": "a"}, "user:a"),
+        ({"role": "critic", "content": "a"}, "user:<critic>\na\n</critic>"),
     ],
 )
 async def test_ollamas(

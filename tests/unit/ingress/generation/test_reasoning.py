@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from serve_app.types import Usage
 from tests.unit.ingress.generation.test_tools import CALL, CUT, WEATHER, script
-from tests.unit.ingress.harness import ByteTokenizer, ScriptedEngine, chat, events, takes
+from tests.unit.ingress.harness import END, ByteTokenizer, ScriptedEngine, chat, events, takes
 
 REASONING = "<think>\nHm,\nso.\n</think>\n\n"
 
@@ -44,6 +46,21 @@ async def test_reasoning_in_a_stream(client: httpx.AsyncClient, engine: Scripted
     assert "".join(pieces) == "Hm,\nso."
     assert len(pieces) > 1
     assert "".join(delta.get("content", "") for delta in deltas) == "Hello."
+
+
+@pytest.mark.parametrize(("text", "n_tokens"), [(REASONING, len("Hm,\nso.")), ("", 0)])
+async def test_reasoning_is_counted(
+    client: httpx.AsyncClient, engine: ScriptedEngine, text: str, n_tokens: int
+) -> None:
+    end = replace(END, usage=Usage(5, 40, 3))
+    for stream in (False, True):
+        engine.script = script(f"{text}Hello.", end)
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        response = await client.post(
+            "/v1/chat/completions", json=chat() | {"stream": stream, **options}
+        )
+        usage = (events(response)[-2] if stream else response.json())["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": n_tokens}
 
 
 async def test_a_call_after_reasoning(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:

@@ -50,6 +50,39 @@ async def test_a_text_has_the_form(
 
 
 @pytest.mark.parametrize(
+    ("answer_format", "taken", "refused"),
+    [
+        ({"type": "json_object"}, '{"b": [1]}', "[1]"),
+        ("json_object", '{"b": [1]}', "[1]"),
+        ({"type": "json_object", "schema": {}}, '{"b": [1]}', "[1]"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, '{"b": [1]}', "null"),
+        ({"type": "json_schema", "json_schema": {"schema": {}}}, "{}", "1"),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA}}, '{"a": 1}', "{}"),
+    ],
+)
+async def test_a_format_without_a_schema_is_any_object(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    answer_format: dict[str, Any] | str,
+    taken: str,
+    refused: str,
+) -> None:
+    body = chat(response_format=answer_format)
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    grammar = engine.requests[0].sampling.grammar
+    assert grammar is not None
+    assert (takes(grammar, taken), takes(grammar, refused)) == (True, False)
+
+
+@pytest.mark.parametrize("answer_format", [{}, None, {"type": None}, {"type": "text"}])
+async def test_a_format_of_text_is_none(
+    client: httpx.AsyncClient, engine: ScriptedEngine, answer_format: object
+) -> None:
+    response = await client.post("/v1/chat/completions", json=chat(response_format=answer_format))
+    assert (response.status_code, engine.requests[0].sampling.grammar) == (200, None)
+
+
+@pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
         ({"guided_json": "{"}, "guided_json", "not JSON"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import zlib
 from typing import Any
 
 import httpx
 import pytest
 
+from serve_app.ingress.access.limits.bodies import MAX_BODY_BYTES
 from serve_app.ingress.http import sse
 from serve_app.ingress.media.decoder import from_base64
 from tests.unit.ingress.harness import ScriptedEngine, chat, events
@@ -32,8 +34,54 @@ async def test_json_without_its_type_as_curl_sends_it(
     assert "Content-Type: application/json" in of_page.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
-async def test_compressed_bodies_are_refused_as_what_they_are(
+def raw_deflate(body: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(body) + packer.flush()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "packed"),
+    [
+        ("gzip", gzip.compress(BODY)),
+        ("x-gzip", gzip.compress(BODY)),
+        ("GZIP", gzip.compress(BODY)),
+        ("deflate", zlib.compress(BODY)),
+        ("deflate", raw_deflate(BODY)),
+        ("identity", BODY),
+    ],
+)
+async def test_compressed_bodies(
+    client: httpx.AsyncClient, engine: ScriptedEngine, encoding: str, packed: bytes
+) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    plain = await client.post("/v1/chat/completions", json=chat())
+    answer = await client.post("/v1/chat/completions", content=packed, headers=headers)
+    assert (answer.status_code, plain.status_code) == (200, 200)
+    assert engine.requests[0].prompt == engine.requests[1].prompt
+
+
+@pytest.mark.parametrize(
+    ("packed", "status"),
+    [
+        (BODY, 400),
+        (b"", 400),
+        (gzip.compress(BODY)[:-9], 400),
+        (gzip.compress(BODY) + b"more", 400),
+        (gzip.compress(b" " * (MAX_BODY_BYTES + 1)), 413),
+    ],
+    ids=["not packed", "empty", "cut", "more behind", "a bomb"],
+)
+async def test_what_cannot_be_decompressed_is_refused(
+    client: httpx.AsyncClient, engine: ScriptedEngine, packed: bytes, status: int
+) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = await client.post("/v1/chat/completions", content=packed, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip"])
+async def test_other_compressed_bodies_are_refused_as_what_they_are(
     client: httpx.AsyncClient, engine: ScriptedEngine, encoding: str
 ) -> None:
     headers = {"content-type": "application/json", "content-encoding": encoding}
@@ -51,10 +99,6 @@ async def test_compressed_bodies_are_refused_as_what_they_are(
 async def test_head_wherever_get_is(client: httpx.AsyncClient, path: str) -> None:
     got, head = await client.get(path), await client.head(path)
     assert (head.status_code, head.headers["content-type"]) == (200, got.headers["content-type"])
-    assert head.content == b""
-    endless = await client.head("/v1/live")
-    assert endless.headers["content-type"].startswith("text/event-stream")
-    assert (await client.head("/v1/nothing")).status_code == 404
     assert head.content == b""
     endless = await client.head("/v1/live")
     assert endless.headers["content-type"].startswith("text/event-stream")
@@ -84,6 +128,37 @@ async def test_stops(
         answer = await client.post(path, json=asked | fields)
         assert answer.status_code == 200, answer.text
         assert engine.requests[-1].sampling.stop == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"stream_options": {"include_usage": True}}),
+        ("/v1/chat/completions", {"logprobs": False, "top_logprobs": 0}),
+        ("/v1/chat/completions", {"max_tokens": 9.0, "temperature": "0.5", "stream": "false"}),
+        ("/v1/completions", {"prompt": "x", "stream_options": {}}),
+        ("/v1/responses", {"input": ""}),
+        ("/v1/messages", {"tools": [{"name": "f"}], "max_tokens": 9}),
+        ("/api/chat", {"keep_alive": "300"}),
+        ("/api/chat", {"keep_alive": "-1"}),
+        ("/api/generate", {"prompt": "x", "keep_alive": "1.5h"}),
+    ],
+)
+async def test_what_asks_for_nothing_is_no_error(
+    client: httpx.AsyncClient, engine: ScriptedEngine, path: str, fields: dict[str, Any]
+) -> None:
+    answer = await client.post(path, json={**chat(), **fields})
+    assert answer.status_code == 200, answer.text
+    assert len(engine.requests) == 1
+
+
+async def test_vllms_name_of_the_repeat_penalty(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    for fields in ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.5, "repeat_penalty": 1.2}):
+        answer = await client.post("/v1/chat/completions", json={**chat(), **fields})
+        assert "x-corral-ignored" not in answer.headers
+        assert engine.requests[-1].sampling.repeat_penalty == 1.2
 
 
 async def test_usage_is_null_until_it_comes(client: httpx.AsyncClient) -> None:

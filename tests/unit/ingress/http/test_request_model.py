@@ -66,6 +66,8 @@ def connected(engine: ScriptedEngine, *, strict: bool) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 
 
+LOOSENED = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}}
+"""A schema with a keyword that no grammar holds."""
 REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", TEXT | {"temprature": 1}, "temprature"),
     (
@@ -79,6 +81,16 @@ REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("/completion", TEXT | {"tfs_z": 0.5, "nobody": 3}, "tfs_z, nobody"),
     ("/api/chat", CHAT | {"stream": False, "options": {"x": 1}}, "options.x"),
     ("/api/embed", {"input": "x", "y": 1}, "y"),
+    (
+        "/v1/chat/completions",
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": LOOSENED}}},
+        "response_format.properties.a.not",
+    ),
+    (
+        "/v1/chat/completions",
+        CHAT | {"tools": [{"function": {"name": "f", "strict": True, "parameters": LOOSENED}}]},
+        "tools.f.parameters.properties.a.not",
+    ),
     ("/tokenize", {"content": "x", "y\n, ü": 1}, r"y\n, \xfc"),
 ]
 

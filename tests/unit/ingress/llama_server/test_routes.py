@@ -291,7 +291,6 @@ async def test_infill_with_other_files(client: httpx.AsyncClient, engine: Script
         ("/tokenize", {}, "content", "Field required"),
         ("/tokenize", {"content": "a" * (3 * 2**18 + 1)}, "content", "at most 786432"),
         ("/detokenize", {"tokens": [257]}, "tokens", "below 257"),
-        ("/apply-template", {"messages": []}, "messages", "at least 1 item"),
     ],
 )
 async def test_bad_requests(

@@ -323,7 +323,7 @@ async def test_raw_prompts_and_infill(client: httpx.AsyncClient, engine: Scripte
         ("/api/generate", {"images": ["aGk="]}, "Image input is not supported"),
         ("/api/generate", {"context": [9999]}, "context: token ids"),
         ("/api/chat", {"messages": [user("x") | {"images": ["aGk="]}]}, "Image input"),
-        ("/api/chat", {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ("/api/chat", {"messages": [{"role": 7, "content": "x"}]}, "messages.0.role"),
         ("/api/chat", {"options": {"temperature": "hot"}}, "options.temperature"),
         ("/api/chat", {"top_logprobs": 21}, "top_logprobs"),
         ("/api/chat", {"think": "a lot"}, "think"),

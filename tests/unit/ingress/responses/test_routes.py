@@ -268,7 +268,7 @@ async def test_a_cut_response_is_incomplete(
         ({"previous_response_id": "resp_1"}, "previous_response_id", "'resp_1' not found"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"background": True, "store": False}, "background", "needs 'store'"),
-        ({"content": []}, "input", "no message"),
+        ({"content": []}, "input", "prompt is empty"),
         (
             {"content": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input",

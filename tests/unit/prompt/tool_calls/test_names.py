@@ -35,16 +35,32 @@ def test_calls_of_earlier_turns_have_the_models_names() -> None:
     assert changed[2].name == "get_weather"
 
 
-EMPTY = {"type": "object", "properties": {}}
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("Get-Weather", "get_weather"),
+        (" get_weather", "get_weather"),
+        ("functions.get_weather", "get_weather"),
+        ("GET", "GET"),
+        ("weather", "weather"),
+        ("SET_A", "SET_A"),
+    ],
+)
+def test_a_name_that_means_one_function_is_its_name(written: str, meant: str) -> None:
+    names = FunctionNames(["get_weather", "Get", "get", "set-a", "set_a"])
+    assert names.of_client(written) == meant
 
 
 @pytest.mark.parametrize(
     ("function", "parameters"),
     [
-        ({}, EMPTY),
-        ({"parameters": None, "description": None}, EMPTY),
-        ({"parameters": {}}, EMPTY),
-        ({"parameters": {"type": "object", "properties": None, "required": None}}, EMPTY),
+        ({}, {}),
+        ({"parameters": None, "description": None}, {}),
+        ({"parameters": {}}, {}),
+        (
+            {"parameters": {"type": "object", "properties": None, "required": None}},
+            {"type": "object"},
+        ),
         (
             {"parameters": {"properties": {"a": {"type": "string", "description": None}}}},
             {"properties": {"a": {"type": "string"}}},
