@@ -6,10 +6,9 @@ A body stays in the pieces in which it came: to join them, the event loop would 
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,16 +17,12 @@ from starlette.types import Message, Receive
 
 from serve_app.errors import (
     BodyEndedError,
-    InvalidRequestError,
     RateLimitError,
     RequestTooLargeError,
     SlowRequestError,
 )
-from serve_app.ingress.model_registry import Models
-from serve_app.ingress.workers.worker import more_memory
+from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 
-MAX_BODY_BYTES = 8 * 2**20
-"""Largest body of a request."""
 BODY_TIMEOUT_S = 60.0
 """Longest time that a body may take to arrive."""
 PROGRESS_S = 5.0
@@ -225,26 +220,6 @@ async def _received(receive: Receive) -> Message:
         return await receive()
     except Exception:  # Serve's way to say that the client left before it had sent all
         return {"type": "http.disconnect"}
-
-
-ENCODINGS = ("gzip", "x-gzip", "deflate")
-"""The forms of compressed bodies that are read."""
-_GZIP_OR_ZLIB, _RAW = 32 + zlib.MAX_WBITS, -zlib.MAX_WBITS
-
-
-def inflated(models: Models, body: bytes) -> bytes:
-    """A body that was compressed as gzip, zlib or raw deflate. Runs in a worker. Raises InvalidRequestError
-    for other bytes, and RequestTooLargeError for more than a body may have, as soon as there is more."""
-    with more_memory(2 * MAX_BODY_BYTES):
-        for form in (_GZIP_OR_ZLIB, _RAW):
-            stream = zlib.decompressobj(form)
-            with suppress(zlib.error):
-                content = stream.decompress(body, MAX_BODY_BYTES + 1)
-                if len(content) > MAX_BODY_BYTES:
-                    raise RequestTooLargeError(f"The body has more than {MAX_BODY_BYTES} bytes.")
-                if stream.eof and not stream.unused_data:
-                    return content
-    raise InvalidRequestError("The body cannot be decompressed.")
 
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., object])

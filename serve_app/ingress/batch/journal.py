@@ -13,9 +13,9 @@ from typing import Any
 
 import orjson
 
-from serve_app.ingress.access.bodies import MAX_BODY_BYTES
 from serve_app.ingress.batch.objects import LineError
 from serve_app.ingress.batch.preparation import BatchLine
+from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 
 EXPIRED = (
     "batch_expired",

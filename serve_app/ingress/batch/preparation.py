@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from serve_app.ingress.access.bodies import MAX_BODY_BYTES
 from serve_app.ingress.batch.objects import BatchRequest, LineError
 from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.model_registry import Models
+from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 
 _PREFIX_BYTES = 512
 """Lines are computed in the order of so much of their prompts: lines that begin alike, together."""

@@ -18,11 +18,10 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 
 from serve_app.errors import ContentEncodingError, InvalidRequestError
-from serve_app.ingress.access.bodies import ENCODINGS, inflated
 from serve_app.ingress.http import request_context, request_model
 from serve_app.ingress.model_registry import Models, ServedModel
 from serve_app.ingress.workers.pool import NO_FILES, Workers
-from serve_app.ingress.workers.worker import fetched
+from serve_app.ingress.workers.worker import ENCODINGS, fetched, inflated
 
 logger = logging.getLogger("corral.ingress")
 

@@ -24,12 +24,13 @@ import socket
 import struct
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from serve_app.errors import CorralError, InvalidRequestError
+from serve_app.errors import CorralError, InvalidRequestError, RequestTooLargeError
 from serve_app.ingress.http import request_model
 from serve_app.ingress.model_registry import ModelInfo, Models
 from serve_app.ingress.workers import wire
@@ -43,6 +44,8 @@ STACK_BYTES = 32 * 2**20
 the pre-tokenizers that it leaves to `std::regex`; beyond, the process dies."""
 CPU_S = 5.0
 """CPU seconds that one request may take here; whole seconds count."""
+MAX_BODY_BYTES = 8 * 2**20
+"""Largest body of a request."""
 MEMORY_BYTES = 32 * 2**20
 """Memory that one request may take here, and MEMORY_FACTOR times its body besides, the body included."""
 MEMORY_FACTOR = 2
@@ -149,6 +152,26 @@ def _data_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123  # this is done often
         pages = file.read().split()
     return int(pages[5]) * resource.getpagesize()
+
+
+ENCODINGS = ("gzip", "x-gzip", "deflate")
+"""The forms of compressed bodies that are read."""
+_GZIP_OR_ZLIB, _RAW = 32 + zlib.MAX_WBITS, -zlib.MAX_WBITS
+
+
+def inflated(models: Models, body: bytes) -> bytes:
+    """A body that was compressed as gzip, zlib or raw deflate. Runs in a worker. Raises InvalidRequestError
+    for other bytes, and RequestTooLargeError for more than a body may have, as soon as there is more."""
+    with more_memory(2 * MAX_BODY_BYTES):
+        for form in (_GZIP_OR_ZLIB, _RAW):
+            stream = zlib.decompressobj(form)
+            with suppress(zlib.error):
+                content = stream.decompress(body, MAX_BODY_BYTES + 1)
+                if len(content) > MAX_BODY_BYTES:
+                    raise RequestTooLargeError(f"The body has more than {MAX_BODY_BYTES} bytes.")
+                if stream.eof and not stream.unused_data:
+                    return content
+    raise InvalidRequestError("The body cannot be decompressed.")
 
 
 PID = struct.Struct("<i")

@@ -16,9 +16,9 @@ from starlette.datastructures import Headers
 from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.access import bodies
 from serve_app.ingress.access.auth import Access, secret_of
-from serve_app.ingress.access.bodies import MAX_BODY_BYTES
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 from serve_app.types import (
     Accepted,
     FinishReason,

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.ingress.access.limits.bodies import MAX_BODY_BYTES
 from serve_app.ingress.http import sse
 from serve_app.ingress.media.decoder import from_base64
+from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 from tests.unit.ingress.harness import ScriptedEngine, chat, events
 
 BODY = json.dumps(chat()).encode()
