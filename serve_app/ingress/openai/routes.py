@@ -80,7 +80,7 @@ async def chat_completions(
             completion.chat.prefill,
             shares=plan.sampling.post_sampling_probs,
             custom_tools=completion.chat.custom_tools,
-            count=generation.token_counter(model),
+            tokenizer=model.tokenizer,
         )
         for i in range(plan.n)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from serve_app.ingress.openai.timings import (
 )
 from serve_app.ingress.openai.tools import input_of
 from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
+from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta
 
@@ -48,8 +49,8 @@ class Choice:
     """Whether probabilities after sampling are told instead."""
     custom_tools: frozenset[str] = frozenset()
     """The names of the tools that take a text, and no arguments."""
-    count: Callable[[str], int] = len
-    """The number of tokens of a text."""
+    tokenizer: Tokenizer | None = None
+    """Counts the tokens of reasoning."""
     n_reasoning: int = 0
     """The tokens of reasoning so far."""
     end: SequenceEnd | None = None
@@ -117,7 +118,8 @@ class Choice:
 
     def _shaped(self, part: Part) -> str | Json:
         if isinstance(part, Reasoning):
-            self.n_reasoning += self.count(part.text)
+            if self.tokenizer is not None:
+                self.n_reasoning += len(self.tokenizer.tokenize(part.text, False, False))
             return {"reasoning_content": part.text}
         return part if isinstance(part, str) else self._call(part)
 
