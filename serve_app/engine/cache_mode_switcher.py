@@ -14,8 +14,8 @@ from serve_app.engine.backends.base import State
 from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.scheduler.batch import Batch
 from serve_app.engine.core.sequence import NO_SLOT, Sequence, SequenceState
-from serve_app.engine.kv_cache.opening import min_copy, slot_room
-from serve_app.engine.kv_cache.slot import Slot
+from serve_app.engine.kv_cache.manager import min_copy, slot_room
+from serve_app.engine.kv_cache.slots import Slot
 from serve_app.errors import DecodeError, PromptTooLongError
 
 if TYPE_CHECKING:

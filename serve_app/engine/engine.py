@@ -9,19 +9,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from serve_app import progress
-from serve_app.engine.backends.adapters import EngineAdapters
+from serve_app.engine.backends.adapters import AdapterTurns, EngineAdapters
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.backends.choice import open_backend
+from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
+from serve_app.engine.core.engine_core import EngineCore
+from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.core.sequence import kept_by_shift
+from serve_app.engine.drafts.drafter import Drafter
+from serve_app.engine.drafts.drafting import Drafting
 from serve_app.engine.embedding import EmbeddingQueue, Texts, Vectors
-from serve_app.engine.guests import make_guests
 from serve_app.engine.health import HangWatch
-from serve_app.engine.kv_cache.shifts import context_shift
-from serve_app.engine.kv_cache.slot_files import SlotFiles
-from serve_app.engine.kv_cache.transfers.transfer import PrefixTransfer
+from serve_app.engine.kv_cache.files import SlotFiles
+from serve_app.engine.kv_cache.manager import PrefixStorage
+from serve_app.engine.kv_cache.transfers import PrefixTransfer
 from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
 from serve_app.engine.options import EngineOptions
+from serve_app.engine.pictures.encoding import Encoding
 from serve_app.engine.pictures.tiles import PlacedTile, expanded
 from serve_app.engine.stream import CallbackRunner, TokenStream
 from serve_app.errors import (
@@ -44,6 +50,35 @@ from serve_app.types import (
     Sound,
     TokenDelta,
 )
+
+
+def make_guests(core: EngineCore) -> list[Guest]:
+    """Make the guests that an engine's backend and options ask for. Decoder thread."""
+    backend, options, costs = core.backend, core.options, core.costs
+    core.scheduler.turns = AdapterTurns(options.max_stall_s)
+    guests: list[Guest] = [
+        CacheModeSwitcher(core),
+        EmbeddingQueue(backend, costs, core.budget, core.progress, core.queue.accounts),
+        PrefixStorage(core.cache),
+    ]
+    if backend.traits.can_rewind and (options.speculate or backend.draft is not None):
+        model = backend.draft
+        drafter = None if model is None else Drafter(model, options.n_slots, core.progress)
+        drafting = Drafting(costs, core.budget, lookup=options.speculate, drafter=drafter)
+        core.scheduler.drafts = drafting
+        guests.append(drafting)
+    if backend.pictures is not None:
+        guests.append(
+            Encoding(
+                backend.pictures.projector,
+                core.budget,
+                options.picture_ram_bytes,
+                core.counts,
+                core.interlude,
+            )
+        )
+    return guests
+
 
 logger = logging.getLogger("corral.engine")
 
@@ -70,8 +105,8 @@ class Engine:
         self._callbacks = CallbackRunner()
         self._hang_watch = HangWatch()
         self.adapters = EngineAdapters(core, run_between_steps)
-        self.slot_files = SlotFiles(options, backend.states.key, run_between_steps)
-        self.prefixes = PrefixTransfer(options, backend.states.key, run_between_steps)
+        self.slot_files = SlotFiles(options, backend.states.key, self._loop.run)
+        self.prefixes = PrefixTransfer(options, backend.states.key, self._loop.run)
 
     @classmethod
     def load(
@@ -231,28 +266,17 @@ class Engine:
         self, request: GenerationRequest, sink: Callable[[TokenDelta], None]
     ) -> EngineSequence | CorralError:
         try:
-            return self._sequence(request, sink)
+            request, tiles = self._seen(request)
+            self._check(request, is_expanded=bool(tiles))
+            sequence = EngineSequence(request, sink, self._constraint(request.sampling), tiles)
+            sequence.shared_sampler = self._dry_sampler(request.sampling)
+            sequence.resume(self._vocabulary, self.options)
+            return sequence
+        except InvalidRequestError as error:
+            return error
         except Exception as error:  # whatever it is, those that came together with this one go on
             logger.exception("Request %s cannot be begun.", request.id)
             return CorralError(f"The request cannot be begun ({type(error).__name__}).")
-
-    def _sequence(
-        self, request: GenerationRequest, sink: Callable[[TokenDelta], None]
-    ) -> EngineSequence | CorralError:
-        try:
-            request, tiles = self._seen(request)
-            refusal = self._reason_to_refuse(request, is_expanded=bool(tiles))
-            if refusal is not None:
-                return refusal
-            constraint = self._constraint(request.sampling)
-            dry_sampler = self._dry_sampler(request.sampling)
-        except InvalidRequestError as error:
-            return error
-        sequence = EngineSequence(request, sink, constraint, tiles)
-        sequence.shared_sampler = dry_sampler
-        n_keep = context_shift.n_kept(request, self.options)
-        sequence.resume(self._vocabulary, self.options.n_ctx_slot, n_keep)
-        return sequence
 
     def _seen(self, request: GenerationRequest) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
         """The request with its media's own tokens. Raises InvalidRequestError."""
@@ -292,33 +316,28 @@ class Engine:
             )
         return None
 
-    def _reason_to_refuse(
-        self, request: GenerationRequest, *, is_expanded: bool
-    ) -> CorralError | None:
+    def _check(self, request: GenerationRequest, *, is_expanded: bool) -> None:
+        """Raises InvalidRequestError for what cannot be served."""
         n_vocab = self._vocabulary.n_vocab
         if not self._backend.embeddings.shape.causal:
-            return InvalidRequestError("This model makes embeddings: it cannot generate.", "model")
+            raise InvalidRequestError("This model makes embeddings: it cannot generate.", "model")
         if not request.prompt:
-            return InvalidRequestError("The prompt is empty.", "prompt")
-        n_ctx_slot, shifts = self.options.n_ctx_slot, context_shift.n_kept(request, self.options)
+            raise InvalidRequestError("The prompt is empty.", "prompt")
+        n_ctx_slot, shifts = self.options.n_ctx_slot, kept_by_shift(request, self.options)
         n_given = len(request.prompt if shifts else request.given)
         if n_given >= n_ctx_slot:
-            return PromptTooLongError(n_given, n_ctx_slot, "prompt")
+            raise PromptTooLongError(n_given, n_ctx_slot, "prompt")
         if not all(token < n_vocab and (token >= 0 or is_expanded) for token in request.given):
-            return InvalidRequestError(
+            raise InvalidRequestError(
                 f"The prompt holds a token id outside 0 to {n_vocab - 1}.", "prompt"
             )
         biased = request.sampling.logit_bias.tokens
         if biased.size and not (biased.min() >= 0 and biased.max() < n_vocab):
-            return InvalidRequestError(
+            raise InvalidRequestError(
                 f"logit_bias names a token id outside 0 to {n_vocab - 1}.", "logit_bias"
             )
         if request.sampling.max_tokens is not None and request.sampling.max_tokens < 0:
-            return InvalidRequestError("max_tokens must not be negative.", "max_tokens")
+            raise InvalidRequestError("max_tokens must not be negative.", "max_tokens")
         if not all(request.sampling.stop):
-            return InvalidRequestError("A stop string is empty.", "stop")
-        try:
-            self.adapters.check(request.adapters)
-        except InvalidRequestError as error:
-            return error
-        return None
+            raise InvalidRequestError("A stop string is empty.", "stop")
+        self.adapters.check(request.adapters)

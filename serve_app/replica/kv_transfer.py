@@ -17,8 +17,13 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.engine import Engine
 from serve_app.engine.kv_cache import packing
-from serve_app.engine.kv_cache.transfers.hot_prefixes import HotPrefix, Prefix, hottest
-from serve_app.engine.kv_cache.transfers.transfer import Payload, RefusedPrefixError
+from serve_app.engine.kv_cache.transfers import (
+    HotPrefix,
+    Payload,
+    Prefix,
+    RefusedPrefixError,
+    hottest,
+)
 from serve_app.routing import broadcast
 
 logger = logging.getLogger("corral.replica")

@@ -8,9 +8,8 @@ from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
 from serve_app.engine.backends.base import Backend
-from serve_app.engine.core.outbox import Outbox
-from serve_app.engine.core.scheduler.fair_queue import FairQueue
-from serve_app.engine.core.scheduler.preemption import Anticipation, PreemptionPolicy
+from serve_app.engine.core.postprocessor import Outbox
+from serve_app.engine.core.scheduler.fair_queue import Anticipation, FairQueue, PreemptionPolicy
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import NO_SLOT, Sequence
 from serve_app.engine.core.step_budget import StepBudget
@@ -166,7 +165,6 @@ class Admission:
     def _preempt(
         self, sequence: Sequence, *, for_another: bool = False, stored: bool = True
     ) -> None:
-        """Take a sequence's slot away; it waits for another one."""
         self._scheduler.remove(sequence)
         self._cache.preempt(sequence, stored=stored)
         self._queue.put_back(sequence, for_another=for_another)

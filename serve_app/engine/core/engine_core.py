@@ -16,8 +16,7 @@ from serve_app.engine.core.admission import Admission
 from serve_app.engine.core.batch_runner import BatchResult, BatchRunner
 from serve_app.engine.core.command_queue import CommandQueue, PendingCommands
 from serve_app.engine.core.guest import Guest
-from serve_app.engine.core.outbox import Outbox
-from serve_app.engine.core.postprocessor import Postprocessor
+from serve_app.engine.core.postprocessor import Outbox, Postprocessor
 from serve_app.engine.core.scheduler.backlog import Backlog
 from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
 from serve_app.engine.core.scheduler.fair_queue import Accounts, FairQueue
@@ -25,7 +24,7 @@ from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.health import Progress
-from serve_app.engine.kv_cache.opening import open_cache
+from serve_app.engine.kv_cache.manager import open_cache
 from serve_app.engine.metrics.snapshot import Published, View, engine_stats
 from serve_app.engine.metrics.stats import CachedPrefixes, CachedPrompt, Counts
 from serve_app.engine.metrics.trace import Latencies, RequestLog

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 from serve_app.engine.backends.base import Backend
-from serve_app.engine.core.command_queue import Command, CommandQueue
+from serve_app.engine.core.command_queue import Command, CommandQueue, QueueCapacity
 from serve_app.engine.core.engine_core import EngineCore, MakeGuests
-from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.health import Progress
+from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import CorralError, EngineFailedError
@@ -94,6 +95,13 @@ class DecoderLoop:
     def run_between_steps(self, command: Command) -> None:
         """Have a command done between two steps."""
         self._command_queue.run_between_steps(command)
+
+    def run(self, work: Callable[[KVCacheManager], Any]) -> Any:
+        """Have work on the KV cache done between two steps; waits for its result. Not for the decoder
+        thread."""
+        command = Command(work)
+        self.run_between_steps(command)
+        return command.future.result()
 
     def abort(self, request_id: str) -> None:
         """End a request, waiting or running, before the next step. A batch for nobody else is cancelled.

@@ -1,20 +1,62 @@
-"""Applies what batches computed to their sequences: progress, tokens, text and ends."""
+"""Applies what batches computed to their sequences, and keeps the events that a step delivers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from serve_app.engine.backends.base import Vocabulary
 from serve_app.engine.core.batch_runner import BatchResult
-from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.core.scheduler.batch import Chunk
 from serve_app.engine.core.scheduler.scheduler import Scheduler
-from serve_app.engine.core.sequence import SequenceState
+from serve_app.engine.core.sequence import Sequence, SequenceState, dropped_by_shift
 from serve_app.engine.kv_cache.manager import KVCacheManager
-from serve_app.engine.kv_cache.shifts import context_shift
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.metrics.trace import Latencies
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import CorralError
-from serve_app.types import FinishReason, Sampled
+from serve_app.types import FinishReason, Sampled, SequenceEnd, TokenDelta
+
+# Where nobody reads along, so many tokens are told at once. They are lost with an engine.
+_TOGETHER = 16
+
+
+class Outbox:
+    """Deltas that nobody was told of yet, in their order. Deltas that may be `told_together` are: each
+    delivery takes others' time. Decoder thread only."""
+
+    def __init__(self) -> None:
+        self._deltas: list[tuple[Sequence, TokenDelta]] = []
+
+    def put(self, sequence: Sequence, delta: TokenDelta) -> None:
+        """Take a sequence's newest tokens, or its end."""
+        if sequence.untold is not None:
+            delta = sequence.untold.then(delta)
+        sequence.untold = delta if self._waits(sequence, delta) else None
+        if sequence.untold is None:
+            self._deltas.append((sequence, delta))
+
+    def _waits(self, sequence: Sequence, delta: TokenDelta) -> bool:
+        """Whether more is to be told with it."""
+        if not sequence.request.told_together or delta.end is not None:
+            return False
+        return sequence.n_generated > 1 and len(delta.token_ids) < _TOGETHER
+
+    def end(
+        self, sequence: Sequence, reason: FinishReason, error: CorralError | None = None
+    ) -> None:
+        """End a sequence that did not end itself; nothing happens if it has."""
+        if not sequence.finished:
+            self.put(sequence, sequence.finish(reason, error=error))
+
+    @property
+    def ends(self) -> Iterator[tuple[Sequence, SequenceEnd]]:
+        """The sequences that are to be told their end."""
+        return ((one, delta.end) for one, delta in self._deltas if delta.end is not None)
+
+    def take(self) -> list[tuple[Sequence, TokenDelta]]:
+        """All of them; it is empty then."""
+        taken, self._deltas = self._deltas, []
+        return taken
 
 
 class Postprocessor:
@@ -71,9 +113,7 @@ class Postprocessor:
     def _accept(self, chunk: Chunk, sampled: list[Sampled]) -> None:
         sequence, n_ctx_slot = chunk.sequence, self._options.n_ctx_slot
         n_before = sequence.n_generated
-        n_keep = context_shift.n_kept(sequence.request, self._options)
-        shifts = n_keep is not None
-        delta = sequence.accept(sampled, self._vocabulary, n_ctx_slot, shifts=shifts)
+        delta = sequence.accept(sampled, self._vocabulary, n_ctx_slot)
         n_taken = sequence.n_generated - n_before
         self._counts.generated_tokens += n_taken
         if not sequence.request.background:  # nobody waits for those
@@ -81,10 +121,13 @@ class Postprocessor:
         if chunk.draft:
             self._check_draft(chunk, n_taken, len(sampled) - 1)
         self._outbox.put(sequence, delta)
-        full = len(sequence.tokens) >= n_ctx_slot
-        if n_keep is not None and full and not sequence.finished:
-            n_discard = context_shift.n_dropped(sequence.request, n_ctx_slot, n_keep)
-            self._cache.shift(sequence, n_keep, n_discard)
+        if (
+            len(sequence.tokens) >= n_ctx_slot
+            and not sequence.finished
+            and sequence.n_keep is not None
+        ):
+            n_discard = dropped_by_shift(sequence.request, n_ctx_slot, sequence.n_keep)
+            self._cache.shift(sequence, sequence.n_keep, n_discard)
             self._counts.context_shifts += 1
 
     def _check_draft(self, chunk: Chunk, n_taken: int, n_confirmed: int) -> None:

@@ -13,8 +13,8 @@ from serve_app.engine.autotune.sampling_costs import SamplingCost
 from serve_app.engine.backends.base import Backend, Row, Sampler, Vocabulary
 from serve_app.engine.core.text import Detokenizer, LineLimits
 from serve_app.engine.kv_cache.packing import TOKEN_BYTES, TokenArray, n_tokens, packed, token_array
-from serve_app.engine.kv_cache.shifts import context_shift
 from serve_app.engine.metrics.trace import Trace
+from serve_app.engine.options import EngineOptions
 from serve_app.errors import CorralError
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.types import (
@@ -106,6 +106,8 @@ class Sequence:
         """First tokens that others start from as soon as they are in the cache."""
         self.stops: tuple[int, ...] = ()
         """Lengths of its prompt at which a checkpoint of its slot is to be made, in order."""
+        self.n_keep: int | None = None
+        """First tokens that context shifts keep; None if a full context ends it."""
         self.n_exact: int | None = None
         """After a context shift: how many first tokens are in the cache as if they had been computed
         anew, for others to start from."""
@@ -224,9 +226,11 @@ class Sequence:
         """Tokens that it came with and that were not in the cache. Since it got its slot."""
         return max(0, len(self.request.given) - self.n_cached)
 
-    def resume(self, vocabulary: Vocabulary, n_ctx_slot: int, n_keep: int | None) -> None:
-        """Be where another engine left it: with the tokens that it generated, and their text delivered.
-        `n_keep` as for a context shift: the same tokens are dropped. Before it is submitted."""
+    def resume(self, vocabulary: Vocabulary, options: EngineOptions) -> None:
+        """Be where another engine left it: with the tokens that it generated, and their text delivered. Its
+        context shifts dropped the same tokens. Before it is submitted."""
+        n_ctx_slot, n_keep = options.n_ctx_slot, kept_by_shift(self.request, options)
+        self.n_keep = n_keep
         for token in self.request.generated:
             self.tokens.append(token)
             self.n_generated += 1
@@ -234,7 +238,7 @@ class Sequence:
             if self.constraint is not None:
                 self.constraint.take(token)
             if n_keep is not None and len(self.tokens) == n_ctx_slot:
-                self._drop(n_keep, context_shift.n_dropped(self.request, n_ctx_slot, n_keep))
+                self._drop(n_keep, dropped_by_shift(self.request, n_ctx_slot, n_keep))
         self.packed(len(self.tokens))
 
     def admit(
@@ -293,12 +297,9 @@ class Sequence:
         sampled: Iterable[Sampled],
         vocabulary: Vocabulary,
         n_ctx_slot: int,
-        *,
-        shifts: bool = False,
     ) -> TokenDelta:
-        """Take sampled tokens, up to the one that ends it, if one does: the delta carries the end then.
-
-        With `shifts`, a full context does not end it: see `shift`."""
+        """Take sampled tokens, up to the one that ends it, if one does: the delta carries the end then. A
+        full context ends it unless that is to be shifted."""
         self.state = SequenceState.DECODE
         of_prompt = () if self.n_generated else tuple(self._prompt_logprobs)
         text, taken, reason = "", list[Sampled](), None
@@ -310,7 +311,7 @@ class Sequence:
             text += shown
             if reason is None and sample.complete:
                 reason = FinishReason.STOP
-            full = len(self.tokens) >= n_ctx_slot and not shifts
+            full = self.n_keep is None and len(self.tokens) >= n_ctx_slot
             if reason is None and (full or self.n_left == 0):
                 reason = FinishReason.LENGTH
             if reason is not None:
@@ -385,3 +386,27 @@ class Sequence:
             error=error,
             slot_id=self.slot_id,
         )
+
+
+# Contexts shorter than this end when they are full, whatever was asked for: there is nothing to drop.
+_LEAST_CTX = 8
+
+
+def kept_by_shift(request: GenerationRequest, options: EngineOptions) -> int | None:
+    """First tokens that a context shift keeps; None if the request ends instead. A request goes on only up
+    to its `max_tokens`, or it might never end."""
+    asked = request.context_shift
+    wanted = options.context_shift if asked is None else asked
+    if not wanted or request.sampling.max_tokens is None or options.n_ctx_slot < _LEAST_CTX:
+        return None
+    if request.media:  # half of one is none
+        return None
+    n_keep = options.n_keep if request.n_keep is None else request.n_keep
+    n_keep = len(request.prompt) if n_keep < 0 else n_keep
+    return max(1, min(n_keep, options.n_ctx_slot - _LEAST_CTX // 2))
+
+
+def dropped_by_shift(request: GenerationRequest, n_ctx_slot: int, n_keep: int) -> int:
+    """Tokens behind the first `n_keep` that a context shift drops: as many as the request says, or half of
+    them, the newest one not counted."""
+    return min(request.n_discard, n_ctx_slot - n_keep - 1) or (n_ctx_slot - n_keep) // 2

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from serve_app.engine.backends.base import State
-from serve_app.engine.kv_cache.checkpoints import Checkpoint, deepest
-from serve_app.engine.kv_cache.packing import TokenArray, Tokens, n_tokens, packed, token_array
+from serve_app.engine.kv_cache.contents import Checkpoint, StoredPrefix, deepest
+from serve_app.engine.kv_cache.packing import Tokens, n_tokens, packed, token_array
 from serve_app.engine.kv_cache.prefix_index import IndexEntry, Match, PrefixIndex
 from serve_app.engine.metrics.stats import CachedPrompt
 
 # The part of a prefix with which its checkpoints make up for it.
 _ENOUGH = 0.75
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredPrefix:
-    """Tokens, and what a backend needs to have them in a slot again."""
-
-    tokens: TokenArray
-    state: State
-    group: str
-    """The cache group of the prompts that may start from it."""
-    checkpoints: tuple[Checkpoint, ...] = ()
-    """The checkpoints of the slot, the shortest first."""
-
-    @property
-    def n_bytes(self) -> int:
-        """The size of everything but the tokens."""
-        return len(self.state) + sum(len(one.state) for one in self.checkpoints)
 
 
 class _TierEntry(NamedTuple):
@@ -43,7 +25,7 @@ class _TierEntry(NamedTuple):
 
 
 class Mirror(Protocol):
-    """Receives the changes of what is stored; see `serve_app.engine.kv_cache.disk_tier`."""
+    """Receives the changes of what is stored; see `serve_app.engine.kv_cache.files`."""
 
     def add(self, prefix: StoredPrefix) -> None:
         """Add a prefix that was stored, or used again."""

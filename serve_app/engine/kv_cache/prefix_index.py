@@ -221,5 +221,4 @@ class PrefixIndex:
 
 
 def _first(tokens: bytes, n_before: int = 0) -> bytes:
-    """One packed token."""
     return tokens[n_before * TOKEN_BYTES : (n_before + 1) * TOKEN_BYTES]

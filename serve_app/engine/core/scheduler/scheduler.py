@@ -266,7 +266,6 @@ class Scheduler:
 
     @property
     def _prompts(self) -> list[Sequence]:
-        """The prompts that can get on, whatever their adapters."""
         return [seq for seq in self._together if seq.n_pending > 1 and not seq.is_blocked]
 
     def _without_held(self, now: float) -> list[Sequence]:
@@ -324,7 +323,6 @@ class Scheduler:
         return groups
 
     def _plan(self, turns: list[SequenceRows]) -> Batch:
-        """A batch over decoding sequences."""
         fills = bool(self.costs) and not turns[0].draft
         ends = self._slot_ends() if fills and self._slot_ends and _has_gaps(turns) else None
         return plan_batch(turns, self._n_cells, ends)
@@ -456,12 +454,10 @@ def _in_fair_parts(prompts: list[Sequence], n_slots: Mapping[str, int]) -> list[
 
 
 def _has_gaps(turns: list[SequenceRows]) -> bool:
-    """Whether slots lie between those of the sequences, which are ordered by them."""
     return turns[-1].sequence.slot_id - turns[0].sequence.slot_id >= len(turns)
 
 
 def _span(sequences: Iterable[Sequence]) -> int:
-    """Slots from the first to the last one of theirs."""
     slots = [sequence.slot_id for sequence in sequences]
     return max(slots) - min(slots) + 1
 

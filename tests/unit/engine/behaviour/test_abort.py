@@ -7,9 +7,8 @@ import pytest
 from serve_app.engine import (
     FinishReason,
 )
-from serve_app.engine.core.command_queue import CommandQueue
+from serve_app.engine.core.command_queue import CommandQueue, QueueCapacity
 from serve_app.engine.core.scheduler.backlog import Forecast
-from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from tests.unit.engine.harness import (
     Inbox,

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.core.command_queue import Command, CommandQueue
+from serve_app.engine.core.command_queue import Command, CommandQueue, QueueCapacity
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.scheduler.backlog import Forecast
-from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.guests import make_guests
+from serve_app.engine.engine import make_guests
 from serve_app.errors import QueueFullError
 from serve_app.types import FinishReason, GenerationRequest
 from tests.doubles.backend import FakeBackend

@@ -15,7 +15,7 @@ from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.guests import make_guests
+from serve_app.engine.engine import make_guests
 from tests.unit.engine.harness import (
     PATIENCE_S,
     WatchedBackend,

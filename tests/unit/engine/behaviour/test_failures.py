@@ -18,7 +18,7 @@ from serve_app.engine import (
 )
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.guests import make_guests
+from serve_app.engine.engine import make_guests
 from serve_app.errors import CorralError
 from serve_app.sampling import SamplingParams
 from tests.doubles.backend import FakeBackend

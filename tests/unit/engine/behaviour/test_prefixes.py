@@ -13,7 +13,7 @@ from serve_app.engine import (
 )
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core.loop import DecoderLoop
-from serve_app.engine.guests import make_guests
+from serve_app.engine.engine import make_guests
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,

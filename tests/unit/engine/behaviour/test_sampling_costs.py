@@ -11,7 +11,7 @@ from serve_app.engine.core import batch_runner
 from serve_app.engine.core import loop as decoder
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.guests import make_guests
+from serve_app.engine.engine import make_guests
 from tests.unit.engine.harness import Inbox, WatchedBackend, endless, options, request
 
 

@@ -23,7 +23,7 @@ from serve_app.engine import (
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.guests import make_guests
+from serve_app.engine.engine import make_guests
 from tests.unit.engine.harness import (
     PATIENCE_S,
     Inbox,
@@ -124,7 +124,7 @@ def test_every_accepted_request_ends_exactly_once(
     least_copy: int,
 ) -> None:
     backend = PacedBackend(n_slots=2, fail_on=b"!" if fails else b"", break_after=break_after)
-    with mock.patch("serve_app.engine.kv_cache.opening._LEAST_COPY", least_copy):
+    with mock.patch("serve_app.engine.kv_cache.manager._LEAST_COPY", least_copy):
         loop = DecoderLoop(
             lambda: backend, options(2, n_batch=5, max_waiting=3, n_ctx_slot=14), make_guests
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.engine.core.outbox import Outbox
+from serve_app.engine.core.postprocessor import Outbox
 from serve_app.engine.core.sequence import Sequence
 from serve_app.sampling import SamplingParams
 from serve_app.types import FinishReason, GenerationRequest, Sampled

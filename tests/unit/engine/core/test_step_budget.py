@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from serve_app.engine import GenerationRequest, SamplingParams, Texts, TokenDelta
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.backends.base import EmbeddingShape, Row
-from serve_app.engine.core.command_queue import CommandQueue
+from serve_app.engine.core.command_queue import CommandQueue, QueueCapacity
 from serve_app.engine.core.engine_core import EngineCore
-from serve_app.engine.core.scheduler.queue_capacity import QueueCapacity
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.embedding import EmbeddingQueue
-from serve_app.engine.guests import make_guests
+from serve_app.engine.engine import make_guests
 from serve_app.engine.health import Progress
 from serve_app.engine.pictures.tiles import PlacedTile, expanded
 from serve_app.llama.vision.positions import Pause

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serve_app.engine import CachedPrefixes, GenerationRequest, SamplingParams
-from serve_app.engine.kv_cache.slot import Slot
+from serve_app.engine.kv_cache.slots import Slot
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import Inbox, endless, options, request, running
 from tests.unit.engine.kv_cache.test_slots import busy

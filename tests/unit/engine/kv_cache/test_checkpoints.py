@@ -7,13 +7,12 @@ from unittest import mock
 import pytest
 
 from serve_app.engine.core.sequence import Sequence, SequenceState
-from serve_app.engine.kv_cache.checkpoints import Checkpoint, Checkpoints
+from serve_app.engine.kv_cache.contents import Checkpoint, Checkpoints
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import token_array
 from serve_app.engine.kv_cache.prefix_index import PrefixIndex
-from serve_app.engine.kv_cache.slot import Slot
-from serve_app.engine.kv_cache.slots import PrefixPending, SlotTable
+from serve_app.engine.kv_cache.slots import PrefixPending, Slot, SlotTable
 from serve_app.errors import DecodeError
 from serve_app.types import GenerationRequest
 from tests.doubles.backend import FakeBackend
@@ -87,7 +86,7 @@ CHAT = [*range(300)]
 def test_none_are_made_where_slots_can_be_cut() -> None:
     made = Checkpoints(backend(forgets=False), 3, 10**6)
     slot = Slot(0, token_array(CHAT))
-    assert made.resumable(slot, 123, in_place=False) == 123
+    assert made.resumable(slot, 123, False) == 123
     assert made.stops(0, 100, 300) == ()
     assert not made.is_due(slot, 10**5, (10**5,))
     assert not made.is_worth(slot, 300)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.engine.kv_cache.chunk_reuse import MAX_CUTS, plan
 from serve_app.engine.kv_cache.packing import common_prefix, packed
-from serve_app.engine.kv_cache.shifts.chunk_reuse import MAX_CUTS, plan
 from tests.unit.engine.harness import (
     WatchedBackend,
     ask,

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.engine.kv_cache import packing, state_format
-from serve_app.engine.kv_cache.checkpoints import Checkpoint
-from serve_app.engine.kv_cache.disk_tier import DiskTier
-from serve_app.engine.kv_cache.memory_tier import StoredPrefix
+from serve_app.engine.kv_cache import packing
+from serve_app.engine.kv_cache.contents import Checkpoint, StoredPrefix
+from serve_app.engine.kv_cache.files import _DIGEST_BYTES, _FIELDS, DiskTier, size_of
 from serve_app.errors import ConfigError
 
-HEADER = state_format._FIELDS.size + state_format._DIGEST_BYTES
+HEADER = _FIELDS.size + _DIGEST_BYTES
 
 
 def prefix(text: str, n_bytes: int = 100, group: str = "") -> StoredPrefix:
@@ -77,7 +76,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk()
-    monkeypatch.setattr("serve_app.engine.kv_cache.state_format.os.fsync", made.fsync)
+    monkeypatch.setattr("serve_app.engine.kv_cache.files.os.fsync", made.fsync)
     return made
 
 
@@ -167,7 +166,7 @@ def test_checkpoints_are_kept_and_count(tmp_path: Path) -> None:
     with opened(tmp_path) as files:
         files.add(made)
     (path,) = on_disk(tmp_path)
-    assert path.stat().st_size == state_format.size_of(made)
+    assert path.stat().st_size == size_of(made)
     for budget, n_found in ((108, 1), (107, 0)):
         with opened(tmp_path) as files:
             found = files.load(budget)
@@ -216,7 +215,7 @@ def flip(at: int) -> Callable[[bytes], bytes]:
         (flip(59), "bytes, its header says"),  # gigabytes of cache group
         (flip(63), "bytes, its header says"),  # millions of checkpoints
         (flip(71), "bytes, its header says"),  # exabytes of their states
-        (flip(state_format._FIELDS.size), "checksum"),
+        (flip(_FIELDS.size), "checksum"),
         (flip(HEADER), "checksum"),
         (flip(-2), "checksum"),
         # A token less and four bytes of state more: the size fits.
@@ -432,7 +431,7 @@ def test_a_write_that_fails_is_told_once_a_kind_and_leaves_nothing(
         if number:
             raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("serve_app.engine.kv_cache.state_format.os.fsync", fsync)
+    monkeypatch.setattr("serve_app.engine.kv_cache.files.os.fsync", fsync)
     with opened(tmp_path) as files:
         for text in "abcde":
             files.add(prefix(text))

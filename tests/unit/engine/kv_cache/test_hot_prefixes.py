@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve_app.engine.kv_cache.packing import packed, token_array
-from serve_app.engine.kv_cache.transfers.hot_prefixes import (
+from serve_app.engine.kv_cache.transfers import (
     MAX_PREFIXES,
     HotPrefix,
     Prefix,

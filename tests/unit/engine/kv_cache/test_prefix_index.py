@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.kv_cache.memory_tier import MemoryTier, StoredPrefix
+from serve_app.engine.kv_cache.contents import StoredPrefix
+from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import packed, token_array
 from serve_app.engine.kv_cache.prefix_index import IndexEntry, PrefixIndex
-from serve_app.engine.kv_cache.slot import Slot
-from serve_app.engine.kv_cache.slots import PrefixPending, SlotTable
+from serve_app.engine.kv_cache.slots import PrefixPending, Slot, SlotTable
 from serve_app.types import SHARED_GROUP, GenerationRequest
 
 GROUPS = ["", "mine", SHARED_GROUP]

@@ -16,8 +16,7 @@ from serve_app.engine import DecodeError, Engine
 from serve_app.engine.autotune.copy_budget import CopySpeed
 from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.packing import packed
-from serve_app.engine.kv_cache.transfers.hot_prefixes import Prefix
-from serve_app.engine.kv_cache.transfers.transfer import Payload, RefusedPrefixError
+from serve_app.engine.kv_cache.transfers import Payload, Prefix, RefusedPrefixError
 from serve_app.errors import EngineClosedError
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine.core.scheduler.preemption import EXPECTED_S, Anticipation
+from serve_app.engine.core.scheduler.fair_queue import EXPECTED_S, Anticipation
 from tests.unit.engine.core.scheduler.test_preemption import sequence
 
 

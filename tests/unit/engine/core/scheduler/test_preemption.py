@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from serve_app.engine.core.scheduler.fair_queue import Accounts, FairQueue
-from serve_app.engine.core.scheduler.preemption import PreemptionPolicy
+from serve_app.engine.core.scheduler.fair_queue import Accounts, FairQueue, PreemptionPolicy
 from serve_app.engine.core.sequence import Sequence
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.core.scheduler.queue_capacity import CapacityVerdict, QueueCapacity
+from serve_app.engine.core.command_queue import CapacityVerdict, QueueCapacity
 
 ACCEPTED, REFUSED = CapacityVerdict(True), CapacityVerdict(False)
 

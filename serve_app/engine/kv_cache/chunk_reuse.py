@@ -12,8 +12,7 @@ from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.contents import SlotContents
 from serve_app.engine.kv_cache.packing import TOKEN_BYTES, common_prefix, n_matching, n_tokens
-from serve_app.engine.kv_cache.slot import Slot
-from serve_app.engine.kv_cache.slots import SlotChoice, SlotTable
+from serve_app.engine.kv_cache.slots import Slot, SlotChoice, SlotTable
 from serve_app.errors import DecodeError
 
 logger = logging.getLogger("corral.engine")

@@ -1,0 +1,317 @@
+"""KV transfers: prefixes that engines send each other, and the choice of those that are worth most.
+
+Prompts are packed (`serve_app.engine.kv_cache.packing.packed`), four bytes a token: sorted, those of
+one cache group that begin alike stand together.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.engine.autotune.copy_budget import CopyBudget
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.core.command_queue import RunCommand
+from serve_app.engine.kv_cache.contents import Checkpoint, SlotContents, StoredPrefix
+from serve_app.engine.kv_cache.files import key_of
+from serve_app.engine.kv_cache.memory_tier import MemoryTier
+from serve_app.engine.kv_cache.packing import (
+    TOKEN_BYTES,
+    Tokens,
+    common_prefix,
+    packed,
+    token_array,
+)
+from serve_app.engine.kv_cache.slots import Slot, SlotTable
+from serve_app.engine.options import EngineOptions
+from serve_app.errors import DecodeError
+from serve_app.types import may_start_from
+
+MAX_PREFIXES = 32
+"""Most prefixes that one engine gets from others at once."""
+# Computing fewer tokens than this costs next to nothing.
+_LEAST_BYTES = 32 * TOKEN_BYTES
+
+
+class Prefix(NamedTuple):
+    """Tokens that prompts of one cache group begin with."""
+
+    group: str
+    """The cache group; SHARED_GROUP for what is pinned."""
+    tokens: bytes
+    """Packed."""
+
+    def cut(self, n_bytes: int) -> Prefix:
+        """The prefix's first tokens."""
+        return Prefix(self.group, self.tokens[:n_bytes])
+
+    def serves(self, prefix: Prefix) -> bool:
+        """Whether a prompt that begins with those tokens finds them all here."""
+        return n_shared(prefix, self) == len(prefix.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class HotPrefix:
+    """A beginning of prompts, and what having it costs."""
+
+    prefix: Prefix
+    n_begun: int
+    """How many of the last prompts began with it."""
+    n_bytes: int
+    """The bytes of the smallest state that it can be taken from."""
+
+
+def n_shared(prefix: Prefix, held: Prefix) -> int:
+    """Bytes of the first tokens that a prompt which begins with `prefix` finds in `held`."""
+    if not may_start_from(prefix.group, held.group):
+        return 0
+    n = common_prefix(prefix.tokens, held.tokens)
+    return n - n % TOKEN_BYTES
+
+
+def begun_with(
+    prompts: Iterable[Prefix], held: Iterable[tuple[Prefix, int]], least: int
+) -> list[HotPrefix]:
+    """Prompts, and what several of one cache group have in common, as far as a slot or a store of the
+    group holds it: those that at least so many prompts began with. `held` come with the bytes of
+    their states."""
+    begun, holders = sorted(prompts), sorted(held)
+    known = [prefix for prefix, _ in holders]
+    found = set(begun) | {prefix.cut(n_shared(prefix, other)) for prefix, other in pairwise(begun)}
+    hot = []
+    for prefix in {prefix.cut(_n_held(known, prefix)) for prefix in found}:
+        first, last = _range(begun, prefix)
+        if len(prefix.tokens) >= _LEAST_BYTES and last - first >= least:
+            smallest = min(n_bytes for _, n_bytes in holders[slice(*_range(known, prefix))])
+            hot.append(HotPrefix(prefix, last - first, smallest))
+    return hot
+
+
+def hottest(
+    offered: Iterable[HotPrefix], held: Sequence[Prefix], budget_bytes: int
+) -> list[HotPrefix]:
+    """The prefixes to take into so many bytes, the best first, given those already held.
+
+    Each time, that which saves the most tokens for its bytes: what it has and nothing taken before
+    has, as often as prompts began with it lately. A prefix of a longer offer that is taken is not
+    taken again.
+    """
+    shared = {
+        offer: max((n_shared(offer.prefix, known) for known in held), default=0)
+        for offer in offered
+    }
+    chosen: list[HotPrefix] = []
+    while len(chosen) < MAX_PREFIXES:
+        room = budget_bytes - sum(offer.n_bytes for offer in chosen)
+        shared = {
+            offer: n
+            for offer, n in shared.items()
+            if offer.n_bytes <= room and len(offer.prefix.tokens) - n >= _LEAST_BYTES
+        }
+        if not shared:
+            break
+        best = max(
+            shared,
+            key=lambda offer: (
+                offer.n_begun * (len(offer.prefix.tokens) - shared[offer]) / max(1, offer.n_bytes),
+                offer.prefix,
+            ),
+        )
+        chosen = [offer for offer in chosen if not best.prefix.serves(offer.prefix)]
+        chosen.append(best)
+        for offer in shared:
+            shared[offer] = max(shared[offer], n_shared(offer.prefix, best.prefix))
+    return sorted(chosen, key=lambda offer: -offer.n_begun)
+
+
+def _n_held(known: list[Prefix], prefix: Prefix) -> int:
+    """Bytes of the first tokens that the group holds; `known` is sorted, so one of its neighbours
+    does."""
+    i = bisect_left(known, prefix)
+    around = (one for one in known[max(0, i - 1) : i + 1] if one.group == prefix.group)
+    return max((n_shared(prefix, one) for one in around), default=0)
+
+
+def _range(ordered: list[Prefix], prefix: Prefix) -> tuple[int, int]:
+    """Where in a sorted list those are that begin with these tokens."""
+    first = bisect_left(ordered, prefix)
+    n = len(prefix.tokens)
+    return first, bisect_right(ordered, prefix, lo=first, key=lambda one: one.cut(n))
+
+
+# Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
+_BEGUN_KEPT = 128
+
+
+class PrefixExchange:
+    """Exports what slots and the memory tier have, and imports into that tier. Decoder thread only."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        table: SlotTable,
+        memory_tier: MemoryTier,
+        contents: SlotContents,
+        copies: CopyBudget,
+    ) -> None:
+        self._backend = backend
+        self._table = table
+        self._memory_tier = memory_tier
+        self._contents = contents
+        self._copies = copies
+        self.begun: deque[Prefix] = deque(maxlen=_BEGUN_KEPT)
+        """The last prompts that got a slot."""
+        self.transferred: Counter[str] = Counter()
+        """The amounts sent to other engines and received from them, by the names of
+        `EngineStats`."""
+
+    @property
+    def held(self) -> list[tuple[Prefix, int]]:
+        """The prefixes that prompts could start from now, each with the bytes of its state, saved
+        or not."""
+        in_slots = (
+            (
+                Prefix(slot.group, slot.packed(slot.n_past)),
+                self._contents.n_bytes(slot, slot.n_past),
+            )
+            for slot in self._table.slots
+        )
+        stored = ((Prefix(one.group, packed(one.tokens)), one.n_bytes) for one in self._memory_tier)
+        return [*in_slots, *stored]
+
+    def export_prefix(
+        self, group: str, tokens: Tokens, most_s: float | None
+    ) -> StoredPrefix | None:
+        """The cache group's shortest prefix that begins with these tokens. None if there is none any
+        more, or if saving it would probably keep running sequences waiting for longer than that."""
+        slots = [
+            slot
+            for slot in self._table.having(group, packed(tokens))
+            if slot.group == group and slot.id not in self._backend.slots_with_pending_copy
+        ]
+        stored = self._memory_tier.beginning(group, tokens)
+        slot = min(slots, key=lambda slot: slot.n_past, default=None)
+        if slot is not None and (stored is None or slot.n_past < len(stored.tokens)):
+            save_s = self._copies.saves.forecast_s(self._backend.memory.state_bytes(slot.n_past))
+            if most_s is None or save_s <= most_s or not self._table.busy:
+                stored = self._contents.save(slot, slot.tokens[: slot.n_past])
+        if stored is not None:
+            self.transferred["sent_prefixes"] += 1
+            self.transferred["sent_bytes"] += stored.n_bytes
+        return stored
+
+    def import_prefix(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
+        """Store another engine's prefix for its cache group; returns what is stored, None if the
+        store does not want it. If a slot is empty and nobody runs, what is behind the first
+        `n_wanted` tokens is cut off. Raises DecodeError if the backend refuses the state then; else
+        that shows when it is needed."""
+        empty = [
+            slot
+            for slot in self._table.slots
+            if slot.idle
+            and not slot.idle_tokens
+            and slot.id not in self._backend.slots_with_pending_copy
+        ]
+        fits = n_wanted < len(prefix.tokens) <= self._table.room
+        if fits and empty and not self._table.busy:
+            prefix = self._cut(empty[0], prefix, n_wanted)
+        if not self._memory_tier.wants(prefix.group, prefix.tokens, prefix.n_bytes):
+            return None
+        self._memory_tier.put(prefix.group, prefix.tokens, prefix.state, prefix.checkpoints)
+        self.transferred["received_prefixes"] += 1
+        self.transferred["received_bytes"] += prefix.n_bytes
+        return prefix
+
+    def _cut(self, slot: Slot, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix:
+        """The first tokens of a prefix, by way of an empty slot: up to its last checkpoint if the
+        model's memory cannot be cut there, or all if it has none."""
+        self._contents.restore(slot, prefix)
+        n_kept = self._contents.keep(slot, n_wanted)
+        if n_kept:
+            prefix = self._contents.save(slot, prefix.tokens[:n_kept], prefix.group)
+            self._contents.keep(slot, 0)
+        return prefix
+
+
+class RefusedPrefixError(Exception):
+    """Another engine's prefix cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payload:
+    """A prefix on its way to another engine, whose process may be another one."""
+
+    key: bytes
+    """The key of all that its state depends on: see `key_of`."""
+    prefix: Prefix
+    state: NDArray[np.uint8]
+    checkpoints: tuple[tuple[int, NDArray[np.uint8]], ...] = ()
+    """The tokens and states of prefixes."""
+
+
+class PrefixTransfer:
+    """Exports one engine's prefixes to other engines, and imports theirs. Any thread but the
+    decoder's; every call waits until that thread has run a command between two steps. Raises
+    EngineClosedError or EngineFailedError if the engine is closed or has failed."""
+
+    def __init__(self, options: EngineOptions, state_key: bytes, run: RunCommand) -> None:
+        self.key = key_of(state_key)
+        """Engines of one key can use each other's prefixes."""
+        self.budget_bytes = options.cache_ram_bytes
+        """The most bytes of prefixes that it keeps; 0: it takes none."""
+        self._options = options
+        self._run = run
+
+    def offers(self, least: int) -> list[HotPrefix]:
+        """The prefixes that it holds and that at least so many of the last prompts began with."""
+        begun, held = self._run(lambda cache: (list(cache.exchange.begun), cache.exchange.held))
+        return begun_with(begun, held, least)
+
+    def held(self) -> list[Prefix]:
+        """All that it holds."""
+        return [prefix for prefix, _ in self._run(lambda cache: cache.exchange.held)]
+
+    def lacks(self, prefixes: Sequence[Prefix]) -> list[bool]:
+        """For each of these beginnings of prompts, whether it would have to compute some of it."""
+        held = self.held()
+        return [not any(one.serves(wanted) for one in held) for wanted in prefixes]
+
+    def export_prefix(self, asked_for: Prefix) -> Payload | None:
+        """The shortest prefix of that cache group with these first tokens. None if it is gone, or if
+        saving it would keep running sequences waiting for longer than `max_stall_s`."""
+        most_s = self._options.max_stall_s
+        stored: StoredPrefix | None = self._run(
+            lambda cache: cache.exchange.export_prefix(asked_for.group, asked_for.tokens, most_s)
+        )
+        if stored is None:
+            return None
+        prefix = Prefix(stored.group, packed(stored.tokens))
+        marks = ((one.n_tokens, np.frombuffer(one.state, np.uint8)) for one in stored.checkpoints)
+        return Payload(self.key, prefix, np.frombuffer(stored.state, np.uint8), tuple(marks))
+
+    def import_prefix(self, payload: Payload, n_wanted: int) -> int:
+        """Store another engine's prefix, of which the first `n_wanted` tokens are wanted: see
+        `PrefixExchange.import_prefix`. Returns the bytes of what is stored now, 0 if it is nothing. The
+        payload's memory may be freed then. Raises RefusedPrefixError if the payload cannot be used."""
+        if payload.key != self.key:
+            raise RefusedPrefixError("it is of another model, context or version of llama.cpp")
+        tokens = token_array(payload.prefix.tokens)
+        if not 0 < n_wanted <= len(tokens) < self._options.n_ctx_slot:
+            raise RefusedPrefixError(f"it has {len(tokens)} tokens")
+        lengths = [0, *(n for n, _ in payload.checkpoints), len(tokens) + 1]
+        if any(n >= longer for n, longer in pairwise(lengths)):
+            raise RefusedPrefixError(f"it has checkpoints of {lengths[1:-1]} tokens")
+        marks = tuple(Checkpoint(n, state.copy().data) for n, state in payload.checkpoints)
+        prefix = StoredPrefix(tokens, payload.state.copy().data, payload.prefix.group, marks)
+        try:
+            stored = self._run(lambda cache: cache.exchange.import_prefix(prefix, n_wanted))
+        except DecodeError as error:
+            raise RefusedPrefixError(str(error)) from error
+        return 0 if stored is None else stored.n_bytes

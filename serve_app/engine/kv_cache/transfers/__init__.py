@@ -1,1 +1,0 @@
-"""KV transfers: what engines know and have of each other's prefixes."""
