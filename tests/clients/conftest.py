@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Corral, model
+from tests.e2e.conftest import Corral, model, short_folder, stopped_at_the_end
 from tools.random_models.model import SHAPES, write_random_gguf
 
 PING_INTERVAL_S = 1
@@ -20,16 +18,13 @@ def corral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corral]:
     """ "demo" makes sense, "small" is soon full; pings come often."""
     tiny = tmp_path_factory.mktemp("model") / "tiny.gguf"
     write_random_gguf(tiny, SHAPES["tiny"], "q8_0")
-    # Ray puts sockets in here, whose paths must be short.
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     models = [
         model(None, "demo", n_slots=4, n_ctx_slot=2048, max_waiting=16),
         model(tiny, "small", n_slots=1, n_ctx_slot=2048, max_waiting=4),
     ]
-    server = Corral(directory, models, make_serve=True, sse_ping_interval_s=PING_INTERVAL_S)
-    try:
-        server.wait_ready()
+    pings: dict[str, Any] = {"sse_ping_interval_s": PING_INTERVAL_S}
+    with (
+        short_folder() as directory,
+        stopped_at_the_end(Corral(directory, models, make_serve=True, **pings)) as server,
+    ):
         yield server
-    finally:
-        server.stop()
-        shutil.rmtree(directory, ignore_errors=True)

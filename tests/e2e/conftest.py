@@ -170,27 +170,47 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder with a path short enough for the sockets that Ray puts into it; deleted at the end."""
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def stopped_at_the_end(server: Corral) -> Iterator[Corral]:
+    """The server, once all its models answer; stopped at the end, also if they never do."""
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
 def starts() -> Iterator[Callable[..., Corral]]:
     """Starts servers, and ends them."""
     started: list[Corral] = []
-    # Ray puts sockets in here, whose paths must be short.
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    with short_folder() as directory:
 
-    def start_one(
-        models: list[dict[str, Any]],
-        *,
-        make_serve: bool = False,
-        import_path: str = servers.BUILD,
-    ) -> Corral:
-        started.append(Corral(directory, models, make_serve=make_serve, import_path=import_path))
-        return started[-1]
+        def start_one(
+            models: list[dict[str, Any]],
+            *,
+            make_serve: bool = False,
+            import_path: str = servers.BUILD,
+        ) -> Corral:
+            started.append(
+                Corral(directory, models, make_serve=make_serve, import_path=import_path)
+            )
+            return started[-1]
 
-    try:
-        yield start_one
-    finally:
-        for corral in started:
-            corral.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            yield start_one
+        finally:
+            for corral in started:
+                corral.stop()
 
 
 start = pytest.fixture(starts, name="start")
@@ -209,20 +229,25 @@ def settings(environment: Mapping[str, str]) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def corral(gguf: Path) -> Iterator[Corral]:
     """One server for most tests: "big" has room, "small" is soon full, "demo" makes sense."""
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     models = [
         model(gguf, "big", n_slots=16, n_ctx_slot=2048),
         model(gguf, "small", n_slots=1, n_ctx_slot=2048, max_waiting=1),
         model(None, "demo", n_slots=DEMO_SLOTS, n_ctx_slot=2048, max_waiting=16),
     ]
-    models[-1]["engine"]["slot_folder"] = str(directory / "slots")
-    server = Corral(directory, models, make_serve=True)
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+    with short_folder() as directory:
+        models[-1]["engine"]["slot_folder"] = str(directory / "slots")
+        with stopped_at_the_end(Corral(directory, models, make_serve=True)) as server:
+            yield server
+
+
+@pytest.fixture(scope="session")
+def readers_server() -> Iterator[Corral]:
+    """The server that readers of the documents have: the built-in model, with a folder for batches."""
+    served = [model(None, "corral-demo", n_slots=4, n_ctx_slot=2048)]
+    with short_folder() as directory:
+        batch = {"folder": str(directory / "batches")}
+        with stopped_at_the_end(Corral(directory, served, make_serve=True, batch=batch)) as server:
+            yield server
 
 
 def sse(line: str) -> Any:

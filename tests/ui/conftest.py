@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from loadtests.common import servers
-from tests.e2e.conftest import Corral, gguf, model, wait_until
+from tests.e2e.conftest import Corral, gguf, model, short_folder, wait_until
 
 try:
     from playwright import sync_api
@@ -86,28 +86,29 @@ def served(
 ) -> Iterator[Corral]:
     """A server with these models, for who has one of the keys; all are loaded at first unless it is said
     how many."""
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    ingress |= {} if keys is None else {"api_key_file": str(keys)}
-    server = Corral(directory, models, **ingress)
-    if keys is not None:
-        server.http.headers["Authorization"] = f"Bearer {KEY}"
-    try:
-        if n_loaded is None:
-            server.wait_ready()
-        else:
-            ready = partial(servers.is_healthy, server.url)
-            servers.wait_ready(server.process, ready, directory)
-        wanted = [
-            one["deployment"].get("num_replicas", 1) if n_loaded is None else n_loaded
-            for one in models
-        ]
-        wait_until(
-            lambda: [len(one["replicas"]) for one in states(server)] == wanted, 60, "all replicas"
-        )
-        yield server
-    finally:
-        server.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+    with short_folder() as directory:
+        ingress |= {} if keys is None else {"api_key_file": str(keys)}
+        server = Corral(directory, models, **ingress)
+        if keys is not None:
+            server.http.headers["Authorization"] = f"Bearer {KEY}"
+        try:
+            if n_loaded is None:
+                server.wait_ready()
+            else:
+                ready = partial(servers.is_healthy, server.url)
+                servers.wait_ready(server.process, ready, directory)
+            wanted = [
+                one["deployment"].get("num_replicas", 1) if n_loaded is None else n_loaded
+                for one in models
+            ]
+            wait_until(
+                lambda: [len(one["replicas"]) for one in states(server)] == wanted,
+                60,
+                "all replicas",
+            )
+            yield server
+        finally:
+            server.stop()
 
 
 def states(server: Corral) -> list[dict[str, Any]]:

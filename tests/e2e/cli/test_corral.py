@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 
 from loadtests.common import processes, servers
 from loadtests.common.processes import with_default_signals
-from tests.e2e.conftest import SETTINGS, START_TIMEOUT_S, wait_until
+from tests.e2e.conftest import SETTINGS, START_TIMEOUT_S, short_folder, wait_until
 
 RAY_TELLS_S = 60
 """Seconds in which Ray's agent of a node tries to tell a head that is gone that the raylet is gone, too."""
@@ -62,18 +60,15 @@ class Started:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    # Ray puts sockets in here, whose paths must be short.
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)
+    with short_folder() as directory:
+        yield directory
 
 
 @pytest.fixture
 def own_folder() -> Iterator[Path]:
-    """For one test: its processes are known by the folder."""
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)
+    """A folder for one test: its processes are known by the folder."""
+    with short_folder() as directory:
+        yield directory
 
 
 @pytest.fixture(scope="module")

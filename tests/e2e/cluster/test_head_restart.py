@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ import pytest
 
 from loadtests.common.processes import run_tool, send, tagged, with_default_signals
 from loadtests.common.servers import free_port
-from tests.e2e.conftest import model, wait_until
+from tests.e2e.conftest import model, short_folder, wait_until
 
 REDIS = shutil.which("redis-server")
 START_TIMEOUT_S = 90
@@ -126,16 +125,15 @@ class TwoHosts:
 
 @pytest.fixture
 def hosts() -> Iterator[TwoHosts]:
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))  # short: Ray's sockets go in
-    hosts = TwoHosts(directory)
-    try:
-        yield hosts
-    finally:
-        for host in ("head", "worker"):
-            hosts.kill(host)
-        hosts.redis.kill()
-        hosts.redis.wait()
-        shutil.rmtree(directory, ignore_errors=True)
+    with short_folder() as directory:
+        hosts = TwoHosts(directory)
+        try:
+            yield hosts
+        finally:
+            for host in ("head", "worker"):
+                hosts.kill(host)
+            hosts.redis.kill()
+            hosts.redis.wait()
 
 
 @contextmanager

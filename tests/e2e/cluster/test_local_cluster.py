@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -15,7 +12,7 @@ import pytest
 from cluster.local.cluster import ClusterError, LocalCluster
 from loadtests.common.processes import tagged
 from loadtests.common.servers import free_port
-from tests.e2e.conftest import all_the_time, wait_until
+from tests.e2e.conftest import all_the_time, short_folder, wait_until
 
 SCALE_TIMEOUT_S = 120
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
@@ -23,14 +20,13 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def cluster() -> Iterator[LocalCluster]:
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))  # short: Ray's sockets go in
-    cluster = LocalCluster(directory / "c", free_port(), free_port(), free_port())
-    try:
-        cluster.up()
-        yield cluster
-    finally:
-        cluster.down()
-        shutil.rmtree(directory)
+    with short_folder() as directory:
+        cluster = LocalCluster(directory / "c", free_port(), free_port(), free_port())
+        try:
+            cluster.up()
+            yield cluster
+        finally:
+            cluster.down()
 
 
 def busy_nodes(cluster: LocalCluster) -> set[str]:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,7 +18,7 @@ import pytest
 
 from loadtests.common.processes import send, with_default_signals
 from tests.e2e.cluster.test_failover import EXACT, Streams
-from tests.e2e.conftest import ROOT, model, wait_until
+from tests.e2e.conftest import ROOT, model, short_folder, wait_until
 
 # Of the networks that are reserved for tests (RFC 2544).
 HEAD, OTHER = "198.18.0.1", "198.18.0.2"
@@ -127,14 +126,13 @@ class Served:
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    hosts = Hosts(directory)
-    try:
-        hosts.join()
-        yield hosts
-    finally:
-        hosts.leave()
-        shutil.rmtree(directory, ignore_errors=True)
+    with short_folder() as directory:
+        hosts = Hosts(directory)
+        try:
+            hosts.join()
+            yield hosts
+        finally:
+            hosts.leave()
 
 
 def config(directory: Path, gguf: Path) -> Path:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
 
 from loadtests.common import servers
-from tests.e2e.conftest import Corral, model, wait_until
+from tests.e2e.conftest import Corral, model, short_folder, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 PATIENCE_S = 120
@@ -26,16 +23,15 @@ N_MORE = 20
 
 @contextmanager
 def started() -> Iterator[Corral]:
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     entries = [model(None, name) | {"keep_alive": "10m"} for name in ("a", "b")]
-    server = Corral(directory, entries)
-    server.http.timeout = PATIENCE_S
-    try:
-        servers.wait_ready(server.process, lambda: servers.is_healthy(server.url), directory)
-        yield server
-    finally:
-        server.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+    with short_folder() as directory:
+        server = Corral(directory, entries)
+        server.http.timeout = PATIENCE_S
+        try:
+            servers.wait_ready(server.process, lambda: servers.is_healthy(server.url), directory)
+            yield server
+        finally:
+            server.stop()
 
 
 @pytest.fixture(scope="module")

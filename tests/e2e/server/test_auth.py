@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,7 @@ import openai
 import pytest
 import yaml
 
-from tests.e2e.conftest import Corral, model, wait_until
+from tests.e2e.conftest import Corral, model, short_folder, stopped_at_the_end, wait_until
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
 
@@ -29,18 +27,14 @@ def write_keys(directory: Path, *keys: dict[str, Any]) -> Path:
 @pytest.fixture(scope="module")
 def guarded(gguf: Path) -> Iterator[Corral]:
     """A server with one slot, for two who have keys."""
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     ben = {"name": "ben", "key": BEN, "max_prompt_tokens": 20, "max_concurrent_requests": 1}
-    keys = write_keys(directory, {"name": "ana", "key": ANA}, ben)
     entry = model(gguf, "m", n_slots=1, n_ctx_slot=32768, max_waiting=4)
-    server = Corral(directory, [entry], api_key_file=str(keys))
-    server.http.headers["Authorization"] = f"Bearer {ANA}"
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+    with short_folder() as directory:
+        keys = write_keys(directory, {"name": "ana", "key": ANA}, ben)
+        server = Corral(directory, [entry], api_key_file=str(keys))
+        server.http.headers["Authorization"] = f"Bearer {ANA}"
+        with stopped_at_the_end(server):
+            yield server
 
 
 @pytest.fixture

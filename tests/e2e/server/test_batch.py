@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 
 from loadtests.common import processes
 from loadtests.common.servers import STOP_TIMEOUT_S
-from tests.e2e.conftest import ROOT, Corral, model, wait_until
+from tests.e2e.conftest import ROOT, Corral, model, short_folder, stopped_at_the_end, wait_until
 
 ENDED = {"completed", "failed", "expired", "cancelled"}
 PATIENCE_S = 180
@@ -32,16 +31,9 @@ def started_in(directory: Path, batches: Path) -> Corral:
     return Corral(directory, [entry], batch={"folder": str(batches)})
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Corral]:
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    started = started_in(directory, directory / "batches")
-    try:
-        started.wait_ready()
-        yield started
-    finally:
-        started.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+@pytest.fixture(name="server")
+def _server(readers_server: Corral) -> Corral:
+    return readers_server
 
 
 @pytest.fixture
@@ -141,36 +133,28 @@ def test_2000_lines_outlive_their_engine_their_ingress_and_their_machine(tmp_pat
     """The last to be killed is the whole cluster, head and all, at once, as if its power was cut."""
     n_lines = 2000
     body = {"prompt": "Once upon a time", "max_tokens": 4, "ignore_eos": True}
-    directories = [Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp")) for _ in range(2)]
-    servers = [started_in(directories[0], tmp_path / "batches")]
-    try:
-        servers[0].wait_ready()
-        with openai.OpenAI(
-            base_url=f"{servers[0].url}/v1", api_key="any", max_retries=10
-        ) as client:
+    with ExitStack() as ends:
+        directories = [ends.enter_context(short_folder()) for _ in range(2)]
+        killed = started_in(directories[0], tmp_path / "batches")
+        ends.callback(processes.stop, killed.process, directories[0], STOP_TIMEOUT_S)
+        killed.wait_ready()
+        with openai.OpenAI(base_url=f"{killed.url}/v1", api_key="any", max_retries=10) as client:
             batch_id = begin(client, n_lines, "/v1/completions", body)
             for name, n_before in ((ENGINE, 100), (INGRESS, 400)):
                 until_done(client, batch_id, n_before)
-                (pid,) = servers[0].pids(name)
+                (pid,) = killed.pids(name)
                 os.kill(pid, signal.SIGKILL)
-                until_gone(servers[0], name, pid)
-                servers[0].wait_ready()
+                until_gone(killed, name, pid)
+                killed.wait_ready()
             until_done(client, batch_id, 900)
             assert n_done(client, batch_id) < n_lines, "they were killed in the middle"
         processes.send(directories[0], signal.SIGKILL)
-        servers.append(started_in(directories[1], tmp_path / "batches"))
-        servers[1].wait_ready()
-        with openai.OpenAI(
-            base_url=f"{servers[1].url}/v1", api_key="any", max_retries=10
-        ) as client:
+        heir = ends.enter_context(
+            stopped_at_the_end(started_in(directories[1], tmp_path / "batches"))
+        )
+        with openai.OpenAI(base_url=f"{heir.url}/v1", api_key="any", max_retries=10) as client:
             batch = ended(client, batch_id)
             found = answers(client, batch)
-    finally:
-        processes.stop(servers[0].process, directories[0], STOP_TIMEOUT_S)
-        for one in servers[1:]:
-            one.stop()
-        for directory in directories:
-            shutil.rmtree(directory, ignore_errors=True)
     assert batch.status == "completed"
     counts = batch.request_counts
     assert (counts.total, counts.completed, counts.failed) == (n_lines, n_lines, 0)
@@ -189,7 +173,7 @@ def test_who_chats_does_not_wait_for_a_batch(server: Corral, client: openai.Open
     began = time.monotonic()
     first = None
     asked: Any = client.chat.completions
-    stream = asked.create(model="demo", max_tokens=16, stream=True, **CHAT)
+    stream = asked.create(model="corral-demo", max_tokens=16, stream=True, **CHAT)
     for _ in stream:
         first = first or time.monotonic() - began
     stats = server.stats()

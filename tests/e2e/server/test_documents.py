@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ import pytest
 from serve_app.builtin_model import BUILTIN_MODEL
 from tests.documents import blocks
 from tests.documents.blocks import PAGES, ROOT, SERVER, YOURS
-from tests.e2e.conftest import Corral, model
+from tests.e2e.conftest import Corral
 
 TIMEOUT_S = 120
 PREAMBLE = """
@@ -34,19 +32,9 @@ def _name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Corral]:
-    """As `make serve` starts it, with a folder for batches."""
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    served = [model(None, "corral-demo", n_slots=4, n_ctx_slot=2048)]
-    batch = {"folder": str(directory / "batches")}
-    started = Corral(directory, served, make_serve=True, batch=batch)
-    try:
-        started.wait_ready()
-        yield started
-    finally:
-        started.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+@pytest.fixture(name="server")
+def _server(readers_server: Corral) -> Corral:
+    return readers_server
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,7 +12,15 @@ import pytest
 import yaml
 
 from serve_app.start.one_machine import haproxy_settings
-from tests.e2e.conftest import Corral, model, settings, sse, wait_until
+from tests.e2e.conftest import (
+    Corral,
+    model,
+    settings,
+    short_folder,
+    sse,
+    stopped_at_the_end,
+    wait_until,
+)
 
 KEY = "somebody-secret-0123456789"
 N_INGRESSES, N_SLOTS = 3, 4
@@ -31,21 +37,17 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def corral(gguf: Path) -> Iterator[Corral]:
     """Behind HAProxy, with several ingress replicas and keys."""
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    keys = directory / "keys.yaml"
-    keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY}]}))
-    with settings(haproxy_settings(directory)):
-        entry = model(gguf, "m", n_slots=N_SLOTS, n_ctx_slot=2048)
-        replicas = {"num_replicas": N_INGRESSES}
-        server = Corral(directory, [entry], api_key_file=str(keys), deployment=replicas)
-    server.http.headers["Authorization"] = f"Bearer {KEY}"
-    try:
-        server.wait_ready()
-        wait_until(lambda: is_known_whole(server), 60, "HAProxy knows all ingress replicas")
-        yield server
-    finally:
-        server.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+    entry = model(gguf, "m", n_slots=N_SLOTS, n_ctx_slot=2048)
+    replicas = {"num_replicas": N_INGRESSES}
+    with short_folder() as directory:
+        keys = directory / "keys.yaml"
+        keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY}]}))
+        with settings(haproxy_settings(directory)):
+            server = Corral(directory, [entry], api_key_file=str(keys), deployment=replicas)
+        server.http.headers["Authorization"] = f"Bearer {KEY}"
+        with stopped_at_the_end(server):
+            wait_until(lambda: is_known_whole(server), 60, "HAProxy knows all ingress replicas")
+            yield server
 
 
 def is_known_whole(corral: Corral) -> bool:

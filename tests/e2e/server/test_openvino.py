@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from operator import mul
-from pathlib import Path
 
 import openai
 import pytest
 
-from tests.e2e.conftest import Corral, model
+from tests.e2e.conftest import Corral, model, short_folder, stopped_at_the_end
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 pytest.importorskip("tokenizers", reason="corral[openvino] is not installed")
@@ -24,17 +21,13 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Corral]:
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     engine: dict[str, int | str] = {"n_slots": 4, "n_ctx_slot": 512, "backend": "openvino"}
-    exported = model(unpacked("qwen3-fp16", directory), "exported", **engine)
-    exported["engine"]["system_prompts"] = ["Be brief."]
-    started = Corral(directory, [model(None, "demo", **engine), exported])
-    try:
-        started.wait_ready()
-        yield started
-    finally:
-        started.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+    with short_folder() as directory:
+        exported = model(unpacked("qwen3-fp16", directory), "exported", **engine)
+        exported["engine"]["system_prompts"] = ["Be brief."]
+        models = [model(None, "demo", **engine), exported]
+        with stopped_at_the_end(Corral(directory, models)) as server:
+            yield server
 
 
 @pytest.fixture

@@ -1,26 +1,47 @@
-"""Pictures over HTTP, from a client to a model with a projector."""
+"""Pictures over HTTP, from a client to a model with a random projector, and to the built-in model, whose
+answers are right or wrong."""
 
 from __future__ import annotations
 
 import base64
 import io
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.e2e.conftest import Corral, model
+from tools.builtin_model.pictures.drawing import draw
+from tools.builtin_model.pictures.questions import described
+from tools.builtin_model.pictures.scenes import Scene, Thing
 from tools.random_models.projector import SHAPES, write_random_projector
 
 Image = pytest.importorskip("PIL.Image")
 
 N_SEEN = 256
 """Tokens of a picture."""
+STAR = Scene("one", (Thing("star", "red", 0.5, 0.5, 0.6, 0.0),), None, True, 1.0)
+CIRCLES = Scene(
+    "many",
+    tuple(
+        Thing("circle", "blue", x, y, 0.25, 0.0) for x, y in ((0.2, 0.3), (0.7, 0.25), (0.5, 0.75))
+    ),
+    None,
+    True,
+    1.0,
+)
+SEVEN = Scene("digit", (Thing("7", "green", 0.5, 0.5, 0.6, 0.0),), None, True, 1.0)
+SQUARE = Scene(
+    "one", (Thing("square", "purple", 1 / 6, 5 / 6, 0.25, 0.0),), "at the bottom left", True, 1.0
+)
+WHAT = "What is in this picture?"
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +49,15 @@ def seeing(
     start_for_module: Callable[[list[dict[str, Any]]], Corral],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Corral:
+    """A server of three models: one with a random projector, one without any, and the built-in one."""
     path: Path = tmp_path_factory.mktemp("projector") / "llava.gguf"
     shape = replace(SHAPES["tiny-llava"], image_size=128)
     write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).n_embd)
-    one = model(None, "seeing", n_slots=2, n_ctx_slot=1024) | {"projector": {"path": str(path)}}
-    corral = start_for_module([one, model(BUILTIN_MODEL, "blind", n_slots=2, n_ctx_slot=1024)])
+    size = {"n_slots": 2, "n_ctx_slot": 1024}
+    projected = model(None, "seeing", **size) | {"projector": {"path": str(path)}}
+    corral = start_for_module(
+        [projected, model(BUILTIN_MODEL, "blind", **size), model(None, "demo", **size)]
+    )
     corral.wait_ready()
     return corral
 
@@ -95,9 +120,96 @@ def test_what_cannot_be_seen_is_refused(seeing: Corral) -> None:
 
 def test_clients_are_told_who_sees(seeing: Corral) -> None:
     cards = {one["id"]: one for one in seeing.http.get("/v1/models").json()["data"]}
-    assert [cards[name]["capabilities"] for name in ("seeing", "blind")] == [["vision"], []]
-    for name, sees in (("seeing", True), ("blind", False)):
+    assert [cards[name]["capabilities"] for name in ("seeing", "demo", "blind")] == [
+        ["vision"],
+        ["vision"],
+        [],
+    ]
+    for name, sees in (("seeing", True), ("demo", True), ("blind", False)):
         props = seeing.http.get("/props", params={"model": name}).json()
         assert props["modalities"]["vision"] is sees
         shown = seeing.http.post("/api/show", json={"model": name}).json()
         assert ("vision" in shown["capabilities"]) is sees
+
+
+def png(about: Scene, side: int = 200) -> str:
+    """The scene's picture in base64."""
+    file = io.BytesIO()
+    draw(about, random.Random(0), side).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def by_chat(corral: Corral, data: str, question: str) -> str:
+    client = openai.OpenAI(base_url=f"{corral.url}/v1", api_key="none", max_retries=0)
+    content: Any = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "text", "text": question},
+    ]
+    messages: Any = [{"role": "user", "content": content}]
+    made = client.chat.completions.create(model="demo", messages=messages, temperature=0)
+    return made.choices[0].message.content or ""
+
+
+def by_responses(corral: Corral, data: str, question: str) -> str:
+    client = openai.OpenAI(base_url=f"{corral.url}/v1", api_key="none", max_retries=0)
+    content = [
+        {"type": "input_image", "image_url": f"data:image/png;base64,{data}"},
+        {"type": "input_text", "text": question},
+    ]
+    given: Any = [{"role": "user", "content": content}]
+    return client.responses.create(model="demo", input=given, temperature=0).output_text
+
+
+def by_messages(corral: Corral, data: str, question: str) -> str:
+    client = anthropic.Anthropic(base_url=corral.url, api_key="none", max_retries=0)
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": question}]
+    messages: Any = [{"role": "user", "content": content}]
+    made: Any = client.messages.create(
+        model="demo", messages=messages, max_tokens=40, extra_body={"temperature": 0}
+    )
+    return str(made.content[0].text)
+
+
+def by_ollama(corral: Corral, data: str, question: str) -> str:
+    messages = [{"role": "user", "content": question, "images": [data]}]
+    body = {"model": "demo", "messages": messages, "options": {"temperature": 0}, "stream": False}
+    return str(corral.http.post("/api/chat", json=body).json()["message"]["content"])
+
+
+def by_completion(corral: Corral, data: str, question: str) -> str:
+    text = f"<|im_start|>user\n<__media__>{question}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = {"prompt_string": text, "multimodal_data": [data]}
+    body = {"model": "demo", "prompt": prompt, "temperature": 0, "n_predict": 40}
+    return str(corral.http.post("/completion", json=body).json()["content"])
+
+
+PROTOCOLS = (by_chat, by_responses, by_messages, by_ollama, by_completion)
+
+
+@pytest.mark.parametrize("ask", PROTOCOLS, ids=lambda ask: ask.__name__)
+def test_each_protocol_shows_the_model_what_there_is(
+    seeing: Corral, ask: Callable[[Corral, str, str], str]
+) -> None:
+    for about in (STAR, CIRCLES, SEVEN):
+        expected = described(about)
+        assert ask(seeing, png(about), WHAT) == f"{expected[0].upper()}{expected[1:]}."
+
+
+def test_each_question_has_its_own_answer(seeing: Corral) -> None:
+    square = png(SQUARE)
+    assert by_chat(seeing, square, "Where is the square?") == "At the bottom left."
+    assert by_chat(seeing, square, "What colour is the square?") == "The square is purple."
+    assert by_chat(seeing, square, "What shape is this?") == "A square."
+    assert by_chat(seeing, png(CIRCLES), "How many circles are there?") == "Three."
+    assert by_chat(seeing, png(SEVEN), "Which number is this?") == "7."
+
+
+def test_text_without_pictures_is_answered_as_ever(seeing: Corral) -> None:
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "What is the capital of Italy?"}],
+        "temperature": 0,
+    }
+    made = seeing.http.post("/v1/chat/completions", json=body).json()
+    assert made["choices"][0]["message"]["content"] == "The capital of Italy is Rome."
