@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.channel import address as connecting_side
 from serve_app.channel import listener as listening_side
 from serve_app.channel.sender import Channels
 from serve_app.errors import ChannelBrokenError
@@ -151,6 +152,7 @@ async def test_a_certificate_of_another_authority_is_refused(
 @pytest.mark.usefixtures("ours")
 async def test_a_listener_without_tls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_USE_TLS", "0")
+    monkeypatch.setattr(connecting_side, "CONNECT_S", 0.2)  # it never shakes hands
     async with listening() as (listener, address):
         monkeypatch.setenv("RAY_USE_TLS", "1")
         with pytest.raises(ChannelBrokenError):
