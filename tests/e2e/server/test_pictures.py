@@ -1,5 +1,4 @@
-"""Pictures over HTTP, from a client to a model with a random projector, and to the built-in model, whose
-answers are right or wrong."""
+"""Pictures over HTTP: to a model with a random projector, and to the built-in one, which sees."""
 
 from __future__ import annotations
 
