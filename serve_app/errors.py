@@ -328,8 +328,8 @@ class NoRoomError(QueueFullError):
 
 
 class MediaError(RequestError):
-    """A message has a part that is no text. llama-server calls that a failure of the server, and clients
-    of its know it by that."""
+    """A message has a part that is no text: for llama-server, and so for its clients, a failure of the
+    server."""
 
     status = 500
     type = "server_error"

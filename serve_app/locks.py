@@ -40,8 +40,7 @@ def is_locked(path: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Have a folder that is this user's alone: where everybody may write, somebody else may have been
-    first. Raises OSError."""
+    """Have a folder that is this user's alone, where everybody may write. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (folder.parent, folder):
         if path.is_symlink() or path.stat().st_uid != os.getuid():
@@ -84,8 +83,8 @@ class FolderLocks:
 
     @contextmanager
     def alone(self, name: str, *, wait: bool = False) -> Iterator[int | None]:
-        """Nobody else uses or changes the part until the end: the lock's descriptor. None if somebody does,
-        unless the caller waits for them."""
+        """The lock's descriptor: nobody else uses the part until the end. None if somebody does, unless
+        `wait`."""
         try:
             descriptor = lock(self._path(name), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

@@ -26,8 +26,7 @@ class Stage:
     name: str
     """"downloading", "converting", "loading" or "measuring"."""
     done: float = 0.0
-    """The part of the weights that is here, converted or loaded; nothing for measuring, whose time runs by
-    itself."""
+    """The part of the weights that is here, converted or loaded; nothing while measuring."""
     limit_s: float | None = None
     """The most seconds that the stage takes; None: no limit."""
     from_origin_bytes: int = 0

@@ -312,8 +312,7 @@ class SamplingParams:
     max_tokens: int | None = None
     """None means up to the end of the slot's context; 0 only computes the prompt."""
     grammar: str | None = None
-    """The grammar that the text must match, as llguidance serialises it; see
-    `serve_app.prompt.grammars`."""
+    """The grammar that the text must match, as llguidance writes it: see `serve_app.prompt.grammars`."""
     triggers: Triggers | None = None
     """The texts that the grammar begins with, wherever they appear; None: it begins with the text."""
     preserved_tokens: tuple[int, ...] = ()

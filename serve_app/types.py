@@ -142,12 +142,12 @@ class GenerationRequest:
     """Whether it goes on when its context is full, with its oldest tokens dropped, if it has
     `max_tokens`; None: as the engine's options say."""
     n_keep: int | None = None
-    """First tokens that a context shift keeps, the very first one always; -1: all of the prompt; None: as
-    the engine's options say."""
+    """First tokens that a context shift keeps, one at least; -1: the prompt; None: the engine's options
+    say."""
     http_id: str = ""
     """The `x-request-id` of the HTTP request that it belongs to."""
     generated: tuple[int, ...] = ()
-    """The first tokens of the answer, if other replicas began it and could not end it: their text was
+    """The first tokens of the answer, which other replicas began and could not end: their text is
     delivered."""
     n_failovers: int = 0
     """The number of replicas that began the request and could not end it."""
@@ -182,8 +182,7 @@ class GenerationRequest:
 
     @property
     def content_group(self) -> str:
-        """Among which requests what is in the KV cache is shared: those of one cache group with the same
-        adapters."""
+        """The requests with which this one shares the KV cache: its cache group's, with its adapters."""
         if not self.adapters:
             return self.cache_group
         used = "".join(f"{_ADAPTED}{one.key}={one.scale!r}" for one in self.adapters)
@@ -208,14 +207,14 @@ GAP_BOUNDARIES_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
-"""Where the buckets end that gaps between tokens are counted in, each with its end, as Prometheus has
-it; one more has what is longer."""
+"""The ends of the buckets of gaps between tokens, each inclusive, as Prometheus has it; longer ones are
+last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where one request's time went, in seconds; the first three add up to the time in the engine that
-    ended it."""
+    """Where one request's time went, in seconds; the first three make up the time in the engine that ended
+    it."""
 
     queue_s: float
     """The time from submit to a slot."""

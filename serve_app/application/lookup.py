@@ -16,12 +16,7 @@ import ray
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.schema import DefaultsConfig, ModelConfig
 from serve_app.config.sizing import ModelNeeds
-from serve_app.config.sources import (
-    AdapterConfig,
-    DownloadsConfig,
-    ModelSource,
-    ProjectorSource,
-)
+from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.engine.backends.draft_model import N_CTX, check_draft, check_own_layers, slot_bytes
 from serve_app.errors import ConfigError
 from serve_app.ingress.generation.sampling_fields import given
@@ -115,8 +110,8 @@ def pinned_adapter(adapter: AdapterConfig, downloads: DownloadsConfig) -> Adapte
 def pinned_source(
     name: str, source: ModelSource | None, downloads: DownloadsConfig
 ) -> ModelSource | None:
-    """Pin a source that llama.cpp reads, so that every node gets the same bytes. Raises ConfigError that
-    begins with the name."""
+    """A source that llama.cpp reads, the same on every node. Raises ConfigError that begins with the
+    name."""
     if source is None:
         return None
     try:
@@ -202,8 +197,8 @@ def _projector_beside(
 def _with_draft(
     needs: ModelNeeds, target: Model, model: ModelConfig, downloads: DownloadsConfig
 ) -> ModelNeeds:
-    """The target's needs with those of its draft model, if it has one. Raises ConfigError if that
-    cannot propose for it."""
+    """The target's needs, with its draft model's. Raises ConfigError for a draft that cannot propose for
+    it."""
     if model.engine.draft is not None and model.engine.draft.own_layers:
         check_own_layers(target)
         return replace(needs, draft_bytes=slot_bytes(target, N_CTX))

@@ -50,8 +50,7 @@ def shared_aliases(models: Sequence[ModelConfig]) -> dict[str, tuple[str, ...]]:
 
 
 def check_memory(models: Sequence[ResolvedModel], total_bytes: int) -> None:
-    """Raises ConfigError if a model's versions, which are to be loaded beside each other, have more weights
-    than a machine has memory."""
+    """Raises ConfigError if a model's versions together have more weights than a machine has memory."""
     by_name: dict[str, list[ResolvedModel]] = {}
     for model in models:
         if model.version is not None:
@@ -80,8 +79,7 @@ class _VersionedDeployment(DeploymentConfig):
 
 
 def keep(engines: Application, model: ResolvedModel) -> Application:
-    """The application of a model's engines, whose replicas are replaced only if what they are made of
-    changes."""
+    """A model's engines as an application, whose replicas are replaced only if their parts change."""
     deployment: Any = engines._bound_deployment
     configured = deployment._deployment_config
     kept = _VersionedDeployment.model_construct(**dict(configured))

@@ -76,8 +76,8 @@ def resolved(args: argparse.Namespace) -> ResolvedModel:
 
 
 def connect() -> float:
-    """Connect to Ray: a cluster's, or one of this process alone; returns how many CPUs it has. Ray says
-    only what goes wrong."""
+    """Connect to Ray: a cluster's, or one of this process alone, which says only what goes wrong; its
+    CPUs."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     import ray
 

@@ -16,8 +16,8 @@ from typing import Protocol, cast
 
 import msgspec
 
-from serve_app.channel import frames
-from serve_app.channel.address import CONNECT_S, Address, keep_alive, server_tls
+from serve_app.channel import protocol
+from serve_app.channel.protocol import CONNECT_S, Address, keep_alive, server_tls
 from serve_app.errors import ChannelBrokenError, CorralError
 from serve_app.types import Accepted, TokenDelta
 
@@ -187,7 +187,7 @@ class Listener:
     def believes(self, connection: _Connection, body: bytes) -> bool:
         """Whether this first frame is of one who may connect."""
         try:
-            hello = frames.hello(body)
+            hello = protocol.hello(body)
         except msgspec.MsgspecError:
             return False
         known = hmac.compare_digest(hello.secret.encode(), self._secret.encode())
@@ -203,12 +203,12 @@ class Listener:
 
         If Serve believes a replica lost, it may send the same call to another one, while the first one is
         at it: who answers first is heard, and nobody else."""
-        report = frames.report(body)
+        report = protocol.report(body)
         if report is not None:
             if connection.receiver is not None:
                 connection.receiver.take(report)
             return
-        for number, delta in frames.items(body):
+        for number, delta in protocol.items(body):
             call = self._calls.get(number)
             if call is not None and call.channel in (None, connection):
                 call.channel = connection
@@ -237,7 +237,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._buffer = frames.FrameBuffer()
+        self._buffer = protocol.FrameBuffer()
         self._is_known = False
         self.receiver: ReportReceiver | None = None
 
@@ -256,14 +256,14 @@ class _Connection(asyncio.Protocol):
                     self._listener.take(self, body)
                 elif self._listener.believes(self, body):
                     self._is_known = True
-                    self._transport.write(frames.WELCOME)
+                    self._transport.write(protocol.WELCOME)
                 else:
                     self.end()
                     return
         except msgspec.MsgspecError:
             logger.exception("An engine replica sent something that is not a frame")
             self.end()
-        if not self._is_known and self._buffer.n_bytes > frames.MOST_HELLO_BYTES:
+        if not self._is_known and self._buffer.n_bytes > protocol.MOST_HELLO_BYTES:
             self.end()
 
     def connection_lost(self, _: Exception | None) -> None:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from serve_app.channel import frames
-from serve_app.channel.address import Address, connected
+from serve_app.channel import protocol
+from serve_app.channel.protocol import Address, connected
 from serve_app.errors import ChannelBrokenError
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta
 
@@ -89,8 +89,8 @@ class Channel:
             call.set_result(end)
 
     def report(self, body: bytes) -> bool:
-        """Send what the replica says of itself. False if the reader is behind, or gone: then it is dropped,
-        as a newer one will be worth more."""
+        """Send what the replica says of itself. False if the reader is behind or gone: a newer one is
+        worth more."""
         with self._lock:
             if self._is_blocked or self._is_broken:
                 return False
@@ -117,17 +117,17 @@ class Channel:
     def _send(self) -> None:
         while self._unsent or self._pending or self._report is not None:
             if not self._unsent:
-                self._unsent = memoryview(frames.frame(self._next()))
+                self._unsent = memoryview(protocol.frame(self._next()))
             self._unsent = self._unsent[self._connection.send(self._unsent) :]
 
-    def _next(self) -> list[frames.Item] | bytes:
+    def _next(self) -> list[protocol.Item] | bytes:
         """The items of the next frame."""
         report, self._report = self._report, None
         return self._first_items() if report is None else report
 
-    def _first_items(self) -> list[frames.Item]:
+    def _first_items(self) -> list[protocol.Item]:
         """So many of those that wait as one frame holds."""
-        first, n_tokens = list[frames.Item](), 0
+        first, n_tokens = list[protocol.Item](), 0
         while self._pending and n_tokens < MOST_TOKENS:
             number = next(iter(self._pending))
             delta = self._pending.pop(number)
@@ -186,8 +186,7 @@ class Channel:
 
 
 class Channels:
-    """An engine replica's channels, one for each ingress that it answers. Event loop only, but for
-    `flush`."""
+    """An engine replica's channels, one for each ingress. Event loop only, but for `flush`."""
 
     def __init__(self, node_id: str, replica_id: str) -> None:
         self._node_id = node_id
@@ -196,8 +195,7 @@ class Channels:
         self._opening: dict[str, asyncio.Task[Channel]] = {}
 
     async def to(self, address: Address) -> Channel:
-        """The channel to this ingress, opened if there is none. Raises ChannelBrokenError if it cannot be
-        opened."""
+        """The channel to this ingress, opened if there is none. Raises ChannelBrokenError."""
         channel = self._channels.get(address.path)
         if channel is not None:
             return channel
@@ -228,8 +226,8 @@ class Channels:
         """Blocking. Raises OSError."""
         connection = connected(address, self._node_id)
         try:
-            connection.sendall(frames.frame(frames.Hello(address.secret, self._replica_id)))
-            if connection.recv(len(frames.WELCOME)) != frames.WELCOME:
+            connection.sendall(protocol.frame(protocol.Hello(address.secret, self._replica_id)))
+            if connection.recv(len(protocol.WELCOME)) != protocol.WELCOME:
                 raise ConnectionRefusedError("The ingress refused this replica's secret.")
         except BaseException:
             connection.close()

@@ -68,10 +68,7 @@ class ChatAnswer:
 
 
 def pieces(
-    client: Client,
-    body: Json,
-    answer: ChatAnswer,
-    clock: Callable[[], float] = time.monotonic,
+    client: Client, body: Json, answer: ChatAnswer, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[tuple[str, str]]:
     """("reasoning" or "text", piece) as they come; the answer is filled meanwhile. Raises ServerError."""
     began = clock()
@@ -178,8 +175,8 @@ class MarkdownWriter(PlainWriter):
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """The Markdown blocks that are complete, and the one that may go on: blocks end at a blank line, but
-    not within a fence of code."""
+    """The Markdown blocks that are complete, which end at a blank line outside code, and the one that may
+    go on."""
     end, fenced, position = 0, False, 0
     for line in text.splitlines(keepends=True):
         position += len(line)

@@ -91,11 +91,7 @@ class ServeOptions:
 
 def document(options: ServeOptions) -> dict[str, Any]:
     """A configuration for `serve run`. Raises ConfigError."""
-    sizes = {
-        "n_slots": options.slots,
-        "n_ctx_slot": options.context,
-        "threads": options.threads,
-    }
+    sizes = {"n_slots": options.slots, "n_ctx_slot": options.context, "threads": options.threads}
     models: dict[str, dict[str, Any]] = {}
     for model in map(named, options.models or (None,)):
         n, model_id = 1, model.id

@@ -22,8 +22,7 @@ _SHOWN_EVENTS = 5
 
 
 def merged(target: Json, patch: Json) -> Json:
-    """A JSON merge patch (RFC 7396) applied to an object; neither is changed. A value of null
-    removes the field."""
+    """A JSON merge patch (RFC 7396) applied to an object; null removes a field. Neither is changed."""
     result = dict(target)
     for key, value in patch.items():
         if value is None:

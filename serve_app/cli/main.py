@@ -174,9 +174,7 @@ def print_config(
 
 
 @app.command(rich_help_panel=_RUN)
-def check(
-    file: Annotated[Path, typer.Argument(help="A configuration file.")],
-) -> None:
+def check(file: Annotated[Path, typer.Argument(help="A configuration file.")]) -> None:
     """Check a configuration file without starting anything.
 
     Example: `corral check serve_config.yaml`
@@ -206,26 +204,19 @@ def hash_keys(
 @app.command(rich_help_panel=_LOOK)
 def chat(
     prompt: Annotated[
-        str | None,
-        typer.Argument(help="A question. Without one, a chat begins."),
+        str | None, typer.Argument(help="A question. Without one, a chat begins.")
     ] = None,
     url: Url = _URL,
     api_key: ApiKey = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="The model. By default, the server's first."),
+        str | None, typer.Option(help="The model. By default, the server's first.")
     ] = None,
-    system: Annotated[
-        str | None,
-        typer.Option(help="A system prompt."),
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="The most tokens of an answer."),
+        int | None, typer.Option(min=1, help="The most tokens of an answer.")
     ] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(min=0, max=2, help="0 always takes the likeliest token."),
+        float | None, typer.Option(min=0, max=2, help="0 always takes the likeliest token.")
     ] = None,
 ) -> None:
     """Chat in the terminal with this server, or any other that speaks the OpenAI API.
@@ -277,10 +268,7 @@ def stats(url: Url = _URL, api_key: ApiKey = None, as_json: AsJson = False) -> N
 def top(
     url: Url = _URL,
     api_key: ApiKey = None,
-    frames: Annotated[
-        int | None,
-        typer.Option(min=1, help="Stop after so many seconds."),
-    ] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Stop after so many seconds.")] = None,
 ) -> None:
     """Show what a server does, once a second, until Ctrl-C.
 

@@ -117,8 +117,7 @@ def local_name(host: str) -> str:
 
 
 def summary(served: Served, models: Sequence[Json], trained: Mapping[str, int]) -> list[str]:
-    """The lines that are said at the end. `models` is what `/v1/stats` tells of them; `trained` is how many
-    tokens each was trained for."""
+    """The last lines. `models` is from `/v1/stats`, `trained` how many tokens each was trained for."""
     lines = [f"Address   {served.address}/v1"]
     is_open = served.key_file is not None or served.allow_anonymous
     if served.host in ("0.0.0.0", "::") and is_open:

@@ -19,8 +19,7 @@ _PART = r"(\d+(?:\.\d+)?)([smh])"
 
 
 def seconds(value: object) -> object:
-    """The seconds that the text stands for; any other value as it is. Raises ValueError for another
-    text."""
+    """The seconds of such a text; any other value as it is. Raises ValueError for another text."""
     if not isinstance(value, str):
         return value
     if not re.fullmatch(f"(?:{_PART})+", value):
@@ -32,8 +31,7 @@ KeepAlive = Annotated[float, Field(gt=0, le=10**7), BeforeValidator(seconds)]
 
 
 def describe_errors(error: ValidationError, whole: str = "") -> str:
-    """Every field that is wrong and why, without its value, which may be a secret. `whole` stands for no
-    field in particular."""
+    """Every wrong field and why, without its value, which may be secret. `whole` stands for no field."""
     found = error.errors(include_url=False, include_input=False)
     return "; ".join(
         f"{'.'.join(str(part) for part in one['loc']) or whole}: {one['msg']}" for one in found

@@ -66,8 +66,7 @@ def engine_options(
 
 
 def summary(runs: Sequence[RunFigures]) -> dict[str, float | None]:
-    """Medians over the runs; latencies over all their tokens, in milliseconds. None where a run does not
-    know."""
+    """Medians over the runs; latencies over all their tokens, in milliseconds. None where unknown."""
     ttft = [s for run in runs for s in run.ttft_s]
     itl = [s for run in runs for s in run.itl_s]
     return {

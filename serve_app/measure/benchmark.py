@@ -32,8 +32,8 @@ class BenchmarkError(Exception):
 
 
 class Prompts:
-    """Random prompts, the same ones for the same vocabulary and seed. No two share a beginning that
-    a cache could use."""
+    """Random prompts, the same for the same vocabulary and seed. No two begin alike, as a cache would
+    like."""
 
     def __init__(self, vocabulary: Sequence[int], seed: int = SEED) -> None:
         self._vocabulary = vocabulary
@@ -181,8 +181,7 @@ def of_each(rounds: Sequence[Mapping[Way, Measured]]) -> Iterator[tuple[Way, lis
 
 
 def ratios(values: Sequence[float | None], baseline: Sequence[float | None]) -> list[float] | None:
-    """The values over those of the baseline in the same rounds; None if one is unknown, or the baseline's
-    is 0."""
+    """The values over the baseline's of the same rounds; None if one is unknown, or the baseline's is 0."""
     found = []
     for value, other in zip(values, baseline, strict=True):
         if value is None or not other:

@@ -97,8 +97,8 @@ class Crowd:
         self.outcomes: list[Outcome] = []
 
     async def run(self, users: int) -> float:
-        """Let so many users ask for `run_s` seconds; the seconds that passed. Answers that are not
-        complete by then are aborted."""
+        """Let so many users ask for `run_s` seconds, and abort what is not complete then; the seconds that
+        passed."""
         began = time.perf_counter()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._load.run_s), asyncio.TaskGroup() as group:
@@ -158,8 +158,8 @@ class Crowd:
 
 
 async def drive(url: str, load: UserLoad, users: int) -> tuple[list[Outcome], float]:
-    """Put the load on the server: how all requests ended, and the seconds that it took. Raises LoadError
-    if the server lists no model."""
+    """Put the load on the server: how all requests ended, and its seconds. Raises LoadError without a
+    model."""
     key = os.environ.get("CORRAL_API_KEY")
     # A connection for each request, so that none is sent twice where a kept one was closed.
     headers = {"Connection": "close"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -176,8 +176,7 @@ async def drive(url: str, load: UserLoad, users: int) -> tuple[list[Outcome], fl
 
 
 async def _context(client: httpx2.AsyncClient, model: str) -> int:
-    """Tokens that a request may have, if the server says so as Corral, vLLM or llama-server do; else
-    4096."""
+    """Tokens that a request may have, if the server says so as Corral, vLLM or llama-server do; or 4096."""
     listed = (await client.get("/v1/models")).raise_for_status().json()["data"]
     card = next((card for card in listed if card["id"] == model), listed[0])
     if known := card.get("n_ctx_slot") or card.get("max_model_len"):
@@ -201,9 +200,7 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def misses(
-    outcomes: Sequence[Outcome],
-    measured: Mapping[str, float | None],
-    bounds: Mapping[str, float],
+    outcomes: Sequence[Outcome], measured: Mapping[str, float | None], bounds: Mapping[str, float]
 ) -> list[str]:
     """Why a load with these ends and figures does not hold; empty if it does."""
     missed = []
@@ -218,8 +215,7 @@ def misses(
 
 
 def most_users(holds: Callable[[int], bool], limit: int) -> int:
-    """The largest number that holds, to a tenth: 0 if not even 1 does, `limit` at most. Calls `holds` with
-    each number once."""
+    """The largest number that holds, to a tenth: from 0 to `limit`. Calls `holds` with each number once."""
     low, high = 0, 1
     while holds(high):
         if high == limit:

@@ -70,8 +70,8 @@ class Reader:
         return "".join(self._texts)
 
     def feed(self, when: float, read: bytes) -> int:
-        """The next bytes, and when they were there; gives the number of new pieces. Raises ValueError
-        if an event is no JSON object."""
+        """Take the next bytes, with their time; gives the number of new pieces. Raises ValueError without
+        JSON."""
         self._end_s = when
         before = len(self._pieces)
         for data in self._events(read):

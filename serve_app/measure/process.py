@@ -29,8 +29,8 @@ _opened: Any = None
 
 
 def started(open_one: Callable[..., object], *arguments: object) -> ProcessPoolExecutor:
-    """A new process that has called this first; what is submitted runs there, on its one thread, and finds
-    what was returned as `opened()`."""
+    """A new process that calls this first; what is submitted runs on its one thread, with the result
+    `opened()`."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, context, _open, (partial(open_one, *arguments),))
 
@@ -140,8 +140,7 @@ class RunnerProcess:
         self._pool = started(opener, model, options)
 
     def run(self, prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
-        """Run all prompts at once, `max_tokens` tokens each. Raises BenchmarkError for a failure in the
-        process."""
+        """Run all prompts at once, `max_tokens` tokens each. Raises BenchmarkError if the process fails."""
         try:
             return self._pool.submit(_run, prompts, max_tokens).result(2 * RUN_TIMEOUT_S)
         except Exception as error:
@@ -162,8 +161,7 @@ def _run(prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
 def engine_runner(
     backend: KernelsName, model: Path, options: EngineOptions, name: str | None = None
 ) -> Runner:
-    """Open an engine with this backend. Its runs go by the name, or else by the backend's. Raises
-    CorralError."""
+    """Open an engine with this backend. Its runs go by the name, or the backend's. Raises CorralError."""
     if backend == "openvino":
         options = replace(options, backend=backend, kv_unified=None)
     return partial(_run_engine, name or backend, Engine.load(model, options))
@@ -175,9 +173,7 @@ def _run_engine(
     """Submit everything at once; the decoder thread tells each token, as in a server."""
     requests = [
         GenerationRequest(
-            f"sequence-{i}",
-            prompt,
-            SamplingParams(seed=i, max_tokens=max_tokens, ignore_eos=True),
+            f"sequence-{i}", prompt, SamplingParams(seed=i, max_tokens=max_tokens, ignore_eos=True)
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -212,8 +208,8 @@ class Arrivals:
 def all_arrivals(
     engine: Engine, requests: Sequence[GenerationRequest], timeout_s: float
 ) -> list[list[float]]:
-    """When each token of each request was told, all submitted at once. Raises a refusal, what one of them
-    ends with, and TimeoutError."""
+    """When each token of each request was told. Raises a refusal, an error that ends one, and
+    TimeoutError."""
     sinks = [Arrivals() for _ in requests]
     deadline = time.monotonic() + timeout_s
     for refusal in engine.submit_to(list(zip(requests, sinks, strict=True))):

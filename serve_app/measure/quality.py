@@ -32,8 +32,7 @@ LIMIT_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class TextReading:
-    """How a model reads a text. Positions are those of the second half of each window, where it has seen
-    some text before."""
+    """How a model reads a text. Positions are in the second half of each window, behind some text."""
 
     log_likelihood: float
     """The log-likelihood of all tokens that were read, in nats."""

@@ -88,8 +88,8 @@ class Variant:
         return hash(self.name)
 
     def options(self, n_slots: int, n_ctx_slot: int, threads: int) -> EngineOptions:
-        """The engine that serves it: so many slots, and nothing measured at its start. `threads` if
-        the variant does not say."""
+        """The engine that serves it, and measures nothing at its start. `threads` if the variant does not
+        say."""
         base: dict[str, Any] = {"threads": threads, "flash_attn": True, "kv_unified": False}
         return EngineOptions(
             n_slots=n_slots,

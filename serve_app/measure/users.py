@@ -76,8 +76,8 @@ User = Generator[Ask, str, None]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A log-normal distribution of whole numbers, cut off at both ends. `spread` is the standard deviation
-    of their logarithm."""
+    """A log-normal distribution of whole numbers, cut off at both ends; `spread` is the logarithms'
+    deviation."""
 
     median: int
     spread: float
@@ -222,11 +222,7 @@ def _pause(rng: random.Random, median_s: float) -> float:
 
 
 def _chat(
-    system: str,
-    history: Sequence[tuple[str, str]],
-    question: str,
-    max_tokens: int,
-    think_s: float,
+    system: str, history: Sequence[tuple[str, str]], question: str, max_tokens: int, think_s: float
 ) -> Ask:
     messages = [{"role": "system", "content": system}]
     for asked, answered in history:
@@ -266,8 +262,7 @@ def checked_mix(text: str) -> str:
 
 
 def kind_of(number: int, mix: Mapping[str, int]) -> str:
-    """The kind of the user of this number: every so many users hold the mix exactly, and the kinds are
-    spread evenly among them."""
+    """The kind of the user of this number: every so many users hold the mix exactly, spread evenly."""
     turn = number % sum(mix.values())
     places = [((i + 0.5) / weight, kind) for kind, weight in mix.items() for i in range(weight)]
     return sorted(places)[turn][1]

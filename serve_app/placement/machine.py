@@ -169,8 +169,8 @@ def total_memory(root: Path = _ROOT) -> int:
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Bytes that this process can still take: the smaller of what the machine has available and
-    what its cgroups' limits leave."""
+    """Bytes that this process can still take: the least of the machine's and what its cgroups' limits
+    leave."""
     headrooms = (limit - used for limit, used in _memory_limits(root))
     bounds = [_machine_memory(root, "MemAvailable:"), *_cpuset_memory(root), *headrooms]
     return max(0, min(bounds))
@@ -219,8 +219,7 @@ def _machine_memory(root: Path, name: str) -> int:
 
 
 def _cpuset_memory(root: Path) -> Iterator[int]:
-    """The bytes that are free, or hold pages of files, on the NUMA nodes that a cpuset allows, if
-    it forbids some."""
+    """The bytes that are free or hold pages of files on the NUMA nodes of a cpuset, if it forbids some."""
     nodes = {
         int(folder.name.removeprefix("node")): _node_memory(folder)
         for folder in (root / "sys/devices/system/node").glob("node[0-9]*")

@@ -32,7 +32,7 @@ class Share:
 
 
 def shares(machine: Machine, n_models: int) -> list[Share]:
-    """A share of the machine for each model, all of which are to fit on it: whole NUMA nodes if there are
+    """A share of the machine for each model, all of which fit on it: whole NUMA nodes if there are
     enough."""
     if machine.quota is not None:
         return _of_quota(machine, machine.quota, n_models)

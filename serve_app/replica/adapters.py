@@ -1,21 +1,47 @@
-"""LoRA adapters that come and go while a replica serves."""
+"""A replica's files on its node, and the LoRA adapters that come and go while it serves."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from asyncio import sleep
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.sources import AdapterConfig
+from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
 from serve_app.engine import Engine
 from serve_app.errors import ConfigError, CorralError, InvalidRequestError
 from serve_app.llama.context import adapter_fingerprint
-from serve_app.replica.files import Files
+from serve_app.progress import Report, Stage, nowhere
+from serve_app.store.models import locate
 from serve_app.store.shared_entries import LoadedAdapter, LoadedAdapters
+from serve_app.store.sharing import ClusterSharing
 from serve_app.types import Adapters, AdapterUse
+
+
+class Files:
+    """Finds files, with the help of other nodes. Used in a replica's event loop."""
+
+    def __init__(self, downloads: DownloadsConfig, report: Report = nowhere) -> None:
+        """`report` is told how far downloads are."""
+        self._downloads, self._report = downloads, report
+        self.n_bytes: Counter[str] = Counter()
+        """Bytes that came for this replica: from the "origin", or from other "nodes"."""
+
+    async def find(self, source: ModelSource) -> Path:
+        """The file, on this node. Raises ConfigError."""
+        last = Stage("downloading")
+
+        def take(stage: Stage) -> None:
+            nonlocal last
+            last = stage
+            self._report(stage)
+
+        path = await asyncio.to_thread(locate, source, self._downloads, take, ClusterSharing())
+        self.n_bytes.update(origin=last.from_origin_bytes, nodes=last.from_nodes_bytes)
+        return path
+
 
 logger = logging.getLogger("corral.replica")
 

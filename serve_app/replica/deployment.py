@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ray import serve
 
 from serve_app import heap, progress
-from serve_app.channel.address import Address
+from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channel, Channels
 from serve_app.config import sizing
 from serve_app.config.resolved import ResolvedModel
@@ -28,20 +28,14 @@ from serve_app.config.sources import AdapterConfig
 from serve_app.engine import Engine, Texts
 from serve_app.engine.kv_cache.transfers import Prefix
 from serve_app.engine.options import AdapterFile
-from serve_app.errors import (
-    ChannelBrokenError,
-    CorralError,
-    EngineFailedError,
-    ModelReplacedError,
-)
+from serve_app.errors import ChannelBrokenError, CorralError, EngineFailedError, ModelReplacedError
 from serve_app.folders import cache_folder
 from serve_app.logs import forward_to_serve
 from serve_app.openvino.exported.header import vocabulary_file
 from serve_app.placement.machine import ThrottleWatch, available_memory, cpu_quota, throttled_s
 from serve_app.placement.pinning import place_on_cpus
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.replica.adapters import ReplicaAdapters
-from serve_app.replica.files import Files
+from serve_app.replica.adapters import Files, ReplicaAdapters
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.metrics import ReplicaMetrics
 from serve_app.replica.reporting import Reporting, pressure
@@ -297,8 +291,8 @@ class LoadedModel:
         return await self._kv_transfer.take(target, sent)
 
     async def attach(self, address: Address) -> bool:
-        """Tell that ingress from now on what this replica holds. Whether it can be reached; if not, it asks
-        again."""
+        """Tell that ingress from now on what this replica holds. Whether it can be reached; if not, it
+        asks again."""
         try:
             await self._reporting.attach(address)
         except ChannelBrokenError:
@@ -314,8 +308,8 @@ class LoadedModel:
         return pressure(engine.stats(), with_background=scales)
 
     def check_health(self) -> None:
-        """Serve asks every few seconds. Ends the process if the engine failed or hangs; the metrics follow
-        as often."""
+        """Serve asks every few seconds. The process ends if the engine failed or hangs; metrics follow as
+        often."""
         try:
             self._engine.check_health()
         except EngineFailedError as error:

@@ -239,8 +239,8 @@ def plan_pull(
 def plan_push(
     offered: Sequence[HotPrefix], targets: Iterable[TransferTarget]
 ) -> list[tuple[HotPrefix, str]]:
-    """The offered prefixes that all targets lack, the hottest first, each with its target: the one
-    with the most room left."""
+    """Offered prefixes that all targets lack, the hottest first, each with the target that has the most
+    room."""
     lacks, room = [True] * len(offered), dict[str, int]()
     for target in targets:
         lacks = [all(both) for both in zip(lacks, target.lacks, strict=True)]

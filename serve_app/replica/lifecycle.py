@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 from urllib.parse import quote
 
-from serve_app.channel.address import Address
+from serve_app.channel.protocol import Address
 from serve_app.errors import CorralError, EngineUnavailableError
 from serve_app.locks import is_locked, lock, make_private
 
@@ -40,8 +40,8 @@ class Residency:
     """
 
     def __init__(self, folder: Path, name: str, most: int) -> None:
-        """The process waits under that name, which no other one has. Raises OSError if the folder is not
-        ours alone, or cannot be used."""
+        """The process waits under that name, which no other has. Raises OSError for a folder that it may
+        not use."""
         make_private(folder)
         self._places = [folder / f"place-{number}" for number in range(most)]
         self._ticket = folder / f"waiting-{quote(name, safe='')}"
@@ -64,8 +64,7 @@ class Residency:
         return False
 
     def note(self, since: float, *, is_busy: bool = False) -> None:
-        """The model has worked without a pause since then, or was used last then, as `time.monotonic`
-        counts."""
+        """The model has worked without a pause since then, or was used last then, by `time.monotonic`."""
         if self._own is not None:
             _write(self._lock, since, is_busy)
 

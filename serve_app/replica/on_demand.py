@@ -18,16 +18,13 @@ from ray import serve
 from ray._private import worker
 
 from serve_app import heap, locks
-from serve_app.channel.address import Address
+from serve_app.channel.protocol import Address
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import CorralError
 from serve_app.replica.deployment import LoadedModel, prepare_process
 from serve_app.replica.lifecycle import ModelLifecycle, Residency
 from serve_app.routing.autoscaling import PRESSURE
-from serve_app.types import (
-    Asleep,
-    ReplicaRecords,
-)
+from serve_app.types import Asleep, ReplicaRecords
 
 
 def _loading(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from serve_app.channel.address import Address
+from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channel, Channels
 from serve_app.engine import CachedPrefixes, Engine, EngineStats
 from serve_app.routing.autoscaling import PRESSURE, engine_pressure
@@ -50,8 +50,8 @@ class Reporter:
 
 
 def pressure(stats: EngineStats, *, with_background: bool = False) -> dict[str, float]:
-    """The figures that `serve_app.routing.autoscaling` uses. Background requests count if they are to have
-    replicas of their own."""
+    """The figures for `serve_app.routing.autoscaling`; background requests count if they may add
+    replicas."""
     queue = stats.queue
     backlog_s, n_requests = queue.backlog_s, queue.running + queue.waiting
     if with_background:

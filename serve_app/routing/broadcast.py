@@ -64,8 +64,7 @@ def _unsubscribe(handle: DeploymentHandle[Any]) -> None:
 async def ask_all(
     handle: DeploymentHandle[Any], method: str, *arguments: Any, timeout_s: float
 ) -> list[Any]:
-    """The replicas' answers within so many seconds, the first one first. Those that are late, or fail,
-    are left out. Raises nothing."""
+    """The replicas' answers within so many seconds, as they come; late ones and failures are left out."""
     answers = _answers(handle, method, arguments, timeout_s)
     return [answer async for answer in answers]
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from serve_app.channel.address import Address
+from serve_app.channel.protocol import Address
 from serve_app.routing.blocks import pack, unpack
 from serve_app.routing.score import Report
 
@@ -36,8 +36,8 @@ _decoder = msgspec.msgpack.Decoder(Change)
 
 
 def change(before: Report | None, after: Report) -> bytes | None:
-    """The change that makes the one of the other; all of it if there was none before. None if they
-    are equal."""
+    """The change from one report to the other; all of it if there was none before. None if they are
+    equal."""
     if before == after:
         return None
     figures, added, removed = {}, {}, {}

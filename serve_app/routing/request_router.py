@@ -16,7 +16,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from serve_app.channel.address import Address
+from serve_app.channel.protocol import Address
 from serve_app.routing import reports
 from serve_app.routing.blocks import BLOCK_TOKENS, chain, request_key, turn_key
 from serve_app.routing.broadcast import note_running

@@ -35,8 +35,7 @@ ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A replica's report about itself. The defaults are what one that has not said anything is
-    taken for."""
+    """A replica's report about itself. The defaults stand for a replica that has not said anything."""
 
     n_slots: int = 8
     n_live: int = 0
@@ -103,8 +102,8 @@ class TTFTForecast:
 
     @property
     def cost_s(self) -> float:
-        """The cost that decides: computing tokens that another replica holds takes time from the
-        next requests, too."""
+        """The cost that decides: tokens that are computed, though held elsewhere, take time from next
+        requests."""
         return self.ttft_s + _OTHERS * (self.missing_s + self.turns_s)
 
 
@@ -263,7 +262,7 @@ class Fleet(Generic[ReplicaT]):
 
 
 def slot_wait_s(work_s: float, n_live: int, n_slots: int) -> float:
-    """Seconds that the next request waits for a slot behind `n_live` others, which take `work_s` until all
-    have ended: they end one by one."""
+    """Seconds until a slot is free behind `n_live` requests, which end one by one, all of them in
+    `work_s`."""
     n_before = n_live - n_slots + 1
     return work_s * n_before / n_live if n_before > 0 else 0.0

@@ -39,8 +39,7 @@ _DONE = b"\1"
 logger = logging.getLogger("corral.store")
 
 OnBytes = Callable[[int, bool], None]
-"""Is told how many more bytes are there, negative if they are not any more, and whether they came from
-another node. Any thread."""
+"""Is told how many bytes came or, if negative, are lost, and whether from another node. Any thread."""
 
 
 class DamagedError(ConfigError):
@@ -79,11 +78,7 @@ def reserve(folder: Path, file: RemoteFile) -> None:
 
 
 def fetch(
-    origin: Origin,
-    file: RemoteFile,
-    folder: Path,
-    on_bytes: OnBytes,
-    sharing: Sharing = ALONE,
+    origin: Origin, file: RemoteFile, folder: Path, on_bytes: OnBytes, sharing: Sharing = ALONE
 ) -> None:
     """Have the file in that folder, whole; pieces that other nodes have come from there. One caller at a
     time for each file. Raises ConfigError: a full disk, a damaged file, an origin that does not answer."""
@@ -105,8 +100,8 @@ def fetch(
 def _fetched(
     origin: Origin, file: RemoteFile, folder: Path, on_bytes: OnBytes, sharing: Sharing
 ) -> bool:
-    """Whether the file is there; False if what came from other nodes may have damaged it. Raises like
-    `fetch`, and OSError."""
+    """Whether the file is there; False if other nodes may have damaged it. Raises like `fetch`, and
+    OSError."""
     part, pieces = _beside(folder, file)
     reserve(folder, file)
     stop = threading.Event()
@@ -247,7 +242,7 @@ class _Fetching:
                 self._is_let_in = True
 
     def _from_origin(self, piece: int, part: int) -> bool:
-        """Download a piece. Whether it is here now; if not, another node asks the origin, or the download
+        """Download a piece. Whether it is here; if not, another node asks the origin, or the download
         stops."""
         start, end = self._bounds(piece)
         at, failures = start, 0

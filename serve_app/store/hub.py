@@ -48,11 +48,7 @@ class HubOrigin:
     def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.errors import HfHubHTTPError
-        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # it exports them lazily
-            build_hf_headers,
-            hf_raise_for_status,
-            http_stream_backoff,
-        )
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]  # it exports them lazily
 
         url = hf_hub_url(self._repo, file.path, revision=self._commit, endpoint=_endpoint())
         asked = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}

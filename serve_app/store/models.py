@@ -43,10 +43,7 @@ logger = logging.getLogger("corral.store")
 
 
 def locate(
-    source: ModelSource,
-    configured: DownloadsConfig,
-    report: Report,
-    sharing: Sharing = ALONE,
+    source: ModelSource, configured: DownloadsConfig, report: Report, sharing: Sharing = ALONE
 ) -> Path:
     """The model's file, the first one of its shards, or its graph in OpenVINO's format, on this node;
     downloaded first if it has to be, as long as that takes: `report` is told how far it is. Other nodes
@@ -223,8 +220,8 @@ def _remote(source: ModelSource, configured: DownloadsConfig, sharing: Sharing) 
 
 
 def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report, sharing: Sharing) -> None:
-    """Have all of it here, and open. One process of this node downloads; the others wait for it, and go on
-    if it dies."""
+    """Have all of it here, and open. One process of this node downloads; the others wait, and go on if it
+    dies."""
     progress = _Progress(model, folder, report)
     while not folder.open(model):
         with folder.alone(model) as mine:
@@ -317,8 +314,8 @@ def _local(model: RemoteModel, name: HubName | None, folder: ModelsFolder) -> Pa
 def _reader(
     model: RemoteModel, file: RemoteFile, local: Path | None, sharing: Sharing
 ) -> gguf_header.Read:
-    """Reads of a file that is here, of one that another node has, or of a remote one, tried again when the
-    connection breaks."""
+    """Reads of a file: here, from another node, or from its origin, tried again when the connection
+    breaks."""
     origin = model.origin
 
     def read_here(start: int, end: int) -> bytes:

@@ -42,8 +42,8 @@ def is_hub_url(text: str) -> bool:
 
 
 def parse(text: str) -> HubName:
-    """`OWNER/NAME`, with `:QUANT` or `:FILE.gguf` and `@REVISION` if you like, and `hf.co/` before it.
-    Raises ConfigError."""
+    """`OWNER/NAME`, maybe with `:QUANT` or `:FILE.gguf`, `@REVISION`, and `hf.co/` before it. Raises
+    ConfigError."""
     match = _NAME.fullmatch(_HOSTS.sub("", text).rstrip("/"))
     if match is None or (match["early"] and match["late"]):
         raise ConfigError(

@@ -147,16 +147,14 @@ class Sharing:
     raises, as each node can do without the others."""
 
     def peers(self, file: RemoteFile, path: Path, stop: threading.Event) -> Peers:
-        """The others that have a file, or download it. From now on they may copy it from here, where it is
-        going to be at that path."""
+        """The others that have or download a file. They may copy it from here, where it is going to be."""
         return Peers()
 
     def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
         """Others may have the file from there, or its header if it is not whole."""
 
     def read_header(self, file: RemoteFile, start: int, end: int) -> bytes | None:
-        """Bytes of a file, from a node that has it or its header, which may end before; None if there
-        is no such node."""
+        """Bytes of a file, which may end before, from a node with it or its header; None without any."""
         return None
 
     def put_listing(self, name: str, listing: Listing) -> None:

@@ -121,7 +121,7 @@ class LoadedAdapters:
         )
 
     def add(self, model_id: str, config: AdapterConfig, version: str) -> LoadedAdapter:
-        """Have one more adapter, for all. Raises InvalidRequestError if its name is taken, or there are too
+        """Have one more adapter, for all. Raises InvalidRequestError for a name that is taken, or too
         many."""
         self._check_room(model_id, config.id)
         content = {"config": config.model_dump(mode="json", exclude_unset=True), "version": version}

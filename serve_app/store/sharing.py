@@ -197,8 +197,8 @@ class ClusterPeers(Peers):
                 self._wait(holder)
 
     def _wait(self, holder: Holder) -> None:
-        """Give a node time to get a piece. While it makes progress, so does this node: the next one in the
-        line sees that."""
+        """Give a node time to get a piece. Its progress is this node's: the next one in the line sees
+        that."""
         self._stop.wait(_LOOK_EVERY_S)
         age_s: float | None = self._ask(holder.node, "age", holder.path)
         if age_s is None or age_s > STALL_S:
@@ -275,8 +275,8 @@ class ClusterPeers(Peers):
 
 
 def chosen(others: list[Holder], number: int) -> Holder | None:
-    """The node to copy from for the one with that number: the last one before it, or else the last one that
-    has the whole file. Pure."""
+    """The node that a node copies from: the last one before it, or else the last one with the whole file.
+    Pure."""
     before = [holder for holder in others if holder.number < number]
     return max(
         before or [holder for holder in others if holder.is_whole],

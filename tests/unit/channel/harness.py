@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from serve_app.channel import frames
-from serve_app.channel.address import Address
-from serve_app.channel.frames import FrameBuffer, Item
+from serve_app.channel import protocol
 from serve_app.channel.listener import IncomingCall, Listener
+from serve_app.channel.protocol import Address, FrameBuffer, Item
 from serve_app.channel.sender import Channel, Channels
 from serve_app.errors import CorralError
 from serve_app.types import Accepted, FinishReason, SequenceEnd, Timings, TokenDelta, Usage
@@ -135,7 +134,7 @@ class Wire:
             data = self.peer.recv(n_bytes)
         except BlockingIOError:
             return []
-        return [frames.items(body) for body in self._buffer.add(data)]
+        return [protocol.items(body) for body in self._buffer.add(data)]
 
     async def receive_all(self) -> list[list[Item]]:
         """The frames that come until nothing is left to send."""

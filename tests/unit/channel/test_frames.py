@@ -7,8 +7,8 @@ import math
 import msgspec
 import pytest
 
-from serve_app.channel import frames
-from serve_app.channel.frames import FrameBuffer, Hello, Item
+from serve_app.channel import protocol
+from serve_app.channel.protocol import FrameBuffer, Hello, Item
 from serve_app.errors import (
     CorralError,
     DecodeError,
@@ -57,14 +57,14 @@ ERRORS = [
 @pytest.mark.parametrize("delta", [None, *DELTAS])
 def test_items_come_out_as_they_went_in(delta: TokenDelta | None) -> None:
     sent: list[Item] = [(0, delta), (2**40, delta)]
-    (body,) = FrameBuffer().add(frames.frame(sent))
-    assert frames.items(body) == sent
+    (body,) = FrameBuffer().add(protocol.frame(sent))
+    assert protocol.items(body) == sent
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_errors_come_with_all_that_they_tell(error: CorralError) -> None:
-    (body,) = FrameBuffer().add(frames.frame([(3, ended(FinishReason.ERROR, error))]))
-    ((_, delta),) = frames.items(body)
+    (body,) = FrameBuffer().add(protocol.frame([(3, ended(FinishReason.ERROR, error))]))
+    ((_, delta),) = protocol.items(body)
     assert delta is not None
     assert delta.end is not None
     found = delta.end.error
@@ -75,35 +75,35 @@ def test_errors_come_with_all_that_they_tell(error: CorralError) -> None:
 def test_frames_may_be_cut_anywhere() -> None:
     sent: list[list[Item]] = [[(1, one)] for one in DELTAS]
     sent.append([(n, one) for n, one in enumerate(DELTAS)])
-    data = b"".join(map(frames.frame, sent))
+    data = b"".join(map(protocol.frame, sent))
     for cut in range(len(data) + 1):
         buffer = FrameBuffer()
         bodies = [*buffer.add(data[:cut]), *buffer.add(data[cut:])]
-        assert [frames.items(body) for body in bodies] == sent
+        assert [protocol.items(body) for body in bodies] == sent
         assert buffer.n_bytes == 0
 
 
 def test_every_byte_may_come_alone() -> None:
-    data, buffer = b"".join(frames.frame([(1, one)]) for one in DELTAS), FrameBuffer()
+    data, buffer = b"".join(protocol.frame([(1, one)]) for one in DELTAS), FrameBuffer()
     bodies = [body for byte in data for body in buffer.add(bytes([byte]))]
-    assert [frames.items(body) for body in bodies] == [[(1, one)] for one in DELTAS]
+    assert [protocol.items(body) for body in bodies] == [[(1, one)] for one in DELTAS]
 
 
 def test_what_waits_is_counted() -> None:
-    data, buffer = frames.frame([(1, DELTAS[1])]), FrameBuffer()
+    data, buffer = protocol.frame([(1, DELTAS[1])]), FrameBuffer()
     assert list(buffer.add(data + data[:-1])) == [data[4:]]
     assert buffer.n_bytes == len(data) - 1
 
 
 def test_a_hello_comes_out_as_it_went_in() -> None:
-    (body,) = FrameBuffer().add(frames.frame(Hello("secret", "replica")))
-    assert len(body) < frames.MOST_HELLO_BYTES
-    assert frames.hello(body) == Hello("secret", "replica")
+    (body,) = FrameBuffer().add(protocol.frame(Hello("secret", "replica")))
+    assert len(body) < protocol.MOST_HELLO_BYTES
+    assert protocol.hello(body) == Hello("secret", "replica")
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"GET / HTTP/1.1", b"\x92\x01\x02", b"\xff" * 99])
 def test_anything_else_is_refused(body: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        frames.hello(body)
+        protocol.hello(body)
     with pytest.raises(msgspec.MsgspecError):
-        frames.items(body)
+        protocol.items(body)

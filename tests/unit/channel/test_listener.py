@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
-from serve_app.channel import frames, listener
-from serve_app.channel.address import Address
+from serve_app.channel import listener, protocol
 from serve_app.channel.listener import Listener
+from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channels
 from serve_app.errors import ChannelBrokenError
 from tests.unit.channel.harness import (
@@ -88,10 +88,10 @@ async def test_the_secret_is_not_shown() -> None:
     "said",
     [
         b"\0\0\0\0",
-        b"GET / HTTP/1.1\r\n\r\n" + b"x" * frames.MOST_HELLO_BYTES,
-        frames.frame([(0, None)]),
-        frames.frame(frames.Hello("wrong", "r")),
-        b"\xff\xff\xff\xff" + b"x" * (frames.MOST_HELLO_BYTES + 1),
+        b"GET / HTTP/1.1\r\n\r\n" + b"x" * protocol.MOST_HELLO_BYTES,
+        protocol.frame([(0, None)]),
+        protocol.frame(protocol.Hello("wrong", "r")),
+        b"\xff\xff\xff\xff" + b"x" * (protocol.MOST_HELLO_BYTES + 1),
     ],
 )
 async def test_garbage_is_refused(said: bytes) -> None:
@@ -108,8 +108,8 @@ async def test_garbage_is_refused(said: bytes) -> None:
 async def test_who_was_refused_is_not_heard_again() -> None:
     async with listening() as (listener, address):
         connection = await stranger(address)
-        hello = frames.frame(frames.Hello(address.secret, "r"))
-        connection.send(frames.frame(frames.Hello("wrong", "r")) + hello)
+        hello = protocol.frame(protocol.Hello(address.secret, "r"))
+        connection.send(protocol.frame(protocol.Hello("wrong", "r")) + hello)
         await refused(connection)
         assert not listener._connections
 
@@ -119,9 +119,9 @@ async def test_one_that_is_believed_and_sends_garbage_is_cut_off(
 ) -> None:
     async with listening() as (listener, address):
         connection = await stranger(address)
-        connection.send(frames.frame(frames.Hello(address.secret, "r")))
+        connection.send(protocol.frame(protocol.Hello(address.secret, "r")))
         await until(lambda: bool(listener._connections))
-        assert connection.recv(9) == frames.WELCOME
+        assert connection.recv(9) == protocol.WELCOME
         with caplog.at_level(logging.ERROR, "corral.ingress"):
             connection.send(b"\1\0\0\0\xc1")
             await refused(connection)

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.channel import frames
+from serve_app.channel import protocol
 from serve_app.channel.listener import Listener
 from serve_app.channel.sender import Channels
 from tests.unit.channel.harness import ELSEWHERE, HERE, Wire, delta, settle
 
 
 def bodies(wire: Wire) -> list[bytes]:
-    return list(frames.FrameBuffer().add(wire.peer.recv(1 << 20)))
+    return list(protocol.FrameBuffer().add(wire.peer.recv(1 << 20)))
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 255, 256, 65_536])
 def test_a_report_is_told_from_tokens(n_bytes: int) -> None:
     report = bytes(n_bytes)
-    (body,) = frames.FrameBuffer().add(frames.frame(report))
-    assert frames.report(body) == report
-    (body,) = frames.FrameBuffer().add(frames.frame([(n_bytes, delta("a"))]))
-    assert frames.report(body) is None
+    (body,) = protocol.FrameBuffer().add(protocol.frame(report))
+    assert protocol.report(body) == report
+    (body,) = protocol.FrameBuffer().add(protocol.frame([(n_bytes, delta("a"))]))
+    assert protocol.report(body) is None
 
 
 async def test_a_report_is_a_frame_of_its_own(wire: Wire) -> None:
     wire.channel.push(1, delta("a"))
     assert wire.channel.report(b"said")
     report, tokens = bodies(wire)
-    assert frames.report(report) == b"said"
-    assert frames.items(tokens) == [(1, delta("a"))]
+    assert protocol.report(report) == b"said"
+    assert protocol.items(tokens) == [(1, delta("a"))]
 
 
 async def test_none_is_kept_for_one_who_does_not_read(wire: Wire) -> None:
@@ -38,7 +38,7 @@ async def test_none_is_kept_for_one_who_does_not_read(wire: Wire) -> None:
     assert sum(len(one.text) for frame in received for _, one in frame if one) == len(sent.text)
     await settle()
     assert wire.channel.report(b"newer")
-    assert [frames.report(body) for body in bodies(wire)] == [b"newer"]
+    assert [protocol.report(body) for body in bodies(wire)] == [b"newer"]
 
 
 async def test_one_that_is_gone_is_told_nothing(wire: Wire) -> None:

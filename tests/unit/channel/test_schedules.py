@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.channel.frames import WELCOME, Hello, frame
 from serve_app.channel.listener import IncomingCall, Listener, _Connection
+from serve_app.channel.protocol import WELCOME, Hello, frame
 from serve_app.channel.sender import Channel
 from serve_app.errors import ChannelBrokenError
 from serve_app.types import Accepted, TokenDelta

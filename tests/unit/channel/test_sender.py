@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from serve_app.channel import sender
-from serve_app.channel.frames import Item
+from serve_app.channel.protocol import Item
 from serve_app.errors import ChannelBrokenError, DecodeError
 from serve_app.types import TokenDelta
 from tests.unit.channel.harness import PATIENCE_S, Wire, delta, failed, last, settle

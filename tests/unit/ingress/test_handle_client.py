@@ -13,8 +13,8 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from serve_app.channel.address import Address
 from serve_app.channel.listener import Listener
+from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channels
 from serve_app.errors import (
     ConfigError,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.channel.address import Address
+from serve_app.channel.protocol import Address
 from serve_app.errors import ConfigError, EngineUnavailableError
 from serve_app.replica import lifecycle
 from serve_app.replica.lifecycle import ModelLifecycle, Residency

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray import serve
 
-from serve_app.channel.address import Address
+from serve_app.channel.protocol import Address
 from serve_app.config.resolved import OnDemandSettings
 from serve_app.errors import ConfigError
 from serve_app.replica import on_demand

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from serve_app.channel import sender
-from serve_app.channel.address import Address
 from serve_app.channel.listener import Listener
+from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channels
 from serve_app.engine import Engine
 from serve_app.errors import ChannelBrokenError

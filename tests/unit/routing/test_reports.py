@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.channel.address import Address
+from serve_app.channel.protocol import Address
 from serve_app.routing import reports
 from serve_app.routing.blocks import MAX_BLOCKS
 from serve_app.routing.reports import ReplicaAttachment, ReplicaConnection, Reports, applied, change

@@ -11,7 +11,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentID
 from ray.serve.request_router import PendingRequest, ReplicaID
 
-from serve_app.channel.address import Address
+from serve_app.channel.protocol import Address
 from serve_app.replica.deployment import EngineReplica
 from serve_app.routing import reports
 from serve_app.routing.blocks import chain, request_key, turn_key
