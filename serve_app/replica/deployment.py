@@ -54,6 +54,9 @@ from serve_app.types import (
 
 logger = logging.getLogger("corral.replica")
 
+MOST_ENTERING = 16
+"""Requests that are submitted in one turn of the event loop: the heaviest takes 20 ms, and Serve's health
+checks have their turns in between."""
 Entry = tuple[GenerationRequest, Callable[[TokenDelta], None]]
 """A request, and where its deltas go."""
 
@@ -112,7 +115,7 @@ class LoadedModel:
         self._batches_may_scale = model.batches_may_scale
         batched: Any = (self._enter, self._enter_texts)  # Serve's setters are not in its types
         for batching in batched:
-            batching.set_max_batch_size(options.n_slots + options.max_waiting)
+            batching.set_max_batch_size(min(MOST_ENTERING, options.n_slots + options.max_waiting))
             batching.set_batch_wait_timeout_s(model.batch_wait_timeout_s)
         logger.info(
             "Model %s: %d slots x %d tokens, %d threads (%s), %s; %s.",

@@ -1,0 +1,32 @@
+"""Requests enter an engine in no time, however heavy they are: health checks have turns in between."""
+
+from __future__ import annotations
+
+import time
+
+from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.config.schema import DeploymentConfig
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from serve_app.replica.deployment import MOST_ENTERING
+from serve_app.sampling import LogitBias
+
+N_CTX = 131_072
+
+
+def test_the_heaviest_requests_together_leave_time_for_health_checks() -> None:
+    options = EngineOptions(n_slots=2, n_ctx_slot=N_CTX, threads=1, n_batch=64, max_waiting=64)
+    engine = Engine.load(BUILTIN_MODEL, options)
+    try:
+        bias = LogitBias.of(dict.fromkeys(range(256), 1.0))
+        sampling = SamplingParams(logit_bias=bias, max_tokens=1, stop=("x" * 100,) * 16)
+        requests = [
+            GenerationRequest(f"r{n}", (n + 5,) * (N_CTX - 8), sampling)
+            for n in range(MOST_ENTERING)
+        ]
+        began = time.thread_time()
+        refusals = engine.submit_to([(request, lambda _: None) for request in requests])
+        cpu_s = time.thread_time() - began
+    finally:
+        engine.close(timeout_s=0)
+    assert refusals == [None] * MOST_ENTERING
+    assert cpu_s < DeploymentConfig().health_check_timeout_s / 10
