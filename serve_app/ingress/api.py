@@ -26,7 +26,7 @@ from serve_app.ingress.http import errors
 from serve_app.ingress.http.dependencies import Bodies, InProcess, add_routes, worker_modules
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.llama_server import slots
-from serve_app.ingress.media.fetching import Fetcher, FetchingWorkers
+from serve_app.ingress.media.fetching import Fetcher
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.ollama import model_routes as ollama_model_routes
 from serve_app.ingress.ollama import routes as ollama_routes
@@ -79,9 +79,8 @@ def build_api(
     for a folder.
     """
     workers = workers or InProcess(models)
-    if access.picture_hosts:
-        workers = FetchingWorkers(workers, Fetcher(access.picture_hosts))
-    bodies = Bodies(workers, strict=access.strict)
+    fetch = Fetcher(access.picture_hosts).fetch if access.picture_hosts else None
+    bodies = Bodies(workers, strict=access.strict, fetch=fetch)
     accounts = access.accounts()
     executor = None
     if batches is not None:

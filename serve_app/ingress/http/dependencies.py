@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 
-from serve_app.errors import ContentEncodingError, InvalidRequestError
+from serve_app.errors import ContentEncodingError, InvalidRequestError, PicturesWantedError
 from serve_app.ingress.http import request_context, request_model
 from serve_app.ingress.model_registry import Models, ServedModel
 from serve_app.ingress.workers.pool import NO_FILES, Workers
@@ -29,6 +29,10 @@ T = TypeVar("T")
 
 LOG_EVERY_S, MOST_CHARS = 60.0, 500
 """The seconds between two logs of ignored fields, and the most characters of their names."""
+
+
+Fetch = Callable[[str, PicturesWantedError], Awaitable[Mapping[str, bytes]]]
+"""Fetches files for a client, by URL. Raises InvalidRequestError for what cannot be had."""
 
 
 class InProcess:
@@ -53,10 +57,13 @@ class InProcess:
 class Bodies:
     """Reads bodies. The event loop does nothing that grows with one, but to hand it over."""
 
-    def __init__(self, workers: Workers, *, strict: bool = False) -> None:
-        """`strict` refuses requests with fields that Corral does not have."""
+    def __init__(
+        self, workers: Workers, *, strict: bool = False, fetch: Fetch | None = None
+    ) -> None:
+        """`strict` refuses requests with fields that Corral does not have; `fetch` gets the pictures that
+        are named by URLs."""
         self._workers = workers
-        self._strict = strict
+        self._strict, self._fetch = strict, fetch
         self._log_again_at = 0.0
 
     async def pieces(
@@ -76,7 +83,13 @@ class Bodies:
 
     async def work(self, function: Callable[[Models, bytes], T], *pieces: bytes) -> T:
         caller = request_context.current()
-        made = await self._workers.run(caller.holder, function, *pieces)
+        try:
+            made = await self._workers.run(caller.holder, function, *pieces)
+        except PicturesWantedError as missing:
+            if self._fetch is None:
+                raise
+            files = await self._fetch(caller.holder, missing)
+            made = await self._workers.run(caller.holder, function, *pieces, files=files)
         if caller.ignored:
             self._tell(caller.ignored)
         return made

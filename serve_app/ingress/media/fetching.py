@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from serve_app.errors import InvalidRequestError, PicturesWantedError
-from serve_app.ingress.model_registry import Models
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
-from serve_app.ingress.workers.pool import NO_FILES, Workers
 
 if TYPE_CHECKING:
     import httpx2
@@ -171,27 +169,6 @@ class Fetcher:
         if self._client is None:
             self._client = await asyncio.to_thread(_client)
         return self._client
-
-
-class FetchingWorkers:
-    """Workers, and a fetcher for what they find wanting."""
-
-    def __init__(self, workers: Workers, fetcher: Fetcher) -> None:
-        self._workers, self._fetcher = workers, fetcher
-
-    async def run(
-        self,
-        client: str,
-        work: Callable[[Models, bytes], T],
-        *pieces: bytes,
-        files: Mapping[str, bytes] = NO_FILES,
-    ) -> T:
-        try:
-            return await self._workers.run(client, work, *pieces)
-        except PicturesWantedError as error:
-            missing = error
-        files = await self._fetcher.fetch(client, missing)
-        return await self._workers.run(client, work, *pieces, files=files)
 
 
 def _client() -> httpx2.AsyncClient:

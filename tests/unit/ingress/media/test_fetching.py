@@ -16,12 +16,11 @@ from PIL import Image
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import InvalidRequestError, PicturesWantedError
-from serve_app.ingress.http.dependencies import InProcess
+from serve_app.ingress.http.dependencies import Bodies, InProcess
 from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.media.fetching import (
     MAX_FILE_BYTES,
     Fetcher,
-    FetchingWorkers,
     is_public,
 )
 from serve_app.ingress.model_registry import ModelInfo
@@ -227,13 +226,13 @@ async def test_a_body_is_read_again_with_its_files() -> None:
         "m": ModelInfo("m", 512, Tokenizer(BUILTIN_MODEL), media=MediaDecoder(sees=True))
     }
     async with site(a=ok(red())) as web:
-        workers = FetchingWorkers(InProcess(models), fetcher(Names()))
+        bodies = Bodies(InProcess(models), fetch=fetcher(Names()).fetch)
         parts = [{"type": "image_url", "image_url": {"url": web.url("/a")}}] * 2
         body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
-        made = await workers.run("client", preparation.chat, body[:9], body[9:])
+        made = await bodies.work(preparation.chat, body[:9], body[9:])
         web.answers["/a"] = ok(b"<svg/>")
         with pytest.raises(InvalidRequestError, match="Picture 1 of 2: it is none of PNG"):
-            await workers.run("client", preparation.chat, body)
+            await bodies.work(preparation.chat, body)
     seen = [one for one in made.chat.generation.requests[0].media if isinstance(one, Picture)]
     assert [one.pixels[:3] for one in seen] == [b"\xff\0\0"] * 2
     assert len(web.seen) == 2
