@@ -28,7 +28,7 @@ from serve_app.ingress.generation.requests import (
 )
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel, loads, name_ignored, parsed
-from serve_app.ingress.model_registry import M, Models, find
+from serve_app.ingress.model_registry import M, ModelInfo, Models, find
 from serve_app.ingress.openai.tools import plain_choice
 from serve_app.ingress.responses import items
 from serve_app.ingress.responses.items import AnyItem, Items, turns
@@ -217,43 +217,57 @@ class After(msgspec.Struct, frozen=True, tag=True):
 
 
 def response(models: Models, body: bytes) -> PreparedResponse | After:
-    """POST /v1/responses. Raises CorralError."""
-    request = parsed(ResponsesRequest, body)
-    if request.previous_response_id is not None:
-        return After(request.previous_response_id)
-    return _response(models, request, [])
-
-
-def response_after(models: Models, body: bytes) -> PreparedResponse:
-    """The record of an earlier response, and a request behind it. Raises CorralError."""
-    before, body = _conversation(models, body)
-    return _response(models, parsed(ResponsesRequest, body), before)
+    """POST /v1/responses, maybe behind a record. Raises CorralError."""
+    read = _read(models, body)
+    if isinstance(read, After):
+        return read
+    request, before, chat, model = read
+    prepared = preparation.chat(model, chat, 1, "input")
+    kept = items.kept(before, request.input)
+    asked = _told(request, prepared.generation.sampling)
+    return PreparedResponse(prepared, asked, kept, request.obfuscates)
 
 
 def input_tokens(models: Models, body: bytes) -> PromptLength | After:
-    """POST /v1/responses/input_tokens: how many the prompt would have. Raises CorralError."""
+    """POST /v1/responses/input_tokens, maybe behind a record: how many the prompt would have. Raises
+    CorralError."""
+    read = _read(models, body)
+    if isinstance(read, After):
+        return read
+    _, _, chat, model = read
+    return preparation.length(model, chat, "input")
+
+
+def _read(
+    models: Models, body: bytes
+) -> tuple[ResponsesRequest, list[Any], TranslatedChat, ModelInfo] | After:
+    """The request, the items that it goes on from, and both as a chat with a model."""
+    before: list[Any] = []
+    has_record = body.startswith(_RECORD)
+    if has_record:
+        before, body = _conversation(models, body)
     request = parsed(ResponsesRequest, body)
-    if request.previous_response_id is not None:
+    if request.previous_response_id is not None and not has_record:
         return After(request.previous_response_id)
-    return _input_tokens(models, request, [])
+    chat = request.as_chat(_ITEMS.validate_python(before))
+    model = find(models, request.model, preparation.chat_beginning(chat.conversation))
+    return request, before, chat, model
 
 
-def input_tokens_after(models: Models, body: bytes) -> PromptLength:
-    """The record of an earlier response, and a request behind it. Raises CorralError."""
-    before, body = _conversation(models, body)
-    return _input_tokens(models, parsed(ResponsesRequest, body), before)
+_RECORD = b"\0"
+"""The first byte of a record, which no JSON begins with."""
 
 
 def record(stored: StoredResponse) -> list[bytes]:
     """The pieces of a body with the record of a response, which only workers read: it may be long."""
     pieces = [stored.stored_request, *(pack for _, pack in stored.packs)]
-    return [b" ".join(b"%d" % len(piece) for piece in pieces) + b"\n", *pieces]
+    return [_RECORD + b" ".join(b"%d" % len(piece) for piece in pieces) + b"\n", *pieces]
 
 
 def _record(body: bytes) -> tuple[StoredRequest, list[memoryview], bytes]:
     """The input of a response, its packed log, and the body behind them."""
     start, pieces = body.index(b"\n") + 1, list[memoryview]()
-    for size in map(int, body[:start].split()):
+    for size in map(int, body[len(_RECORD) : start].split()):
         pieces.append(memoryview(body)[start : start + size])
         start += size
     return StoredRequest.unpacked(pieces[0]), pieces[1:], body[start:]
@@ -318,22 +332,6 @@ def page(models: Models, body: bytes) -> bytes:
             "has_more": len(listed) > len(shown),
         }
     )
-
-
-def _response(models: Models, request: ResponsesRequest, before: Sequence[Any]) -> PreparedResponse:
-    chat = request.as_chat(_ITEMS.validate_python(before))
-    model = find(models, request.model, preparation.chat_beginning(chat.conversation))
-    prepared = preparation.chat(model, chat, 1, "input")
-    kept = items.kept(before, request.input)
-    return PreparedResponse(
-        prepared, _told(request, prepared.generation.sampling), kept, request.obfuscates
-    )
-
-
-def _input_tokens(models: Models, request: ResponsesRequest, before: Sequence[Any]) -> PromptLength:
-    chat = request.as_chat(_ITEMS.validate_python(before))
-    model = find(models, request.model, preparation.chat_beginning(chat.conversation))
-    return preparation.length(model, chat, "input")
 
 
 def _told(request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
@@ -34,7 +33,7 @@ from serve_app.ingress.http.dependencies import (
     PreparedBody,
     written,
 )
-from serve_app.ingress.model_registry import Models, find
+from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai.answers import InputTokens
 from serve_app.ingress.responses import preparation, serving
 from serve_app.ingress.responses.background import BackgroundResponses
@@ -64,14 +63,11 @@ PROMPT_END = 64
 """The last tokens of a prompt that tell whether its answer begins with reasoning."""
 
 
-@dataclass(frozen=True)
 class Continued(PreparedBody[T | After]):
-    """The dependency on a body that may go on from an earlier response, whose conversation it is then
-    prepared with by `prepare_after`."""
+    """The dependency on a body that may go on from an earlier response, behind whose record it is then
+    prepared again."""
 
-    prepare_after: Callable[[Models, bytes], T]
-
-    async def __call__(self, request: Request) -> T:
+    async def __call__(self, request: Request) -> T | After:
         """Read the body in a worker. Raises CorralError."""
         bodies: Bodies = request.app.state.bodies
         pieces = await bodies.pieces(request)
@@ -84,7 +80,7 @@ class Continued(PreparedBody[T | After]):
             stored = await responses.find(result.response_id, key())
         except ResponseNotFoundError:
             raise PreviousResponseError(result.response_id) from None
-        return await bodies.work(self.prepare_after, *preparation.record(stored), *pieces)
+        return await bodies.work(self.prepare, *preparation.record(stored), *pieces)
 
 
 @ROUTER.post("/v1/responses", response_model=None)
@@ -92,9 +88,7 @@ class Continued(PreparedBody[T | After]):
 async def responses(
     models: ModelsArgument,
     responses: ResponsesArgument,
-    prepared: Annotated[
-        PreparedResponse, Depends(Continued(preparation.response, preparation.response_after))
-    ],
+    prepared: Annotated[PreparedResponse, Depends(Continued(preparation.response))],
 ) -> Response:
     """Answer a chat as a response, which is kept for some minutes unless `store` is false; `stream`
     sends server-sent events, and `background` does not wait for it."""
@@ -147,10 +141,7 @@ async def responses(
 @ROUTER.post("/responses/input_tokens")
 async def response_input_tokens(
     models: ModelsArgument,
-    length: Annotated[
-        PromptLength,
-        Depends(Continued(preparation.input_tokens, preparation.input_tokens_after)),
-    ],
+    length: Annotated[PromptLength, Depends(Continued(preparation.input_tokens))],
 ) -> InputTokens:
     """How many tokens the prompt of such a response has."""
     return InputTokens(input_tokens=await generation.n_tokens(models, length))
