@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.messages import refuse_media
+from serve_app.ingress.generation.tools import refuse_media
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
 from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of, texts_in
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from serve_app.ingress.generation.messages import FunctionDefinition, FunctionName, Tool
+from serve_app.ingress.generation.tools import FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.http.request_model import RequestModel, name_ignored
 
 Json = dict[str, Any]

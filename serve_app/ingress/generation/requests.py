@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.messages import Tool
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
+from serve_app.ingress.generation.tools import Tool
 from serve_app.ingress.http import request_model
 from serve_app.ingress.http.request_model import RequestModel, name_ignored, name_what_is_taken
 from serve_app.prompt import grammars

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.messages import Tool
 from serve_app.ingress.generation.requests import (
     MAX_LOGPROBS,
     CacheSalt,
@@ -21,6 +20,7 @@ from serve_app.ingress.generation.requests import (
     ResponseFormat,
     TranslatedChat,
 )
+from serve_app.ingress.generation.tools import Tool
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.ollama.messages import OllamaMessage
 from serve_app.ingress.ollama.options import Options

@@ -12,7 +12,6 @@ from pydantic import Field, field_validator, model_validator
 
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.messages import ChatMessage, Tool
 from serve_app.ingress.generation.requests import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -21,6 +20,8 @@ from serve_app.ingress.generation.requests import (
     MaxTokens,
     TokenId,
 )
+from serve_app.ingress.generation.tools import Tool
+from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.tools import CustomTool, plain_choice, with_custom_tools
 from serve_app.prompt.conversation import Conversation
 from serve_app.sampling import SamplingParams

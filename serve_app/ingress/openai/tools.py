@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from serve_app.ingress.generation.messages import FunctionDefinition, FunctionName
+from serve_app.ingress.generation.tools import FunctionDefinition, FunctionName
 from serve_app.ingress.http.request_model import RequestModel, name_ignored
 
 

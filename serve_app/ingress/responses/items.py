@@ -22,8 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-from serve_app.ingress.generation import messages
+from serve_app.ingress.generation.tools import refuse_media
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
+from serve_app.ingress.openai.messages import SoundPart
 from serve_app.ingress.openai.tools import CUSTOM_INPUT
 from serve_app.ingress.responses.tools import CallForm
 from serve_app.prompt.conversation import Attachment, PastCall, Turn, texts_in
@@ -63,7 +64,7 @@ class InputImagePart(RequestModel):
         return {"type": self.type, "image_url": self.image_url, "detail": "auto"}
 
 
-class InputAudioPart(messages.SoundPart):
+class InputAudioPart(SoundPart):
     def told(self) -> Json:
         return self.model_dump()
 
@@ -87,7 +88,7 @@ def _parts(value: object) -> object:
     parts = [value] if isinstance(value, dict) else value
     if not isinstance(parts, list):
         return [] if parts is None else parts
-    messages.refuse_media(parts, "input", takes={"input_image", "input_audio"})
+    refuse_media(parts, "input", takes={"input_image", "input_audio"})
     return [_part(part) for part in parts if part is not None]
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from serve_app.ingress.generation.messages import FunctionDefinition, FunctionName, Tool
+from serve_app.ingress.generation.tools import FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.tools import CustomDefinition, input_of, known_tools
 
