@@ -145,7 +145,9 @@ class AccessMiddleware:
                     request_context.enter(caller)
                     await self._app(scope, receive, _noting_status(caller, send))
                     return
-                body = await self._body(caller, scope, headers, receive, endpoint)
+                body: list[bytes] | None = []
+                if endpoint is not None and not is_unread(endpoint):
+                    body = await self._bodies.read(caller.holder, headers, receive)
             except CorralError as error:
                 if isinstance(error, NoRoomError) and line is None:
                     await self._hold_up(scope, headers)
@@ -153,7 +155,7 @@ class AccessMiddleware:
                     scope, receive, send
                 )
                 return
-            if body is not None:
+            if body is not None:  # else the client has left
                 request_context.enter(caller)
                 replayed = replay(body, receive)
                 del body  # an answer may take long, and bodies may be large
@@ -184,19 +186,6 @@ class AccessMiddleware:
         if any(path == off or path.startswith(f"{off}/") for off in self._disabled_routes):
             raise NotSupportedError(f"This server does not answer at {path}: it was switched off.")
 
-    async def _body(
-        self,
-        caller: Caller,
-        scope: Scope,
-        headers: Headers,
-        receive: Receive,
-        endpoint: object,
-    ) -> list[bytes] | None:
-        """The pieces of the body: none where no route takes one; None if the client has left."""
-        if scope["method"] != "POST" or endpoint is None or is_unread(endpoint):
-            return []
-        return await self._bodies.read(caller.holder, headers, receive)
-
 
 def _may_wait(scope: Scope, headers: Headers) -> bool:
     declared = headers.get("content-length", "" if scope["method"] == "POST" else "0")
@@ -204,7 +193,7 @@ def _may_wait(scope: Scope, headers: Headers) -> bool:
 
 
 def _endpoint(scope: Scope) -> object:
-    """The route that answers it: None if there is no route for it."""
+    """The route that answers a POST; None if there is none, or for other methods, which have no bodies."""
     if scope["method"] != "POST":
         return None
     for route in scope["app"].routes:

@@ -223,27 +223,27 @@ async def _received(receive: Receive) -> Message:
 
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., object])
-_UNREAD, _STREAMED = "reads_no_body", "streams_its_body"
+_UNREAD, _STREAMED = object(), object()
 
 
 def unread(endpoint: Endpoint) -> Endpoint:
     """Mark an endpoint that does not look at bodies: none is received for it, however large."""
-    setattr(endpoint, _UNREAD, True)
+    setattr(endpoint, "body_mark", _UNREAD)  # noqa: B010  # functions have no such attribute
     return endpoint
-
-
-def is_unread(endpoint: object) -> bool:
-    return getattr(endpoint, _UNREAD, False) is True
 
 
 def streamed(endpoint: Endpoint) -> Endpoint:
     """Mark an endpoint that reads the body itself as it comes, within bounds of its own."""
-    setattr(endpoint, _STREAMED, True)
+    setattr(endpoint, "body_mark", _STREAMED)  # noqa: B010
     return endpoint
 
 
+def is_unread(endpoint: object) -> bool:
+    return getattr(endpoint, "body_mark", None) is _UNREAD
+
+
 def is_streamed(endpoint: object) -> bool:
-    return getattr(endpoint, _STREAMED, False) is True
+    return getattr(endpoint, "body_mark", None) is _STREAMED
 
 
 def replay(pieces: Sequence[bytes], receive: Receive) -> Receive:
