@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,9 @@ def header_of(folder: Path, n_weight_bytes: int) -> Path:
     takes seconds. Raises ConfigError."""
     headers = cache_folder() / "openvino-headers"
     try:
-        contents = _contents(folder)
+        small = (folder / name for name in SMALL_FILES)
+        # Read once, as a header is made of what its name tells.
+        contents = {file.name: file.read_bytes() for file in small if file.is_file()}
         path = headers / f"{_key(contents, n_weight_bytes)}.gguf"
         if not path.is_file():
             with FolderLocks(headers / ".locks").alone(path.stem, wait=True):
@@ -90,22 +91,13 @@ def hyperparameters_of(folder: Path) -> Hyperparameters:
     return Hyperparameters.of(_json(folder / CONFIG))
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
-    paths = (folder / name for name in SMALL_FILES)
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
-
-
 def _key(contents: Mapping[str, bytes], n_weight_bytes: int) -> str:
     digest = blake2b(f"{n_weight_bytes} {library.version()}".encode(), digest_size=16)
-    digest.update(_code())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
     for name, content in contents.items():
         digest.update(f"{name} {len(content)} ".encode() + content)
     return digest.hexdigest()
-
-
-@cache
-def _code() -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
 def _make(contents: Mapping[str, bytes], n_weight_bytes: int, path: Path) -> None:
@@ -119,7 +111,8 @@ def _make(contents: Mapping[str, bytes], n_weight_bytes: int, path: Path) -> Non
             (folder / name).write_bytes(content)
         part = folder / path.name
         _fill(folder, n_weight_bytes, part)
-        _sync(part)
+        with part.open("rb") as file:  # which is not empty after a power cut then
+            os.fsync(file.fileno())
         part.replace(path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -135,12 +128,6 @@ def _fill(folder: Path, n_weight_bytes: int, path: Path) -> None:
     with trusted("one of its files"):
         _write(folder, sizes, vocabulary, n_weight_bytes, path)
         _prove(folder, vocabulary, path)
-
-
-def _sync(path: Path) -> None:
-    """So that the file is not empty after a power cut."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _write(

@@ -51,16 +51,10 @@ class Hyperparameters:
     tied: bool
 
     @classmethod
+    @trusted("its config.json")
     def of(cls, config: Mapping[str, Any]) -> Hyperparameters:
         """From config.json. Raises ConfigError, with the reason as the rest of a sentence, for a model that
         is not known."""
-        with trusted("its config.json"):
-            found = cls._of(config)
-            found.frequencies  # noqa: B018  # which it may have no numbers for
-        return found
-
-    @classmethod
-    def _of(cls, config: Mapping[str, Any]) -> Hyperparameters:
         kind = config.get("model_type")
         if kind not in _ARCHITECTURES:
             raise ConfigError(f"the architecture {kind} is not known")
@@ -69,6 +63,7 @@ class Hyperparameters:
         head = _count(config, "head_dim", n_embd // n_head)
         n_ctx_train = _count(config, "max_position_embeddings")
         rotary, factors = _rotary(config, head, n_ctx_train)
+        rotary.frequencies(factors)  # which it may have no numbers for
         return cls(
             architecture=_ARCHITECTURES[kind],
             n_vocab=_count(config, "vocab_size"),

@@ -66,16 +66,12 @@ class TokenizerVocabulary:
             writer.add_add_space_prefix(self.adds_space)
 
 
+@trusted("its tokenizer.json")
 def read(tokenizer: Json, n_vocab: int) -> TokenizerVocabulary:
     """The vocabulary of a tokenizer.json, filled up to `n_vocab` tokens. Raises ConfigError, with the
     reason as the rest of a sentence, for a tokenizer that is not known."""
     if n_vocab > _MOST_TOKENS:
         raise ConfigError(f"its config.json says that it has {n_vocab} tokens")
-    with trusted("its tokenizer.json"):
-        return _read(tokenizer, n_vocab)
-
-
-def _read(tokenizer: Json, n_vocab: int) -> TokenizerVocabulary:
     model = tokenizer.get("model") or {}
     if model.get("type") != "BPE":
         raise ConfigError(f"its tokenizer is of the kind {model.get('type')}")
