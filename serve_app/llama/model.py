@@ -293,13 +293,9 @@ class Model:
     def window_start(self, position: int) -> int:
         """The first position that a token at that one sees in layers with a window. Llama 4's do not slide:
         they see their part of the context only."""
-        if self._window_is_chunk:
+        if self.meta("general.architecture") == "llama4":
             return position // self.window * self.window
         return max(0, position - self.window + 1)
-
-    @functools.cached_property
-    def _window_is_chunk(self) -> bool:
-        return self.meta("general.architecture") == "llama4"
 
     @functools.cached_property
     def n_dimensions(self) -> int:

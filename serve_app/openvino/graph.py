@@ -221,7 +221,8 @@ def _plain(weights: NDArray[Any]) -> Node:
 
 def _whole(matrix: Quantised, zeros: Node | None = None) -> Node:
     """The weights as the kernels want to see them: integers, less their zeros, times scales."""
-    kind = np.float16 if zeros is None and _fit_half(matrix.scales) else np.float32
+    fit_half = (matrix.scales.astype(np.float16) == matrix.scales).all()
+    kind = np.float16 if zeros is None and fit_half else np.float32
     if zeros is None and matrix.zeros is not None:
         zeros = op.convert(op.constant(matrix.zeros[..., None]), kind)
     codes = op.convert(_codes(matrix), kind)
@@ -231,10 +232,6 @@ def _whole(matrix: Quantised, zeros: Node | None = None) -> Node:
     scaled = op.multiply(codes, op.constant(matrix.scales[..., None].astype(kind)))
     whole = op.reshape(scaled, _ints(rows, n_groups * GROUP), False)
     return whole if kind is np.float32 else op.convert(whole, np.float32)
-
-
-def _fit_half(scales: NDArray[np.float32]) -> bool:
-    return bool((scales.astype(np.float16) == scales).all())
 
 
 def _codes(matrix: Quantised) -> Node:

@@ -355,7 +355,7 @@ class CostModel:
     def _known_split(
         self, slots: tuple[int, ...], n_past: float, blocked: frozenset[int] = frozenset()
     ) -> tuple[int, ...]:
-        key = slots, _rounded(n_past), blocked
+        key = slots, int(n_past) // 256 * 256, blocked
         if key not in self._splits:
             self._splits[key] = self._best_split(*key)
         return self._splits[key]
@@ -437,7 +437,3 @@ def _span(slots: Sequence[int]) -> int:
 
 def _doublings(n_rows: int) -> int:
     return n_rows.bit_length()
-
-
-def _rounded(n_past: float) -> int:
-    return int(n_past) // 256 * 256

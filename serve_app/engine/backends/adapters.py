@@ -58,9 +58,14 @@ class AdapterTurns(Turns):
         self._served_at = {one: at for one, at in self._served_at.items() if one in sets}
         if not sets:
             return []
+        # Since when each waits: since its last step, or since the first of its sequences came.
+        since = {
+            adapters: self._served_at.get(adapters, min(seq.trace.submitted for seq in waiting))
+            for adapters, waiting in sets.items()
+        }
         chosen = self._current
         if chosen not in sets or now - self._since >= self._turn_s(len(sets)):
-            chosen = min(sets, key=lambda one: self._waits_since(one, sets[one]))
+            chosen = min(sets, key=since.__getitem__)
             self._since = now
             self._n_turns += chosen != self._current
         self._current = chosen
@@ -76,11 +81,6 @@ class AdapterTurns(Turns):
         if self._max_stall_s is not None:
             turn_s = min(turn_s, self._max_stall_s / (n_sets - 1))
         return turn_s
-
-    def _waits_since(self, adapters: Adapters, sequences: list[Sequence]) -> float:
-        """Since its last step, or since the first of them came."""
-        came = min(one.trace.submitted for one in sequences)
-        return self._served_at.get(adapters, came)
 
     def price_s(self, before: Adapters) -> float:
         """The additional cost of the step that was chosen last, if the one before had those

@@ -103,7 +103,16 @@ class ModeChooser:
                 for flash_attn in {mode.flash_attn: None for mode in candidates}
                 if self._depth
             }
-            profilers = {mode: self._profiler(context) for mode, context in shallow.items()}
+            profilers = {
+                mode: Profiler(
+                    context,
+                    n_slots=options.n_slots,
+                    n_ctx_slot=self._n_profiled,
+                    n_batch=options.n_batch,
+                    can_rewind=not self._forgets,
+                )
+                for mode, context in shallow.items()
+            }
             depths = {
                 flash_attn: DeepProfiler(
                     context, n_slots=options.n_slots, depth=self._depth, n_batch=options.n_batch
@@ -154,15 +163,6 @@ class ModeChooser:
         for context in contexts:
             context.use_threads(threads)
         return threads
-
-    def _profiler(self, context: Context) -> Profiler:
-        return Profiler(
-            context,
-            n_slots=self._options.n_slots,
-            n_ctx_slot=self._n_profiled,
-            n_batch=self._options.n_batch,
-            can_rewind=not self._forgets,
-        )
 
     def _whole(self, mode: Mode, profile: Profile, depths: Mapping[bool, DeepProfiler]) -> Profile:
         """The profile in that mode, with the other measurements. llama.cpp copies all of a slot's cells."""

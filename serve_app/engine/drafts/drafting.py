@@ -83,7 +83,9 @@ class Drafting(Guest):
             ready = {name: n for name, n in behind.items() if n <= MOST_FED}
             now = self._best(decoding, looked_up, ready, n_past, mixed)
             if self._pays(late, best, now, sum(drafter.feed_s(behind[seq.id]) for seq in late)):
-                drafter.catch_up(late, self._fed_s)
+                bound_s = self._budget.max_stall_s
+                within_s = None if bound_s is None else min(_FED_PART * bound_s, self._most_s)
+                drafter.catch_up(late, within_s)
             best = now
         drafts = {seq.id: looked_up[seq.id][: best.n_drafted] for seq in best.looked_up}
         if best.proposed and drafter is not None:
@@ -94,11 +96,6 @@ class Drafting(Guest):
         if drafter is not None:
             drafter.unused([seq for seq in able if seq.id not in drafts])
         return drafts
-
-    @property
-    def _fed_s(self) -> float | None:
-        bound_s = self._budget.max_stall_s
-        return None if bound_s is None else min(_FED_PART * bound_s, self._most_s)
 
     def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
         """Learn from a draft of which the first `n_accepted` tokens were right; returns whether the draft
@@ -122,15 +119,14 @@ class Drafting(Guest):
 
     def _look_up(self, decoding: list[Sequence]) -> Drafts:
         share = MAX_INDEXED // len(decoding) + 1
-        drafts = {sequence.id: self._lookup_draft(sequence, share) for sequence in decoding}
+        drafts: Drafts = {}
+        for sequence in decoding:
+            n_most = min(_DRAFTS[-1], sequence.draft_room)
+            draft = self._lookup_of(sequence).draft(sequence.tokens, n_most, share)
+            if sequence.spans:  # what follows may be a picture
+                draft = tuple(takewhile(lambda token: token >= 0, draft))
+            drafts[sequence.id] = draft
         return drafts if any(drafts.values()) else {}
-
-    def _lookup_draft(self, sequence: Sequence, max_indexed: int) -> tuple[int, ...]:
-        n_most = min(_DRAFTS[-1], sequence.draft_room)
-        draft = self._lookup_of(sequence).draft(sequence.tokens, n_most, max_indexed)
-        if sequence.spans:  # what follows may be a picture
-            draft = tuple(takewhile(lambda token: token >= 0, draft))
-        return draft
 
     def _lookup_of(self, sequence: Sequence) -> NgramProposer:
         """The proposer of a sequence, which knows nothing any more after a context shift."""
