@@ -79,6 +79,10 @@ def _reason(lines: Sequence[str]) -> str:
     return reason.rstrip(".")
 
 
+def _token(token: int) -> int | None:
+    return None if token < 0 else int(token)
+
+
 class Model:
     """An open model. Immutable: any thread may call. Freed when nobody holds it any more.
 
@@ -144,6 +148,8 @@ class Model:
         self._constraints = threading.Lock()
         self._compiled = CompiledGrammars(self._compile)
         self._dry_samplers = DrySamplers(self._vocab, self._all_pieces)
+        self._read_metadata()
+        self._read_vocabulary()
 
     # -- metadata ---------------------------------------------------------------------------------
 
@@ -169,59 +175,59 @@ class Model:
 
     def meta_int(self, key: str, default: int) -> int:
         """The metadata value at `{architecture}.key` as an integer, or the default."""
-        value = self.meta(f"{self.meta('general.architecture')}.{key}")
+        value = self.meta(f"{self.architecture}.{key}")
         return default if value is None else int(value)
+
+    def _read_metadata(self) -> None:
+        self.architecture = self.meta("general.architecture") or ""
+        self.n_bytes = int(self.meta(N_BYTES) or llama_cpp.llama_model_size(self.pointer))
+        """Bytes of its weights."""
+        self.n_params = int(self.meta(N_PARAMS) or llama_cpp.llama_model_n_params(self.pointer))
+        self.n_ctx_train = self.meta_int("context_length", 2048)
+        """The context length that the model was trained for, in tokens."""
+        width = self.meta_int("embedding_length", 0)
+        self.n_embd = self.meta_int("embedding_length_out", width)
+        self.pooling: EmbeddingPooling | None = _POOLINGS.get(
+            self.meta_int("pooling_type", llama_cpp.LLAMA_POOLING_TYPE_NONE)
+        )
+        """How the file says that a text's vectors become one, or a score; None if it does not say."""
+        self.is_causal = self.meta(f"{self.architecture}.attention.causal") != "false"
+        """Whether tokens see only those before them; a model where they see all makes embeddings only."""
+        self.n_own_layers = self.meta_int("nextn_predict_layers", 0)
+        """The number of own prediction layers (MTP), which guess further tokens by hidden states."""
+        self.n_layer = self.meta_int("block_count", 1) - self.n_own_layers
+        """The number of layers, without the model's own prediction layers."""
+        self._n_head = self.meta_int("attention.head_count", 1)
+        head = max(1, width) // max(1, self._n_head)
+        self.head_sizes = (
+            self.meta_int("attention.key_length", head),
+            self.meta_int("attention.value_length", head),
+        )
+        """Elements of one head's key and value."""
+        self.window = int(llama_cpp.llama_model_n_swa(self.pointer))
+        """Tokens that sliding-window layers look back on; 0 if there are none."""
+        kind = llama_cpp.llama_model_rope_type(self.pointer)
+        self.n_dimensions = 4 if kind in _SEVERAL_DIMENSIONS else 1
+        """The dimensions of a token's position: four with M-RoPE, otherwise one. Source: llama.cpp,
+        `llama_hparams::n_pos_per_embd`."""
+        self._is_hybrid = bool(llama_cpp.llama_model_is_hybrid(self.pointer))
+        self.can_rewind = not (self._is_hybrid or llama_cpp.llama_model_is_recurrent(self.pointer))
+        """Whether the last tokens of a sequence can be dropped: recurrent layers keep no past states."""
+
+    def _read_vocabulary(self) -> None:
+        self.vocab_type = int(llama_cpp.llama_vocab_type(self._vocab))
+        self.bos = _token(llama_cpp.llama_vocab_bos(self._vocab))
+        """The token that begins a text, if the vocabulary has one."""
+        self.eos = _token(llama_cpp.llama_vocab_eos(self._vocab))
+        """The token that ends a text, if the vocabulary has one."""
 
     @property
     def vocabulary(self) -> Any:
         return self._vocab
 
-    @property
-    def vocab_type(self) -> int:
-        return int(llama_cpp.llama_vocab_type(self._vocab))
-
-    @property
-    def n_ctx_train(self) -> int:
-        """The context length that the model was trained for, in tokens."""
-        return self.meta_int("context_length", 2048)
-
-    @property
-    def n_embd(self) -> int:
-        default = self.meta_int("embedding_length", 0)
-        return self.meta_int("embedding_length_out", default)
-
-    @property
-    def pooling(self) -> EmbeddingPooling | None:
-        """How the file says that a text's vectors become one, or a score; None if it does not say."""
-        return _POOLINGS.get(self.meta_int("pooling_type", llama_cpp.LLAMA_POOLING_TYPE_NONE))
-
     def pooling_with(self, configured: EmbeddingPooling | None) -> EmbeddingPooling:
         """The pooling that a configuration asks for; reranking models have no other than theirs."""
         return "rank" if self.pooling == "rank" else configured or self.pooling or "mean"
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether tokens see only those before them; a model where they see all makes embeddings only."""
-        return self.meta(f"{self.meta('general.architecture')}.attention.causal") != "false"
-
-    @property
-    def n_layer(self) -> int:
-        """The number of layers, without the model's own prediction layers."""
-        return self.meta_int("block_count", 1) - self.n_own_layers
-
-    @property
-    def n_own_layers(self) -> int:
-        """The number of own prediction layers (MTP), which guess further tokens by hidden states."""
-        return self.meta_int("nextn_predict_layers", 0)
-
-    @property
-    def head_sizes(self) -> tuple[int, int]:
-        """Elements of one head's key and value."""
-        default = self.meta_int("embedding_length", 1) // max(1, self._n_head)
-        return (
-            self.meta_int("attention.key_length", default),
-            self.meta_int("attention.value_length", default),
-        )
 
     @property
     def cache_elements(self) -> tuple[int, int]:
@@ -234,9 +240,9 @@ class Model:
     def _kv_heads(self) -> list[int]:
         """The heads of keys and values of each layer, as far as the file's metadata say it; 0 if it is
         recurrent only."""
-        n_layer, name = self.n_layer, f"{self.meta('general.architecture')}.attention.head_count_kv"
+        n_layer, name = self.n_layer, f"{self.architecture}.attention.head_count_kv"
         heads = self.meta_int("attention.head_count_kv", self._n_head)
-        if not llama_cpp.llama_model_is_hybrid(self.pointer):
+        if not self._is_hybrid:
             return [heads] * n_layer
         if self.meta(name) is None:  # each layer has its own
             field = GGUFReader(self.path).get_field(name)
@@ -250,14 +256,6 @@ class Model:
         return sum(heads > 0 for heads in self._kv_heads)
 
     @property
-    def _n_head(self) -> int:
-        return self.meta_int("attention.head_count", 1)
-
-    @property
-    def n_bytes(self) -> int:
-        return int(self.meta(N_BYTES) or llama_cpp.llama_model_size(self.pointer))
-
-    @property
     def file_type(self) -> str:
         """How most of its numbers are stored, in llama.cpp's words: `Q4_K - Medium`."""
         if self.meta(N_BYTES) is not None:
@@ -266,10 +264,6 @@ class Model:
         known = llama_cpp.llama_model_ftype(self.pointer) if number is None else int(number)
         name = llama_cpp.llama_ftype_name(known)
         return (name or b"").decode()
-
-    @property
-    def n_params(self) -> int:
-        return int(self.meta(N_PARAMS) or llama_cpp.llama_model_n_params(self.pointer))
 
     def fingerprint(self) -> bytes:
         """32 bytes that tell this file's content from other models', wherever it lies.
@@ -285,30 +279,12 @@ class Model:
     def files(self) -> tuple[Path, ...]:
         return files_of(self.path)
 
-    @functools.cached_property
-    def window(self) -> int:
-        """Tokens that sliding-window layers look back on; 0 if there are none."""
-        return int(llama_cpp.llama_model_n_swa(self.pointer))
-
     def window_start(self, position: int) -> int:
         """The first position that a token at that one sees in layers with a window. Llama 4's do not slide:
         they see their part of the context only."""
-        if self.meta("general.architecture") == "llama4":
+        if self.architecture == "llama4":
             return position // self.window * self.window
         return max(0, position - self.window + 1)
-
-    @functools.cached_property
-    def n_dimensions(self) -> int:
-        """The dimensions of a token's position: four with M-RoPE, otherwise one. Source: llama.cpp,
-        `llama_hparams::n_pos_per_embd`."""
-        kind = llama_cpp.llama_model_rope_type(self.pointer)
-        return 4 if kind in _SEVERAL_DIMENSIONS else 1
-
-    @functools.cached_property
-    def can_rewind(self) -> bool:
-        """Whether the last tokens of a sequence can be dropped: recurrent layers keep no past states."""
-        recurrent = llama_cpp.llama_model_is_recurrent(self.pointer)
-        return not (recurrent or llama_cpp.llama_model_is_hybrid(self.pointer))
 
     @property
     def chat_template(self) -> str | None:
@@ -530,24 +506,10 @@ class Model:
     @property
     def repository_tokens(self) -> tuple[int | None, int | None]:
         """The tokens before a repository's name and before a file's; None for what it does not have."""
-        found = (
-            llama_cpp.llama_vocab_fim_rep(self._vocab),
-            llama_cpp.llama_vocab_fim_sep(self._vocab),
+        return (
+            _token(llama_cpp.llama_vocab_fim_rep(self._vocab)),
+            _token(llama_cpp.llama_vocab_fim_sep(self._vocab)),
         )
-        repository, file = (None if token < 0 else int(token) for token in found)
-        return repository, file
-
-    @property
-    def bos(self) -> int | None:
-        """The token that begins a text, if the vocabulary has one."""
-        token = llama_cpp.llama_vocab_bos(self._vocab)
-        return None if token < 0 else int(token)
-
-    @property
-    def eos(self) -> int | None:
-        """The token that ends a text, if the vocabulary has one."""
-        token = llama_cpp.llama_vocab_eos(self._vocab)
-        return None if token < 0 else int(token)
 
 
 def files_of(path: Path) -> tuple[Path, ...]:

@@ -221,7 +221,7 @@ class OwnLayers(LlamaDraft):
 def check_own_layers(target: Model) -> None:
     """Raises ConfigError if a model has no prediction layers of its own that could propose for it, by its
     metadata. The vocabulary is enough."""
-    name, architecture = target.path.name, target.meta("general.architecture")
+    name, architecture = target.path.name, target.architecture
     if not target.n_own_layers:
         raise ConfigError(_NONE.format(name))
     if not target.can_rewind:
