@@ -30,9 +30,7 @@ class Stage:
     limit_s: float | None = None
     """The most seconds that the stage takes; None: no limit."""
     from_origin_bytes: int = 0
-    """The bytes of a model's files that this process has downloaded from their origin."""
     from_nodes_bytes: int = 0
-    """The bytes of a model's files that this process has got from other nodes."""
 
 
 Report = Callable[[Stage], None]

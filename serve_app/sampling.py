@@ -107,7 +107,6 @@ class Triggers:
 
     tokens: tuple[int, ...] = ()
     patterns: tuple[str, ...] = ()
-    """Regular expressions."""
 
 
 @dataclass(frozen=True, slots=True)

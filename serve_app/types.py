@@ -34,9 +34,7 @@ class AdapterUse(NamedTuple):
     """A LoRA adapter that a request is computed with."""
 
     id: str
-    """The adapter's name among the model's adapters."""
     scale: float
-    """The factor by which its change of the weights is multiplied."""
     version: str = ""
     """A hash of the file of an adapter that was loaded while serving: another file may get the same name
     later. Empty for the adapters of the configuration."""
@@ -173,7 +171,6 @@ class GenerationRequest:
     adapters: Adapters = ()
     """The request's LoRA adapters. KV computed with them is of no use with others."""
     media: tuple[Medium, ...] = ()
-    """The pictures and sounds in the prompt, in order."""
 
     @property
     def account(self) -> str:
@@ -247,7 +244,6 @@ class SequenceEnd:
     usage: Usage
     timings: Timings
     stop: str | None = None
-    """The stop string that was found, if that is the reason."""
     error: CorralError | None = None
     """Set exactly when `reason` is ERROR."""
     slot_id: int = -1
@@ -283,11 +279,8 @@ class FetchingReplica:
     stage: str
     """The present stage, as `serve_app.progress.Stage.name`."""
     done: float
-    """The part of the stage that is done."""
     from_origin_bytes: int = 0
-    """The bytes of the model that the replica has downloaded from its origin."""
     from_nodes_bytes: int = 0
-    """The bytes of the model that the replica has got from other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +330,6 @@ class PromptProgress:
 
     n_total: int
     n_cached: int
-    """Tokens that were found in the KV cache."""
     n_processed: int
     """Tokens that are in the cache now, those among them."""
     seconds: float

@@ -124,7 +124,6 @@ class _Asked(NamedTuple):
     question: Question | str
     """The question, or a text that says what is wrong with the line."""
     prefix: bytes
-    """The beginning of its prompt."""
 
 
 class Answerer:

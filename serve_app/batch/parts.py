@@ -25,7 +25,6 @@ from serve_app.errors import ConfigError
 
 FORMATS = (".jsonl", ".ndjson", ".parquet", ".csv")
 _ROWS = 1024
-"""Rows of Parquet that are read at once."""
 _SCHEMA = pyarrow.schema(
     [
         ("name", pyarrow.string()),

@@ -35,9 +35,7 @@ class Reading:
     column: str | None = None
     """None: rows are of OpenAI's batch format."""
     system: str | None = None
-    """A system prompt before each user's message."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """For each request, as `max_tokens`."""
 
     def question(self, row: Any) -> Question:
         """The request of this row. Raises ValueError that says what is wrong with it."""

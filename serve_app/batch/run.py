@@ -27,7 +27,6 @@ class Done:
     lines: int = 0
     errors: int = 0
     prompt: int = 0
-    """Tokens of prompts."""
     cached: int = 0
     """Tokens of prompts that were not computed again."""
     generated: int = 0

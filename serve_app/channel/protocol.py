@@ -37,7 +37,6 @@ class Address:
     """Name of a Unix socket in the abstract namespace, for replicas on the same node."""
     host: str
     port: int
-    """Port for replicas on other nodes."""
     secret: str = field(repr=False)
     """Proves that a connection comes from the receiver of this address."""
 

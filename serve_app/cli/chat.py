@@ -28,7 +28,6 @@ class ChatSession:
     model: str
     system: str | None = None
     sampling: Json = field(default_factory=dict)
-    """Further fields of each request."""
     messages: list[Json] = field(default_factory=list)
 
     def request(self) -> Json:

@@ -17,7 +17,6 @@ from serve_app.openvino.exported.files import GRAPH, folder_of
 from serve_app.store import hub, names
 
 DEMO = "corral-demo"
-"""The id of the built-in model."""
 _OPENVINO = {"backend": "openvino"}
 
 

@@ -15,16 +15,13 @@ class ModelDefaults:
     """Sampling parameters, by the names that SamplingParams has."""
     max_tokens: int | None = None
     system_prompt: str | None = None
-    """For chats that begin without one."""
     chat_template: str | None = None
     """Takes the place of the file's."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """More variables for the chat template."""
     reasoning_budget: int = -1
     """Tokens of reasoning; -1: no bound."""
     reasoning_budget_message: str = ""
     reasoning_format: str | None = None
-    """As in requests."""
 
     def over(self, recommended: Mapping[str, Any]) -> ModelDefaults:
         """The defaults before the sampling parameters that the model's file recommends."""

@@ -16,17 +16,14 @@ class OnDemandSettings:
     """The settings of a model that is loaded when somebody asks for it. Its processes stay."""
 
     keep_alive_s: float
-    """Seconds that the model stays loaded after the last request."""
     num_cpus: float
     """CPUs of a replica while the model is loaded."""
     max_on_node: int
-    """Most replicas of the model on a node."""
     has_peers: bool
     """Whether the model may have several replicas, which give each other prefixes."""
     max_loaded: int = 1
     """Most replicas of all such models that are loaded on a node at once."""
     reserved_cpus: float = 0.0
-    """CPUs that Ray reserves for a replica."""
 
     def beside_others(self, max_models: int, part: float) -> OnDemandSettings:
         """The settings where so many models are loaded at once, which are this part of all. Together they
@@ -63,17 +60,14 @@ class ResolvedModel:
     """The CPUs that Ray reserves for each replica, unless the deployment says otherwise."""
     batch_wait_timeout_s: float
     max_load_s: float = 120.0
-    """Longest time that a request waits for the model to be loaded."""
     weight_bytes: int = 0
     """Bytes of the model's files, if they were found where the configuration was read."""
     on_demand: OnDemandSettings | None = None
-    """Settings of a model that is loaded when somebody asks for it."""
     batches_may_scale: bool = False
     """Whether autoscaling counts what is in the background."""
     memory_shares: tuple[str, ...] = ()
     """Options that each replica bounds by its node's memory: see `sizing.shares_of_memory`."""
     adapters: tuple[AdapterConfig, ...] = ()
-    """LoRA adapters, each from a pinned source."""
     projector: ProjectorSource | None = None
     draft: ModelSource | None = None
     version: Version | None = None

@@ -22,7 +22,6 @@ import numpy as np
 SEED = 20
 
 Prompt = tuple[int, ...]
-"""Token ids."""
 
 T = TypeVar("T")
 

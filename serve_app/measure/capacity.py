@@ -50,7 +50,6 @@ from serve_app.measure.users import Ask, Setting, checked_mix, kind_of, parse_mi
 
 UNITS = {"ttft": "s", "itl": "ms", "e2e": "s"}
 SILENCE_S = 300.0
-"""The longest that a server may say nothing."""
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 MOST_BACKOFF_S = 10.0
@@ -82,7 +81,6 @@ class Held:
     users: int
     """0: not even one."""
     figures: Mapping[str, float | None]
-    """The figures with so many."""
 
 
 class Crowd:

@@ -25,15 +25,12 @@ class StreamedAnswer:
     pieces_s: tuple[float, ...]
     """When each piece was there; several that came in one read share its time."""
     end_s: float
-    """When the last byte was there."""
     tokens: int
     """Generated ones: as the server counts them, or, if it does not, the number of pieces."""
     counted: bool
     """Whether the server said how many."""
     prompt_tokens: int | None
-    """As the server counts them."""
     cached_tokens: int | None
-    """Prompt tokens that the server found in its cache."""
     error: str | None
     """Why the answer is not complete."""
 
@@ -53,7 +50,6 @@ class Reader:
 
     def __init__(self) -> None:
         self.answer_id: str | None = None
-        """The server's id of the answer."""
         self.error_code = ""
         """The code of the error that ended the stream, or else its type."""
         self._rest = b""
@@ -151,7 +147,6 @@ class Outcome:
 
     id: str
     kind: str
-    """The kind of the user who sent it."""
     start_s: float
     """When it was sent, or, of an open loop, should have been: since the epoch."""
     wall_s: float

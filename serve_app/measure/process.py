@@ -191,7 +191,6 @@ class Arrivals:
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        """When each token was told, by `time.perf_counter()`."""
         self.ended = Future[None]()
 
     def __call__(self, delta: TokenDelta) -> None:

@@ -27,7 +27,6 @@ from serve_app.measure.benchmark import BenchmarkError
 WINDOW = 256
 """Tokens that are read from nothing, one window after the other."""
 LIMIT_S = 3600
-"""The longest that llama.cpp may take for a file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,6 @@ from serve_app.measure.quality import TextReading
 from serve_app.placement import machine as machine_of
 
 AS_GIVEN = "as given"
-"""The format of the user's own file."""
 FORMATS = ("Q4_0", "Q4_K_M", "IQ4_XS", "Q8_0")
 """Formats whose weights llama.cpp repacks, so that it multiplies them faster."""
 MIB = 2**20
@@ -108,9 +107,7 @@ class TuneLoad:
     sequences: tuple[int, ...]
     """How many run at once, one number after the other."""
     prompt_tokens: int
-    """Tokens of each prompt."""
     max_tokens: int
-    """Tokens that each generates, no fewer."""
     rounds: int
     threads: int
     """Where a variant does not say."""

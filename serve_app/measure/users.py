@@ -21,7 +21,6 @@ made may part house river book table green small large city road letter music st
 winter summer garden window bread paper stone light mountain king fox bird apple question answer plan
 """
 WORDS = tuple(_WORDS.split())
-"""Common and short, as most words of most texts are."""
 
 CODE = (
     "def mean(values: list[float]) -> float:",

@@ -35,7 +35,6 @@ class CoreLease:
     """CPUs that nobody else leases while this process lives, or until it is released."""
 
     cpus: tuple[int, ...]
-    """Ascending."""
     one_of_each: tuple[int, ...]
     """One of these CPUs for each physical core; ascending."""
     numa_node: int | None
@@ -58,7 +57,6 @@ class CorePinning:
     report: str
     """One line about that, with the reason if there is no lease."""
     cpus_before: tuple[int, ...] = ()
-    """The CPUs that the process had before it was pinned."""
 
     @property
     def cores(self) -> tuple[int, ...] | None:

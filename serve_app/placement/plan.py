@@ -28,7 +28,6 @@ class Share:
     n_cores: int
     """Physical cores of each: its threads."""
     reason: str
-    """Why there are so many replicas, in one line."""
 
 
 def shares(machine: Machine, n_models: int) -> list[Share]:

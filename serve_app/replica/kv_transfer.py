@@ -43,7 +43,6 @@ class Offer:
 
     replica_id: str
     key: bytes
-    """The key of the payload."""
     prefixes: list[HotPrefix]
 
 

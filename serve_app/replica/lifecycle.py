@@ -46,7 +46,6 @@ class Residency:
         self._places = [folder / f"place-{number}" for number in range(most)]
         self._ticket = folder / f"waiting-{quote(name, safe='')}"
         self._since: bytes | None = None
-        """When it began to wait, if it waits."""
         self._own: Path | None = None
         self._lock = -1
         """Descriptor that holds the lock of the place, if the process has one."""
@@ -138,7 +137,6 @@ class ModelLifecycle(Generic[LoadedT]):
         self._name, self._keep_alive_s, self._residency = name, keep_alive_s, residency
         self._load, self._left = load, left
         self.loaded: LoadedT | None = None
-        """The model, while it is loaded."""
         self._changing = asyncio.Lock()
         self._coming: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []

@@ -26,7 +26,6 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     while Corral is updated, versions meet."""
 
     figures: dict[str, int | float] = {}
-    """Figures that have changed."""
     added: dict[str, bytes] = {}
     """Hashes; see `serve_app.routing.blocks.pack`."""
     removed: dict[str, bytes] = {}

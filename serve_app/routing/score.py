@@ -64,7 +64,6 @@ class RoutedPrompt:
     """The properties of a request that the decision uses."""
 
     key: int
-    """The hash of its id."""
     n_tokens: int = 1
     chain: Chain = ()
     max_tokens: float = float("inf")
@@ -95,7 +94,6 @@ class TTFTForecast:
 
     ttft_s: float
     missing: int
-    """Prompt tokens to compute."""
     missing_s: float
     turns_s: float = 0.0
     """The wait that its steps cause to others, if no other request there has its adapters."""
@@ -113,7 +111,6 @@ class ReplicaView:
 
     report: Report = field(default_factory=Report)
     at: float = 0.0
-    """When the report came."""
     is_silent: bool = True
     """Whether the replica has no channel over which it reports."""
     held: set[int] = field(default_factory=set)

@@ -188,7 +188,6 @@ class _Fetching:
         self._is_let_in = False
         self._entering = threading.Lock()
         self.had_help = False
-        """Whether another node gave any of it."""
 
     def run(self) -> None:
         """Raises ConfigError and OSError."""

@@ -22,7 +22,6 @@ _LOOK_EVERY_S = 0.3
 _VOCABULARIES = "vocabulary"
 """The folder in a model's for what is left when it goes: a few megabytes."""
 SPARE_BYTES = 2**29
-"""Bytes of the disk that downloads leave free."""
 _GIB = 2**30
 logger = logging.getLogger("corral.store")
 

@@ -14,7 +14,6 @@ from serve_app.errors import ConfigError
 Read = Callable[[int, int], bytes]
 """The bytes of a file from a start up to an end; fewer where the file ends."""
 MOST_BYTES = 2**28
-"""No header is longer."""
 
 FIRST_BYTES = 8 * 2**20
 """Bytes that hold the header of a model with 150,000 tokens."""

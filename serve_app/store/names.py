@@ -29,7 +29,6 @@ class HubName:
     choice: str | None = None
     """A quantisation, or a file of the repository."""
     revision: str | None = None
-    """A branch, a tag or a commit."""
 
     def __str__(self) -> str:
         choice = f":{self.choice}" if self.choice else ""

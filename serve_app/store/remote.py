@@ -68,7 +68,6 @@ class RemoteModel:
     files: tuple[RemoteFile, ...]
     origin: Origin
     commit: str = ""
-    """Commit of the repository, if the model comes from one."""
 
     @property
     def listing(self) -> Listing:
@@ -113,7 +112,6 @@ class Holder:
     """Position in the order in which the nodes began."""
     node: str
     path: str
-    """The file's path on that node."""
     is_whole: bool = False
     is_cut_off: bool = False
     """Whether the node could not reach the origin."""

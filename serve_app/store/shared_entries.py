@@ -27,14 +27,10 @@ _TELL_EVERY_S = 1.0
 _STALE_S = 10.0
 """What was not told anew for so long is of a replica that is gone. Clocks of nodes may differ by less."""
 MOST_ADAPTERS = 64
-"""Adapters of one model that are loaded while serving."""
 MOST_CHANGES = 32
-"""Changes of one model's weights that are remembered."""
 
 Entry = Mapping[str, Any]
-"""An entry as JSON has it."""
 Weights = Mapping[str, float]
-"""Weights by the names of versions."""
 
 
 class NumberedEntries:
@@ -99,7 +95,6 @@ class LoadedAdapter:
     """Position among the adapters that the model ever had, from 0 on."""
     config: AdapterConfig
     version: str
-    """Version of the file: see AdapterUse."""
 
     @property
     def use(self) -> AdapterUse:
