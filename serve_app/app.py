@@ -71,7 +71,6 @@ def _resolved(app: AppConfig) -> list[ResolvedModel]:
 
 
 def _engine(configured: ModelConfig, model: ResolvedModel) -> Application:
-    """The deployment of a model's engines."""
     deployment: Any = EngineReplica if model.on_demand is None else OnDemandReplica
     bound = deployment.options(**engine_options(configured, model)).bind(model)
     return rollout.keep(bound, model)

@@ -70,7 +70,6 @@ class CorralError(Exception):
 
     @property
     def details(self) -> Mapping[str, Any]:
-        """More about it, in fields of its own."""
         return {}
 
     @property
@@ -175,7 +174,6 @@ class PicturesWantedError(InvalidRequestError):
 
     @property
     def pictures(self) -> tuple[tuple[str, str], ...]:
-        """The pictures as they were given."""
         pictures: tuple[tuple[str, str], ...] = self.args[1]
         return pictures
 
@@ -428,7 +426,6 @@ def error_of(name: str, arguments: Sequence[Any]) -> CorralError:
 
 @functools.cache
 def _classes() -> dict[str, type[CorralError]]:
-    """The classes of errors, by their names."""
     classes, by_name = [CorralError], dict[str, type[CorralError]]()
     while classes:
         error_class = classes.pop()

@@ -22,7 +22,6 @@ class AccessLogBound(logging.Filter):
         self._n_seen = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether this line is written."""
         if not getattr(record, "serve_access_log", False):
             return True
         now = self._clock()

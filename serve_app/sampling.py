@@ -126,12 +126,10 @@ class LogitBias:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """The token ids."""
         return np.frombuffer(self.ids, np.int32)
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """The value of each."""
         return np.frombuffer(self.added, np.float32)
 
 
@@ -334,7 +332,6 @@ class SamplingParams:
 
     @property
     def counts_repeats(self) -> bool:
-        """Whether DRY changes anything."""
         is_on = self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
         return is_on and self.uses("dry")
 

@@ -41,7 +41,6 @@ class AdapterUse(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The engine's name for it."""
         return f"{self.id}@{self.version}" if self.version else self.id
 
 
@@ -85,13 +84,11 @@ class Picture(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, pixels: bytes, width: int, height: int) -> Picture:
-        """Make a picture with its key."""
         size = b"%d %d " % (width, height)
         return cls(blake2b(size + pixels, digest_size=32).digest(), width, height, pixels)
 
     @property
     def size(self) -> Size:
-        """The width and the height."""
         return self.width, self.height
 
 
@@ -105,12 +102,10 @@ class Sound(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, samples: bytes) -> Sound:
-        """Make a sound with its key."""
         return cls(blake2b(samples, digest_size=32, person=b"sound").digest(), samples)
 
     @property
     def size(self) -> Size:
-        """How many samples it has."""
         return (len(self.samples) // 4,)
 
 
@@ -119,7 +114,6 @@ Medium = Picture | Sound
 
 
 def account(client: str, *, background: bool) -> str:
-    """The name of a client's account."""
     return f"{client}\0background" if background else client
 
 
@@ -354,16 +348,13 @@ class TokenDelta:
 
     @property
     def without_end(self) -> TokenDelta:
-        """All but the end."""
         return self if self.end is None else replace(self, end=None)
 
     @property
     def only_end(self) -> TokenDelta:
-        """Nothing but the end."""
         return TokenDelta("", (), self.end)
 
     def then(self, later: TokenDelta) -> TokenDelta:
-        """Both as one."""
         return TokenDelta(
             self.text + later.text,
             self.token_ids + later.token_ids,
@@ -404,7 +395,6 @@ class Version:
 
     @property
     def present_weight(self) -> float:
-        """The weight that it has at this moment."""
         return self.weight if self.given is None else self.given
 
 

@@ -36,7 +36,6 @@ _ROUTER = {
 
 
 def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, Any]:
-    """Serve's options for one model's engine deployment."""
     n_slots = model.options.n_slots
     defaults = {
         "name": f"engine-{model.id.replace('/', '--')}",
@@ -66,7 +65,6 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
 
 
 def ingress_options(configured: IngressConfig) -> dict[str, Any]:
-    """Serve's options for the ingress deployment."""
     n_ongoing = configured.max_ongoing_requests
     defaults = {
         "max_queued_requests": n_ongoing,  # a burst is no reason for 503
@@ -117,7 +115,6 @@ def access(ingress: IngressConfig) -> Access:
 
 
 def kept_responses(ingress: IngressConfig) -> Bounds:
-    """How many responses are kept."""
     return Bounds(
         ingress.responses_kept_s,
         ingress.max_responses_per_key,

@@ -124,7 +124,6 @@ def pinned_source(
 
 
 def draft_source(model: ModelConfig) -> ModelSource | None:
-    """The draft model's source, if the model has one."""
     return None if model.engine.draft is None else model.engine.draft.source
 
 

@@ -130,7 +130,6 @@ def _most_replicas(configured: DeploymentConfig, share: Share) -> int:
 
 
 def _cores(engine: EngineConfig, share: Share, here: Machine, reserved: float) -> int:
-    """Physical cores that a replica computes with."""
     threads = max(engine.threads or 0, engine.threads_batch or 0)
     return min(threads or share.n_cores, plan.n_cores(here, reserved))
 

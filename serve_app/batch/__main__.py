@@ -38,7 +38,6 @@ _LINES_PER_PART = 128
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m serve_app.batch", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -141,7 +140,6 @@ def answer(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Answer, and exit."""
     args = parse_args(argv)
     try:
         status = answer(args)

@@ -73,7 +73,6 @@ def batched(lines: Iterable[bytes], n: int) -> Iterator[list[bytes]]:
 
 
 def _lines(f: pyarrow.NativeFile, path: str) -> Iterator[bytes]:
-    """The rows of a file as JSON."""
     if path.endswith(".parquet"):
         batches = pyarrow.parquet.ParquetFile(f).iter_batches(_ROWS)
         yield from itertools.chain.from_iterable(map(_dumped, batches))
@@ -84,7 +83,6 @@ def _lines(f: pyarrow.NativeFile, path: str) -> Iterator[bytes]:
 
 
 def _split(f: pyarrow.NativeFile) -> Iterator[bytes]:
-    """Lines of text, without what ends them."""
     rest = b""
     while chunk := f.read(1 << 20):
         *whole, rest = (rest + chunk).split(b"\n")

@@ -43,7 +43,6 @@ class Done:
         )
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Count one part more."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + int(row[name]))
 

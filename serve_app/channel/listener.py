@@ -168,7 +168,6 @@ class Listener:
 
     @contextmanager
     def call(self) -> Iterator[IncomingCall]:
-        """A call, for as long as the block runs."""
         call = IncomingCall(next(self._numbers))
         self._calls[call.number] = call
         try:
@@ -177,7 +176,6 @@ class Listener:
             del self._calls[call.number]
 
     def came(self, connection: _Connection) -> None:
-        """Somebody has connected."""
         self._strangers[connection] = None
         if len(self._strangers) > _MOST_STRANGERS:
             oldest = next(iter(self._strangers))
@@ -225,7 +223,6 @@ class Listener:
                 call.fail(ChannelBrokenError("The connection to the engine replica broke."))
 
     def close(self) -> None:
-        """End all of it."""
         for server in self._servers:
             server.close()
         for connection in (*self._connections, *self._strangers):

@@ -121,7 +121,6 @@ class Channel:
             self._unsent = self._unsent[self._connection.send(self._unsent) :]
 
     def _next(self) -> list[protocol.Item] | bytes:
-        """The items of the next frame."""
         report, self._report = self._report, None
         return self._first_items() if report is None else report
 
@@ -164,7 +163,6 @@ class Channel:
             self._break()
 
     def _break(self) -> None:
-        """The connection is gone."""
         with self._lock:
             self._is_broken = True
             self._pending.clear()
@@ -245,7 +243,6 @@ class Channels:
             channel.flush()
 
     def close(self) -> None:
-        """End all of them."""
         for channel in self.open:
             channel.close()
 

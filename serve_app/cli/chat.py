@@ -31,13 +31,11 @@ class ChatSession:
     messages: list[Json] = field(default_factory=list)
 
     def request(self) -> Json:
-        """The body for the next answer."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         options = {"stream": True, "stream_options": {"include_usage": True}}
         return {"model": self.model, "messages": first + self.messages} | options | self.sampling
 
     def reset(self) -> None:
-        """Forget what was said."""
         self.messages.clear()
 
 

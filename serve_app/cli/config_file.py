@@ -68,7 +68,6 @@ def named(model: str | None) -> NamedModel:
 
 
 def _id_of(filename: str) -> str:
-    """A model id made of a file's name."""
     stem = re.sub(r"[^A-Za-z0-9._:-]+", "-", shards.stem(Path(filename).name)).lstrip("._:-")
     return stem[:128] or "model"
 
@@ -131,5 +130,4 @@ def _ingress(options: ServeOptions) -> dict[str, Any]:
 
 
 def text(content: dict[str, Any]) -> str:
-    """The configuration as YAML."""
     return yaml.safe_dump(content, sort_keys=False, width=100)

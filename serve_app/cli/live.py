@@ -94,7 +94,6 @@ def statistics(view: Json) -> Table:
 
 
 def screen(view: Json) -> RenderableType:
-    """The screen of `corral top`."""
     slots = _table("model", "replica", "slots")
     for key, one in _replicas(view):
         slots.add_row(one["model"], key, _slots(one["slots"].values()))
@@ -207,7 +206,6 @@ def _duration(ms: float) -> str:
 
 
 def _slots(slots: Any) -> Text:
-    """A letter for each slot."""
     letters = {"decode": ("D", "green"), "prefill": ("P", "yellow"), "pinned": ("K", "blue")}
     return Text.assemble(*(letters.get(slot[0], (".", "dim")) for slot in slots))
 

@@ -26,7 +26,6 @@ class Commands(TyperGroup):
     """Commands whose errors for people are printed as they are, with exit status 1."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was named."""
         try:
             return super().invoke(ctx)
         except Exception as error:

@@ -81,7 +81,6 @@ class Screen(AbstractContextManager["Screen"]):
         self._progress.update(bar, description=name, completed=done)
 
     def clear(self) -> None:
-        """Take all bars away."""
         for bar in self._bars.values():
             self._progress.remove_task(bar)
         self._bars.clear()

@@ -107,7 +107,6 @@ class DownloadsConfig(Section):
 
     @property
     def max_converted_bytes(self) -> int | None:
-        """The bound in bytes."""
         return None if self.max_converted_gib is None else int(self.max_converted_gib * 2**30)
 
 

@@ -125,7 +125,6 @@ def report(results: Mapping[int, Mapping[str, Mapping[str, float | None]]]) -> s
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's settings."""
     parser = argparse.ArgumentParser(prog="python -m serve_app.measure.bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file")
@@ -151,7 +150,6 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the table, write the file."""
     args = parse_args(argv)
     facts = machine(args.model, args.threads)
     prompts = Prompts(text_tokens(args.model))

@@ -60,7 +60,6 @@ def peak_bytes(pid: int | str = "self") -> int:
 
 
 def cpu_name() -> str:
-    """The processor's name."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
     return next(names, platform.machine())
@@ -100,12 +99,10 @@ def spread(values: Sequence[float]) -> str:
 
 
 def _row(cells: Sequence[object]) -> str:
-    """A line of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
     return "\n".join([_row(header), _row(["---"] * len(header)), *map(_row, rows)])
 
 

@@ -306,7 +306,6 @@ def _starts(server: subprocess.Popen[bytes], url: str) -> bool:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's settings."""
     parser = argparse.ArgumentParser(
         prog="python -m serve_app.measure.capacity", description=__doc__
     )
@@ -329,7 +328,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     args = parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # stops the server, too
     load = UserLoad(args.seconds, args.mix, args.think, args.seed, args.model)

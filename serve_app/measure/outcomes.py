@@ -62,7 +62,6 @@ class Reader:
 
     @property
     def text(self) -> str:
-        """All text so far."""
         return "".join(self._texts)
 
     def feed(self, when: float, read: bytes) -> int:
@@ -76,7 +75,6 @@ class Reader:
         return len(self._pieces) - before
 
     def answer(self) -> StreamedAnswer:
-        """The answer so far."""
         usage = self._usage
         return StreamedAnswer(
             pieces_s=tuple(self._pieces),

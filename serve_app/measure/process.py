@@ -67,7 +67,6 @@ class MeasuredRun:
 
     @property
     def generated_tokens(self) -> int:
-        """Generated tokens of all sequences."""
         return sum(len(times) for times in self.arrivals_s)
 
     @property
@@ -194,7 +193,6 @@ class Arrivals:
         self.ended = Future[None]()
 
     def __call__(self, delta: TokenDelta) -> None:
-        """Note when that came."""
         self.times += [time.perf_counter()] * len(delta.token_ids)
         if delta.end is None:
             return

@@ -74,13 +74,11 @@ class Variant:
 
     @property
     def way(self) -> str:
-        """The settings as text."""
         texts = {name: str(value).lower() for name, value in self.settings.items()}
         return ", ".join(f"{name}: {text}" for name, text in texts.items())
 
     @property
     def name(self) -> str:
-        """Format and settings as text."""
         return f"{self.format}, {self.way}" if self.settings else self.format
 
     def __hash__(self) -> int:
@@ -126,7 +124,6 @@ class MeasuredSpeed:
     peak_bytes: int
 
     def facts(self) -> dict[str, Any]:
-        """The figures for JSON."""
         return {
             "prefill_tps": self.prefill_tps,
             "decode_tps": dict(self.decode_tps),

@@ -201,7 +201,6 @@ KINDS: Mapping[str, Callable[[random.Random, Setting], User]] = {
 
 
 def user(kind: str, seed: int, number: int, setting: Setting) -> User:
-    """The user of this number."""
     return KINDS[kind](random.Random(f"{seed} {kind} {number}"), setting)
 
 

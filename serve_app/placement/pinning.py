@@ -60,12 +60,10 @@ class CorePinning:
 
     @property
     def cores(self) -> tuple[int, ...] | None:
-        """The leased CPUs, if there is a lease."""
         return None if self.lease is None else self.lease.cpus
 
     @property
     def numa_node(self) -> int | None:
-        """The NUMA node that has all leased CPUs."""
         return None if self.lease is None else self.lease.numa_node
 
     def undo(self) -> None:

@@ -230,7 +230,6 @@ class LoadedModel:
             raise ModelReplacedError("The model is being replaced by one with another vocabulary.")
 
     async def stats(self) -> ReplicaStats:
-        """The present work of this replica."""
         replica_id, node_id = _whereabouts()
         return ReplicaStats(
             replica_id=replica_id,
@@ -273,7 +272,6 @@ class LoadedModel:
         return True
 
     async def explain(self, request_id: str) -> ReplicaRecords:
-        """The records of a request."""
         replica_id, node_id = _whereabouts()
         records = (
             dataclasses.replace(record, replica_id=replica_id, node_id=node_id)
@@ -351,7 +349,6 @@ def _end_process(error: EngineFailedError) -> NoReturn:
 
 
 def _whereabouts() -> tuple[str, str]:
-    """The ids of this replica and of its node."""
     replica_id = serve.get_replica_context().replica_id.unique_id
     return replica_id, ray.get_runtime_context().get_node_id()
 
@@ -401,6 +398,5 @@ async def _in_new_thread(load: Callable[[], Engine]) -> Engine:
 
 
 def _reserved_cpus() -> float:
-    """The CPUs that Ray has reserved for this replica."""
     context: Any = ray.get_runtime_context()
     return float(context.get_assigned_resources().get("CPU", 0.0))

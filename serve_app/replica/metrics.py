@@ -97,7 +97,6 @@ class ReplicaMetrics:
         self._seen: dict[str, float] = {"throttled": throttled_s()}
 
     def ended(self, end: SequenceEnd) -> None:
-        """Observe a request's times."""
         spent, n_own = end.timings, end.usage.completion_tokens - end.timings.n_resumed
         self._queue.observe(spent.queue_s)
         if n_own:
@@ -117,7 +116,6 @@ class ReplicaMetrics:
                 self._downloaded.inc(n, {"source": source})
 
     def update(self, stats: EngineStats) -> None:
-        """Follow the engine's statistics."""
         for (group, name), counter in self._counters.items():
             self._follow(counter, name, getattr(getattr(stats, group), name))
         for reason, n_ended in stats.requests.ended.items():

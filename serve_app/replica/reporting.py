@@ -86,7 +86,6 @@ class Reporting:
             self._tell(channel, self._report())
 
     async def run(self) -> None:
-        """Tell for ever."""
         while True:
             await asyncio.sleep(_EVERY_S)
             try:

@@ -39,7 +39,6 @@ def n_leading(blocks: Chain, held: Container[int]) -> int:
 
 
 def request_key(request_id: str) -> int:
-    """A request's hash."""
     return crc32(request_id.encode())
 
 

@@ -81,7 +81,6 @@ class ReplicaConnection:
         self.newest = applied(before, report), time.monotonic()
 
     def end(self) -> None:
-        """The connection is gone."""
         self._reports.left(self)
 
 

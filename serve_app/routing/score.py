@@ -146,7 +146,6 @@ class ReplicaView:
             self.held.update(sent.prompt.chain)
 
     def forecast(self, prompt: RoutedPrompt, now: float) -> TTFTForecast:
-        """The forecast for the prompt there."""
         report = self.report
         prompt_token_s = report.prompt_token_s or _UNMEASURED_S
         token_s = report.token_s or _UNMEASURED_S

@@ -40,7 +40,6 @@ class ModelsFolder:
         return self.path / ".names"
 
     def of(self, model: RemoteModel) -> Path:
-        """The model's folder."""
         return self.path / model.folder
 
     def vocabularies(self, model: RemoteModel) -> Path:

@@ -43,7 +43,6 @@ class _Parser:
         return int(struct.unpack_from(f"<{form}", self._data, start)[0])
 
     def skip(self, n_bytes: int) -> None:
-        """Go on behind so many bytes."""
         if n_bytes > MOST_BYTES:
             raise ValueError("a length in it is impossible")
         self.at += n_bytes
@@ -51,11 +50,9 @@ class _Parser:
             raise _TooShortError
 
     def skip_string(self) -> None:
-        """Go on behind a string."""
         self.skip(self.number("Q"))
 
     def skip_value(self, kind: int) -> None:
-        """Go on behind a value of GGUF's kinds."""
         if kind == _STRING:
             self.skip_string()
         elif kind == _ARRAY:

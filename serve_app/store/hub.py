@@ -196,7 +196,6 @@ def _info(name: HubName) -> Any:
 
 
 def _in_library(name: HubName) -> Listing | None:
-    """The repository's files in Hugging Face's own cache."""
     from huggingface_hub import snapshot_download
 
     try:

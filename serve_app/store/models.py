@@ -285,7 +285,6 @@ class _Progress:
         self._tell()
 
     def end(self) -> None:
-        """All is here."""
         logger.info(
             "Downloaded %s: %.2f GiB in %.0f s%s.",
             self._model.label,

@@ -76,7 +76,6 @@ class RemoteModel:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.n_bytes for file in self.files)
 
     @property
@@ -88,7 +87,6 @@ class RemoteModel:
 
 
 def kept(path: Path) -> Listing | None:
-    """The listing that was kept there."""
     with suppress(OSError, ValueError):
         found: Listing = json.loads(path.read_text())
         return found

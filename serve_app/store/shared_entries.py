@@ -63,7 +63,6 @@ class NumberedEntries:
         return number
 
     def replace(self, model: str, number: int, entry: Entry) -> None:
-        """Have another entry under a number."""
         self._put(model, number, entry, overwrite=True)
 
     def empty(self, model: str, number: int) -> None:
@@ -98,7 +97,6 @@ class LoadedAdapter:
 
     @property
     def use(self) -> AdapterUse:
-        """How requests that name it have it."""
         return AdapterUse(self.config.id, self.config.scale, self.version)
 
 
@@ -172,7 +170,6 @@ class VersionWeights:
         return [WeightChange(**entry) for _, entry in reversed(self._entries.read(model))]
 
     def newest(self, model: str) -> WeightChange | None:
-        """The last change, if there was one."""
         changes = [WeightChange(**entry) for _, entry in self._entries.read(model, last=1)]
         return changes[0] if changes else None
 

@@ -79,7 +79,6 @@ class HolderLine:
         return _FILES.add(self._key, _entry(holder))
 
     def make_whole(self, holder: Holder) -> None:
-        """A node has the whole file now."""
         _FILES.replace(self._key, holder.number, _entry(holder) | {"is_whole": True})
 
     def remove(self, number: int) -> None:
@@ -87,7 +86,6 @@ class HolderLine:
         _FILES.remove(self._key, number)
 
     def read(self) -> list[Holder]:
-        """The nodes that are there."""
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         alive = {node["NodeID"] for node in nodes if node["Alive"]}
         holders = [Holder(number, **entry) for number, entry in _FILES.read(self._key)]
@@ -106,7 +104,6 @@ class ClusterSharing(Sharing):
         return str(ray.get_runtime_context().get_node_id())
 
     def peers(self, file: RemoteFile, path: Path, stop: threading.Event) -> Peers:
-        """Stand in the line for a file."""
         return ClusterPeers(self._node, _key(file), path, stop)
 
     def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
@@ -123,7 +120,6 @@ class ClusterSharing(Sharing):
             logger.warning("Other nodes do not learn which files are here: %r.", error)
 
     def read_header(self, file: RemoteFile, start: int, end: int) -> bytes | None:
-        """The bytes from the first node that gives them."""
         for is_whole in (False, True):
             with suppress(Exception):  # Ray's head is away for a moment
                 for holder in HolderLine(_key(file, is_whole=is_whole)).read():
@@ -134,13 +130,11 @@ class ClusterSharing(Sharing):
         return None
 
     def put_listing(self, name: str, listing: Listing) -> None:
-        """Keep a listing with Ray's head."""
         key, value = f"listings/{name}".encode(), json.dumps(listing).encode()
         with suppress(Exception):  # Ray's head is away for a moment
             internal_kv._internal_kv_put(key, value, True, namespace=_NAMESPACE.encode())
 
     def listing(self, name: str) -> Listing | None:
-        """The listing that Ray's head has."""
         with suppress(Exception):
             key, namespace = f"listings/{name}".encode(), _NAMESPACE.encode()
             value: bytes | None = internal_kv._internal_kv_get(key, namespace=namespace)
@@ -265,7 +259,6 @@ class ClusterPeers(Peers):
         return False
 
     def withdraw(self) -> None:
-        """Leave the line."""
         with self._ordering:
             if self._number is not None:
                 with suppress(Exception):  # nodes that ask in vain skip this one
