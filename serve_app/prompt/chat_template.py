@@ -121,7 +121,7 @@ class ChatTemplate:
             **self._without_tools,
         }
         if tools:
-            given["tools"] = _Given(self.tool_format.tool(tool) for tool in tools)
+            given["tools"] = _Given(tools)
         own: dict[str, Any] = {name: _strftime_now(pattern) for name, pattern in _DATES.items()}
         if "functions" in self.names:  # FireFunction's
             own["functions"] = _tojson(tools, indent=2) if tools else ""

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from serve_app.prompt.tool_calls import FORMATS, CallParser, CallPiece, Reasoning, ToolCall
-from serve_app.prompt.tool_calls.names import FunctionNames
+from serve_app.prompt.tool_calls.calls import FunctionNames
 from serve_app.prompt.tool_calls.reader import overlap
 
 __all__ = ["DELIMITERS", "OutputParser", "Part", "Reasoning"]

@@ -22,7 +22,7 @@ from serve_app.prompt.output_parser import DELIMITERS, THINK, OutputParser, Reas
 from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText, control_tokens
 from serve_app.prompt.tool_calls import ToolFormat
-from serve_app.prompt.tool_calls.names import FunctionNames
+from serve_app.prompt.tool_calls.calls import FunctionNames
 from serve_app.sampling import ReasoningBudget
 
 # No fewer than `<think>` and the line ends behind it can have, in any vocabulary.

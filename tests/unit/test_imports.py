@@ -180,13 +180,14 @@ def test_the_engine_knows_nothing_of_prompts_but_the_delimiters_of_answers() -> 
 def test_nothing_names_a_tool_format_but_its_module() -> None:
     formats = "serve_app.prompt.tool_calls.formats"
     users = {
-        (module, name)
+        (module, name.removeprefix(f"{formats}."))
         for module, names in IMPORTS.items()
         for name in names
-        if name.startswith(f"{formats}.")
+        if name.startswith(f"{formats}.") and module != formats
     }
     assert users == {
-        ("serve_app.prompt.tool_calls", f"{formats}.{name}") for name in ("FORMATS", "detect")
+        ("serve_app.prompt.tool_calls", name)
+        for name in ("FORMATS", "detect", "generic", "generic.GENERIC")
     }
 
 

@@ -15,7 +15,7 @@ from serve_app.ingress.http.request_model import name_ignored
 from serve_app.ingress.model_registry import MediaReader, ModelInfo, active
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
-from serve_app.prompt.tool_calls.names import FunctionNames
+from serve_app.prompt.tool_calls.calls import FunctionNames
 from serve_app.sampling import LogitBias, ReasoningBudget, SamplingParams
 from serve_app.types import MEDIUM, Adapters, GenerationRequest, Medium, Size
 

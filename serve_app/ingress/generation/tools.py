@@ -12,10 +12,10 @@ from pydantic import (
 
 from serve_app.errors import InvalidRequestError, MediaError
 from serve_app.ingress.http.request_model import RequestModel
-from serve_app.prompt.tool_calls.names import described
+from serve_app.prompt.tool_calls.calls import described
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128)]
-"""A name of a function, in any characters: see `serve_app.prompt.tool_calls.names`."""
+"""A name of a function, in any characters: see `serve_app.prompt.tool_calls.calls`."""
 
 
 _KINDS = {

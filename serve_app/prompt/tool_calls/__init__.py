@@ -3,7 +3,7 @@
 from serve_app.prompt.tool_calls.calls import CallPiece, Reasoning, ToolCall
 from serve_app.prompt.tool_calls.format import ToolFormat
 from serve_app.prompt.tool_calls.formats import FORMATS, detect
-from serve_app.prompt.tool_calls.generic import FORMAT as GENERIC
+from serve_app.prompt.tool_calls.formats.generic import GENERIC
 from serve_app.prompt.tool_calls.parser import CallParser
 
 __all__ = [

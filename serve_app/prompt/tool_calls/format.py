@@ -1,4 +1,4 @@
-"""The type that each module of `formats` declares: how a model writes calls."""
+"""The type of a format of tool calls: how a model writes calls."""
 
 from __future__ import annotations
 
@@ -9,37 +9,11 @@ from typing import Any
 
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tool_calls import lark
-from serve_app.prompt.tool_calls.calls import Function, ToolCall
+from serve_app.prompt.tool_calls.calls import Function
 from serve_app.prompt.tool_calls.parser import CallParser
-from serve_app.prompt.tool_calls.schemas import properties_of
 
 Describe = Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[Turn]]
 """Puts functions, calls and results into the texts of turns."""
-EXAMPLE_FUNCTIONS: tuple[dict[str, Any], ...] = (
-    {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-    {"name": "now"},
-)
-"""The functions in every format's example."""
-EXAMPLE_CALLS = (ToolCall("get_weather", '{"city": "Tromsø", "days": 2}'), ToolCall("now", "{}"))
-"""The calls in every format's example."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """EXAMPLE_CALLS, as the format's models write them: what all formats are tested with."""
-
-    first: str
-    second: str
-    both: str | None
-    """An answer of both calls; None if there is one call in an answer at most."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +30,10 @@ class ToolFormat:
     rules: Callable[[Sequence[Function], lark.Delimiter, bool], str]
     """The rule `calls` in llguidance's Lark, and those that it needs: what is behind the first opening,
     which is one call, or more if the flag is set."""
-    example: Example
     opening: str | None = None
     """The delimiter before a call; None if a call is just the whole answer."""
     message: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     """Converts a message to the form that its templates take."""
-    tool: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    """Converts a tool to the form that they take."""
     said: Callable[[lark.Delimiter], str] | None = None
     """The rule `start` of answers that need not be calls, and what it needs, where that is not any text and
     then calls."""
@@ -81,7 +52,7 @@ class ToolFormat:
 
     def without_unwritable(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """A function's schema without the properties that the format cannot write, and their names."""
-        properties = properties_of(schema)
+        properties = lark.properties_of(schema)
         if self.unwritable is None:
             return schema, []
         names = [name for name in properties if not name or re.search(self.unwritable, name)]

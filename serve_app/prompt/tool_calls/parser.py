@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from serve_app.prompt.tool_calls.calls import CallPiece, Reasoning, ToolCall, call_of, calls_of
+from serve_app.prompt.tool_calls.calls import (
+    CallPiece,
+    Function,
+    Reasoning,
+    ToolCall,
+    call_of,
+    calls_of,
+)
 from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader, overlap
 
 Part = str | Reasoning | ToolCall | CallPiece
@@ -50,7 +57,9 @@ class CallParser:
     splits_reasoning = True
     """Whether reasoning is no content, in formats with channels. To be set before the first text."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Sequence[Function] = ()) -> None:
+        self._schemas = {one["name"]: one.get("parameters") or {} for one in functions}
+        """The schemas of the functions' arguments, by their names."""
         self._text = TextReader()
         """The text that is not certain yet: the start of an opening, or an incomplete call."""
         self._after = Previous.NOTHING

@@ -11,7 +11,7 @@ import pytest
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.prompt.tool_calls.formats import hermes
+from tests.unit.prompt.tool_calls.formats import FORMAT
 from tools.builtin_model.evaluate import SCORES, Score, run
 from tools.messages import from_messages
 
@@ -109,4 +109,4 @@ def test_held_out_scores(engine: Engine, tokenizer: Tokenizer, score: Score) -> 
 
 def test_the_file_is_small_and_says_what_it_is(tokenizer: Tokenizer) -> None:
     assert BUILTIN_MODEL.stat().st_size <= 8_000_000
-    assert tokenizer.tool_format is hermes.FORMAT
+    assert tokenizer.tool_format is FORMAT["hermes"]

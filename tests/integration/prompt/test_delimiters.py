@@ -13,9 +13,14 @@ from serve_app.prompt import grammars
 from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.output_parser import DELIMITERS, THINK
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS, EXAMPLE_FUNCTIONS
-from serve_app.prompt.tool_calls.formats import hermes
-from tests.unit.prompt.tool_calls.formats import TEMPLATES, TOOLS, format_of
+from tests.unit.prompt.tool_calls.formats import (
+    EXAMPLE_CALLS,
+    EXAMPLE_FUNCTIONS,
+    EXAMPLES,
+    TEMPLATES,
+    TOOLS,
+    format_of,
+)
 from tools.gguf_file import ModelShape, add_hyperparameters
 
 
@@ -56,7 +61,7 @@ WITH_OPENING = [path for path in TEMPLATES if format_of(path).opening]
 @pytest.mark.parametrize("path", WITH_OPENING, ids=lambda path: path.stem)
 def test_delimiters_are_shown_read_and_made(tmp_path: Path, path: Path) -> None:
     form = format_of(path)
-    source, call = path.read_text(), form.example.first
+    source, call = path.read_text(), EXAMPLES[form.name].first
     hidden = next(text for text in DELIMITERS if text not in source)
     path = write(tmp_path / "delimiters.gguf", source)
     model, tokenizer = Model(path, vocab_only=True, delimiters=DELIMITERS), Tokenizer(path)
@@ -98,7 +103,7 @@ def test_calls_are_not_made_within_reasoning(tmp_path: Path) -> None:
         parallel=False,
         param="tools",
     )
-    call = hermes.FORMAT.example.second
+    call = EXAMPLES["hermes"].second
     reasoning = f"{THINK.open}\nHm.\n{THINK.close}\n\n"
     assert takes(model, grammar, f"{reasoning}Yes.")
     assert takes(model, grammar, f"{reasoning}{call}")

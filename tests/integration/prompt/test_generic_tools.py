@@ -18,7 +18,7 @@ from serve_app.prompt.grammars import Dialect, ThinkingPhase
 from serve_app.prompt.output_parser import Part, Reasoning
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import GENERIC, CallPiece, ToolCall
-from serve_app.prompt.tool_calls.format import EXAMPLE_FUNCTIONS
+from tests.unit.prompt.tool_calls.formats import EXAMPLE_FUNCTIONS, EXAMPLES
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -144,19 +144,19 @@ def takes(grammar: str, text: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize(
     ("options", "text", "taken"),
     [
-        ({"forced": True}, GENERIC.example.first, True),
-        ({"forced": True}, GENERIC.example.both, True),
-        ({"forced": True, "parallel": False}, GENERIC.example.both, False),
+        ({"forced": True}, EXAMPLES["generic"].first, True),
+        ({"forced": True}, EXAMPLES["generic"].both, True),
+        ({"forced": True, "parallel": False}, EXAMPLES["generic"].both, False),
         ({"forced": True}, '{"response": "Hi."}', False),
-        ({"forced": False}, GENERIC.example.both, True),
+        ({"forced": False}, EXAMPLES["generic"].both, True),
         ({"forced": False}, '{"response": "Hi \\"you\\"."}', True),
         ({"forced": False}, "Hi.", False),
-        ({"forced": False}, "<think>Hm.</think>" + GENERIC.example.first, False),
-        (PERHAPS, "<think>{}</think>\n\n" + GENERIC.example.first, True),
+        ({"forced": False}, "<think>Hm.</think>" + EXAMPLES["generic"].first, False),
+        (PERHAPS, "<think>{}</think>\n\n" + EXAMPLES["generic"].first, True),
         (PERHAPS, '<think>Hm.</think>{"response": ""}', True),
         (PERHAPS, '{"response": ""}', True),
-        (PERHAPS, "Hm.</think>" + GENERIC.example.first, False),
-        (BEGUN, "{Hm.</think>" + GENERIC.example.first, True),
+        (PERHAPS, "Hm.</think>" + EXAMPLES["generic"].first, False),
+        (BEGUN, "{Hm.</think>" + EXAMPLES["generic"].first, True),
         (BEGUN, "Hm.</think>\nWell", False),
     ],
 )  # fmt: skip
@@ -167,5 +167,5 @@ def test_what_answers_may_be(options: dict[str, Any], text: str, taken: bool) ->
 def test_reasoning_comes_before_an_answer() -> None:
     tokenizer = Tokenizer(BUILTIN_MODEL, PLAIN + "<think>\n")
     parser = tokenizer.output_parser(tokenizer.encode_chat(CHAT, TOOLS), TOOLS)
-    parts = [*parser.feed(f"Hm.\n</think>\n\n{GENERIC.example.second}"), *parser.finish()]
+    parts = [*parser.feed(f"Hm.\n</think>\n\n{EXAMPLES['generic'].second}"), *parser.finish()]
     assert parts == [Reasoning("Hm."), ToolCall("now", "{}")]

@@ -19,16 +19,7 @@ from serve_app.prompt.conversation import Turn
 from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, ToolFormat
-from serve_app.prompt.tool_calls.format import EXAMPLE_FUNCTIONS
-from serve_app.prompt.tool_calls.formats import (
-    command_r,
-    gemma,
-    glm,
-    harmony,
-    hermes,
-    qwen_coder,
-)
-from tests.unit.prompt.tool_calls.formats import every_format
+from tests.unit.prompt.tool_calls.formats import EXAMPLE_FUNCTIONS, EXAMPLES, FORMAT, every_format
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
 MODEL = Model(BUILTIN_MODEL, vocab_only=True)
@@ -158,7 +149,7 @@ def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
         )
         for parallel in (False, True)
     )
-    first, now = written(form.example.first), written(form.example.second)
+    first, now = written(EXAMPLES[form.name].first), written(EXAMPLES[form.name].second)
     for grammar in (single, several):
         assert takes(grammar, "Hello <tool, [TOOL] and { }.") == (True, True)
         assert takes(grammar, first) == (True, True)
@@ -168,8 +159,8 @@ def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
         if form.opening is not None:
             assert takes(grammar, f"Well.\n{now}") == (True, True)
     assert takes(single, f"{now} More.") == (False, False)
-    if form.example.both is not None:
-        both = written(form.example.both)
+    if EXAMPLES[form.name].both is not None:
+        both = written(EXAMPLES[form.name].both)
         assert takes(single, both) == (False, False)
         assert takes(several, both) == (True, True)
 
@@ -186,7 +177,7 @@ def test_calls_or_an_answer_that_a_schema_validates(form: ToolFormat) -> None:
         answer=schema,
     )
     header = "<|channel|>final<|message|>" if form.name == "harmony" else ""
-    assert takes(grammar, form.example.first) == (True, True)
+    assert takes(grammar, EXAMPLES[form.name].first) == (True, True)
     assert takes(grammar, header + '{"mood": "glad"}') == (True, True)
     assert takes(grammar, header + '{"mood": 7}') == (False, False)
     assert takes(grammar, header + "Glad.") == (False, False)
@@ -196,12 +187,12 @@ def test_calls_or_an_answer_that_a_schema_validates(form: ToolFormat) -> None:
     ("form", "thought", "header"),
     [
         (
-            harmony.FORMAT,
+            FORMAT["harmony"],
             "<|channel|>analysis<|message|>Hm {}.<|end|><|start|>assistant",
             "<|channel|>final<|message|>",
         ),
-        (gemma.FORMAT, "<|channel>thought\nHm {}.<channel|>", ""),
-        (command_r.FORMAT, "<|START_THINKING|>Hm {}.<|END_THINKING|>", "<|START_RESPONSE|>"),
+        (FORMAT["gemma"], "<|channel>thought\nHm {}.<channel|>", ""),
+        (FORMAT["command-r"], "<|START_THINKING|>Hm {}.<|END_THINKING|>", "<|START_RESPONSE|>"),
     ],
     ids=["harmony", "gemma", "command-r"],
 )
@@ -216,10 +207,14 @@ def test_reasoning_on_a_channel_comes_before_a_schemas_text(
 
 
 def test_reasoning_tags_that_are_tokens_come_before_calls() -> None:
-    call = hermes.FORMAT.example.second
+    call = EXAMPLES["hermes"].second
     tokens = {output_parser.THINK.open: IM_START, output_parser.THINK.close: IM_START}
     grammar = grammars.from_tool_calls(
-        FUNCTIONS, Dialect(hermes.FORMAT, tokens.get), forced=False, parallel=False, param="tools"
+        FUNCTIONS,
+        Dialect(FORMAT["hermes"], tokens.get),
+        forced=False,
+        parallel=False,
+        param="tools",
     )
     reasoning = "<|im_start|>\nHm.\n<|im_start|>\n\n"
     assert takes(grammar, "Yes.") == (True, True)
@@ -232,9 +227,13 @@ def test_reasoning_tags_that_are_tokens_come_before_calls() -> None:
 def test_glm_calls_may_have_line_ends() -> None:
     """As GLM 4.6 writes them, and 4.7 does not."""
     grammar = grammars.from_tool_calls(
-        EXAMPLE_FUNCTIONS, Dialect(glm.FORMAT, no_token), forced=True, parallel=True, param="tools"
+        EXAMPLE_FUNCTIONS,
+        Dialect(FORMAT["glm"], no_token),
+        forced=True,
+        parallel=True,
+        param="tools",
     )
-    text = glm.FORMAT.example.first.replace("><arg", ">\n<arg").replace("r<arg", "r\n<arg")
+    text = EXAMPLES["glm"].first.replace("><arg", ">\n<arg").replace("r<arg", "r\n<arg")
     assert text.count("\n") == 4
     assert takes(grammar, text.replace("</tool", "\n</tool")) == (True, True)
 
@@ -245,7 +244,11 @@ ARRAY = {"type": "array"}
 def test_a_string_parameter_is_free_text() -> None:
     function = {"name": "f", "parameters": {"properties": {"s": {"type": "string"}, "n": ARRAY}}}
     grammar = grammars.from_tool_calls(
-        [function], Dialect(qwen_coder.FORMAT, no_token), forced=True, parallel=False, param="tools"
+        [function],
+        Dialect(FORMAT["qwen-coder"], no_token),
+        forced=True,
+        parallel=False,
+        param="tools",
     )
     text = "<tool_call>\n<function=f>\n<parameter=s>\na\n\n</parameter>é\n</parameter>\n"
     assert takes(grammar, f"{text}</function>\n</tool_call>") == (True, True)
@@ -272,7 +275,7 @@ def test_values_of_parameters(schema: dict[str, Any], taken: list[str], refused:
     parameters = {"properties": {"a": schema}, "required": ["a"], "$defs": named}
     grammar = grammars.from_tool_calls(
         [{"name": "f", "parameters": parameters}],
-        Dialect(qwen_coder.FORMAT, no_token),
+        Dialect(FORMAT["qwen-coder"], no_token),
         forced=True,
         parallel=False,
         param="tools",
@@ -285,9 +288,13 @@ def test_values_of_parameters(schema: dict[str, Any], taken: list[str], refused:
 def test_a_function_without_properties_takes_none() -> None:
     function = {"name": "now", "parameters": {"properties": [], "required": 1, "type": []}}
     grammar = grammars.from_tool_calls(
-        [function], Dialect(qwen_coder.FORMAT, no_token), forced=True, parallel=False, param="tools"
+        [function],
+        Dialect(FORMAT["qwen-coder"], no_token),
+        forced=True,
+        parallel=False,
+        param="tools",
     )
-    assert takes(grammar, qwen_coder.FORMAT.example.second) == (True, True)
+    assert takes(grammar, EXAMPLES["qwen-coder"].second) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +313,7 @@ def test_what_no_grammar_can_hold_is_loosened(
     names: list[str] = []
     grammar = grammars.from_tool_calls(
         [{"name": "f", "parameters": {"properties": parameters, "required": list(parameters)}}],
-        Dialect(qwen_coder.FORMAT, no_token),
+        Dialect(FORMAT["qwen-coder"], no_token),
         forced=True,
         parallel=False,
         param="tools",
@@ -322,7 +329,7 @@ def test_a_strict_function_that_is_wrong_is_named() -> None:
     with pytest.raises(InvalidRequestError) as raised:
         grammars.from_tool_calls(
             [{"name": "f", "parameters": parameters, "strict": True}],
-            Dialect(qwen_coder.FORMAT, no_token),
+            Dialect(FORMAT["qwen-coder"], no_token),
             forced=True,
             parallel=False,
             param="tools",

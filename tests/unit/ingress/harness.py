@@ -31,7 +31,6 @@ from serve_app.prompt.output_parser import THINK
 from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolFormat
-from serve_app.prompt.tool_calls.formats import hermes
 from serve_app.types import (
     Accepted,
     FetchingReplica,
@@ -47,6 +46,7 @@ from serve_app.types import (
     Usage,
 )
 from tests.doubles.backend import FakeVocabulary
+from tests.unit.prompt.tool_calls.formats import FORMAT
 
 N_CTX_SLOT = 64
 END = SequenceEnd(FinishReason.STOP, Usage(5, 2, 3), Timings(0, 0, 0))
@@ -102,7 +102,7 @@ class ByteTokenizer:
     eog_tokens = (256,)
     pooling = "mean"
     reranks = False
-    tool_format: ToolFormat = hermes.FORMAT
+    tool_format: ToolFormat = FORMAT["hermes"]
     thinks = False
     reasoning_tags = THINK
     output_parser = Tokenizer.output_parser

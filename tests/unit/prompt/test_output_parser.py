@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from serve_app.prompt.output_parser import OutputParser, Reasoning, ReasoningTags, reasoning_tags
 from serve_app.prompt.tool_calls import ToolCall
-from serve_app.prompt.tool_calls.formats import hermes
 from tests.unit.prompt.splitting import cuts, parse
+from tests.unit.prompt.tool_calls.formats import FORMAT
 
 CALL = '<tool_call>{"name": "f"}</tool_call>'
 HM = Reasoning("Hm.")
 
 
 def read(pieces: list[str], *, thinks: bool = True, is_thinking: bool = False) -> list[Any]:
-    parser = OutputParser(hermes.FORMAT.parser(), thinks=thinks, is_thinking=is_thinking)
+    parser = OutputParser(FORMAT["hermes"].parser(), thinks=thinks, is_thinking=is_thinking)
     return parse(parser, pieces)
 
 

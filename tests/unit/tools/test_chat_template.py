@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve_app.prompt.chat_template import ChatTemplate
-from serve_app.prompt.tool_calls.formats import hermes
+from tests.unit.prompt.tool_calls.formats import FORMAT
 from tools.chat_template import CHAT_TEMPLATE
 
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, bos="", eos="<|im_end|>")
@@ -32,7 +32,7 @@ def test_turns() -> None:
 
 
 def test_it_calls_tools() -> None:
-    assert TEMPLATE.tool_format is hermes.FORMAT
+    assert TEMPLATE.tool_format is FORMAT["hermes"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from serve_app.prompt import grammars
 from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.tool_calls import GENERIC, ToolFormat
-from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS
 from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 from tests.unit.ingress.harness import (
     END,
@@ -21,7 +20,7 @@ from tests.unit.ingress.harness import (
     events,
     takes,
 )
-from tests.unit.prompt.tool_calls.formats import TOOLS, every_format
+from tests.unit.prompt.tool_calls.formats import EXAMPLE_CALLS, EXAMPLES, TOOLS, every_format
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 WEATHER: dict[str, Any] = {
@@ -280,7 +279,7 @@ async def test_every_format(
     stream: bool,
 ) -> None:
     tokenizer.tool_format = form
-    engine.script = script(form.example.first)
+    engine.script = script(EXAMPLES[form.name].first)
     if stream:
         _, *choices = await streamed(client, tools=TOOLS, tool_choice=choice)
         (call,) = called(choices)

@@ -3,16 +3,141 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from serve_app.prompt.chat_template import ChatTemplate
-from serve_app.prompt.tool_calls import FORMATS, GENERIC, ToolFormat
-from serve_app.prompt.tool_calls.format import EXAMPLE_FUNCTIONS
+from serve_app.prompt.tool_calls import FORMATS, GENERIC, ToolCall, ToolFormat
+from serve_app.prompt.tool_calls.calls import described
 
 TEMPLATES = sorted((Path(__file__).parents[3] / "data" / "templates").glob("*/*.jinja"))
-TOOLS = [{"type": "function", "function": function} for function in EXAMPLE_FUNCTIONS]
+EXAMPLE_FUNCTIONS: tuple[dict[str, Any], ...] = (
+    {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+    {"name": "now"},
+)
+"""The functions in every format's example."""
+EXAMPLE_CALLS = (ToolCall("get_weather", '{"city": "Tromsø", "days": 2}'), ToolCall("now", "{}"))
+"""The calls in every format's example."""
+TOOLS = [{"type": "function", "function": described(function)} for function in EXAMPLE_FUNCTIONS]
+FORMAT = {form.name: form for form in (*FORMATS, GENERIC)}
+
+
+@dataclass(frozen=True)
+class Example:
+    """EXAMPLE_CALLS, as the format's models write them: what all formats are tested with."""
+
+    first: str
+    second: str
+    both: str | None
+    """An answer of both calls; None if there is one call in an answer at most."""
+
+
+# fmt: off
+# ruff: noqa: E501, RUF001
+EXAMPLES = {
+    "command-r": Example(
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Tromsø", "days": 2}}]<|END_ACTION|>',
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "now", "parameters": {}}]<|END_ACTION|>',
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Tromsø", "days": 2}}, {"tool_call_id": "1", "tool_name": "now", "parameters": {}}]<|END_ACTION|>',
+    ),
+    "deepseek": Example(
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Tromsø", "days": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Tromsø", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+    "firefunction": Example(
+        ' functools[{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}]',
+        ' functools[{"name": "now", "arguments": {}}]',
+        ' functools[{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}, {"name": "now", "arguments": {}}]',
+    ),
+    "functionary": Example(
+        '<function=get_weather>{"city": "Tromsø", "days": 2}</function>',
+        '<function=now>{}</function>',
+        '<function=get_weather>{"city": "Tromsø", "days": 2}</function><function=now>{}</function>',
+    ),
+    "gemma": Example(
+        '<|tool_call>call:get_weather{city:<|"|>Tromsø<|"|>,days:2}<tool_call|>',
+        '<|tool_call>call:now{}<tool_call|>',
+        '<|tool_call>call:get_weather{city:<|"|>Tromsø<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>',
+    ),
+    "generic": Example(
+        '{"tool_calls": [{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}]}',
+        '{"tool_calls": [{"name": "now", "arguments": {}}]}',
+        '{"tool_calls": [{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}, {"name": "now", "arguments": {}}]}',
+    ),
+    "glm": Example(
+        '<tool_call>get_weather<arg_key>city</arg_key><arg_value>Tromsø</arg_value><arg_key>days</arg_key><arg_value>2</arg_value></tool_call>',
+        '<tool_call>now</tool_call>',
+        '<tool_call>get_weather<arg_key>city</arg_key><arg_value>Tromsø</arg_value><arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>now</tool_call>',
+    ),
+    "granite": Example(
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}]',
+        '<|tool_call|>[{"name": "now", "arguments": {}}]',
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}, {"name": "now", "arguments": {}}]',
+    ),
+    "harmony": Example(
+        '<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Tromsø", "days": 2}',
+        '<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}',
+        None,
+    ),
+    "hermes": Example(
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    ),
+    "kimi": Example(
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Tromsø", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>',
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Tromsø", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
+    "llama3": Example(
+        '{"name": "get_weather", "parameters": {"city": "Tromsø", "days": 2}}',
+        '{"name": "now", "parameters": {}}',
+        None,
+    ),
+    "minimax": Example(
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Tromsø</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n</minimax:tool_call>',
+        '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Tromsø</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    ),
+    "mistral-list": Example(
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}, "id": "a1B2c3D4e"}]',
+        '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}, "id": "a1B2c3D4e"}, {"name": "now", "arguments": {}}]',
+    ),
+    "mistral-named": Example(
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Tromsø", "days": 2}',
+        '[TOOL_CALLS]now[ARGS]{}',
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Tromsø", "days": 2}[TOOL_CALLS]now[ARGS]{}',
+    ),
+    "nemotron": Example(
+        '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}]</TOOLCALL>',
+        '<TOOLCALL>[{"name": "now", "arguments": {}}]</TOOLCALL>',
+        '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}, {"name": "now", "arguments": {}}]</TOOLCALL>',
+    ),
+    "phi4": Example(
+        '<|tool_call|>{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}<|/tool_call|>',
+        '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>',
+        '<|tool_call|>{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}<|/tool_call|><|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>',
+    ),
+    "qwen-coder": Example(
+        '<tool_call>\n<function=get_weather>\n<parameter=city>\nTromsø\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>',
+        '<tool_call>\n<function=now>\n</function>\n</tool_call>',
+        '<tool_call>\n<function=get_weather>\n<parameter=city>\nTromsø\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>',
+    ),
+}
+# fmt: on
 
 every_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 every_template = pytest.mark.parametrize(
@@ -22,7 +147,7 @@ every_template = pytest.mark.parametrize(
 
 def format_of(path: Path) -> ToolFormat:
     """The format that a template's folder names."""
-    return next(form for form in (*FORMATS, GENERIC) if form.name == path.parent.name)
+    return FORMAT[path.parent.name]
 
 
 @functools.cache

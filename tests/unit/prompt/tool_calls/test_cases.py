@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from serve_app.prompt.tool_calls import FORMATS, Reasoning, ToolCall
-from serve_app.prompt.tool_calls.schemas import types_of
+from serve_app.prompt.tool_calls import Reasoning, ToolCall
+from serve_app.prompt.tool_calls.lark import types_of
 from tests.unit.prompt.splitting import cuts, parse
-
-FORMAT = {one.name: one for one in FORMATS}
+from tests.unit.prompt.tool_calls.formats import FORMAT
 
 ADD = ToolCall("add", '{"a": 1, "b": "é"}')
 NOW = ToolCall("now", "{}")

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.tool_calls import FORMATS, GENERIC, ToolCall, ToolFormat, detect, reader
-from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS
-from serve_app.prompt.tool_calls.formats import hermes
 from serve_app.prompt.tool_calls.reader import Reading, TextReader
 from tests.unit.prompt.splitting import cuts, parse
 from tests.unit.prompt.tool_calls.formats import (
+    EXAMPLE_CALLS,
+    EXAMPLES,
+    FORMAT,
     TEMPLATES,
     TOOLS,
     among_content,
@@ -41,7 +42,7 @@ def read(form: ToolFormat, pieces: Sequence[str]) -> list[Any]:
 
 @every_format
 def test_the_example_however_it_is_cut(form: ToolFormat) -> None:
-    example = form.example
+    example = EXAMPLES[form.name]
     for text, calls in ((example.first, [FIRST]), (example.second, [SECOND])):
         for pieces in cuts(text):
             assert read(form, pieces) == calls
@@ -52,15 +53,15 @@ def test_the_example_however_it_is_cut(form: ToolFormat) -> None:
 
 @every_format
 def test_calls_among_content(form: ToolFormat) -> None:
-    first = among_content(form, form.example.first)
-    second = among_content(form, form.example.second)
+    first = among_content(form, EXAMPLES[form.name].first)
+    second = among_content(form, EXAMPLES[form.name].second)
     for pieces in cuts(f"One.\n{first}\n{second}\nTwo.{first}"):
         assert read(form, pieces) == ["One.", FIRST, SECOND, "Two.", FIRST]
 
 
 @every_format
 def test_a_call_that_is_cut_off_is_content(form: ToolFormat) -> None:
-    text = form.example.first[:-1]
+    text = EXAMPLES[form.name].first[:-1]
     for pieces in cuts(text):
         assert read(form, pieces) == [text]
 
@@ -69,7 +70,8 @@ FRAGMENTS = [
     "<function=get_weather>", "<parameter=city>", "</parameter>", "</function>",
     '{"name": "f"', ', "arguments": {}', ', "parameters": {}', "}", "{", "[", "]", '"', "\\", "\n", " ",
     ";", ":", ",", "a", "1", "<", "<tool", "[TOOL",
-    *(text for form in FORMATS for text in (*form.delimiters, form.example.first, form.example.second)),
+    *(text for form in FORMATS for text in form.delimiters),
+    *(text for example in EXAMPLES.values() for text in (example.first, example.second)),
 ]  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def test_any_text_is_read_the_same_in_any_pieces(
     parts=st.lists(st.tuples(st.booleans(), st.sampled_from(["a", "b c", "<", "1;", "é\n\nx"]))),
 )
 def test_content_and_calls_lose_nothing(form: ToolFormat, parts: list[tuple[bool, str]]) -> None:
-    call = among_content(form, form.example.first)
+    call = among_content(form, EXAMPLES[form.name].first)
     found = read(form, [call if is_call else content for is_call, content in parts])
     expected: list[Any] = []
     for is_call, content in parts:
@@ -125,7 +127,9 @@ def test_content_is_not_held_back(form: ToolFormat) -> None:
 
 
 @given(
-    form=st.sampled_from([form for form in FORMATS if FIRST.arguments in form.example.first]),
+    form=st.sampled_from(
+        [form for form in FORMATS if FIRST.arguments in EXAMPLES[form.name].first]
+    ),
     arguments=st.dictionaries(st.text(), st.none() | st.integers() | st.text()),
     size=st.integers(1, 9),
     ascii_only=st.booleans(),
@@ -134,7 +138,7 @@ def test_any_arguments_survive(
     form: ToolFormat, arguments: dict[str, object], size: int, ascii_only: bool
 ) -> None:
     written = json.dumps(arguments, ensure_ascii=ascii_only)
-    text = form.example.first.replace(FIRST.arguments, written)
+    text = EXAMPLES[form.name].first.replace(FIRST.arguments, written)
     (call,) = read(form, [text[i : i + size] for i in range(0, len(text), size)])
     assert json.loads(call.arguments) == arguments
 
@@ -183,7 +187,7 @@ def test_work_grows_with_the_text_and_not_with_its_square(
 ) -> None:
     """A long call that comes character by character."""
     city = "Tromsø <} " * 500
-    text = form.example.first.replace("Tromsø", city)
+    text = EXAMPLES[form.name].first.replace("Tromsø", city)
     parser = form.parser(TOOLS)
     parts = [part for char in text for part in parser.feed(char)]
     parts += parser.finish()
@@ -199,7 +203,7 @@ def test_work_grows_with_the_text_and_not_with_its_square(
 def test_what_looks_like_many_calls_is_not_read_again_and_again(
     form: ToolFormat, work: Counter[str]
 ) -> None:
-    call = among_content(form, form.example.first)
+    call = among_content(form, EXAMPLES[form.name].first)
     start = call[: call.rindex("days") + 2] + '{"'
     text = start * 200
     for pieces in ([text], list(text)):
@@ -227,7 +231,7 @@ def test_every_format_has_a_template(form: ToolFormat) -> None:
 @pytest.mark.parametrize(
     ("template", "form"),
     [
-        (CHAT_TEMPLATE, hermes.FORMAT),
+        (CHAT_TEMPLATE, FORMAT["hermes"]),
         ("{{ messages }} <tool_call>", None),
         ("<tool_call>{function-name}\n<arg>{arg-1}</arg>", None),
         ("use <tool_call>[]</tool_call>, {{ tools }}", None),
@@ -262,7 +266,7 @@ def test_what_a_template_writes_is_read(path: Path) -> None:
     if form is GENERIC:
         return
     text = template.render(earlier_turns("call_0123456789abcdef"), TOOLS)
-    said = text[text.rindex(form.opening or form.example.first.partition(FIRST.name)[0]) :]
+    said = text[text.rindex(form.opening or EXAMPLES[form.name].first.partition(FIRST.name)[0]) :]
     assert read(form, [said])[0] == FIRST
 
 

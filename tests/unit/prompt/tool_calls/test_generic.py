@@ -7,13 +7,13 @@ import json
 import pytest
 
 from serve_app.prompt.conversation import PastCall, Turn
-from serve_app.prompt.tool_calls import GENERIC, ToolCall, generic
-from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS
+from serve_app.prompt.tool_calls import GENERIC, ToolCall
+from serve_app.prompt.tool_calls.formats import generic
 from tests.unit.prompt.splitting import cuts, parse
-from tests.unit.prompt.tool_calls.formats import TOOLS
+from tests.unit.prompt.tool_calls.formats import EXAMPLE_CALLS, EXAMPLES, TOOLS
 
 FIRST, SECOND = EXAMPLE_CALLS
-EXAMPLE = GENERIC.example
+EXAMPLE = EXAMPLES["generic"]
 
 
 @pytest.mark.parametrize(

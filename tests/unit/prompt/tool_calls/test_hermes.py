@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.prompt.tool_calls import ToolCall
-from serve_app.prompt.tool_calls.formats import hermes
 from tests.unit.prompt.splitting import cuts, parse
+from tests.unit.prompt.tool_calls.formats import FORMAT
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 ADDED = ToolCall("add", '{"a": 1, "b": "é"}')
 
 
 def read(pieces: list[str]) -> list[str | ToolCall]:
-    return parse(hermes.FORMAT.parser(), pieces)
+    return parse(FORMAT["hermes"].parser(), pieces)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_however_the_text_is_cut(text: str, expected: list[str | ToolCall]) -> N
 
 
 def test_content_is_not_held_back() -> None:
-    parser = hermes.FORMAT.parser()
+    parser = FORMAT["hermes"].parser()
     assert parser.feed("a < b") == ["a < b"]
     assert parser.feed(" <tool_") == [" "]
     assert parser.feed("box>") == ["<tool_box>"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve_app.prompt.conversation import PastCall, Turn
-from serve_app.prompt.tool_calls.names import FunctionNames, described
+from serve_app.prompt.tool_calls.calls import FunctionNames, described
 
 
 def test_names_go_to_the_model_and_back() -> None:

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 
 from serve_app.prompt.tool_calls import FORMATS, GENERIC, CallPiece, ToolCall, ToolFormat
-from serve_app.prompt.tool_calls.format import EXAMPLE_CALLS
 from serve_app.prompt.tool_calls.reader import TextReader
 from tests.unit.prompt.splitting import cuts
-from tests.unit.prompt.tool_calls.formats import TOOLS, among_content, every_format
+from tests.unit.prompt.tool_calls.formats import (
+    EXAMPLE_CALLS,
+    EXAMPLES,
+    TOOLS,
+    among_content,
+    every_format,
+)
 
 FIRST, SECOND = EXAMPLE_CALLS
 
@@ -37,7 +42,7 @@ def read(form: ToolFormat, pieces: Sequence[str]) -> list[Any]:
 
 @pytest.mark.parametrize("form", [*FORMATS, GENERIC], ids=lambda form: form.name)
 def test_the_example_however_it_is_cut(form: ToolFormat) -> None:
-    example = form.example
+    example = EXAMPLES[form.name]
     for text, calls in (
         (example.first, [FIRST]),
         (example.second, [SECOND]),
@@ -49,8 +54,8 @@ def test_the_example_however_it_is_cut(form: ToolFormat) -> None:
 
 @every_format
 def test_calls_among_content(form: ToolFormat) -> None:
-    first = among_content(form, form.example.first)
-    second = among_content(form, form.example.second)
+    first = among_content(form, EXAMPLES[form.name].first)
+    second = among_content(form, EXAMPLES[form.name].second)
     for pieces in cuts(f"One.\n{first}\n{second}\nTwo.{first}"):
         assert read(form, pieces) == ["One.", FIRST, SECOND, "Two.", FIRST]
 
@@ -58,7 +63,7 @@ def test_calls_among_content(form: ToolFormat) -> None:
 @every_format
 def test_arguments_do_not_wait_for_their_end(form: ToolFormat) -> None:
     """The first argument is told when it is there, and in JSON before."""
-    text = form.example.first
+    text = EXAMPLES[form.name].first
     parser = form.parser(TOOLS, in_pieces=True)
     told = parser.feed(text[: text.index("days") + 4])
     assert isinstance(told[0], CallPiece)
@@ -69,7 +74,7 @@ def test_arguments_do_not_wait_for_their_end(form: ToolFormat) -> None:
 
 @every_format
 def test_a_call_that_is_cut_off_stays_as_far_as_it_came(form: ToolFormat) -> None:
-    text = form.example.first
+    text = EXAMPLES[form.name].first
     for pieces in cuts(text[: text.index("2")]):
         (call,) = read(form, pieces)
         assert call.name == "get_weather"
@@ -95,7 +100,7 @@ def test_work_grows_with_the_text_and_not_with_its_square(
     monkeypatch.setattr(TextReader, "advance", counting_advance)
     monkeypatch.setattr(TextReader, "append", counting_append)
     city = "Tromsø <} " * 500
-    text = form.example.first.replace("Tromsø", city)
+    text = EXAMPLES[form.name].first.replace("Tromsø", city)
     (call,) = read(form, list(text))
     assert json.loads(call.arguments) == {"city": city, "days": 2}
     assert len(text) <= counted["read"] < 3 * len(text)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serve_app.prompt.tool_calls import ToolCall
-from serve_app.prompt.tool_calls.formats import hermes
+from tests.unit.prompt.tool_calls.formats import FORMAT
 from tools.builtin_model.corpus import skills, tables
 from tools.builtin_model.corpus.conversation import Conversation
 from tools.builtin_model.corpus.memory import ATTRIBUTES, Memory
@@ -191,7 +191,7 @@ def test_training_text_holds_no_call_that_the_server_does_not_understand() -> No
             m.get("tool_calls", []) for m in conversation.messages if m["role"] == "assistant"
         ]
         for body, made in zip(said, expected, strict=True):
-            parser = hermes.FORMAT.parser()
+            parser = FORMAT["hermes"].parser()
             parts = parser.feed(body) + parser.finish()
             found = [p for p in parts if isinstance(p, ToolCall)]
             assert all(isinstance(p, str | ToolCall) for p in parts)

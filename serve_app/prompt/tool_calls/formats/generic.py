@@ -17,7 +17,7 @@ from typing import Any
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall
-from serve_app.prompt.tool_calls.format import Example, ToolFormat
+from serve_app.prompt.tool_calls.format import ToolFormat
 from serve_app.prompt.tool_calls.parser import CallParser, Previous
 from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader
 
@@ -118,20 +118,12 @@ def _said(_: lark.Delimiter) -> str:
     return f'start: calls | said\nsaid: {start} {lark.value({"type": "string"})} "}}"'
 
 
-_FIRST = '{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}'
-_SECOND = '{"name": "now", "arguments": {}}'
-
-FORMAT = ToolFormat(
+GENERIC = ToolFormat(
     name="generic",
     template_patterns=(),
     delimiters=(),
-    make_parser=lambda _: GenericParser(),
+    make_parser=GenericParser,
     rules=_rules,
-    example=Example(
-        first=f'{{"{CALLS}": [{_FIRST}]}}',
-        second=f'{{"{CALLS}": [{_SECOND}]}}',
-        both=f'{{"{CALLS}": [{_FIRST}, {_SECOND}]}}',
-    ),
     said=_said,
     holds_answers=True,
     describe=describe,

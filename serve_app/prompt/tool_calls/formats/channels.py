@@ -1,0 +1,462 @@
+"""Formats whose answers have parts between tags: reasoning, calls, and content.
+
+Sources: OpenAI's guide to the harmony response format, and the chat template of gpt-oss; Cohere's chat
+template of c4ai-command-r7b-12-2024 for tool use; Google's guide to the prompt format of Gemma 4, and the
+model's chat template.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from serve_app.prompt.tool_calls import lark
+from serve_app.prompt.tool_calls.calls import Function, Reasoning, ToolCall
+from serve_app.prompt.tool_calls.format import ToolFormat
+from serve_app.prompt.tool_calls.parser import CallParser, Previous, TaggedCall
+from serve_app.prompt.tool_calls.reader import (
+    BLANKS,
+    NoCallError,
+    Reading,
+    TextReader,
+    decode,
+    overlap,
+)
+
+
+class ChannelParser(CallParser):
+    """Tags are no content, but the tags of calls that are none."""
+
+    thought: tuple[str, str]
+    """The texts before and after reasoning."""
+    dropped: tuple[str, ...] = ()
+    """Other tags that stand for nothing by themselves."""
+    thought_header = re.compile(r"")
+    """The characters that may follow the first tag of reasoning, a class with a star."""
+
+    def __init__(self, functions: Sequence[Function] = ()) -> None:
+        super().__init__(functions)
+        self._opened = ""
+        self._tags = (self.opening, *self.thought, *self.dropped)
+        self._pattern = re.compile("|".join(map(re.escape, self._tags)))
+
+    def _find(self, text: str, at: int) -> tuple[int, int | None]:
+        match = self._pattern.search(text, at)
+        self._opened = match[0] if match else ""
+        start = (
+            match.start() if match else len(text) - max(overlap(text, d, at) for d in self._tags)
+        )
+        while self._drops_lines() and start > at and text[start - 1] == "\n":
+            start -= 1
+        return start, match.end() if match else None
+
+    def _drops_lines(self) -> bool:
+        """Whether line ends before the opening are no content."""
+        return self._opened in ("", self.opening)
+
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
+        if self._opened == self.opening:
+            return (yield from self._calls(text)) if self._schemas else ()
+        if self._opened == self.thought[0]:
+            yield from text.run(self.thought_header)
+            yield from text.run(BLANKS)
+            yield from self._reasoning(text)
+        return None
+
+    def _calls(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        """Reads the calls after their opening."""
+        raise NotImplementedError
+
+    def _reasoning(self, text: TextReader) -> Reading[None]:
+        while (
+            self.splits_reasoning
+            and (piece := (yield from text.some_until(self.thought[1]))) is not None
+        ):
+            self._tell(Reasoning(piece))
+
+
+Pair = tuple[str, str]
+
+
+def _thought_rules(thought: Pair, delimiter: lark.Delimiter) -> str:
+    """The rules `thought`, which is reasoning with its tags, and TEXT, which is any text."""
+    opening, closing = map(delimiter, thought)
+    return f"""thought: {opening} thought_end
+thought_end{_lazy(closing)}: TEXT {closing}
+TEXT: /(.|\\n)*/"""
+
+
+def _lazy(closing: str) -> str:
+    return "[lazy]" if closing.startswith('"') else ""
+
+
+def _said(
+    delimiter: lark.Delimiter, *, opening: str, thought: Pair, response: Pair | None = None
+) -> str:
+    """Reasoning may come first, and content before calls."""
+    begin, end = map(delimiter, response) if response else ("", "")
+    begin, end = (f"{begin}?" if begin else ""), ("" if _lazy(end) or not end else f"{end}?")
+    call = delimiter(opening)
+    return f"""start: thought* {begin} (TEXT {end} | opened calls)
+opened{_lazy(call)}: TEXT {call}
+{_thought_rules(thought, delimiter)}"""
+
+
+def _held(
+    delimiter: lark.Delimiter,
+    has_calls: bool,
+    *,
+    opening: str,
+    thought: Pair,
+    response: Pair | None = None,
+) -> str:
+    begin, end = (f"{tag}?" for tag in map(delimiter, response)) if response else ("", "")
+    calls = f"| {delimiter(opening)} calls" if has_calls else ""
+    rules = _thought_rules(thought, delimiter)
+    return f"start: thought* ({begin} answer {end} {calls})\n{rules}"
+
+
+# -- Command R7B and Command A ----------------------------------------------------------------------------
+
+ACTION = ACTION_OPEN, ACTION_CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+_THINKING = ("<|START_THINKING|>", "<|END_THINKING|>")
+_RESPONSE = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+
+
+class CommandRParser(ChannelParser):
+    """A JSON list of calls stands in an action. Each has `tool_call_id`, `tool_name` and `parameters`; the
+    id may be missing."""
+
+    opening = ACTION_OPEN
+    name_key = "tool_name"
+    thought = _THINKING
+    dropped = _RESPONSE
+
+    def _calls(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        calls = yield from self._json_calls(text, ("parameters",))
+        yield from text.run(BLANKS)
+        yield from text.one_of(ACTION_CLOSE)
+        return calls
+
+
+def _command_r_rules(
+    functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool
+) -> str:
+    start = " ID ".join(map(lark.text, ('{"tool_call_id": "', '", "tool_name": "')))
+    parameters = lark.text('", "parameters": ')
+    bodies = [
+        f"{lark.text(function['name'])} {parameters} {lark.arguments(function)}"
+        for function in functions
+    ]
+    more = '("," BLANKS? call)*' if parallel else ""
+    return f"""calls: "[" BLANKS? call {more} BLANKS? "]" {delimiter(ACTION_CLOSE)}
+call: {start} body "}}"
+ID: /[0-9]{{1,4}}/
+BLANKS: /[ \\n]{{1,9}}/
+{lark.one_of("body", bodies)}"""
+
+
+def _command_r_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with reasoning, which the template writes before calls."""
+    return {"reasoning_content": "", **message} if message.get("tool_calls") else message
+
+
+# -- Gemma 4 -------------------------------------------------------------------------------------------
+
+CALL_OPEN, CALL_CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_CHANNEL = ("<|channel>", "<channel|>")
+_NAME, _KEY = re.compile(r"[\w.-]*"), re.compile(r"[^:{}\[\],<]*")
+_SCALAR = re.compile(r"[-+.\w]*")
+_MOST_DEPTH = 32
+
+
+class GemmaParser(ChannelParser):
+    """`call:`, a name, and arguments in braces, which are like JSON with bare keys and with strings between
+    two quotes of their own. Keys may be strings, too."""
+
+    opening = CALL_OPEN
+    thought = _CHANNEL
+    thought_header = re.compile(r"\w*")
+
+    def _calls(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        yield from text.one_of("call:")
+        call = TaggedCall((yield from text.run(_NAME)))
+        yield from text.one_of("{")
+        while (key := (yield from _next_key(text, is_first=not call.arguments))) is not None:
+            self._argument(call, key, (yield from _value(text, 0)))
+        yield from text.one_of(CALL_CLOSE)
+        return self._tagged_call(call)
+
+
+def _next_key(text: TextReader, *, is_first: bool) -> Reading[str | None]:
+    """The next key of an object; None behind its last value."""
+    yield from text.run(BLANKS)
+    if is_first and (yield from text.peek()) != "}":
+        return (yield from _read_key(text))
+    if (yield from text.one_of(",", "}")) == "}":
+        return None
+    yield from text.run(BLANKS)
+    return (yield from _read_key(text))
+
+
+def _read_key(text: TextReader) -> Reading[str]:
+    if (yield from text.peek()) == QUOTE[0]:
+        yield from text.one_of(QUOTE)
+        key = yield from text.until(QUOTE)
+    else:
+        key = (yield from text.run(_KEY)).strip()
+    yield from text.run(BLANKS)
+    yield from text.one_of(":")
+    return key
+
+
+def _value(text: TextReader, depth: int) -> Reading[object]:
+    yield from text.run(BLANKS)
+    first = yield from text.peek()
+    if depth == _MOST_DEPTH:
+        raise NoCallError
+    if first == QUOTE[0]:
+        yield from text.one_of(QUOTE)
+        return (yield from text.until(QUOTE))
+    if first == "{":
+        return (yield from _object(text, depth))
+    if first == "[":
+        return (yield from _list(text, depth))
+    return decode((yield from text.run(_SCALAR)))
+
+
+def _object(text: TextReader, depth: int) -> Reading[object]:
+    members: dict[str, object] = {}
+    yield from text.one_of("{")
+    while (key := (yield from _next_key(text, is_first=not members))) is not None:
+        members[key] = yield from _value(text, depth + 1)
+    return members
+
+
+def _list(text: TextReader, depth: int) -> Reading[object]:
+    items: list[object] = []
+    yield from text.one_of("[")
+    yield from text.run(BLANKS)
+    if (yield from text.peek()) == "]":
+        yield from text.one_of("]")
+        return items
+    while True:
+        items.append((yield from _value(text, depth + 1)))
+        yield from text.run(BLANKS)
+        if (yield from text.one_of(",", "]")) == "]":
+            return items
+
+
+def _gemma_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
+    """Parameters are in the order in which the template tells them, by name."""
+    written = _Written(delimiter)
+    schemas = [function.get("parameters") or {} for function in functions]
+    bodies = [
+        f"{lark.text(function['name'])} {written.object_of(schema, schema, 0)}"
+        for function, schema in zip(functions, schemas, strict=True)
+    ]
+    more = f"({delimiter(CALL_OPEN)} call)*" if parallel else ""
+    return "\n".join(
+        [
+            f"calls: call {more}",
+            f'call: "call:" body {delimiter(CALL_CLOSE)}',
+            lark.one_of("body", bodies),
+            *written.rules,
+            f"""value: string | object | list | NUMBER | "true" | "false" | "null"
+string: {written.quote} string_end
+string_end{_lazy(written.quote)}: /(.|\\n)*/ {written.quote}
+object: "{{" (member ("," member)*)? "}}"
+member: (KEY | string) ":" value
+list: "[" (value ("," value)*)? "]"
+KEY: /[\\w-]+/
+NUMBER: /-?[0-9]+(\\.[0-9]+)?([eE][-+]?[0-9]+)?/""",
+        ]
+    )
+
+
+class _Written:
+    """The rules of values by their schemas, collected."""
+
+    def __init__(self, delimiter: lark.Delimiter) -> None:
+        self.quote = delimiter(QUOTE)
+        self.rules: list[str] = []
+
+    def object_of(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+        """The object, by a rule for each property, for what may come from there on before any other one,
+        and one for what may come behind others."""
+        needed, name = schema.get("required"), f"of_{len(self.rules)}"
+        needed = needed if isinstance(needed, list) else []
+        self.rules.append(f'{name}_end: ""')
+        first = rest = f"{name}_end"
+        for i, (key, inner) in enumerate(sorted(lark.properties_of(schema).items(), reverse=True)):
+            pair = f"{lark.text(key + ':')} {self._value(inner, root, depth + 1)} {rest}"
+            others = ("", "") if key in needed else (f" | {first}", f" | {rest}")
+            first, rest = f"{name}_first_{i}", f"{name}_rest_{i}"
+            self.rules += [f"{first}: {pair}{others[0]}", f'{rest}: "," {pair}{others[1]}']
+        return f'"{{" {first} "}}"'
+
+    def _value(self, schema: Any, root: Mapping[str, Any], depth: int) -> str:
+        types, known = lark.types_of(schema, root), lark.resolved(schema, root)
+        texts = [one for one in lark.constants(known) if isinstance(one, str)]
+        if depth > _MOST_DEPTH or not types:
+            return "value"
+        if texts:
+            return f"{self.quote} ({' | '.join(map(lark.text, texts))}) {self.quote}"
+        if types == {"object"} and lark.properties_of(known):
+            return self.object_of(known, root, depth)
+        if types == {"array"} and "items" in known:
+            item = self._value(known["items"], root, depth + 1)
+            return f'"[" ({item} ("," {item})*)? "]"'
+        kinds = [_KINDS[one] for one in ("string", "object", "array") if one in types]
+        if scalars := sorted(types.difference(_KINDS)):
+            named = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            only = {**named, **schema} if not kinds else {"type": scalars}
+            kinds.append(lark.value(only))
+        return f"({' | '.join(kinds)})"
+
+
+_KINDS = {"string": "string", "object": "object", "array": "list"}
+
+
+# -- Harmony, of gpt-oss -------------------------------------------------------------------------------
+
+_HARMONY = START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
+_ENDS = (END, CALL, RETURN)
+_TO = " to="
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+_CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_MOST_HEADER_CHARS = 256
+
+
+class HarmonyParser(ChannelParser):
+    """Reasoning, calls and content are messages on channels: `analysis` is reasoning, `final` is for the
+    user, and a message to `functions.` and a name, on `commentary`, is a call. Headers are no content, but
+    the headers of calls that are none."""
+
+    opening = CHANNEL
+    thought = (CHANNEL, END)
+    dropped = (START, CALL, RETURN)
+
+    def _find(self, text: str, at: int) -> tuple[int, int | None]:
+        if self._after is Previous.NOTHING and at == 0:
+            # The prompt has begun the message already.
+            if text.startswith(_TO):
+                self._opened = ""
+                return at, at
+            if _TO.startswith(text):
+                return at, None
+        return super()._find(text, at)
+
+    def _drops_lines(self) -> bool:
+        return self._opened not in _ENDS
+
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
+        if self._opened in _ENDS:
+            return None
+        rest = yield from text.until(MESSAGE, _MOST_HEADER_CHARS)
+        header = f"{self._opened}{rest}"
+        self._n_opening += len(rest) + len(MESSAGE)
+        to, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
+        if to is not None:
+            return (yield from self._named_call(to[1], text)) if self._schemas else ()
+        if channel is not None and channel[1] == "analysis":
+            yield from self._reasoning(text)
+        return None
+
+
+def _harmony_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
+    """One call, as a call ends the answer. Its recipient is before the channel or behind it."""
+    start, channel, message = delimiter(START), delimiter(CHANNEL), delimiter(MESSAGE)
+    bodies = []
+    for function in functions:
+        name = function["name"]
+        before = f'{lark.text(f"assistant to=functions.{name}")} {channel} "commentary json"'
+        behind = f'{lark.text(f"commentary to=functions.{name} ")} {delimiter(CONSTRAIN)} "json"'
+        header = f'({start} {before} | ({start} "assistant")? {channel} {behind})'
+        bodies.append(f"{header} {message} {lark.arguments(function)}")
+    return lark.one_of("calls", bodies)
+
+
+def _harmony_said(delimiter: lark.Delimiter) -> str:
+    """Reasoning and what a model says before a call may come first."""
+    return f"""start: before* (calls | {_final(delimiter)} TEXT | PLAIN?)
+PLAIN: /[^<](.|\\n)*/
+{_before(delimiter)}"""
+
+
+def _harmony_held(delimiter: lark.Delimiter, has_calls: bool) -> str:
+    calls = "calls |" if has_calls else ""
+    return f"start: before* ({calls} {_final(delimiter)} answer)\n{_before(delimiter)}"
+
+
+def _final(delimiter: lark.Delimiter) -> str:
+    """The header of what the user reads."""
+    return f'{delimiter(CHANNEL)} "final" {delimiter(MESSAGE)}'
+
+
+def _before(delimiter: lark.Delimiter) -> str:
+    """The rules `before`, which is a message that comes before others, and TEXT, which is any text."""
+    start, channel, message = delimiter(START), delimiter(CHANNEL), delimiter(MESSAGE)
+    return f"""before: {channel} ("analysis" | "commentary") {message} ended {start} "assistant"
+ended{_lazy(delimiter(END))}: TEXT {delimiter(END)}
+TEXT: /(.|\\n)*/"""
+
+
+def _harmony_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with reasoning where the template looks for it: before calls."""
+    changed = dict(message)
+    reasoning = changed.pop("reasoning_content", None)
+    if reasoning and changed.get("tool_calls") and not changed.get("content"):
+        changed["thinking"] = reasoning
+    return changed
+
+
+_COMMAND_R = {"opening": ACTION_OPEN, "thought": _THINKING, "response": _RESPONSE}
+_GEMMA = {"opening": CALL_OPEN, "thought": _CHANNEL}
+FORMATS = (
+    ToolFormat(
+        name="harmony",
+        template_patterns=(r"<\|channel\|>analysis", r"<\|message\|>", r"to=functions|functions\."),
+        delimiters=_HARMONY,
+        make_parser=HarmonyParser,
+        rules=_harmony_rules,
+        said=_harmony_said,
+        held=_harmony_held,
+        has_channels=True,
+        message=_harmony_message,
+    ),
+    ToolFormat(
+        name="command-r",
+        template_patterns=(re.escape(ACTION_OPEN), re.escape(_RESPONSE[0])),
+        delimiters=(*ACTION, *_THINKING, *_RESPONSE),
+        make_parser=CommandRParser,
+        rules=_command_r_rules,
+        opening=ACTION_OPEN,
+        said=partial(_said, **_COMMAND_R),
+        held=partial(_held, **_COMMAND_R),
+        has_channels=True,
+        message=_command_r_message,
+    ),
+    ToolFormat(
+        name="gemma",
+        template_patterns=(r"<\|tool_call>call:",),
+        delimiters=(CALL_OPEN, CALL_CLOSE, QUOTE, *_CHANNEL),
+        make_parser=GemmaParser,
+        rules=_gemma_rules,
+        opening=CALL_OPEN,
+        said=partial(_said, **_GEMMA),
+        held=partial(_held, **_GEMMA),
+        unwritable=r"[:{}\[\],<]",
+        has_channels=True,
+    ),
+)

@@ -1,0 +1,422 @@
+"""Formats whose calls have JSON arguments between a model's own delimiters.
+
+Sources: the chat templates of the models that each format names; Meta's "JSON based tool calling" for
+Llama; the tokenizers of Mistral AI's `mistral-common`, versions 3 to 13; the Hermes Function Calling
+repository of Nous Research; Moonshot AI's "tool call guidance" for Kimi.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+from serve_app.prompt.template_text import TemplateText
+from serve_app.prompt.tool_calls import lark
+from serve_app.prompt.tool_calls.calls import Function, ToolCall
+from serve_app.prompt.tool_calls.format import ToolFormat
+from serve_app.prompt.tool_calls.parser import CallParser, Previous
+from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader
+
+_NAME, _WORD = re.compile(r"[\w.-]*"), re.compile(r"\w*")
+
+
+# -- objects with `name` and `arguments`, alone or in a list -----------------------------------------
+
+
+class ObjectsParser(CallParser):
+    """Reads an object, or a list of objects, between an opening and perhaps a closing. Some models write
+    `parameters` where they should write `arguments`."""
+
+    def __init__(
+        self, functions: Sequence[Function] = (), *, opening: str, closing: str = ""
+    ) -> None:
+        super().__init__(functions)
+        self.opening, self._closing = opening, closing
+
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        yield from text.run(BLANKS)
+        read = self._json_calls if (yield from text.peek()) == "[" else self._json_call
+        calls = yield from read(text, ("arguments", "parameters"))
+        if self._closing:
+            yield from text.run(BLANKS)
+            yield from text.one_of(self._closing)
+        return calls
+
+
+def _object_rules(
+    functions: Sequence[Function],
+    delimiter: lark.Delimiter,
+    parallel: bool,
+    *,
+    opening: str,
+    closing: str,
+    gap: str,
+) -> str:
+    """Each call stands between its own tags; `gap` is beside tags, and between calls."""
+    bodies = [f'{lark.json_call(function, "arguments")} "}}"' for function in functions]
+    blank = lark.text(gap) if gap else ""
+    more = f"({blank} {delimiter(opening)} call)*" if parallel else ""
+    call = f"call: {blank} body {blank} {delimiter(closing)}"
+    return f"calls: call {more}\n{call}\n{lark.one_of('body', bodies)}"
+
+
+def _objects(name: str, patterns: tuple[str, ...], tags: tuple[str, str], gap: str) -> ToolFormat:
+    opening, closing = tags
+    return ToolFormat(
+        name=name,
+        template_patterns=patterns,
+        delimiters=tags,
+        make_parser=partial(ObjectsParser, opening=opening, closing=closing),
+        rules=partial(_object_rules, opening=opening, closing=closing, gap=gap),
+        opening=opening,
+    )
+
+
+def _list_rules(
+    functions: Sequence[Function],
+    delimiter: lark.Delimiter,
+    parallel: bool,
+    *,
+    closing: str = "",
+    behind: str = "",
+) -> str:
+    """All calls stand in one list; `behind` is what may follow the arguments of each."""
+    bodies = [f'{lark.json_call(function, "arguments")} {behind} "}}"' for function in functions]
+    more = '(", " body)*' if parallel else ""
+    end = delimiter(closing) if closing else ""
+    return f'calls: "[" body {more} "]" {end}\n{lark.one_of("body", bodies)}'
+
+
+def _list(
+    name: str,
+    pattern: str,
+    opening: str,
+    closing: str = "",
+    message: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+) -> ToolFormat:
+    return ToolFormat(
+        name=name,
+        template_patterns=(pattern,),
+        delimiters=(opening, closing) if closing else (opening,),
+        make_parser=partial(ObjectsParser, opening=opening, closing=closing),
+        rules=partial(_list_rules, closing=closing),
+        opening=opening,
+        message=message,
+    )
+
+
+_GRANITE_OPEN = "<|tool_call|>"
+
+
+def _granite_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with calls as the model wrote them: the template writes contents only."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = json.dumps([call["function"] for call in calls], ensure_ascii=False)
+    # The opening is the template's word.
+    content = message["content"] + TemplateText.own(_GRANITE_OPEN) + written
+    return {**message, "content": content}
+
+
+# -- Llama 3.1, 3.2 and 3.3 ---------------------------------------------------------------------------
+
+PYTHON_TAG = "<|python_tag|>"
+_KEYS = ('{"name":', '{"type":', '{"parameters":')
+_BETWEEN = re.compile(r"\s*;?\s*")
+
+
+class Llama3Parser(CallParser):
+    """The whole answer is an object with `name` and `parameters`, or several with `;` or blanks between
+    them, at the beginning of an answer, behind another call, or behind `<|python_tag|>`."""
+
+    opening = PYTHON_TAG
+
+    def _find(self, text: str, at: int) -> tuple[int, int | None]:
+        if self._after is not Previous.CONTENT:
+            between = (_BETWEEN if self._after is Previous.CALL else BLANKS).match(text, at)
+            end = between.end() if between else at
+            begun = "".join(text[end : end + 64].split())
+            if any(key.startswith(begun) for key in _KEYS):
+                return at, None
+            if begun.startswith(_KEYS):
+                return at, end
+        return super()._find(text, at)
+
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        return self._json_call(text, ("parameters",), needs_arguments=True)
+
+
+def _llama3_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
+    """One call, as the templates refuse turns with more."""
+    return lark.one_of("calls", [f'{lark.json_call(one, "parameters")} "}}"' for one in functions])
+
+
+# -- Functionary v3.1: `<function=`, a name, `>`, an object, `</function>` ----------------------------
+
+
+class FunctionaryParser(CallParser):
+    """The name is within the tag."""
+
+    opening = "<function="
+
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        name = yield from text.run(_NAME)
+        yield from text.one_of(">")
+        calls = yield from self._named_call(name or None, text)
+        yield from text.run(BLANKS)
+        yield from text.one_of("</function>")
+        return calls
+
+
+def _functionary_rules(
+    functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool
+) -> str:
+    bodies = [
+        f'{lark.text(function["name"] + ">")} {lark.arguments(function)} "</function>"'
+        for function in functions
+    ]
+    more = '("<function=" call)*' if parallel else ""
+    return f"calls: call {more}\n{lark.one_of('call', bodies)}"
+
+
+# -- Mistral: a list, or since Mistral Small 3.2 a name, `[ARGS]` and an object for each call -----------
+
+_MISTRAL = MISTRAL_OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+class MistralParser(ObjectsParser):
+    """Reads both forms. A name may have `[CALL_ID]` and an id behind it."""
+
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        yield from text.run(BLANKS)
+        if (yield from text.peek()) in "[{":
+            return (yield from super()._read(text))
+        name = yield from text.run(_NAME)
+        if (yield from text.one_of(ARGS, CALL_ID)) == CALL_ID:
+            yield from text.run(_WORD)
+            yield from text.one_of(ARGS)
+        return (yield from self._named_call(name or None, text))
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with ids that Mistral's templates take: nine letters and digits."""
+    changed = dict(message)
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = _short(message["tool_call_id"])
+    if "tool_calls" in message:
+        changed["tool_calls"] = [
+            {**call, "id": _short(call["id"])} for call in message["tool_calls"]
+        ]
+    return changed
+
+
+def _short(call_id: str) -> str:
+    if re.fullmatch("[a-zA-Z0-9]{9}", call_id):
+        return call_id
+    return blake2b(call_id.encode(errors="surrogatepass"), digest_size=8).hexdigest()[:9]
+
+
+def _mistral_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
+    bodies = [
+        f"{lark.text(function['name'])} {delimiter(ARGS)} {lark.arguments(function)}"
+        for function in functions
+    ]
+    more = f"({delimiter(MISTRAL_OPEN)} call)*" if parallel else ""
+    return f"calls: call {more}\n{lark.one_of('call', bodies)}"
+
+
+def _mistral(
+    name: str, patterns: tuple[str, ...], rules: Callable[[Any, Any, bool], str]
+) -> ToolFormat:
+    return ToolFormat(
+        name=name,
+        template_patterns=(r"\[TOOL_CALLS\]", *patterns),
+        delimiters=_MISTRAL,
+        make_parser=partial(MistralParser, opening=MISTRAL_OPEN),
+        rules=rules,
+        opening=MISTRAL_OPEN,
+        message=_with_short_ids,
+    )
+
+
+# -- sections of calls: DeepSeek V3, R1 and V3.1, and Kimi K2 ------------------------------------------
+
+
+class SectionParser(CallParser):
+    """All calls of an answer stand in one section, each between two tags."""
+
+    call: tuple[str, str]
+    """The tags of a call."""
+    closing: str
+
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        calls: list[ToolCall] = []
+        begin, end = self.call
+        yield from text.run(BLANKS)
+        while (yield from text.one_of(begin, self.closing)) == begin:
+            called = yield from self._one(text)
+            if not called:
+                raise NoCallError
+            calls += called
+            yield from text.run(BLANKS)
+            yield from text.one_of(end)
+            yield from text.run(BLANKS)
+        return calls
+
+    def _one(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        """Reads a call behind its first tag."""
+        raise NotImplementedError
+
+
+_DEEPSEEK = DEEPSEEK_OPEN, DEEPSEEK_CALL, SEPARATOR, DEEPSEEK_CALL_END, DEEPSEEK_CLOSE = (
+    "<｜tool▁calls▁begin｜>",  # noqa: RUF001  # these bars are theirs
+    "<｜tool▁call▁begin｜>",  # noqa: RUF001
+    "<｜tool▁sep｜>",  # noqa: RUF001
+    "<｜tool▁call▁end｜>",  # noqa: RUF001
+    "<｜tool▁calls▁end｜>",  # noqa: RUF001
+)
+_CODE = "```"
+
+
+class DeepSeekParser(SectionParser):
+    """V3 and R1 write `function`, the name, and the object in a block of code; V3.1 the name and the
+    object."""
+
+    opening, closing = DEEPSEEK_OPEN, DEEPSEEK_CLOSE
+    call = DEEPSEEK_CALL, DEEPSEEK_CALL_END
+
+    def _one(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        name = yield from text.run(_NAME)
+        yield from text.one_of(SEPARATOR)
+        if name == "function" and (yield from text.peek()) not in "{ \n":
+            name = yield from text.run(_NAME)
+        yield from text.run(BLANKS)
+        has_code = (yield from text.peek()) == _CODE[0]
+        if has_code:
+            yield from text.one_of(_CODE)
+            yield from text.run(_WORD)
+        calls = yield from self._named_call(name or None, text)
+        if has_code:
+            yield from text.run(BLANKS)
+            yield from text.one_of(_CODE)
+        return calls
+
+
+def _deepseek_rules(
+    functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool
+) -> str:
+    begin, separator, end = map(delimiter, (DEEPSEEK_CALL, SEPARATOR, DEEPSEEK_CALL_END))
+    bodies = []
+    for function in functions:
+        opening = lark.text(f"{function['name']}\n{_CODE}json\n")
+        closing = lark.text(f"\n{_CODE}")
+        bodies.append(f"{opening} {lark.arguments(function)} {closing}")
+    more = '("\\n" call)*' if parallel else ""
+    return f"""calls: call {more} {delimiter(DEEPSEEK_CLOSE)}
+call: {begin} "function" {separator} body {end}
+{lark.one_of("body", bodies)}"""
+
+
+_KIMI = KIMI_OPEN, KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_CLOSE = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+_KIMI_ID = re.compile(r"[^<>\s]*")
+_KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?")
+
+
+class KimiParser(SectionParser):
+    """A call has an id, which is `functions.`, the name, a colon and a number, and then the object. An id
+    may lack what is before the name, or its number."""
+
+    opening, closing = KIMI_OPEN, KIMI_CLOSE
+    call = KIMI_CALL, KIMI_CALL_END
+
+    def _one(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        yield from text.run(BLANKS)
+        name = _KIMI_NAME.fullmatch((yield from text.run(_KIMI_ID)))
+        yield from text.run(BLANKS)
+        yield from text.one_of(KIMI_ARGUMENTS)
+        return (yield from self._named_call(name and name[1], text))
+
+
+def _kimi_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
+    bodies = [
+        f"{lark.text('functions.' + function['name'] + ':')} /[0-9]{{1,3}}/ "
+        f"{delimiter(KIMI_ARGUMENTS)} {lark.arguments(function)}"
+        for function in functions
+    ]
+    more = "call*" if parallel else ""
+    return f"""calls: call {more} {delimiter(KIMI_CLOSE)}
+call: {delimiter(KIMI_CALL)} body {delimiter(KIMI_CALL_END)}
+{lark.one_of("body", bodies)}"""
+
+
+FORMATS = (
+    # Qwen2.5's, Qwen3's, Granite 4's and Corral's own chat templates ask for it, too.
+    _objects(
+        "hermes",
+        ("<tool_call>", r'(?:<tool_call>(?:\\n|\s)*\{\\*"name|\{"name": <function-name>,)'),
+        ("<tool_call>", "</tool_call>"),
+        "\n",
+    ),
+    _objects(
+        "phi4",
+        (r"<\|tool_call\|>", r"<\|/tool_call\|>"),
+        ("<|tool_call|>", "<|/tool_call|>"),
+        "",
+    ),
+    _list("firefunction", r" functools\[", " functools"),
+    _list(
+        "granite",
+        r"<\|tool_call\|> followed by a JSON list",
+        _GRANITE_OPEN,
+        message=_granite_message,
+    ),
+    _list("nemotron", "<TOOLCALL>", "<TOOLCALL>", "</TOOLCALL>"),
+    ToolFormat(
+        name="llama3",
+        template_patterns=(r'\{\\*"name\\*": function name, \\*"parameters\\*":',),
+        delimiters=(PYTHON_TAG,),
+        make_parser=Llama3Parser,
+        rules=_llama3_rules,
+    ),
+    ToolFormat(
+        name="functionary",
+        template_patterns=("<function=", "</function>", r"<\|python_tag\|>"),
+        delimiters=(),
+        make_parser=FunctionaryParser,
+        rules=_functionary_rules,
+        opening=FunctionaryParser.opening,
+    ),
+    _mistral(
+        "mistral-list",
+        (),
+        partial(_list_rules, behind='(", \\"id\\": \\"" /[a-zA-Z0-9]{9}/ "\\"")?'),
+    ),
+    _mistral("mistral-named", (r"\[ARGS\]",), _mistral_rules),
+    ToolFormat(
+        name="deepseek",
+        template_patterns=(DEEPSEEK_OPEN, SEPARATOR),
+        delimiters=_DEEPSEEK,
+        make_parser=DeepSeekParser,
+        rules=_deepseek_rules,
+        opening=DEEPSEEK_OPEN,
+    ),
+    ToolFormat(
+        name="kimi",
+        template_patterns=(re.escape(KIMI_OPEN), re.escape(KIMI_ARGUMENTS)),
+        delimiters=_KIMI,
+        make_parser=KimiParser,
+        rules=_kimi_rules,
+        opening=KIMI_OPEN,
+    ),
+)
