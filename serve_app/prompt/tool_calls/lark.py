@@ -1,5 +1,4 @@
-"""Pieces of llguidance's Lark, in which every format writes the form of its calls, and the schemas of the
-values in them.
+"""Pieces of llguidance's Lark for the form of calls, and the schemas of the values in them.
 
 Source: the syntax chapter of llguidance's documentation.
 """
