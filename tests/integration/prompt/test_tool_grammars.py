@@ -159,8 +159,9 @@ def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
         if form.opening is not None:
             assert takes(grammar, f"Well.\n{now}") == (True, True)
     assert takes(single, f"{now} More.") == (False, False)
-    if EXAMPLES[form.name].both is not None:
-        both = written(EXAMPLES[form.name].both)
+    example = EXAMPLES[form.name]
+    if example.both is not None:
+        both = written(example.both)
         assert takes(single, both) == (False, False)
         assert takes(several, both) == (True, True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, Reasoning, ToolCall
@@ -77,10 +77,16 @@ class ChannelParser(CallParser):
             self._tell(Reasoning(piece))
 
 
-Pair = tuple[str, str]
+class _Tags(NamedTuple):
+    """The texts around the parts of an answer."""
+
+    opening: str
+    """What begins calls."""
+    thought: tuple[str, str]
+    response: tuple[str, str] | None = None
 
 
-def _thought_rules(thought: Pair, delimiter: lark.Delimiter) -> str:
+def _thought_rules(thought: tuple[str, str], delimiter: lark.Delimiter) -> str:
     """The rules `thought`, which is reasoning with its tags, and TEXT, which is any text."""
     opening, closing = map(delimiter, thought)
     return f"""thought: {opening} thought_end
@@ -92,29 +98,23 @@ def _lazy(closing: str) -> str:
     return "[lazy]" if closing.startswith('"') else ""
 
 
-def _said(
-    delimiter: lark.Delimiter, *, opening: str, thought: Pair, response: Pair | None = None
-) -> str:
+def _said(delimiter: lark.Delimiter, *, tags: _Tags) -> str:
     """Reasoning may come first, and content before calls."""
-    begin, end = map(delimiter, response) if response else ("", "")
-    begin, end = (f"{begin}?" if begin else ""), ("" if _lazy(end) or not end else f"{end}?")
-    call = delimiter(opening)
-    return f"""start: thought* {begin} (TEXT {end} | opened calls)
+    begin = end = ""
+    if tags.response is not None:
+        begin, end = (f"{tag}?" for tag in map(delimiter, tags.response))
+    call = delimiter(tags.opening)
+    return f"""start: thought* {begin} (TEXT {"" if _lazy(end) else end} | opened calls)
 opened{_lazy(call)}: TEXT {call}
-{_thought_rules(thought, delimiter)}"""
+{_thought_rules(tags.thought, delimiter)}"""
 
 
-def _held(
-    delimiter: lark.Delimiter,
-    has_calls: bool,
-    *,
-    opening: str,
-    thought: Pair,
-    response: Pair | None = None,
-) -> str:
-    begin, end = (f"{tag}?" for tag in map(delimiter, response)) if response else ("", "")
-    calls = f"| {delimiter(opening)} calls" if has_calls else ""
-    rules = _thought_rules(thought, delimiter)
+def _held(delimiter: lark.Delimiter, has_calls: bool, *, tags: _Tags) -> str:
+    begin = end = ""
+    if tags.response is not None:
+        begin, end = (f"{tag}?" for tag in map(delimiter, tags.response))
+    calls = f"| {delimiter(tags.opening)} calls" if has_calls else ""
+    rules = _thought_rules(tags.thought, delimiter)
     return f"start: thought* ({begin} answer {end} {calls})\n{rules}"
 
 
@@ -421,8 +421,7 @@ def _harmony_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return changed
 
 
-_COMMAND_R = {"opening": ACTION_OPEN, "thought": _THINKING, "response": _RESPONSE}
-_GEMMA = {"opening": CALL_OPEN, "thought": _CHANNEL}
+_COMMAND_R, _GEMMA = _Tags(ACTION_OPEN, _THINKING, _RESPONSE), _Tags(CALL_OPEN, _CHANNEL)
 FORMATS = (
     ToolFormat(
         name="harmony",
@@ -442,8 +441,8 @@ FORMATS = (
         make_parser=CommandRParser,
         rules=_command_r_rules,
         opening=ACTION_OPEN,
-        said=partial(_said, **_COMMAND_R),
-        held=partial(_held, **_COMMAND_R),
+        said=partial(_said, tags=_COMMAND_R),
+        held=partial(_held, tags=_COMMAND_R),
         has_channels=True,
         message=_command_r_message,
     ),
@@ -454,8 +453,8 @@ FORMATS = (
         make_parser=GemmaParser,
         rules=_gemma_rules,
         opening=CALL_OPEN,
-        said=partial(_said, **_GEMMA),
-        held=partial(_held, **_GEMMA),
+        said=partial(_said, tags=_GEMMA),
+        held=partial(_held, tags=_GEMMA),
         unwritable=r"[:{}\[\],<]",
         has_channels=True,
     ),
