@@ -47,7 +47,7 @@ def build(args: dict[str, Any]) -> Application:
     return ingress.bind(  # type: ignore[no-any-return]
         models,
         engines,
-        access(app.ingress),
+        access(app.ingress, data_at_rest=app.data_at_rest),
         app.ingress.sse_ping_interval_s,
         kept_responses(app.ingress),
         batches(app.ingress.batch),
@@ -56,9 +56,13 @@ def build(args: dict[str, Any]) -> Application:
 
 def _resolved(app: AppConfig) -> list[ResolvedModel]:
     """All models, with nothing left open. Raises ConfigError."""
-    may_scale, max_load_s = app.ingress.batch.may_scale, app.max_load_s
     models = [
-        replace(model, batches_may_scale=may_scale, max_load_s=max_load_s)
+        replace(
+            model,
+            batches_may_scale=app.ingress.batch.may_scale,
+            max_load_s=app.max_load_s,
+            data_at_rest=app.data_at_rest,
+        )
         for model in resolve(app.models, downloads=app.downloads, max_loaded=app.max_loaded_models)
     ]
     here_alone = [

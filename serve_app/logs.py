@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 
 MOST_PER_S = 50
 """Lines of Serve's access log that a replica writes in one second."""
@@ -54,12 +56,48 @@ def _escaped(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
 
 
-def forward_to_serve() -> None:
+class ClientText(str):
+    """A text of a client's in a line of the log."""
+
+    __slots__ = ()
+
+
+class NoTexts(logging.Filter):
+    """Keeps clients' texts out of lines: paths, and the messages of errors, which may repeat anything."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Put names of types in the place of texts and errors. False for the access log."""
+        if getattr(record, "serve_access_log", False):
+            return False
+        if isinstance(record.args, tuple):
+            record.args = tuple(map(_without_text, record.args))
+        if record.exc_info:
+            kind, _, where = record.exc_info
+            record.exc_text = "".join(traceback.format_tb(where)) + (kind.__name__ if kind else "")
+            record.exc_info = None
+        return True
+
+
+def _without_text(value: object) -> object:
+    return type(value).__name__ if isinstance(value, BaseException | ClientText) else value
+
+
+def forbid_texts(handlers: Iterable[logging.Handler]) -> None:
+    """Keep clients' texts out of what these handlers write, and this process's memory out of core dumps."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for handler in handlers:
+        handler.addFilter(NoTexts())
+
+
+def forward_to_serve(*, keeps_texts: bool = True) -> None:
     """Send the `corral` loggers' lines where Serve's own go: the replica's log file and the
-    terminal of `serve run`. Without this, Serve drops lines below WARNING. Its access log gets a bound."""
+    terminal of `serve run`. Without this, Serve drops lines below WARNING. Its access log gets a bound.
+    `keeps_texts` says whether lines may have clients' texts."""
     logger = logging.getLogger("corral")
     logger.parent = logging.getLogger("ray.serve")
     logger.setLevel(logging.INFO)
     logger.parent.addFilter(AccessLogBound())
+    if not keeps_texts:
+        forbid_texts(logger.parent.handlers)
     for handler in logger.parent.handlers:
         handler.addFilter(OneLine())

@@ -95,9 +95,11 @@ def _serve_options(
     return options
 
 
-def access(ingress: IngressConfig) -> Access:
-    """The access rules, by the configuration and by the proxy before the ingress."""
-    hidden = ingress.ui == "auto" and _proxy_hides_strangers()  # loopback means nothing then
+def access(ingress: IngressConfig, *, data_at_rest: bool = True) -> Access:
+    """The access rules, by the configuration and by the proxy before the ingress. The page keeps
+    conversations in the browser, so there is none without data at rest."""
+    # Where a proxy hides strangers, loopback means nothing.
+    hidden = not data_at_rest or (ingress.ui == "auto" and _proxy_hides_strangers())
     return Access(
         ingress.api_key_file,
         ingress.allow_anonymous,
@@ -111,6 +113,7 @@ def access(ingress: IngressConfig) -> Access:
         tuple(ingress.disabled_routes),
         ingress.verbose,
         tuple(ingress.picture_hosts),
+        data_at_rest,
     )
 
 

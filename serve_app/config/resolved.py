@@ -63,6 +63,8 @@ class ResolvedModel:
     weight_bytes: int = 0
     """Bytes of the model's files, if they were found where the configuration was read."""
     on_demand: OnDemandSettings | None = None
+    data_at_rest: bool = True
+    """Whether clients' texts may lie on disks."""
     batches_may_scale: bool = False
     """Whether autoscaling counts what is in the background."""
     memory_shares: tuple[str, ...] = ()

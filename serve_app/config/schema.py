@@ -442,6 +442,10 @@ class AppConfig(Section):
     """The HTTP server, below."""
     downloads: DownloadsConfig = NO_DOWNLOADS
     """The folder of downloaded models, below."""
+    data_at_rest: bool = True
+    """Whether prompts and answers may lie on disks. `false` refuses the options that write them, keeps
+    clients' texts out of logs and core dumps, and serves no page: see
+    [Where prompts and answers lie](data-at-rest.md)."""
     max_loaded_models: PositiveInt = 1
     """Most models with `keep_alive` that are loaded on a machine at once. They share it with those that are
     always loaded."""
@@ -460,6 +464,20 @@ class AppConfig(Section):
             names += adapters.elements()
         if len(set(names)) != len(names):
             raise ValueError(f"models: two models have the same name ({', '.join(sorted(names))})")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_at_rest(self) -> AppConfig:
+        written = {"ingress.batch.folder": self.ingress.batch.folder}
+        for model in self.models:
+            written |= {
+                f"models ({model.id}): engine.cache_folder": model.engine.cache_folder,
+                f"models ({model.id}): engine.slot_folder": model.engine.slot_folder,
+            }
+        names = [name for name, folder in written.items() if folder is not None]
+        names += ["ingress.ui: true"] if self.ingress.ui is True else []
+        if names and not self.data_at_rest:
+            raise ValueError(f"data_at_rest: false forbids {', '.join(names)}")
         return self
 
     @model_validator(mode="after")

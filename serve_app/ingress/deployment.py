@@ -104,7 +104,7 @@ class Ingress:
         kept_responses: Bounds,
         batches: BatchOptions | None = None,
     ) -> None:
-        forward_to_serve()
+        forward_to_serve(keeps_texts=access.data_at_rest)
         heap.give_back()
         self._access = access
         self._open = OpenRequests(access.max_requests)
@@ -118,7 +118,7 @@ class Ingress:
             await asyncio.to_thread(_reader, model, path)
             for model, path in zip(models, paths, strict=True)
         ]
-        self._workers = WorkerPool(readers, WORKER_MODULES)
+        self._workers = WorkerPool(readers, WORKER_MODULES, keeps_texts=access.data_at_rest)
         listener = await _listener()
         self._models: dict[str, ServedModel] = {}
         app = serve.get_replica_context().app_name

@@ -62,9 +62,9 @@ Entry = tuple[GenerationRequest, Callable[[TokenDelta], None]]
 
 
 @cache
-def prepare_process() -> None:
-    """Once in a replica's process."""
-    forward_to_serve()
+def prepare_process(*, keeps_texts: bool) -> None:
+    """Once in a replica's process: `keeps_texts` says whether its log may have clients' texts."""
+    forward_to_serve(keeps_texts=keeps_texts)
     heap.give_back()
 
 
@@ -72,7 +72,7 @@ class LoadedModel:
     """One engine. Its methods run in the replica's event loop; decoding has a thread of its own."""
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
-        prepare_process()
+        prepare_process(keeps_texts=model.data_at_rest)
         self._closing = AsyncExitStack()
         report = progress.to_folder(model.id)
         context, (_, node_id) = serve.get_replica_context(), _whereabouts()

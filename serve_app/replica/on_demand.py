@@ -64,7 +64,7 @@ class OnDemandReplica:
     answer without it while it is not loaded. Used in the replica's event loop."""
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
-        prepare_process()
+        prepare_process(keeps_texts=model.data_at_rest)
         settings = model.on_demand
         assert settings is not None  # or it would be an EngineReplica
         context = serve.get_replica_context()

@@ -80,6 +80,13 @@ def has_keys(config: Path) -> bool:
     return any(_at(one, "args", "ingress", "api_key_file") for one in found)
 
 
+def forbids_data_at_rest(config: Path) -> bool:
+    """Whether an application of this configuration of Serve wants no prompt or answer on a disk."""
+    applications = _at(yaml.safe_load(config.read_text()), "applications")
+    found = applications if isinstance(applications, list) else []
+    return any(_at(one, "args", "data_at_rest") is False for one in found)
+
+
 def _at(document: Any, *names: str) -> Any:
     """The value there; None if nothing does."""
     for name in names:
@@ -134,6 +141,9 @@ def prepared(config: Path) -> Iterator[None]:
     folder = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     try:
         os.environ |= environment_of("one-machine.env")
+        if forbids_data_at_rest(config):
+            os.environ |= {"RAY_automatic_object_spilling_enabled": "0"}
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if haproxy_suits(config):
             os.environ |= haproxy_settings(folder, keys=has_keys(config))
         yield

@@ -239,6 +239,7 @@ def test_loadtests_use_the_engine_the_pure_part_of_routing_and_what_they_share_w
     }
     assert users == {
         "loadtests.compare.bare_server",  # which is put together of Corral's parts
+        "loadtests.hostile.search",  # which measures the routes and the engine from within
         "loadtests.tune.paged_passes",  # which runs passes at depths of its own
         "loadtests.engine.peers.genai",  # which compiles and keeps a model as Corral does
         "loadtests.tune.perplexity",  # which says what a backend cannot read

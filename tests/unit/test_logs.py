@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from serve_app.logs import MOST_PER_S, AccessLogBound, OneLine, forward_to_serve
+from serve_app.logs import (
+    MOST_PER_S,
+    AccessLogBound,
+    ClientText,
+    NoTexts,
+    OneLine,
+    forward_to_serve,
+)
 
 
 def access(text: str) -> logging.LogRecord:
@@ -52,3 +59,30 @@ def test_every_handler_of_serve_keeps_lines_whole() -> None:
         serve.filters[:] = filters
         corral.parent = parent
         corral.setLevel(level)
+
+
+def test_lines_without_texts_name_errors_only() -> None:
+    secret = "my password"
+    try:
+        try:
+            raise KeyError(secret)
+        except KeyError:
+            raise ValueError(secret) from None
+    except ValueError as error:
+        failed = (type(error), error, error.__traceback__)
+    lines = [
+        ("%s is refused: %s", ("request-1", ValueError(secret)), None),
+        ("Ignored unknown fields of a request: %s.", (ClientText(secret),), None),
+        ("%s failed", ("work",), failed),
+    ]
+    written = []
+    for message, args, exc_info in lines:
+        record = logging.LogRecord("corral", logging.INFO, "", 0, message, args, exc_info)
+        assert NoTexts().filter(record)
+        written.append(logging.Formatter().format(record))
+    assert not any(secret in line for line in written)
+    assert written[0] == "request-1 is refused: ValueError"
+    assert written[1] == "Ignored unknown fields of a request: ClientText."
+    assert "test_logs.py" in written[2]
+    assert written[2].endswith("ValueError")
+    assert not NoTexts().filter(access(f"POST /{secret} 200"))

@@ -39,10 +39,12 @@ SHAPES: dict[str, ModelShape] = {
     "tiny-qwen3vl": ModelShape(
         "random-tiny-qwen3vl", 2, 256, 512, 4, 2, 64, 512, 4096, "qwen3vl", n_deepstack=1
     ),
+    "wide": ModelShape("random-wide", 1, 64, 128, 2, 1, 32, 151936, 32768),
     "0.6b": ModelShape("random-0.6b", 28, 1024, 3072, 16, 8, 128, 151936, 32768),
     "1.7b": ModelShape("random-1.7b", 28, 2048, 6144, 16, 8, 128, 151936, 32768),
 }
-"""The shapes on offer: tiny ones for tests, the others with the sizes of the Qwen3 model so named."""
+"""The shapes on offer: tiny ones for tests, `wide` for its large vocabulary, and
+the sizes of the Qwen3 models that the others are named after."""
 
 TYPES: dict[str, tuple[GGMLQuantizationType, LlamaFileType]] = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),

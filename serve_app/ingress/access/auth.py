@@ -82,6 +82,8 @@ class Access:
     """Whether answers to chats tell what the model was asked."""
     picture_hosts: tuple[str, ...] = ()
     """The hosts that pictures are fetched from. Without any, nothing is fetched."""
+    data_at_rest: bool = True
+    """Whether clients' texts may lie on disks."""
 
     def accounts(self) -> KeyAccounts | None:
         """The accounts of the key file, if there is one. Raises ConfigError if it cannot be used."""

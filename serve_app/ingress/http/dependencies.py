@@ -22,6 +22,7 @@ from serve_app.ingress.http import request_context, request_model
 from serve_app.ingress.model_registry import Models, ServedModel
 from serve_app.ingress.workers.pool import NO_FILES, Workers
 from serve_app.ingress.workers.worker import ENCODINGS, fetched, inflated
+from serve_app.logs import ClientText
 
 logger = logging.getLogger("corral.ingress")
 
@@ -99,7 +100,10 @@ class Bodies:
             raise InvalidRequestError(f"Unknown parameter: {ignored[0]!r}.", ignored[0])
         if time.monotonic() >= self._log_again_at:
             self._log_again_at = time.monotonic() + LOG_EVERY_S
-            logger.info("Ignored unknown fields of a request: %s.", ", ".join(ignored)[:MOST_CHARS])
+            logger.info(
+                "Ignored unknown fields of a request: %s.",
+                ClientText(", ".join(ignored)[:MOST_CHARS]),
+            )
 
 
 _TYPES_OF_TOOLS = ("", "application/x-www-form-urlencoded")

@@ -18,6 +18,7 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.http import request_context, request_model
+from serve_app.logs import ClientText
 
 logger = logging.getLogger("corral.ingress")
 
@@ -118,7 +119,7 @@ def _path(request: Request) -> str:
 
 
 async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
-    logger.error("%s %s failed", request.method, _path(request), exc_info=error)
+    logger.error("%s %s failed", request.method, ClientText(_path(request)), exc_info=error)
     return response(request, unexpected())
 
 

@@ -272,10 +272,11 @@ class WorkerPool:
         *,
         n_quick: int = 2,
         n_slow: int = 2,
+        keeps_texts: bool = True,
     ) -> None:
         """The zygote starts now. It imports the modules, and calls `models` to read vocabularies. Workers
-        start when they are needed."""
-        self._start = Start(tuple(models), tuple(modules))
+        start when they are needed. `keeps_texts` says whether their log may have clients' texts."""
+        self._start = Start(tuple(models), tuple(modules), keeps_texts)
         self._zygote = Zygote(self._start)
         self._forking = asyncio.Lock()
         self._n_quick = n_quick

@@ -30,6 +30,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from serve_app import logs
 from serve_app.errors import CorralError, InvalidRequestError, RequestTooLargeError
 from serve_app.ingress.http import request_model
 from serve_app.ingress.model_registry import ModelInfo, Models
@@ -63,7 +64,7 @@ def serve(connection: socket.socket, models: Models) -> None:
             data = wire.receive_bytes(connection, order.n_bytes)
         except EOFError:
             return
-        answer = _answer(order, models, data)
+        answer = answered(order, models, data)
         del order, data
         _unlimit_memory()  # so that there is room for the answer to be sent, and the next head
         try:
@@ -72,7 +73,7 @@ def serve(connection: socket.socket, models: Models) -> None:
             return
 
 
-def _answer(order: WorkOrder, models: Models, data: bytes) -> bytes:
+def answered(order: WorkOrder, models: Models, data: bytes) -> bytes:
     """The outcome, packed, which takes memory, too."""
     try:
         n_body = order.n_bytes - sum(n_bytes for _, n_bytes in order.files)
@@ -186,6 +187,9 @@ class Start:
     models: Sequence[Callable[[], ModelInfo]]
     """Functions that read the models' vocabularies."""
     modules: Sequence[str]
+    """The modules that workers are going to import."""
+    keeps_texts: bool = True
+    """Whether the log may have clients' texts."""
 
 
 def _shorten_slices() -> None:
@@ -211,7 +215,10 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
     with socket.socket(fileno=fd) as control, suppress(EOFError, ConnectionError):
-        models = _models(pickle.loads(wire.receive(control)))
+        start: Start = pickle.loads(wire.receive(control))
+        if not start.keeps_texts:
+            logs.forbid_texts(logging.getLogger().handlers)
+        models = _models(start)
         outcome = wire.WorkResult(None) if isinstance(models, dict) else models
         control.sendall(wire.packed_outcome(outcome))
         gc.freeze()  # so that workers need not copy what is there now

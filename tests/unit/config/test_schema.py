@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -363,3 +364,19 @@ def test_a_draft_of_another_vocabulary_is_refused_at_the_start(tmp_path: Path) -
         ConfigError, match=r"random\.gguf has another vocabulary: it has 512 tokens"
     ):
         resolve(schema.parse({"models": [model(engine=draft_of(path))]}).models, HERE)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"models": [model(engine={"cache_folder": "/c"})]}, "engine.cache_folder"),
+        ({"models": [model(engine={"slot_folder": "/c"})]}, "engine.slot_folder"),
+        ({"ingress": {"batch": {"folder": "/c"}}}, "ingress.batch.folder"),
+        ({"ingress": {"ui": True}}, "ingress.ui: true"),
+    ],
+)
+def test_no_data_at_rest_refuses_what_writes_it(more: dict[str, Any], named: str) -> None:
+    args = {"models": [model()]} | more
+    assert schema.parse(args | {"data_at_rest": True}).data_at_rest
+    with pytest.raises(ConfigError, match=f"data_at_rest: false forbids .*{re.escape(named)}"):
+        schema.parse(args | {"data_at_rest": False})

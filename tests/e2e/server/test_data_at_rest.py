@@ -1,0 +1,52 @@
+"""With `data_at_rest: false`, no prompt or answer is on any disk: docs/data-at-rest.md."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Corral, model
+
+SECRET = "wombat-9431-in-the-cellar"
+
+
+@pytest.fixture
+def server() -> Iterator[Corral]:
+    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    served = [model(None, "demo", n_slots=2, n_ctx_slot=4096)]
+    started = Corral(directory, served, make_serve=True, args={"data_at_rest": False})
+    try:
+        started.wait_ready()
+        yield started
+    finally:
+        started.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_no_text_of_a_client_is_on_a_disk(server: Corral) -> None:
+    asked: list[tuple[str, dict[str, Any], int]] = [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}]}, 200),
+        ("/v1/completions", {"prompt": "a", "logprobs": SECRET}, 400),
+        ("/v1/completions", {"prompt": "a", "grammar": f"root ::= {SECRET}!"}, 400),
+        ("/v1/completions", {"prompt": "a", SECRET: 1}, 200),
+        ("/v1/completions", {"prompt": SECRET * 20_000}, 400),
+        ("/v1/responses", {"input": SECRET, "background": True, "store": True}, 200),
+        (f"/{SECRET}", {}, 404),
+    ]
+    for path, body, status in asked:
+        answer = server.http.post(path, json={"model": "demo", "max_tokens": 4} | body)
+        assert answer.status_code == status, answer.text
+    assert server.http.post("/v1/completions", content=f"[{SECRET}").status_code == 400
+    assert "html" not in server.http.get("/").headers["content-type"], "no page"
+    for pid in server.pids("ray::ServeReplica"):
+        assert resource.prlimit(pid, resource.RLIMIT_CORE) == (0, 0)
+    server.stop()  # and with it, all logs are written
+    files = [path for path in server.directory.rglob("*") if path.is_file()]
+    assert len(files) > 10, "Ray's folder is there"
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
