@@ -27,8 +27,7 @@ from serve_app.engine.kv_cache.manager import PrefixStorage
 from serve_app.engine.kv_cache.transfers import PrefixTransfer
 from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
 from serve_app.engine.options import EngineOptions
-from serve_app.engine.pictures.encoding import Encoding
-from serve_app.engine.pictures.tiles import PlacedTile, expanded
+from serve_app.engine.pictures import Encoding, PlacedTile, expanded
 from serve_app.engine.stream import CallbackRunner, TokenStream
 from serve_app.errors import (
     CorralError,

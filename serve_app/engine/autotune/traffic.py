@@ -13,9 +13,9 @@ on-line algorithm for metrical task system", 1992.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.autotune.modes import Mode
@@ -149,18 +149,11 @@ def _at_the_same_speed(profile: Profile, other: Profile) -> Profile:
         return profile
     speed = statistics.median(ratios)
 
-    def scaled(seconds: Mapping[int, float]) -> dict[int, float]:
-        return {n: speed * s for n, s in seconds.items()}
-
-    return replace(
-        profile,
-        decode_s=scaled(profile.decode_s),
-        prefill_s=scaled(profile.prefill_s),
-        verify_s=scaled(profile.verify_s),
-        deep_decode_s=scaled(profile.deep_decode_s),
-        deep_prefill_s=scaled(profile.deep_prefill_s),
-        copy_s=speed * profile.copy_s,
-    )
+    curves: dict[str, Any] = {
+        name: {n: speed * seconds for n, seconds in getattr(profile, name).items()}
+        for name in ("decode_s", "prefill_s", "verify_s", "deep_decode_s", "deep_prefill_s")
+    }
+    return replace(profile, copy_s=speed * profile.copy_s, **curves)
 
 
 def _coming(

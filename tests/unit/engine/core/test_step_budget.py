@@ -19,7 +19,7 @@ from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.embedding import EmbeddingQueue
 from serve_app.engine.engine import make_guests
 from serve_app.engine.health import Progress
-from serve_app.engine.pictures.tiles import PlacedTile, expanded
+from serve_app.engine.pictures import PlacedTile, expanded
 from serve_app.llama.vision.positions import Pause
 from serve_app.types import MEDIUM, Picture
 from tests.doubles.backend import FakeBackend

@@ -13,7 +13,7 @@ from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import common_prefix, token_array
 from serve_app.engine.kv_cache.slots import PrefixPending, SlotChoice, SlotTable
-from serve_app.engine.pictures.tiles import PlacedTile
+from serve_app.engine.pictures import PlacedTile
 from serve_app.llama.vision.positions import Tile
 from serve_app.types import SHARED_GROUP, GenerationRequest, Picture
 

@@ -1,4 +1,10 @@
-"""When pictures are encoded: between steps, in pieces that running streams have time for."""
+"""Pictures and sounds in prompts: the tokens in their places, and when their tiles are encoded.
+
+A tile takes as many tokens of a prompt as it has embeddings: negative ones, which no vocabulary has. They
+are a hash of what is seen. So all that compares tokens tells pictures apart by their content (the prefix
+index, tiers, files, other replicas), and knows nothing of pictures. Tiles are encoded between steps, in
+pieces that running streams have time for.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +12,118 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b, shake_128
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.backends.base import Projector
+from serve_app.engine.backends.base import Backend, Projector, Row
 from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.metrics.stats import Counts
-from serve_app.engine.pictures.tiles import PlacedTile
-from serve_app.errors import CorralError
-from serve_app.llama.vision.positions import Tile
-from serve_app.types import Medium
+from serve_app.errors import CorralError, DecodeError, InvalidRequestError
+from serve_app.llama.vision.positions import Tile, cannot_be_used
+from serve_app.types import MEDIUM, GenerationRequest, Medium
 
 if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore
+
+# A tile has so many at least, or its hash would be too short to tell it from others.
+_LEAST_TOKENS = 4
+_NEGATIVE = np.int32(-(2**31))
+
+
+@dataclass(slots=True)
+class PlacedTile:
+    """A tile of a picture or sound, and where it stands in a prompt. Decoder thread only, once
+    there."""
+
+    start: int
+    """The index of the tile's first token."""
+    tile: Tile
+    medium: Medium
+    number: int
+    """Among its medium's tiles."""
+    key: bytes
+    """Tells it from all others with other embeddings."""
+    embeddings: NDArray[np.float32] | None = field(default=None, repr=False)
+    """The embeddings, as long as they are needed."""
+
+    @property
+    def end(self) -> int:
+        """The index of the token behind it."""
+        return self.start + self.tile.n_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its embeddings are there."""
+        return self.embeddings is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its rows must be computed in one batch: each sees all others."""
+        return not self.tile.causal
+
+    def decode(self, backend: Backend, rows: Sequence[Row]) -> None:
+        """Compute some of its rows, as `Backend.decode` does."""
+        pictures = backend.pictures
+        if self.embeddings is None or pictures is None:
+            raise DecodeError("A picture was not encoded yet.")
+        first = rows[0][1] - self.start
+        embeddings = self.embeddings[first : first + len(rows)]
+        pictures.decode(rows, embeddings, self.tile, first)
+
+
+def expanded(
+    request: GenerationRequest, projector: Projector, n_batch: int
+) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
+    """The request with its media's tokens in the places of MEDIUM, and where their tiles stand. Raises
+    InvalidRequestError for what cannot be computed, in batches of at most `n_batch` rows."""
+    prompt: list[int] = []
+    placed: list[PlacedTile] = []
+    media = iter(request.media)
+    for token in request.prompt:
+        if token == MEDIUM:
+            placed += _place(next(media), prompt, projector)
+        else:
+            prompt.append(token)
+    _check(placed, len(prompt), n_batch)
+    return replace(request, prompt=tuple(prompt)), tuple(placed)
+
+
+def _place(medium: Medium, prompt: list[int], projector: Projector) -> list[PlacedTile]:
+    placed: list[PlacedTile] = []
+    for part in projector.layout(medium.size):
+        if not isinstance(part, Tile):
+            prompt += part
+            continue
+        if part.n_tokens < _LEAST_TOKENS:
+            raise InvalidRequestError(cannot_be_used(medium.size), "messages")
+        number = len(placed)
+        said = projector.fingerprint + medium.key + number.to_bytes(4, "little")
+        key = blake2b(said, digest_size=32).digest()
+        placed.append(PlacedTile(len(prompt), part, medium, number, key))
+        digest = shake_128(key).digest(4 * part.n_tokens)
+        prompt += (np.frombuffer(digest, np.int32) | _NEGATIVE).tolist()
+    return placed
+
+
+def _check(placed: Sequence[PlacedTile], n_prompt: int, n_batch: int) -> None:
+    if placed and placed[-1].end == n_prompt:
+        raise InvalidRequestError(
+            "Text must follow the last picture or sound of a prompt.", "prompt"
+        )
+    largest = max((one.tile.n_tokens for one in placed if not one.tile.causal), default=0)
+    if largest > n_batch:
+        raise InvalidRequestError(
+            f"A picture has {largest} tokens, and this model computes them in one batch of "
+            f"engine.n_batch ({n_batch}) at most.",
+            "messages",
+        )
+
 
 _SHAPES_KEPT = 64
 _WEIGHT = 0.5
@@ -77,14 +178,6 @@ _PATIENCE_S = 0.005
 
 Running = Callable[[], Sequence[EngineSequence]]
 """The sequences that have a slot, in the order in which they got it."""
-
-
-class Failure(NamedTuple):
-    """A tile cannot be encoded."""
-
-    sequences: list[EngineSequence]
-    """The sequences that need the tile."""
-    error: CorralError
 
 
 class TileEmbeddings:
@@ -150,9 +243,8 @@ class Encoding(Guest):
 
     def after_step(self, core: EngineCore, step_s: float, *, idle: bool) -> None:
         """Encode a piece, in the time that the next step probably leaves."""
-        failure = self.step(lambda: core.running, step_s, idle=idle)
-        if failure is not None:
-            core.end(failure.sequences, failure.error)
+        if failure := self.step(lambda: core.running, step_s, idle=idle):
+            core.end(*failure)
 
     def resolve(self, running: Iterable[EngineSequence]) -> None:
         """Give tiles what they were encoded to for others, and take it from those that are computed."""
@@ -164,9 +256,11 @@ class Encoding(Guest):
                     placed.embeddings = self.embeddings.get(placed.key)
                     self._counts.found_tiles += placed.embeddings is not None
 
-    def step(self, running: Running, step_s: float, *, idle: bool) -> Failure | None:
+    def step(
+        self, running: Running, step_s: float, *, idle: bool
+    ) -> tuple[list[EngineSequence], CorralError] | None:
         """Encode a tile that somebody needs next, if there is one. The step before took `step_s`;
-        if it was `idle`, it had nothing to compute. Returns who cannot go on, if it failed.
+        if it was `idle`, it had nothing to compute. Returns who cannot go on, and why, if it failed.
         `interlude` must not call this: nothing happens then."""
         if self._is_encoding:
             return None
@@ -180,7 +274,7 @@ class Encoding(Guest):
                 self._encode(sequence, placed, prepared, running, step_s)
         except CorralError as error:
             self._prepared.pop(placed.medium.key, None)
-            return Failure(_who_needs(placed, running()), error)
+            return _who_needs(placed, running()), error
         return None
 
     def close(self, core: EngineCore, *, healthy: bool) -> None:

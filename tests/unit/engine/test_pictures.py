@@ -12,8 +12,7 @@ from serve_app.engine import GenerationRequest, SamplingParams
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.metrics.stats import Counts
-from serve_app.engine.pictures.encoding import Encoding, NodeTimes
-from serve_app.engine.pictures.tiles import expanded
+from serve_app.engine.pictures import Encoding, NodeTimes, expanded
 from serve_app.llama.vision.positions import Pause, Tile
 from serve_app.types import MEDIUM, Picture
 from tests.unit.engine.behaviour.test_pictures import N_SEEN, ScriptedProjector
