@@ -25,10 +25,8 @@ from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors
 from serve_app.ingress.http.dependencies import Bodies, InProcess, add_routes, worker_modules
 from serve_app.ingress.llama_server import routes as llama_routes
-from serve_app.ingress.llama_server import slots
 from serve_app.ingress.media.fetching import Fetcher
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.ingress.ollama import model_routes as ollama_model_routes
 from serve_app.ingress.ollama import routes as ollama_routes
 from serve_app.ingress.ollama import serving as ollama_serving
 from serve_app.ingress.openai import routes as openai_routes
@@ -45,13 +43,11 @@ ROUTERS = (
     information.ROUTER,
     broadcaster.ROUTER,
     llama_routes.ROUTER,
-    slots.ROUTER,
     version_routes.ROUTER,
     anthropic_routes.ROUTER,
     responses_routes.ROUTER,
     embedding_routes.ROUTER,
     ollama_routes.ROUTER,
-    ollama_model_routes.ROUTER,
     batch_routes.ROUTER,
 )
 """The protocols and their parts."""

@@ -1,14 +1,235 @@
-"""Turns bodies of Anthropic's requests into what the engine and the answer need. Runs in workers."""
+"""The bodies of Anthropic's requests, translated to OpenAI's chat, and how workers prepare them.
+
+Source: Anthropic's API reference, "Messages" and "Count tokens in a Message".
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from serve_app.ingress.anthropic.protocol import CountTokensRequest, MessagesRequest
+from pydantic import BaseModel, Field, model_validator
+
+from serve_app.errors import InvalidRequestError
+from serve_app.ingress.anthropic.messages import (
+    AnthropicTools,
+    Message,
+    Texts,
+    with_possible_choice,
+)
 from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Chat, PromptLength
-from serve_app.ingress.http.request_model import parsed
+from serve_app.ingress.generation.requests import (
+    MOST_TOKENS,
+    CacheSalt,
+    NamedSchema,
+    NamedToolChoice,
+    PingInterval,
+    ResponseFormat,
+    TranslatedChat,
+)
+from serve_app.ingress.generation.sampling_fields import given, takes_sampling
+from serve_app.ingress.http.request_model import RequestModel, parsed
 from serve_app.ingress.model_registry import Models, find
+from serve_app.prompt.conversation import Turn
+from serve_app.sampling import Api
+
+
+class ToolChoice(RequestModel):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """The name of the tool that must be called, with the type `tool`."""
+    disable_parallel_tool_use: bool = False
+    """Allows one call in a turn."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ToolChoice:
+        if (self.type == "tool") is (self.name is None):
+            message = "'name' goes with the type \"tool\", and with no other."
+            raise InvalidRequestError(message, "tool_choice")
+        return self
+
+    def as_choice(self) -> Literal["auto", "none", "required"] | NamedToolChoice:
+        """The choice as OpenAI has it."""
+        if self.name is not None:
+            return NamedToolChoice.of(self.name)
+        return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
+
+
+class Thinking(RequestModel):
+    """`thinking`."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    """`adaptive` is for any model: whether it thinks is its own business."""
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The most tokens of reasoning, less than `max_tokens`."""
+    display: Literal["summarized", "omitted"] | None = None
+    """`omitted` leaves the reasoning out of the answer; otherwise it is given as it is."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Thinking:
+        if (self.type == "enabled") is (self.budget_tokens is None):
+            message = "'budget_tokens' goes with the type \"enabled\", and with no other."
+            raise InvalidRequestError(message, "thinking")
+        return self
+
+
+class OutputFormat(RequestModel):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+    """The schema of the answer's text."""
+
+    def as_format(self) -> ResponseFormat:
+        """The format as OpenAI has it."""
+        schema = NamedSchema.model_validate({"schema": self.schema_})
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+class OutputConfig(RequestModel):
+    """`output_config`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"task_budget": (None,)}
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """How much a model that can thinks, with `thinking`; told to the chat template."""
+    format: OutputFormat | None = None
+
+
+class Metadata(RequestModel):
+    """`metadata`."""
+
+    user_id: str | None = None
+    """The user whose request this is. Slots are shared fairly among users."""
+
+
+class CountTokensRequest(RequestModel):
+    """POST /v1/messages/count_tokens: what makes the prompt."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "context_management": (None,),
+        "mcp_servers": (None, []),
+        "speed": (None, "standard"),
+    }
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"mcp_servers"})
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "betas", "anthropic_beta", "anthropic_version"}
+    )
+
+    model: str | None = None
+    """A name from /v1/models; the first of them if it is missing."""
+    messages: list[Message]
+    system: Texts = Field(default=[])
+    tools: AnthropicTools = Field(default=[])
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    """Whether the model thinks before it answers, if its chat template has reasoning; without this, it is
+    asked not to."""
+    output_config: OutputConfig = Field(default=OutputConfig())
+    output_format: OutputFormat | None = None
+    """The older place of `output_config.format`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _possible_choice(cls, request: Any) -> Any:
+        return with_possible_choice(request)
+
+    @model_validator(mode="after")
+    def _check_thinking(self) -> Self:
+        forced = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
+        if self.thinks and forced:
+            raise InvalidRequestError(
+                "'thinking' is not supported together with a forced tool call.",
+                "thinking",
+            )
+        return self
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model may think."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+    def as_chat(self) -> TranslatedChat:
+        """Translate the request to OpenAI's chat. Raises InvalidRequestError."""
+        texts = tuple(block.text for block in self.system if block.text)
+        system = [Turn("system", texts)] if texts else []
+        choice = self.tool_choice
+        answer = self.output_config.format or self.output_format
+        keeps = self.thinking is None or self.thinks
+        turns = [turn for message in self.messages for turn in message.as_turns(reasoning=keeps)]
+        return TranslatedChat(
+            turns=[*system, *turns],
+            tools=[tool.as_tool() for tool in self.tools],
+            tool_choice=choice.as_choice() if choice else None,
+            parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
+            response_format=None if answer is None else answer.as_format(),
+            reasoning_effort=self.output_config.effort if self.thinks else None,
+            chat_template_kwargs={"enable_thinking": self.thinks},
+            **self._sampling(),
+        )
+
+    def _sampling(self) -> dict[str, Any]:
+        """The chat's other fields."""
+        return {}
+
+
+@takes_sampling(Api.ANTHROPIC)
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **CountTokensRequest.NEUTRAL,
+        "service_tier": (None, "auto", "standard_only"),
+        "container": (None,),
+        "inference_geo": (None,),
+        "diagnostics": (None,),
+    }
+
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+    stream: bool = False
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a `ping` event; 0 and
+    -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
+    metadata: Metadata | None = None
+    cache_salt: CacheSalt | None = None
+    """vLLM's: cached prefixes are shared only with requests that send the same."""
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        budget = self.thinking.budget_tokens if self.thinking else None
+        if budget is not None and budget >= self.max_tokens:
+            message = "'budget_tokens' must be less than 'max_tokens'."
+            raise InvalidRequestError(message, "thinking")
+        return self
+
+    def _sampling(self) -> dict[str, Any]:
+        return {
+            "stream": self.stream,
+            "sse_ping_interval": self.sse_ping_interval,
+            **given(self, Api.ANTHROPIC),
+            "max_tokens": self.max_tokens,
+            "thinking_budget_tokens": self.thinking.budget_tokens if self.thinking else None,
+            "user": self.metadata.user_id if self.metadata else None,
+            "cache_salt": self.cache_salt,
+        }
+
+
+class AnthropicErrorBody(BaseModel):
+    """The error, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """Every answer that is not a success."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorBody
 
 
 @dataclass(frozen=True, slots=True)

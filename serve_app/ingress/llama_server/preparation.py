@@ -32,7 +32,7 @@ from serve_app.ingress.llama_server.protocol import (
     TokenizeRequest,
 )
 from serve_app.ingress.model_registry import ModelInfo, Models, find
-from serve_app.ingress.openai.protocol import ChatCompletionRequest
+from serve_app.ingress.openai.preparation import ChatCompletionRequest
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Medium
 

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+import numpy as np
+import orjson
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
+from serve_app.ingress.embeddings.preparation import (
+    ComputedVectors,
+    Texts,
+    check_makes_embeddings,
+    checked,
+    normalized,
+)
 from serve_app.ingress.generation import preparation
-from serve_app.ingress.generation.preparation import Chat, refuse_unknown_tokens, tokenize_checked
+from serve_app.ingress.generation.preparation import (
+    Chat,
+    refuse_huge,
+    refuse_unknown_tokens,
+    tokenize_checked,
+)
 from serve_app.ingress.generation.requests import GenerationParams, TranslatedChat
 from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.model_registry import ModelInfo, Models, find, full_name
-from serve_app.ingress.ollama import messages
 from serve_app.ingress.ollama.protocol import (
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaRequest,
+    parts,
 )
 from serve_app.prompt.conversation import Turn
 from serve_app.types import Medium
@@ -161,7 +179,7 @@ def _room(model: ModelInfo, request: OllamaRequest) -> int:
 
 def _turns(request: OllamaGenerateRequest) -> list[Turn]:
     system = [Turn("system", (request.system,))] if request.system else []
-    return [*system, Turn("user", messages.parts(request.prompt, request.images))]
+    return [*system, Turn("user", parts(request.prompt, request.images))]
 
 
 def _after_context(
@@ -213,3 +231,86 @@ def _cut(prompt: tuple[int, ...], room: int, num_keep: int | None) -> tuple[int,
     """The first and the last tokens of a prompt, as Ollama cuts it."""
     n_keep = min(_NUM_KEEP if num_keep is None or num_keep < 0 else num_keep, room // 2)
     return prompt[:n_keep] + prompt[len(prompt) - (room - n_keep) :]
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaTexts:
+    """The prepared request for vectors."""
+
+    model: str
+    """The model's id."""
+    name: str
+    """The model's name, as the client sent it."""
+    texts: Texts
+    """None: the model is loaded, which it is anyway."""
+    dimensions: int | None = None
+    user: str | None = None
+
+
+def embed(models: Models, body: bytes) -> OllamaTexts:
+    """POST /api/embed. Raises CorralError."""
+    request = parsed(OllamaEmbedRequest, body)
+    model = find(models, request.model)
+    texts = _texts(model, request.texts, "input", cut=request.truncate is not False)
+    return OllamaTexts(
+        model.id,
+        request.model or full_name(model.id),
+        texts,
+        request.dimensions or None,
+        request.user,
+    )
+
+
+def embeddings(models: Models, body: bytes) -> OllamaTexts:
+    """POST /api/embeddings. Raises CorralError."""
+    request = parsed(OllamaEmbeddingsRequest, body)
+    model = find(models, request.model)
+    texts = _texts(model, [request.prompt] if request.prompt else [], "prompt", cut=True)
+    return OllamaTexts(model.id, request.model or full_name(model.id), texts)
+
+
+def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Texts:
+    check_makes_embeddings(model)
+    if not texts:
+        return ()
+    for text in texts:
+        refuse_huge(field, len(text))
+    encoded = [model.tokenizer.encode_for_embedding(text) for text in texts]
+    if cut:
+        encoded = [_cut_text(model, tokens) for tokens in encoded]
+    return checked(model, encoded, field)
+
+
+def _cut_text(model: ModelInfo, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """As many tokens as the model takes. A token that ends every text stays."""
+    most = model.longest_text
+    if len(tokens) <= most:
+        return tokens
+    nothing = model.tokenizer.encode_for_embedding("")
+    ending = tokens[-1:] if nothing[-1:] == tokens[-1:] else ()
+    return tokens[: most - len(ending)] + ending
+
+
+def several(models: Models, packed: bytes) -> bytes:
+    """The answer to POST /api/embed with a packed `ComputedVectors`, as JSON."""
+    result: ComputedVectors = pickle.loads(packed)
+    return _json(
+        {
+            "model": result.model,
+            "embeddings": normalized(result.vectors, 2),
+            "total_duration": result.total_ns,
+            "load_duration": 0,
+            "prompt_eval_count": result.n_tokens,
+        }
+    )
+
+
+def single(models: Models, packed: bytes) -> bytes:
+    """The answer to POST /api/embeddings with a packed `ComputedVectors`, as JSON. The vector stays as the
+    model made it."""
+    result: ComputedVectors = pickle.loads(packed)
+    return _json({"embedding": result.vectors[0].astype(np.float64)})
+
+
+def _json(answer: object) -> bytes:
+    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)

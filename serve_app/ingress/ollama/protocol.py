@@ -1,12 +1,15 @@
 """The types of Ollama's requests, and their translation to OpenAI's chat.
 
-Source: ollama, api/types.go and docs/api.md.
+Source: ollama, api/types.go, docs/api.md, and docs/modelfile.mdx, "Valid Parameters and Values".
 """
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
@@ -20,12 +23,121 @@ from serve_app.ingress.generation.requests import (
     ResponseFormat,
     TranslatedChat,
 )
+from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.generation.tools import Tool
 from serve_app.ingress.http.request_model import RequestModel
-from serve_app.ingress.ollama.messages import OllamaMessage
-from serve_app.ingress.ollama.options import Options
 from serve_app.ingress.openai.tools import known_tools
-from serve_app.prompt.conversation import Turn
+from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of
+from serve_app.sampling import Api
+
+
+def parts(text: str, images: Sequence[str] | None) -> tuple[str | Attachment, ...]:
+    """A turn's parts: pictures, which are in base64, stand before the text, as at Ollama."""
+    return (*(Attachment(f"data:;base64,{image}") for image in images or ()), text)
+
+
+class OllamaCalledFunction(RequestModel):
+    """The function that an earlier turn called."""
+
+    name: str = ""
+    arguments: Any = None
+
+
+class OllamaCall(RequestModel):
+    """A call that the assistant made in an earlier turn."""
+
+    id: str | None = None
+    function: OllamaCalledFunction = Field(default=OllamaCalledFunction())
+
+    def as_call(self) -> PastCall:
+        """The call in the canonical form."""
+        arguments = self.function.arguments
+        text = (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
+        return PastCall(self.function.name, text, self.id or "")
+
+
+class OllamaMessage(RequestModel):
+    """A message."""
+
+    role: str
+    content: str = ""
+    thinking: str | None = None
+    """The assistant's reasoning."""
+    images: list[str] | None = None
+    """Pictures in base64."""
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    """The function that a tool's result is of."""
+    tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _parts_are_lines(cls, value: object) -> str:
+        return text_of(value)
+
+    def as_turn(self) -> Turn:
+        """The message in the canonical form."""
+        turn = Turn.of(self.role, parts(self.content, self.images), call_id=self.tool_call_id or "")
+        if turn.role == "tool":
+            return replace(turn, name=self.tool_name or "")
+        if turn.role != "assistant":
+            return turn
+        calls = tuple(call.as_call() for call in self.tool_calls or ())
+        return replace(turn, reasoning=self.thinking or "", calls=calls)
+
+
+_INT_MAX = 2**31 - 1
+
+
+@takes_sampling(Api.OPENAI)
+class Options(RequestModel):
+    """The sampling parameters, which have the same names at Ollama, and these. Those that say how a model
+    is loaded are ignored: the configuration says that. `num_ctx`, which an answer may show, is named."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        {
+            "embedding_only",
+            "f16_kv",
+            "logits_all",
+            "low_vram",
+            "main_gpu",
+            "num_batch",
+            "num_gpu",
+            "num_gqa",
+            "num_thread",
+            "numa",
+            "use_mlock",
+            "use_mmap",
+            "vocab_only",
+        }
+    )
+
+    num_predict: Annotated[int, Field(ge=-2, le=_INT_MAX)] | None = None
+    """Most tokens to generate; 0 and less for all that the context has room for."""
+    num_keep: Annotated[int, Field(ge=-1, le=_INT_MAX)] | None = None
+    """First tokens of the prompt that stay when it is cut or the context is shifted; -1 for all."""
+
+    @field_validator("stop", mode="before", check_fields=False)
+    @classmethod
+    def _several_and_not_empty(cls, value: object) -> object:
+        texts = [value] if isinstance(value, str) else value
+        return [text for text in texts if text != ""] if isinstance(texts, list) else texts
+
+    @property
+    def max_tokens(self) -> int | None:
+        """None means up to the end of the context."""
+        most = self.num_predict
+        return most if most is not None and most > 0 else None
+
+    def sampling(self) -> dict[str, Any]:
+        """The request's parameters, by the names of OpenAI's requests. A `seed` of -1 is none."""
+        parameters = given(self, Api.OPENAI)
+        if parameters.get("seed") == -1:
+            del parameters["seed"]
+        return parameters
+
 
 # Go's durations, `5m`, `1h30m`, `-1s`, and seconds without their unit.
 _DURATION = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|\d+(?:\.\d*)?)")

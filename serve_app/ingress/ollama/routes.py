@@ -1,18 +1,21 @@
-"""Ollama's routes for chats, completions and embeddings.
+"""Ollama's routes.
 
-Source: ollama, docs/api.md.
+Source: ollama, docs/api.md and server/routes.go.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
-from fastapi.responses import JSONResponse, Response
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
+from serve_app.errors import PermissionDeniedError
+from serve_app.ingress.access.bodies import unread
 from serve_app.ingress.embeddings.preparation import ComputedVectors
 from serve_app.ingress.embeddings.routes import embed, n_tokens
 from serve_app.ingress.generation import generation
@@ -24,9 +27,9 @@ from serve_app.ingress.http.dependencies import (
     written,
 )
 from serve_app.ingress.model_registry import ServedModel, find
-from serve_app.ingress.ollama import embeddings, preparation, serving
-from serve_app.ingress.ollama.embeddings import OllamaTexts
-from serve_app.ingress.ollama.preparation import OllamaGeneration, OllamaLoad
+from serve_app.ingress.ollama import catalogue, preparation, serving
+from serve_app.ingress.ollama.catalogue import Catalogue, Description
+from serve_app.ingress.ollama.preparation import OllamaGeneration, OllamaLoad, OllamaTexts
 from serve_app.ingress.ollama.serving import Kind, OllamaAnswer
 
 ROUTER = APIRouter()
@@ -96,7 +99,7 @@ async def ollama_embed(
     began: BeganArgument,
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[OllamaTexts, prepared(embeddings.embed, any_type=True)],
+    body: Annotated[OllamaTexts, prepared(preparation.embed, any_type=True)],
 ) -> Response:
     """Texts as vectors of length 1, Ollama's way."""
     if not body.texts:
@@ -108,18 +111,94 @@ async def ollama_embed(
         n_tokens(body.texts),
         total_ns=round((time.perf_counter() - began) * 1e9),
     )
-    return written(await bodies.work(embeddings.several, result.packed()))
+    return written(await bodies.work(preparation.several, result.packed()))
 
 
 @ROUTER.post("/api/embeddings", response_model=None)
 async def ollama_embeddings(
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[OllamaTexts, prepared(embeddings.embeddings, any_type=True)],
+    body: Annotated[OllamaTexts, prepared(preparation.embeddings, any_type=True)],
 ) -> Response:
     """One text as a vector, as Ollama did it before."""
     if not body.texts:
         return JSONResponse({"embedding": []})
     vectors = await embed(find(models, body.model), body.texts)
     result = ComputedVectors(body.name, vectors, n_tokens(body.texts))
-    return written(await bodies.work(embeddings.single, result.packed()))
+    return written(await bodies.work(preparation.single, result.packed()))
+
+
+VERSION = "0.32.15"
+"""The version of Ollama whose API this is. Clients ask for a least one."""
+
+
+async def _descriptions(request: Request, bodies: BodiesArgument) -> Mapping[str, Description]:
+    state = request.app.state
+    if not hasattr(state, "ollama_catalogue"):
+        state.ollama_catalogue = Catalogue()
+    described: Mapping[str, Description] = await state.ollama_catalogue.all(bodies)
+    return described
+
+
+DescriptionsArgument = Annotated[Mapping[str, Description], Depends(_descriptions)]
+
+
+@ROUTER.get("/api/tags")
+async def ollama_tags(models: ModelsArgument, described: DescriptionsArgument) -> dict[str, Any]:
+    """The models that are served here by all of their names, the default first, Ollama's way."""
+    own = [described[model.id].listed() for model in models.values()]
+    others = [
+        described[model.id].listed(alias)
+        for model in models.values()
+        for alias in model.aliases
+        if alias != "*"
+    ]
+    return {"models": own + others}
+
+
+@ROUTER.post("/api/show", response_model=None)
+async def ollama_show(
+    model_id: Annotated[str, prepared(catalogue.named, any_type=True)],
+    described: DescriptionsArgument,
+) -> Response:
+    """The details and capabilities of a model, Ollama's way."""
+    return JSONResponse(described[model_id].shown())
+
+
+@ROUTER.get("/api/ps")
+async def ollama_ps(models: ModelsArgument, described: DescriptionsArgument) -> dict[str, Any]:
+    """The models that have an engine now, Ollama's way."""
+    answers = await asyncio.gather(*(model.engine.stats() for model in models.values()))
+    return {
+        "models": [
+            described[model.id].running()
+            for model, of_model in zip(models.values(), answers, strict=True)
+            if of_model.found or of_model.missing
+        ]
+    }
+
+
+@ROUTER.get("/api/version")
+async def ollama_version() -> dict[str, str]:
+    """The version of Ollama whose API this is."""
+    return {"version": VERSION}
+
+
+async def _running(_: Request) -> Response:
+    return PlainTextResponse("Ollama is running")
+
+
+@unread
+async def _refuse_to_change_models(request: Request) -> Response:
+    raise PermissionDeniedError(
+        "This server's models are those of its configuration: requests cannot pull, create, copy, push "
+        "or delete any. Add the model to `models` in the configuration file, and start or "
+        "deploy it again."
+    )
+
+
+ROUTER.add_route("/", _running, ["GET"])  # browsers get the page before, if there is one
+for path in ("/api/pull", "/api/push", "/api/create", "/api/copy"):
+    ROUTER.add_route(path, _refuse_to_change_models, ["POST"])
+ROUTER.add_route("/api/delete", _refuse_to_change_models, ["DELETE"])
+ROUTER.add_route("/api/blobs/{digest}", _refuse_to_change_models, ["GET", "POST"])

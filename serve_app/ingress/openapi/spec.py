@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core.core_schema import TaggedUnionSchema
 
-from serve_app.ingress.anthropic.protocol import (
+from serve_app.ingress.anthropic.preparation import (
     AnthropicErrorResponse,
     CountTokensRequest,
     MessagesRequest,
@@ -49,7 +49,7 @@ from serve_app.ingress.ollama.protocol import (
     OllamaShowRequest,
 )
 from serve_app.ingress.openai.answers import ErrorResponse, InputTokens, ModelCard, ModelList
-from serve_app.ingress.openai.protocol import ChatCompletionRequest, CompletionRequest
+from serve_app.ingress.openai.preparation import ChatCompletionRequest, CompletionRequest
 from serve_app.ingress.openapi import response_schemas as d
 from serve_app.ingress.responses.preparation import ResponsesRequest
 from serve_app.ingress.versions.preparation import RollbackRequest, VersionList, WeightsRequest

@@ -11,7 +11,7 @@ from serve_app.config import schema
 from serve_app.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from serve_app.ingress.generation import preparation
 from serve_app.ingress.model_registry import ModelInfo, find
-from serve_app.ingress.openai.protocol import CompletionRequest
+from serve_app.ingress.openai.preparation import CompletionRequest
 from serve_app.types import Adapters, AdapterUse
 from tests.unit.ingress.harness import ByteTokenizer
 

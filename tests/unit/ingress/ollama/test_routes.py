@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from serve_app.errors import DecodeError, EngineUnavailableError, QueueFullError
-from serve_app.ingress.ollama.messages import OllamaMessage
+from serve_app.ingress.ollama.protocol import OllamaMessage
 from serve_app.prompt import normaliser
 from serve_app.types import (
     FinishReason,
