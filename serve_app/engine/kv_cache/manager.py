@@ -352,7 +352,7 @@ class KVCacheManager:
     def _hold(self, slot: Slot, tokens: TokenArray) -> None:
         """Note the tokens that an idle slot has now."""
         slot.idle_tokens = tokens
-        self.table.index.tell(slot)
+        self.table.tell(slot)
 
     def shift(self, sequence: Sequence, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens behind a sequence's first `n_keep`. If the backend cannot move the
@@ -365,12 +365,12 @@ class KVCacheManager:
         except DecodeError:
             self._contents.keep(slot, 0)
             sequence.shift(n_keep, n_discard, cached=False)
-            self.table.index.tell(slot)
+            self.table.tell(slot)
             return
         slot.n_shared = 0
         self.checkpoints.cut(slot.id, n_keep)
         sequence.shift(n_keep, n_discard, cached=True)
-        self.table.index.tell(slot)
+        self.table.tell(slot)
 
     def computed(self, sequence: Sequence) -> None:
         """Some more of a prompt is in its slot: make a checkpoint if there is to be one. It is left

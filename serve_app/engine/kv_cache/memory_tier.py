@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.contents import Checkpoint, StoredPrefix, deepest
+from serve_app.engine.kv_cache.files import DiskTier
 from serve_app.engine.kv_cache.packing import Tokens, n_tokens, packed, token_array
 from serve_app.engine.kv_cache.prefix_index import IndexEntry, Match, PrefixIndex
 from serve_app.engine.metrics.stats import CachedPrompt
@@ -24,16 +25,6 @@ class _TierEntry(NamedTuple):
     """Made once: with many prefixes, that takes longer than to list them."""
 
 
-class Mirror(Protocol):
-    """Receives the changes of what is stored; see `serve_app.engine.kv_cache.files`."""
-
-    def add(self, prefix: StoredPrefix) -> None:
-        """Add a prefix that was stored, or used again."""
-
-    def discard(self, prefix: StoredPrefix) -> None:
-        """Remove a prefix that is stored no more."""
-
-
 class MemoryTier:
     """The prefixes used last whose states fit into `budget_bytes`. With `forgets`, a state is good
     for all of its tokens, or for a checkpoint of it, but not for anything between. Decoder thread
@@ -43,15 +34,15 @@ class MemoryTier:
         self,
         budget_bytes: int,
         prefixes: Iterable[StoredPrefix] = (),
-        mirror: Mirror | None = None,
+        disk_tier: DiskTier | None = None,
         index: PrefixIndex | None = None,
         *,
         forgets: bool = False,
     ) -> None:
-        """Begins with `prefixes`, the least recently used first, which the mirror knows."""
+        """Begins with `prefixes`, the least recently used first, which the disk tier knows."""
         self._budget_bytes = budget_bytes
         self._forgets = forgets
-        self._mirror = mirror
+        self._disk_tier = disk_tier
         self._index = PrefixIndex() if index is None else index
         self._entries = OrderedDict[StoredPrefix, _TierEntry]()  # the least recently used first
         self._prompts: tuple[CachedPrompt, ...] | None = None
@@ -67,13 +58,8 @@ class MemoryTier:
         return iter(self._entries)
 
     @property
-    def newest(self) -> Iterator[StoredPrefix]:
-        """Every prefix, whose tokens nobody changes; the one used last first."""
-        return reversed(self._entries)
-
-    @property
     def prompts(self) -> tuple[CachedPrompt, ...]:
-        """The tokens of each, in the same order."""
+        """The tokens of each, the one used last first. Nobody changes them."""
         if self._prompts is None:
             self._prompts = tuple(kept.prompt for kept in reversed(self._entries.values()))
         return self._prompts
@@ -110,8 +96,8 @@ class MemoryTier:
             if isinstance(entry.owner, StoredPrefix) and self._replaces(prefix, entry.n_tokens):
                 self._drop(entry.owner)
         self._keep(prefix, packed_tokens)
-        if self._mirror:
-            self._mirror.add(prefix)
+        if self._disk_tier:
+            self._disk_tier.add(prefix)
         while self.n_bytes > self._budget_bytes:
             self._drop(next(iter(self._entries)))
 
@@ -126,8 +112,8 @@ class MemoryTier:
         self._index.remove(self._entries.pop(prefix).entry)
         self._prompts = None
         self.n_bytes -= prefix.n_bytes
-        if self._mirror:
-            self._mirror.discard(prefix)
+        if self._disk_tier:
+            self._disk_tier.discard(prefix)
 
     def longest(self, group: str, prompt: Tokens) -> tuple[int, StoredPrefix | None]:
         """How many of the prompt's first tokens can be had from the best prefix of its group, and that
@@ -171,8 +157,8 @@ class MemoryTier:
         self._entries.move_to_end(prefix)
         self._index.use(self._entries[prefix].entry)
         self._prompts = None
-        if self._mirror:
-            self._mirror.add(prefix)
+        if self._disk_tier:
+            self._disk_tier.add(prefix)
 
 
 def _resumable(prefix: StoredPrefix, n_shared: int) -> int:

@@ -42,6 +42,10 @@ class Slot:
     """The cache group of its tokens."""
     spare: bool = False
     """Whether a request in the background left `idle_tokens`: nobody is likely to go on from there."""
+    entry: IndexEntry | None = field(default=None, compare=False)
+    """What the prefix index has of it: see `SlotTable.shared`."""
+    indexed: tuple[TokenArray | None, str] = field(default=(None, ""), compare=False)
+    """The array and the cache group of `entry`."""
     _packed: tuple[TokenArray | None, bytes] = field(default=(None, b""), compare=False)
     """Idle tokens, and the same packed."""
 
@@ -120,76 +124,6 @@ class Slot:
         return may_start_from(group, self.group)
 
 
-@dataclass(slots=True)
-class _Known:
-    """The part of one slot that the index knows."""
-
-    source: TokenArray | None = None
-    group: str = ""
-    entry: IndexEntry | None = None
-
-
-class SlotIndex:
-    """Keeps one engine's slots in its prefix index, and finds there what they share with prompts.
-    Decoder thread only.
-
-    A slot's entry has what it had when its array of tokens became another one. Tokens that a
-    running sequence has generated since then are compared only if the entry is the beginning of a
-    prompt: so a step costs nothing here.
-    """
-
-    def __init__(self, slots: SequenceOf[Slot], index: PrefixIndex) -> None:
-        self._slots = slots
-        self._index = index
-        self._known = [_Known() for _ in slots]
-
-    @property
-    def version(self) -> int:
-        """Changes whenever a slot or a store has other tokens; but for what running sequences
-        generate."""
-        return self._index.version
-
-    def shared(self, group: str, prompt: bytes, n_most: int) -> list[int]:
-        """By slot, how many of the first `n_most` tokens of a cache group's prompt it has, or will
-        have."""
-        self.update()
-        own = self._index.match(group, prompt, n_most)
-        n_for_all = n_most if may_start_from(group, SHARED_GROUP) else 0
-        for_all = self._index.match(SHARED_GROUP, prompt, n_for_all)
-        return [
-            self._n_shared(slot, for_all, prompt, n_for_all)
-            if slot.group == SHARED_GROUP
-            else self._n_shared(slot, own, prompt, n_most)
-            for slot in self._slots
-        ]
-
-    def update(self) -> None:
-        """Tell the index what has changed."""
-        for slot, known in zip(self._slots, self._known, strict=True):
-            if known.source is not slot.source or known.group != slot.group:
-                self.tell(slot)
-
-    def tell(self, slot: Slot) -> None:
-        """Tell the index what a slot has now."""
-        known = self._known[slot.id]
-        before, n_tokens = known.entry, slot.n_tokens
-        known.source, known.group, known.entry = slot.source, slot.group, None
-        if n_tokens:
-            known.entry = self._index.add(slot, slot.group, slot.packed(n_tokens))
-        if before is not None:
-            self._index.remove(before)
-
-    def _n_shared(self, slot: Slot, match: Match, prompt: bytes, n_most: int) -> int:
-        entry = self._known[slot.id].entry
-        if entry is None:
-            return 0
-        n, n_tokens = match.n_shared(entry), min(slot.n_tokens, n_most)
-        if n == entry.n_tokens < n_tokens:
-            tail = packed(slot.source[n:n_tokens])
-            n += n_matching(tail, prompt, n * TOKEN_BYTES, n_tokens * TOKEN_BYTES)
-        return n
-
-
 @dataclass(frozen=True, slots=True)
 class SlotChoice:
     """Where a prompt starts."""
@@ -252,7 +186,7 @@ class SlotTable:
             Slot(n_slots + i, token_array(tokens), pinned=True, group=SHARED_GROUP)
             for i, tokens in enumerate(pinned)
         ]
-        self.index = SlotIndex(self.slots, PrefixIndex() if index is None else index)
+        self._index = PrefixIndex() if index is None else index
         self.room = room
         """Tokens that a slot has cells for, in the kind of cache that is there."""
         self._min_copy = min_copy
@@ -267,7 +201,45 @@ class SlotTable:
             slot.n_shared = 0
             if not slot.pinned:
                 slot.idle_tokens = token_array()
-                self.index.tell(slot)
+                self.tell(slot)
+
+    # -- in the prefix index ----------------------------------------------------------------------
+
+    def shared(self, group: str, prompt: bytes, n_most: int) -> list[int]:
+        """By slot, how many of the first `n_most` tokens of a cache group's prompt it has, or will
+        have.
+
+        A slot's entry has what it had when its array of tokens became another one. Tokens that a running
+        sequence has generated since then are compared only if the entry is the beginning of the prompt:
+        so a step costs nothing here."""
+        self.update()
+        own = self._index.match(group, prompt, n_most)
+        n_for_all = n_most if may_start_from(group, SHARED_GROUP) else 0
+        for_all = self._index.match(SHARED_GROUP, prompt, n_for_all)
+        return [
+            _n_shared(slot, for_all, prompt, n_for_all)
+            if slot.group == SHARED_GROUP
+            else _n_shared(slot, own, prompt, n_most)
+            for slot in self.slots
+        ]
+
+    def update(self) -> None:
+        """Tell the index what has changed."""
+        for slot in self.slots:
+            source, group = slot.indexed
+            if source is not slot.source or group != slot.group:
+                self.tell(slot)
+
+    def tell(self, slot: Slot) -> None:
+        """Tell the index what a slot has now."""
+        before, n_tokens = slot.entry, slot.n_tokens
+        slot.indexed, slot.entry = (slot.source, slot.group), None
+        if n_tokens:
+            slot.entry = self._index.add(slot, slot.group, slot.packed(n_tokens))
+        if before is not None:
+            self._index.remove(before)
+
+    # -- what is there ----------------------------------------------------------------------------
 
     @property
     def has_idle(self) -> bool:
@@ -306,7 +278,7 @@ class SlotTable:
     def n_shared_with(self, slots: Iterable[Slot], sequence: Sequence) -> int:
         """The most first tokens of a waiting sequence that one of these slots has, or will have."""
         prompt = sequence.packed(sequence.n_reusable)
-        shared = self.index.shared(sequence.request.content_group, prompt, n_tokens(prompt))
+        shared = self.shared(sequence.request.content_group, prompt, n_tokens(prompt))
         return max((shared[slot.id] for slot in slots), default=0)
 
     def slot_ends(self) -> dict[int, int]:
@@ -343,7 +315,7 @@ class SlotTable:
         """
         prompt = packed(prompt)
         n_most = n_tokens(prompt) - 1
-        shared = self.index.shared(group, prompt, n_most)
+        shared = self.shared(group, prompt, n_most)
         cached = [min(n, slot.n_past) for n, slot in zip(shared, self.slots, strict=True)]
         here, ready = self._ready(cached, in_place=True), self._ready(cached, in_place=False)
         coming = [
@@ -381,12 +353,12 @@ class SlotTable:
         grows = any(
             shared[slot.id] == slot.n_tokens < n_most for slot in self.slots if slot.sequence
         )
-        version = -1 if grows else self.index.version
+        version = -1 if grows else self._index.version
         return PrefixPending(comer, coming[comer.id], until, comers, version)
 
     def lasts(self, wait: PrefixPending) -> bool:
         """Whether `choose` would say the same again."""
-        return wait.version == self.index.version and all(
+        return wait.version == self._index.version and all(
             slot.n_past <= wait.until for slot in wait.comers
         )
 
@@ -421,7 +393,7 @@ class SlotTable:
     def having(self, group: str, tokens: bytes) -> list[Slot]:
         """The slots that serve a group and have all these tokens in the cache."""
         n = n_tokens(tokens)
-        shared = self.index.shared(group, tokens, n)
+        shared = self.shared(group, tokens, n)
         return [
             one for one in self.slots if one.serves(group) and min(shared[one.id], one.n_past) >= n
         ]
@@ -429,12 +401,12 @@ class SlotTable:
     def occupy(self, slot: Slot, sequence: Sequence) -> None:
         """Hand an idle slot to a sequence."""
         slot.occupy(sequence)
-        self.index.tell(slot)
+        self.tell(slot)
 
     def release(self, slot: Slot) -> None:
         """Take the slot back; it keeps what its sequence has in the cache for others to start from."""
         slot.release()
-        self.index.tell(slot)
+        self.tell(slot)
         self._clock += 1
         slot.last_used = self._clock
 
@@ -443,6 +415,16 @@ class SlotTable:
         return max(
             (one for one in self.slots if one.idle and one.idle_tokens), key=_age, default=None
         )
+
+
+def _n_shared(slot: Slot, match: Match, prompt: bytes, n_most: int) -> int:
+    if slot.entry is None:
+        return 0
+    n, n_tokens = match.n_shared(slot.entry), min(slot.n_tokens, n_most)
+    if n == slot.entry.n_tokens < n_tokens:
+        tail = packed(slot.source[n:n_tokens])
+        n += n_matching(tail, prompt, n * TOKEN_BYTES, n_tokens * TOKEN_BYTES)
+    return n
 
 
 def _worth(slot: Slot, n_shared: int) -> int:

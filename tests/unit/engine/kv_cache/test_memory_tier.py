@@ -97,7 +97,7 @@ def test_a_longer_prefix_takes_no_other_cache_groups_place() -> None:
     made.put("mine", tokens("ab"), bytes(20))
     made.put("theirs", tokens("abcd"), bytes(40))
     made.put("mine", tokens("abc"), bytes(30))
-    assert [(one.group, bytes(list(one.tokens))) for one in made.newest] == [
+    assert [(one.group, bytes(list(one.tokens))) for one in reversed(list(made))] == [
         ("mine", b"abc"),
         ("theirs", b"abcd"),
     ]

@@ -114,7 +114,7 @@ class Compared:
         self.tier = tier
 
     def shared(self, group: str, prompt: bytes, n_most: int) -> list[int]:
-        """For `SlotIndex.shared`."""
+        """For `SlotTable.shared`."""
         wanted = memoryview(prompt).cast("i").tolist()[:n_most]
         return [
             n_common(slot.tokens, wanted) if slot.serves(group) else 0 for slot in self.table.slots
@@ -215,7 +215,7 @@ class Workload:
         n_keep = self.data.draw(st.integers(1, slot.sequence.n_past - 1))
         n_discard = self.data.draw(st.integers(1, slot.sequence.n_past - n_keep))
         slot.sequence.shift(n_keep, n_discard, cached=self.data.draw(st.booleans()))
-        self.table.index.update()
+        self.table.update()
 
     def end(self) -> None:
         """A sequence leaves its slot."""
@@ -229,7 +229,7 @@ class Workload:
         if slot is not None:
             slot.group = self.data.draw(st.sampled_from(GROUPS[:2]))
             slot.idle_tokens = token_array(self.data.draw(st.one_of(st.just([]), TOKENS)))
-            self.table.index.update()
+            self.table.update()
 
     def store(self) -> None:
         """A prefix, for which others give way."""
@@ -253,7 +253,7 @@ class Workload:
         group, prompt = self.data.draw(st.sampled_from(GROUPS[:2])), self.prompt()
         table, tier, compared = self.table, self.tier, self.compared
         told, n = packed(prompt), len(prompt)
-        shared = table.index.shared(group, told, n)
+        shared = table.shared(group, told, n)
         assert shared == compared.shared(group, told, n)
         n_stored, stored = compared.longest(group, prompt)
         assert tier.longest(group, prompt) == (n_stored, stored)
@@ -281,7 +281,7 @@ class Workload:
 
     def by_comparison(self) -> mock._patch[object]:
         """The table without the index."""
-        return mock.patch.object(self.table.index, "shared", self.compared.shared)
+        return mock.patch.object(self.table, "shared", self.compared.shared)
 
 
 HAPPENS = [
