@@ -50,6 +50,8 @@ from serve_app.types import (
     TokenDelta,
 )
 
+logger = logging.getLogger("corral.engine")
+
 
 def make_guests(core: EngineCore) -> list[Guest]:
     """Make the guests that an engine's backend and options ask for. Decoder thread."""
@@ -77,9 +79,6 @@ def make_guests(core: EngineCore) -> list[Guest]:
             )
         )
     return guests
-
-
-logger = logging.getLogger("corral.engine")
 
 
 class Engine:

@@ -27,6 +27,8 @@ _LEAST = 32
 # The longest way without one.
 _BLOCK = 2048
 
+logger = logging.getLogger("corral.engine")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
@@ -180,9 +182,6 @@ def _least_missed(checkpoints: tuple[Checkpoint, ...]) -> Checkpoint:
     ends = (0, *(one.n_tokens for one in checkpoints))
     gaps = [end - begin for begin, end in pairwise(ends)]
     return min(zip(gaps[:-1], checkpoints, strict=False), key=lambda one: one[0])[1]
-
-
-logger = logging.getLogger("corral.engine")
 
 
 class SlotContents:

@@ -50,6 +50,14 @@ _FIELDS = struct.Struct(
 _CHECKPOINT = struct.Struct("<IQ")  # tokens, bytes of state
 _DIGEST_BYTES = 32
 
+logger = logging.getLogger("corral.engine")
+
+# A file that nobody has written to for so long is left from a process that died.
+_ABANDONED_S = 3600.0
+# Prefixes that wait for the disk, tens of MB each; one more is being written.
+_MAX_QUEUED = 4
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
 
 class RefusedFileError(Exception):
     """A file must not be used; the message says why."""
@@ -141,14 +149,6 @@ def _checksum(*parts: State) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
-
-
-logger = logging.getLogger("corral.engine")
-
-# A file that nobody has written to for so long is left from a process that died.
-_ABANDONED_S = 3600.0
-# Prefixes that wait for the disk, tens of MB each; one more is being written.
-_MAX_QUEUED = 4
 
 
 class DiskTier:
@@ -283,9 +283,6 @@ class DiskTier:
     def _write(self, name: str, prefix: StoredPrefix) -> None:
         write(self._folder / name, self._key, prefix)
         self._intact.add(name)
-
-
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 class SlotFiles:

@@ -34,6 +34,9 @@ from serve_app.errors import (
 if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore
 
+# Fewer tokens than this are not worth copying, however short the slot.
+_LEAST_COPY = 16
+
 
 class Place(NamedTuple):
     """Where a sequence was put."""
@@ -414,10 +417,6 @@ class KVCacheManager:
         while (n_whole := sequence.n_whole(n_kept)) < n_kept:
             n_kept = self._contents.keep(slot, n_whole)
         return n_kept
-
-
-# Fewer tokens than this are not worth copying, however short the slot.
-_LEAST_COPY = 16
 
 
 def min_copy(costs: CostModel) -> int:

@@ -39,6 +39,9 @@ MAX_PREFIXES = 32
 # Computing fewer tokens than this costs next to nothing.
 _LEAST_BYTES = 32 * TOKEN_BYTES
 
+# Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
+_BEGUN_KEPT = 128
+
 
 class Prefix(NamedTuple):
     """Tokens that prompts of one cache group begin with."""
@@ -144,10 +147,6 @@ def _range(ordered: list[Prefix], prefix: Prefix) -> tuple[int, int]:
     first = bisect_left(ordered, prefix)
     n = len(prefix.tokens)
     return first, bisect_right(ordered, prefix, lo=first, key=lambda one: one.cut(n))
-
-
-# Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
-_BEGUN_KEPT = 128
 
 
 class PrefixExchange:

@@ -17,6 +17,19 @@ from typing import NamedTuple
 
 from serve_app.engine.core.sequence import Sequence
 
+Cost = Callable[[int, int], float]
+"""The cost of so many prompt tokens and so many generated ones, in seconds, or in any unit if
+nothing was measured."""
+# Generated tokens that a request is taken to cost before it has ended.
+_EXPECTED_TOKENS = 128
+# After a preemption, the next one may so many times later as that took: slots change hands for a tenth of
+# the decoder's time at most.
+_PAUSE = 9
+# A client with but one slot more than the one that waits keeps it until it has had so many seconds more.
+_QUANTUM_S = 2.0
+EXPECTED_S = 0.5
+"""So long after its last answer a client is expected to ask again."""
+
 
 class Accounts:
     """Seconds of the decoder by client, as far as they can be compared.
@@ -68,14 +81,6 @@ class Accounts:
 
     def _least(self) -> float:
         return min((self._spent_s[client] for client in self._n_active), default=0.0)
-
-
-Cost = Callable[[int, int], float]
-"""The cost of so many prompt tokens and so many generated ones, in seconds, or in any unit if
-nothing was measured."""
-
-# Generated tokens that a request is taken to cost before it has ended.
-_EXPECTED_TOKENS = 128
 
 
 class _Rank(NamedTuple):
@@ -182,13 +187,6 @@ class FairQueue:
         self.accounts.leave(sequence.request.account)
 
 
-# After a preemption, the next one may so many times later as that took: slots change hands for a tenth of
-# the decoder's time at most.
-_PAUSE = 9
-# A client with but one slot more than the one that waits keeps it until it has had so many seconds more.
-_QUANTUM_S = 2.0
-
-
 class PreemptionPolicy:
     """Chooses the sequences to preempt, one at a time.
 
@@ -250,10 +248,6 @@ class PreemptionPolicy:
             if seconds is not None:
                 return seq, seconds
         return None
-
-
-EXPECTED_S = 0.5
-"""So long after its last answer a client is expected to ask again."""
 
 
 class Anticipation:
