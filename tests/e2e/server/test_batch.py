@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -126,6 +128,42 @@ def test_every_endpoint(client: openai.OpenAI, endpoint: str, body: dict[str, An
     found = answers(client, batch)
     assert [line["custom_id"] for line in found] == [f"q{i}" for i in range(10)]
     assert {line["response"]["status_code"] for line in found} == {200}
+
+
+def anonymous_bytes(server: Corral, name: str) -> int:
+    """The memory of the server's processes of that name, without what Ray's object store has."""
+    rollups = [
+        Path(f"/proc/{pid}/smaps_rollup").read_text()
+        for pid in processes.tagged(server.directory, name)
+    ]
+    return 1024 * sum(int(re.findall(r"Anonymous: +(\d+) kB", text)[0]) for text in rollups)
+
+
+@pytest.mark.timeout(240)
+def test_what_nobody_reads_waits_in_no_process() -> None:
+    """Serve's own proxy takes all of an answer, whatever its client reads. Ray's object store has what
+    waits: it has a bound, and a disk for what is beyond."""
+    n_readers, text = 4, b'{"custom_id": "a"}\n' * (2**21)
+    with ExitStack() as held:
+        directory = held.enter_context(short_folder())
+        started = started_in(directory, directory / "batches")
+        server = held.enter_context(stopped_at_the_end(started))
+        client = held.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="any"))
+        file_id = client.files.create(file=("in.jsonl", text), purpose="batch").id
+        names = (INGRESS, "ray::ProxyActor")
+        before = sum(anonymous_bytes(server, name) for name in names)
+        for _ in range(n_readers):
+            reader = held.enter_context(socket.socket())
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", server.port))
+            path = f"/v1/files/{file_id}/content"
+            reader.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        until, grown = time.monotonic() + 8.0, [0]
+        while time.monotonic() < until:
+            assert server.http.get("/health", timeout=5.0).status_code == 200
+            grown.append(sum(anonymous_bytes(server, name) for name in names) - before)
+            time.sleep(0.2)
+    assert 0 < max(grown) < 2 * len(text), "of the four files that wait"
 
 
 @pytest.mark.long
