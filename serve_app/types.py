@@ -275,6 +275,8 @@ class FetchingReplica:
     done: float
     from_origin_bytes: int = 0
     from_nodes_bytes: int = 0
+    limit_s: float | None = None
+    """The most seconds that the stage takes; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import os
-import selectors
 import shutil
 import signal
 import socket
@@ -19,18 +18,20 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import IO, Any
 
 import yaml
 from rich.console import Console
 
-from serve_app import folders, progress
+from serve_app import folders
 from serve_app.cli import config_file, screen
 from serve_app.cli.client import Client, Json, ServerError
 from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.screen import Screen, Served
 from serve_app.errors import ConfigError
+from serve_app.progress import Stage
 
 _LOOK_EVERY_S = 0.2
 _LOG_BYTES, _LOG_FILES = 10 * 2**20, 5
@@ -60,7 +61,7 @@ def run(options: ServeOptions, config: Path | None, console: Console, *, verbose
         _check_address(content)
         with _signals(), Screen(console) as shown:
             _download(content, shown)
-            return _Server(config, content, folder, shown, verbose=verbose).run()
+            return _Server(config, content, shown, verbose=verbose).run()
     except Stopped:
         return 0
     finally:
@@ -156,11 +157,8 @@ def _download(content: Json, shown: Screen) -> None:
 class _Server:
     """The process that serves, and what it tells."""
 
-    def __init__(
-        self, config: Path, content: Json, folder: Path, shown: Screen, *, verbose: bool
-    ) -> None:
-        self._config, self._folder, self._shown = config, folder, shown
-        self._verbose = verbose
+    def __init__(self, config: Path, content: Json, shown: Screen, *, verbose: bool) -> None:
+        self._config, self._shown, self._verbose = config, shown, verbose
         ingress: Mapping[str, Any] = _args(content).get("ingress") or {}
         host, port = _address(content)
         key_file = ingress.get("api_key_file")
@@ -178,21 +176,14 @@ class _Server:
     def run(self) -> int:
         """Until the server ends, or Stopped."""
         reading, writing = os.pipe()
+        program = ["-P", "-m", "serve_app.start.one_machine", str(self._config)]
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "serve_app.start.one_machine",
-                self._config,
-                "--events",
-                str(writing),
-            ],
+            [sys.executable, *program, "--events", str(writing)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=[writing],
-            env=os.environ | {progress.FOLDER: str(self._folder), "RAY_USAGE_STATS_ENABLED": "0"},
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
             start_new_session=True,  # Ctrl-C is for this process, which passes it on
         )
         os.close(writing)
@@ -208,7 +199,6 @@ class _Server:
             _end(process)
             return 0
         finally:
-            os.close(reading)
             _end(process)
             log.join(timeout=5)
         self._shown.clear()
@@ -219,10 +209,11 @@ class _Server:
     def _follow(self, process: subprocess.Popen[bytes], events: int) -> None:
         """Tell how far the start is, until all models are served or the process has ended."""
         self._shown.step("Loading Ray's libraries")
-        lines = _Lines(events)
+        queue = SimpleQueue[Json]()
+        threading.Thread(target=_read_events, args=(events, queue), daemon=True).start()
         while process.poll() is None:
-            for event in lines.read(_LOOK_EVERY_S):
-                self._take(event)
+            with suppress(Empty):
+                self._take(queue.get(timeout=_LOOK_EVERY_S))
             if self._is_deployed and self._look():
                 return
 
@@ -238,8 +229,6 @@ class _Server:
 
     def _look(self) -> bool:
         """Ask the server. Returns whether it has said all."""
-        for model, stage in progress.read(self._folder).items():
-            self._shown.stage(model, stage)
         try:
             if not self._answers:
                 self._client.get("/health")
@@ -247,6 +236,10 @@ class _Server:
                 self._shown.say(f"{self._served.address} answers; models are still loading.")
                 self._shown.step("Waiting for the models")
             models = self._client.get("/v1/stats")["models"]
+            for model in models:
+                for replica in model["fetching"]:
+                    stage = Stage(replica["stage"], replica["done"], replica["limit_s"])
+                    self._shown.stage(model["id"], stage)
             if not all(model["replicas"] for model in models):
                 return False
             cards = self._client.get("/v1/models")["data"]  # the server has the files open
@@ -278,25 +271,11 @@ class _Server:
         return ""
 
 
-class _Lines:
-    """JSON lines from a pipe."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._rest = b""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(descriptor, selectors.EVENT_READ)
-
-    def read(self, timeout_s: float) -> list[Json]:
-        """The lines that have come, after so long at most."""
-        if not self._selector.select(timeout_s):
-            return []
-        data = os.read(self._descriptor, 2**16)
-        if not data:  # the writer is gone; its exit says the rest
-            self._selector.unregister(self._descriptor)
-            return []
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+def _read_events(descriptor: int, events: SimpleQueue[Json]) -> None:
+    """Put each line of JSON from a pipe into the queue, until the pipe's writer is gone."""
+    with os.fdopen(descriptor) as lines:
+        for line in lines:
+            events.put(json.loads(line))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -19,7 +19,7 @@ import ray
 from numpy.typing import NDArray
 from ray import serve
 
-from serve_app import heap, progress
+from serve_app import heap
 from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channel, Channels
 from serve_app.config import sizing
@@ -74,9 +74,8 @@ class LoadedModel:
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         prepare_process(keeps_texts=model.data_at_rest)
         self._closing = AsyncExitStack()
-        report = progress.to_folder(model.id)
         context, (_, node_id) = serve.get_replica_context(), _whereabouts()
-        async with progress_told(context, node_id, report) as tell:
+        async with progress_told(context, node_id) as tell:
             files = Files(model.downloads, tell)
             find = files.find
             path = await find(model.source)
@@ -103,7 +102,7 @@ class LoadedModel:
         )
         self._channels = Channels(node_id, context.replica_id.unique_id)
         self._closing.callback(self._channels.close)
-        async with progress_told(context, node_id, report) as tell:
+        async with progress_told(context, node_id) as tell:
             self._engine = await _in_new_thread(partial(Engine.load, path, options, tell))
         self._closing.push_async_callback(asyncio.to_thread, self._engine.close, timeout_s=0)
         self._vocabulary_key = self._engine.vocabulary_key

@@ -181,11 +181,9 @@ class VersionWeights:
 
 
 @asynccontextmanager
-async def progress_told(
-    context: ReplicaContext, node_id: str, report: Report
-) -> AsyncIterator[Report]:
+async def progress_told(context: ReplicaContext, node_id: str) -> AsyncIterator[Report]:
     """Let everybody know, every second until the end of the block, how far this replica is with its model:
-    no replica answers before it has one. `report` is told, too. Raises nothing of Ray's."""
+    no replica answers before it has one. Raises nothing of Ray's."""
     replica_id = context.replica_id.unique_id
     key = _fetching(context.app_name, context.deployment) + replica_id.encode()
     latest: list[Stage] = []
@@ -193,13 +191,12 @@ async def progress_told(
 
     def take(stage: Stage) -> None:
         latest[:] = [stage]
-        report(stage)
 
     async def keep_telling() -> None:
         while not enough.is_set():
             for stage in latest:
-                n_bytes = stage.from_origin_bytes, stage.from_nodes_bytes
-                replica = FetchingReplica(replica_id, node_id, stage.name, stage.done, *n_bytes)
+                figures = stage.from_origin_bytes, stage.from_nodes_bytes, stage.limit_s
+                replica = FetchingReplica(replica_id, node_id, stage.name, stage.done, *figures)
                 value = json.dumps({"at": time.time(), "told": asdict(replica)}).encode()
                 with suppress(Exception):  # Ray's head is away for a moment
                     await asyncio.to_thread(

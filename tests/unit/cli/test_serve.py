@@ -6,13 +6,14 @@ import io
 import json
 import os
 import socket
+import threading
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from serve_app import progress
 from serve_app.cli import chat, config_file, screen, serve
 from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.screen import Screen, Served
@@ -167,42 +168,19 @@ def test_on_a_terminal_there_are_bars() -> None:
         assert shown._progress.tasks == []
 
 
-def test_progress_goes_to_a_file_that_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(progress.FOLDER, str(tmp_path))
-    report = progress.to_folder("org/model")
-    report(Stage("loading", 0.5))
-    assert progress.read(tmp_path) == {"org/model": Stage("loading", 0.5)}
-    report(Stage("loading", 0.6))  # at once: not worth a write
-    assert progress.read(tmp_path) == {"org/model": Stage("loading", 0.5)}
-    report(Stage("loading", 1.0))
-    assert progress.read(tmp_path) == {"org/model": Stage("loading", 1.0)}
-    report(Stage("measuring", limit_s=3.0))
-    assert progress.read(tmp_path) == {"org/model": Stage("measuring", limit_s=3.0)}
-    (tmp_path / "broken.json").write_text("{")
-    assert list(progress.read(tmp_path)) == ["org/model"]
-
-
-def test_nobody_is_told_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(progress.FOLDER, raising=False)
-    assert progress.to_folder("m") is progress.nowhere
-    monkeypatch.setenv(progress.FOLDER, "/no/such/folder")
-    progress.to_folder("m")(Stage("loading"))
-
-
-def test_lines_come_as_they_are_written() -> None:
+def test_events_come_as_they_are_written() -> None:
     reading, writing = os.pipe()
-    lines = serve._Lines(reading)
-    assert lines.read(0) == []
+    events = SimpleQueue[Any]()
+    reader = threading.Thread(target=serve._read_events, args=(reading, events), daemon=True)
+    reader.start()
     os.write(writing, b'{"kind": "ray"}\n{"kind": ')
-    assert lines.read(1) == [{"kind": "ray"}]
+    assert events.get(timeout=10) == {"kind": "ray"}
+    assert events.empty()
     os.write(writing, b'"serve"}\n')
-    assert lines.read(1) == [{"kind": "serve"}]
+    assert events.get(timeout=10) == {"kind": "serve"}
     os.close(writing)
-    assert lines.read(1) == []
-    assert lines.read(0) == []
-    os.close(reading)
+    reader.join(10)
+    assert not reader.is_alive()
 
 
 @pytest.mark.parametrize(

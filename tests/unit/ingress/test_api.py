@@ -483,6 +483,7 @@ async def test_stats_say_who_downloads(client: httpx.AsyncClient, engine: Script
                 "done": 0.25,
                 "from_origin_bytes": 0,
                 "from_nodes_bytes": 0,
+                "limit_s": None,
             }
         ]
 
