@@ -1,22 +1,49 @@
-"""Decides what the configuration of a model leaves open."""
+"""Decides what the configuration of a model leaves open, by its files and by a machine.
+
+No weights are loaded.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
-from serve_app.application import lookup, rollout
+import ray
+
+from serve_app.application import rollout
 from serve_app.config import sizing
+from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import OnDemandSettings, ResolvedModel
-from serve_app.config.schema import DeploymentConfig, EngineConfig, ModelConfig
+from serve_app.config.schema import DefaultsConfig, DeploymentConfig, EngineConfig, ModelConfig
 from serve_app.config.sizing import ModelNeeds
-from serve_app.config.sources import NO_DOWNLOADS, DownloadsConfig
+from serve_app.config.sources import (
+    NO_DOWNLOADS,
+    AdapterConfig,
+    DownloadsConfig,
+    ModelSource,
+    ProjectorSource,
+)
+from serve_app.engine.backends.draft_model import N_CTX, check_draft, check_own_layers, slot_bytes
 from serve_app.errors import ConfigError
+from serve_app.ingress.generation.sampling_fields import given
+from serve_app.llama.model import Model
+from serve_app.llama.vision.senses import why_unusable
+from serve_app.openvino.exported.files import ONLY_OPENVINO
 from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
+from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.sampling import Api
+from serve_app.store import models as store
+from serve_app.store.remote import ALONE, UnreachableError
+from serve_app.store.sharing import ClusterSharing
+
+logger = logging.getLogger("corral.config")
 
 
 def resolve(
@@ -68,7 +95,7 @@ def names_its_share(model: ModelConfig) -> bool:
 def _resolve(
     model: ModelConfig, share: Share, here: Machine, n_models: int, downloads: DownloadsConfig
 ) -> ResolvedModel:
-    source, projector, needs = lookup.looked_up(model, downloads)
+    source, projector, needs = _looked_up(model, downloads)
     memory_bytes = here.memory_bytes // n_models
     if needs is not None:
         share = _with_room(model, share, needs, here.total_bytes // n_models)
@@ -88,7 +115,7 @@ def _resolve(
         id=rollout.engine_id(model),
         aliases=tuple(model.aliases),
         tags=tuple(model.tags),
-        defaults=lookup.model_defaults(model.defaults),
+        defaults=model_defaults(model.defaults),
         source=source,
         downloads=downloads,
         options=options,
@@ -101,9 +128,9 @@ def _resolve(
         num_cpus=num_cpus,
         batch_wait_timeout_s=model.batch_wait_timeout_s,
         memory_shares=sizing.shares_of_memory(model.engine),
-        adapters=tuple(lookup.pinned_adapter(one, downloads) for one in model.adapters),
+        adapters=tuple(pinned_adapter(one, downloads) for one in model.adapters),
         projector=projector,
-        draft=lookup.pinned_source("engine.draft", lookup.draft_source(model), downloads),
+        draft=pinned_source("engine.draft", draft_source(model), downloads),
         weight_bytes=0 if needs is None else needs.weight_bytes,
         on_demand=None
         if model.keep_alive is None
@@ -159,3 +186,195 @@ def _num_cpus(model: ModelConfig, share: Share, here: Machine) -> float:
         raise ConfigError(complaint)
     cpus_of_threads = plan.cpus_for(here, threads)
     return max(share.num_cpus, cpus_of_threads) if engine.threads is None else cpus_of_threads
+
+
+def _looked_up(
+    model: ModelConfig, downloads: DownloadsConfig
+) -> tuple[ModelSource, ProjectorSource | None, ModelNeeds | None]:
+    """The sources of the model and of its projector at the version that they are now, and what the model
+    needs, without its weights: None if it can be neither found here nor asked for, and the configuration
+    leaves nothing open. Raises ConfigError for a model that cannot be served."""
+    path = None if model.source.path is None else model.source.path.expanduser()
+    is_sized = _names_its_slots(model)
+    if is_sized and path is not None and not path.exists():
+        # Replicas look for themselves.
+        return model.source, _projector(model, model.source, None, downloads), None
+    try:
+        source = store.pinned(model.source, downloads)
+        if model.engine.backend == "llama.cpp" and store.is_in_openvinos_format(source):
+            raise ConfigError(ONLY_OPENVINO)
+        opened = _opened(model, source, downloads)
+        needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
+        projector = _projector(model, source, opened, downloads)
+        if projector is not None and not is_sized:
+            with _naming("projector"):  # with a hole in its file, maybe
+                n_bytes = _vocabulary(projector, downloads).stat().st_size
+            needs = replace(needs, weight_bytes=needs.weight_bytes + n_bytes)
+        return source, projector, needs
+    except UnreachableError:
+        if not is_sized:
+            raise
+        return model.source, _projector(model, model.source, None, downloads), None
+
+
+def _opened(model: ModelConfig, source: ModelSource, downloads: DownloadsConfig) -> Model:
+    """The model without its weights, of which everything is read that a worker is going to need. Raises
+    ConfigError, also for a chat template or recommended sampling parameters that cannot be used."""
+    defaults = model_defaults(model.defaults)
+    path, pooling = _vocabulary(source, downloads), model.engine.embedding_pooling
+    tokenizer = Tokenizer(path, defaults.chat_template, None if pooling == "auto" else pooling)
+    try:
+        tokenizer.recommended  # noqa: B018  # is read here
+    except ValueError as error:
+        raise ConfigError(f"the sampling parameters that the file recommends: {error}") from None
+    return tokenizer.model
+
+
+def model_defaults(configured: DefaultsConfig) -> ModelDefaults:
+    """The configured defaults of requests. Raises ConfigError for a template that cannot be read."""
+    template, kwargs = configured.chat_template, dict(configured.chat_template_kwargs)
+    if configured.chat_template_file is not None:
+        try:
+            template = configured.chat_template_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"defaults.chat_template_file: {error}") from None
+    if configured.reasoning != "auto":
+        kwargs["enable_thinking"] = configured.reasoning == "on"
+    return ModelDefaults(
+        given(configured, Api.OPENAI),
+        configured.max_tokens,
+        configured.system_prompt,
+        template,
+        kwargs,
+        configured.reasoning_budget,
+        configured.reasoning_budget_message,
+        configured.reasoning_format,
+    )
+
+
+def _names_its_slots(model: ModelConfig) -> bool:
+    """Whether the configuration leaves nothing open that depends on the model's size."""
+    return model.engine.n_slots is not None and model.engine.n_ctx_slot is not None
+
+
+def pinned_adapter(adapter: AdapterConfig, downloads: DownloadsConfig) -> AdapterConfig:
+    """The adapter with a source of which every node gets the same bytes. Raises ConfigError."""
+    source = pinned_source(f"adapters ({adapter.id})", adapter.source, downloads)
+    return adapter.model_copy(update={"source": source})
+
+
+def pinned_source(
+    name: str, source: ModelSource | None, downloads: DownloadsConfig
+) -> ModelSource | None:
+    """A source that llama.cpp reads, the same on every node. Raises ConfigError that begins with the
+    name."""
+    if source is None:
+        return None
+    try:
+        with _naming(name):
+            pinned = store.pinned(source, downloads)
+            _check_readable(pinned)
+            return pinned
+    except UnreachableError:  # replicas look for themselves
+        return source
+
+
+def draft_source(model: ModelConfig) -> ModelSource | None:
+    return None if model.engine.draft is None else model.engine.draft.source
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Have the messages of ConfigErrors begin with the field, but for an UnreachableError's."""
+    try:
+        yield
+    except UnreachableError:
+        raise
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from None
+
+
+def _check_readable(source: ModelSource) -> None:
+    if store.is_in_openvinos_format(source):
+        raise ConfigError("llama.cpp cannot read OpenVINO's format. Give a GGUF file")
+
+
+def _projector(
+    model: ModelConfig, source: ModelSource, opened: Model | None, downloads: DownloadsConfig
+) -> ProjectorSource | None:
+    """The projector that is configured, or that the model's repository has, if that can be asked: `source`
+    is pinned, and `opened` its model, None if it cannot. Raises ConfigError."""
+    projector = model.projector
+    backends = ("llama.cpp",) if source.builtin else ("llama.cpp", "auto")
+    if projector is False or (projector is None and model.engine.backend not in backends):
+        return None
+    try:
+        with _naming("projector"):
+            if projector is not None:
+                _check_readable(projector)
+                return store.pinned_projector(projector, downloads)
+            if opened is None:
+                return None
+            return _projector_beside(model.id, source, opened, downloads)
+    except UnreachableError as error:
+        if projector and store.names_a_file(projector):
+            return projector  # replicas look for themselves
+        raise ConfigError(f"projector: {error}") from None
+
+
+def _projector_beside(
+    model_id: str, source: ModelSource, opened: Model, downloads: DownloadsConfig
+) -> ProjectorSource | None:
+    """The projector that the model's repository has. If that cannot be used, a warning says so: nobody
+    asked for it. Raises UnreachableError."""
+    try:
+        projector = store.projector_beside(source, downloads)
+        if projector is None or projector.builtin:
+            return projector
+        reason = why_unusable(
+            _vocabulary(projector, downloads), opened.meta_int("embedding_length", 0)
+        )
+    except UnreachableError:
+        raise
+    except ConfigError as error:
+        projector, reason = None, str(error)
+    if reason is None:
+        return projector
+    logger.warning(
+        "Model %s reads text only, as the projector beside it cannot be used: %s To have another one, name "
+        "it in `projector`. To have none, and not this warning: `projector: false`.",
+        model_id,
+        f"{reason.rstrip('.')}.",
+    )
+    return None
+
+
+def _with_draft(
+    needs: ModelNeeds, target: Model, model: ModelConfig, downloads: DownloadsConfig
+) -> ModelNeeds:
+    """The target's needs, with its draft model's. Raises ConfigError for a draft that cannot propose for
+    it."""
+    if model.engine.draft is not None and model.engine.draft.own_layers:
+        check_own_layers(target)
+        return replace(needs, draft_bytes=slot_bytes(target, N_CTX))
+    source = draft_source(model)
+    if source is None:
+        return needs
+    is_sized = _names_its_slots(model)
+    if is_sized and source.path is not None and not source.path.expanduser().is_file():
+        return needs  # replicas on other nodes look for themselves
+    try:
+        with _naming("engine.draft"):
+            draft = Model(_vocabulary(source, downloads), vocab_only=True)
+    except UnreachableError:
+        if not is_sized:
+            raise
+        return needs
+    check_draft(target, draft)
+    return needs.with_draft(ModelNeeds.of(draft), N_CTX)
+
+
+def _vocabulary(source: ModelSource, downloads: DownloadsConfig) -> Path:
+    """The model's vocabulary, which replicas and ingresses may copy from here."""
+    sharing = ClusterSharing() if ray.is_initialized() else ALONE
+    return store.vocabulary(source, downloads, sharing)

@@ -37,8 +37,7 @@ from serve_app.placement.pinning import place_on_cpus
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.adapters import Files, ReplicaAdapters
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
-from serve_app.replica.metrics import ReplicaMetrics
-from serve_app.replica.reporting import Reporting, pressure
+from serve_app.replica.reporting import ReplicaMetrics, Reporting, pressure
 from serve_app.store.models import n_bytes
 from serve_app.store.shared_entries import LoadedAdapters, progress_told
 from serve_app.types import (

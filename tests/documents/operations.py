@@ -11,7 +11,7 @@ from ray.util.metrics import Metric
 
 from serve_app.cli.main import app
 from serve_app.ingress.versions.control import VersionMetrics
-from serve_app.replica.metrics import ReplicaMetrics
+from serve_app.replica.reporting import ReplicaMetrics
 from tests.documents.tables import table
 
 _ROOT = Path(__file__).parents[2]

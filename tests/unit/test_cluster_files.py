@@ -33,7 +33,7 @@ from serve_app.cli.main import app
 from serve_app.config import schema
 from serve_app.errors import RateLimitError, SlowRequestError
 from serve_app.folders import cache_folder
-from serve_app.replica.metrics import ReplicaMetrics
+from serve_app.replica.reporting import ReplicaMetrics
 from serve_app.start import one_machine
 from serve_app.start.one_machine import environment_of
 

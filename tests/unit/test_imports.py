@@ -201,7 +201,7 @@ def test_ray_is_known_in_few_places_only() -> None:
     assert {module for module, _ in offenders("serve_app", "ray")} == {
         "serve_app.app",
         "serve_app.application.deployments",
-        "serve_app.application.lookup",
+        "serve_app.application.resolving",
         "serve_app.application.rollout",
         "serve_app.batch.__main__",
         "serve_app.batch.answerer",
@@ -209,7 +209,7 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.batch.run",
         "serve_app.config.schema",
         "serve_app.replica.kv_transfer",
-        "serve_app.replica.metrics",
+        "serve_app.replica.reporting",
         "serve_app.replica.deployment",
         "serve_app.replica.on_demand",
         "serve_app.ingress.adapters",

@@ -12,8 +12,8 @@ import pytest
 
 from serve_app.channel.protocol import Address
 from serve_app.errors import ConfigError, EngineUnavailableError
-from serve_app.replica import lifecycle
-from serve_app.replica.lifecycle import ModelLifecycle, Residency
+from serve_app.replica import on_demand
+from serve_app.replica.on_demand import ModelLifecycle, Residency
 
 Process = Callable[[str, int], Residency]
 
@@ -181,8 +181,8 @@ class Node:
 
 @pytest.fixture
 async def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
-    monkeypatch.setattr(lifecycle, "_LOOK_S", 0.0)
-    monkeypatch.setattr(lifecycle, "_PLACE_S", 0.0)
+    monkeypatch.setattr(on_demand, "_LOOK_S", 0.0)
+    monkeypatch.setattr(on_demand, "_PLACE_S", 0.0)
     yield Node(tmp_path / "loaded")
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
@@ -295,7 +295,7 @@ async def test_a_busy_model_gives_way_after_its_turn_and_its_calls_get_time_to_e
     await some_turns()
     assert a.loaded is not None
     with monkeypatch.context() as soon:
-        soon.setattr(lifecycle, "_TURN_S", 0.0)
+        soon.setattr(on_demand, "_TURN_S", 0.0)
         await until(lambda: a.loaded is None)
     again = asyncio.create_task(use(a))  # waits behind b
     await some_turns()
@@ -310,8 +310,8 @@ async def test_a_busy_model_gives_way_after_its_turn_and_its_calls_get_time_to_e
 async def test_a_call_that_takes_longer_is_cut_off(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "_TURN_S", 0.0)
-    monkeypatch.setattr(lifecycle, "_END_S", 0.0)
+    monkeypatch.setattr(on_demand, "_TURN_S", 0.0)
+    monkeypatch.setattr(on_demand, "_END_S", 0.0)
     a, b = node.model("a"), node.model("b")
     work = Work(a)
     await until(lambda: work.has_begun)

@@ -10,8 +10,8 @@ import pytest
 
 from serve_app.engine.metrics.stats import CacheStats, EngineStats, PictureStats, QueueStats
 from serve_app.engine.metrics.trace import Trace
-from serve_app.replica import metrics
-from serve_app.replica.metrics import ReplicaMetrics
+from serve_app.replica import reporting
+from serve_app.replica.reporting import ReplicaMetrics
 from serve_app.types import GAP_BOUNDARIES_S, FinishReason, SequenceEnd, Timings, Usage
 
 STATS = EngineStats(n_slots=2, n_ctx_slot=100, n_ctx=200)
@@ -77,7 +77,7 @@ def test_every_gap_is_observed_in_its_bucket(clock: Clock, monkeypatch: pytest.M
 
 
 def test_boundaries_are_as_ray_takes_them() -> None:
-    for ends in (GAP_BOUNDARIES_S, metrics._SECONDS):
+    for ends in (GAP_BOUNDARIES_S, reporting._SECONDS):
         assert all(end > 0 for end in ends)
         assert list(ends) == sorted(set(ends))
 
@@ -94,11 +94,17 @@ def test_time_for_pictures_is_counted_as_it_grows(monkeypatch: pytest.MonkeyPatc
 def test_a_model_that_is_unloaded_has_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, float] = {}
     made = ReplicaMetrics("m")
-    for name in ("running", "waiting", "kv_used", "stored", "backlog"):
-        monkeypatch.setattr(getattr(made, f"_{name}"), "set", partial(told.__setitem__, name))
+    for name, gauge in made._gauges.items():
+        monkeypatch.setattr(gauge, "set", partial(told.__setitem__, name))
     queue = QueueStats(running=1, waiting=2, backlog_s=4.0)
     made.update(replace(STATS, queue=queue, cache=CacheStats(stored_bytes=3)))
-    assert told == {"running": 1, "waiting": 2, "kv_used": 0.0, "stored": 3, "backlog": 4.0}
+    assert told == {
+        "slots_busy": 1,
+        "requests_waiting": 2,
+        "kv_cache_used_ratio": 0.0,
+        "memory_tier_bytes": 3,
+        "backlog_seconds": 4.0,
+    }
     made.rest()
     assert told == dict.fromkeys(told, 0.0)
 
@@ -106,10 +112,10 @@ def test_a_model_that_is_unloaded_has_nothing(monkeypatch: pytest.MonkeyPatch) -
 def test_only_new_throttling_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine's count goes on; another model may have been loaded in this process before."""
     counted: list[float] = []
-    monkeypatch.setattr(metrics, "throttled_s", lambda: 2.0)
+    monkeypatch.setattr(reporting, "throttled_s", lambda: 2.0)
     made = ReplicaMetrics("m")
     monkeypatch.setattr(made._throttled, "inc", lambda more, _: counted.append(more))
     for seconds in (2.0, 2.5):
-        monkeypatch.setattr(metrics, "throttled_s", lambda seconds=seconds: seconds)
+        monkeypatch.setattr(reporting, "throttled_s", lambda seconds=seconds: seconds)
         made.update(STATS)
     assert counted == [0.5]
