@@ -84,10 +84,12 @@ class ResponseStreamOptions(RequestModel):
 class ReasoningConfig(RequestModel):
     """`reasoning`."""
 
-    INERT: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
-
     effort: Effort | None = None
     """How much a model that can thinks before it answers; `none` and `minimal`: not at all."""
+    summary: str | None = None
+    """Whether reasoning is told as its summary, which it is then, whole: `auto`, `concise`, `detailed`."""
+    generate_summary: str | None = None
+    """The older name of `summary`."""
 
 
 @takes_sampling(Api.RESPONSES)
@@ -344,7 +346,8 @@ def _told(request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]
         "previous_response_id": request.previous_response_id,
         "reasoning": {
             "effort": request.reasoning.effort if request.reasoning else None,
-            "summary": None,
+            "summary": request.reasoning
+            and (request.reasoning.summary or request.reasoning.generate_summary),
         },
         "store": request.store is not False,
         "text": request.text.model_dump(

@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve_app.errors import CorralError
 from serve_app.ingress.generation import generation
@@ -29,7 +29,20 @@ Json = dict[str, Any]
 logger = logging.getLogger("corral.ingress")
 
 
-_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
+class _TextForm(NamedTuple):
+    """The words of the events about one kind of text."""
+
+    text: str
+    part: str
+    index: str
+    part_type: str
+
+
+_MESSAGE = _TextForm("output_text", "content_part", "content_index", "output_text")
+_REASONING = _TextForm("reasoning_text", "content_part", "content_index", "reasoning_text")
+_SUMMARY = _TextForm(
+    "reasoning_summary_text", "reasoning_summary_part", "summary_index", "summary_text"
+)
 """The types of the texts that items have."""
 
 
@@ -65,6 +78,12 @@ class ResponseAnswer:
         """The item that is not complete, without its text."""
         self._text: list[str] = []
         """The pieces of the open item's text, or of a call's arguments."""
+        self._has_summary = bool(request.asked["reasoning"]["summary"])
+        """Whether the client reads reasoning as its summary. The reasoning itself is told there."""
+        self._forms_of_text = {
+            "message": _MESSAGE,
+            "reasoning": _SUMMARY if self._has_summary else _REASONING,
+        }
         self._n_items = self._n_events = self._n_reasoning = 0
         self._running = Running()
 
@@ -134,11 +153,12 @@ class ResponseAnswer:
         events: list[Json] = []
         if self._open is None or self._open["type"] != kind:
             events = self._begin(kind, {"role": "assistant"} if kind == "message" else {})
-            part = _content(kind, "")
-            events.append(self._event("content_part.added", **self._place(), part=part))
+            part, form = self._part(kind, ""), self._forms_of_text[kind]
+            events.append(self._event(f"{form.part}.added", **self._place(), part=part))
         self._text.append(text)
         fields = {**self._place(), "delta": text, **_logprobs(kind)}
-        return [*events, self._obfuscated(self._event(f"{_TEXTS[kind]}.delta", **fields))]
+        name = f"{self._forms_of_text[kind].text}.delta"
+        return [*events, self._obfuscated(self._event(name, **fields))]
 
     def _called(self, call: ToolCall | CallPiece) -> list[Json]:
         """The events of more of a call. Only a function's arguments are told as they come: all other tools
@@ -170,11 +190,10 @@ class ResponseAnswer:
             return []
         item, text = self._item(status), "".join(self._text)
         kind, place, events = item["type"], self._place(), list[Json]()
-        if kind in _TEXTS:
-            done = {**place, "text": text, **_logprobs(kind)}
-            part = _content(kind, text)
-            events.append(self._event(f"{_TEXTS[kind]}.done", **done))
-            events.append(self._event("content_part.done", **place, part=part))
+        if kind in self._forms_of_text:
+            form, done = self._forms_of_text[kind], {**place, "text": text, **_logprobs(kind)}
+            events.append(self._event(f"{form.text}.done", **done))
+            events.append(self._event(f"{form.part}.done", **place, part=self._part(kind, text)))
         elif self._form.kind == "function":
             name = "function_call_arguments.done"
             events.append(self._event(name, **place, arguments=text))
@@ -192,9 +211,11 @@ class ResponseAnswer:
         assert self._open is not None
         text, kind = "".join(self._text), self._open["type"]
         if kind == "message":
-            fields: Json = {"content": [_content(kind, text)] if text else []}
+            fields: Json = {"content": [self._part(kind, text)] if text else []}
         elif kind == "reasoning":
             fields = reasoning_fields(text, is_sealed=True)
+            if self._has_summary and text:
+                fields |= {"summary": [self._part(kind, text)], "content": []}
         else:
             fields = self._form.fields(text)
         return self._open | fields | {"status": status}
@@ -202,7 +223,12 @@ class ResponseAnswer:
     def _place(self) -> Json:
         assert self._open is not None
         place = {"item_id": self._open["id"], "output_index": len(self._output)}
-        return place | {"content_index": 0} if self._open["type"] in _TEXTS else place
+        form = self._forms_of_text.get(self._open["type"])
+        return place if form is None else place | {form.index: 0}
+
+    def _part(self, kind: str, text: str) -> Json:
+        part = {"type": self._forms_of_text[kind].part_type, "text": text}
+        return part | {"annotations": [], "logprobs": []} if kind == "message" else part
 
     def _obfuscated(self, event: Json) -> Json:
         return event | sse.obfuscation(event["delta"]) if self._obfuscates else event
@@ -246,11 +272,6 @@ class ResponseAnswer:
 
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "custom_tool_call": "ctc"}
-
-
-def _content(kind: str, text: str) -> Json:
-    part = {"type": _TEXTS[kind], "text": text}
-    return part | {"annotations": [], "logprobs": []} if kind == "message" else part
 
 
 def _logprobs(kind: str) -> Json:

@@ -210,6 +210,24 @@ async def test_reasoning_is_streamed(client: httpx.AsyncClient, thinking: None) 
     assert [item["type"] for item in events[-1]["response"]["output"]] == ["reasoning", "message"]
 
 
+@pytest.mark.parametrize("name", ["summary", "generate_summary"])
+async def test_reasoning_is_its_summary_where_that_is_read(
+    client: httpx.AsyncClient, engine: ScriptedEngine, thinking: None, name: str
+) -> None:
+    body = await answer(client, reasoning={name: "auto"})
+    assert body["reasoning"]["summary"] == "auto"
+    assert body["output"][0]["summary"] == [{"type": "summary_text", "text": "Hm, so."}]
+    assert body["output"][0]["content"] == []
+    events = await streamed(client, reasoning={name: "auto"})
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[2:4] == ["output_item.added", "reasoning_summary_part.added"]
+    told = [event for event in events if event["type"].endswith("reasoning_summary_text.delta")]
+    assert "".join(event["delta"] for event in told) == "Hm, so."
+    assert {event["summary_index"] for event in told} == {0}
+    assert not any("reasoning_text" in kind for kind in kinds)
+    assert events[-1]["response"]["output"][0]["summary"][0]["text"] == "Hm, so."
+
+
 @pytest.mark.parametrize("field", ["content", "encrypted_content", "summary"])
 async def test_reasoning_comes_back(
     client: httpx.AsyncClient, engine: ScriptedEngine, thinking: None, field: str
