@@ -135,7 +135,7 @@ class Ingress:
                 logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
             client = HandleClient(
                 handle,
-                info.tokenizer.vocabulary_key,
+                info.tokenizer.model.vocabulary_key,
                 listener,
                 model.max_load_s,
                 model.name,

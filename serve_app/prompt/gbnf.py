@@ -38,8 +38,6 @@ _EVERY_CHARACTER = ((0, _LAST_CHARACTER),)
 
 @dataclass(frozen=True, slots=True)
 class _Expression:
-    """A part of a rule."""
-
     kind: Literal["literal", "class", "token", "rule", "sequence", "choice", "repeat"]
     text: str = ""
     """The literal, the token in Lark, or the name of the rule."""
@@ -137,7 +135,6 @@ class _GbnfRules:
         return parts[::-1]
 
     def _is_nullable(self, node: _Expression) -> bool:
-        """Whether the empty text is one of the node's."""
         if node.kind == "rule":
             return self._nullable[node.text]
         if node.kind == "choice":
@@ -148,7 +145,6 @@ class _GbnfRules:
         return node.least == 0 or (within and all(map(self._is_nullable, node.parts)))
 
     def _firsts(self, node: _Expression) -> int:
-        """The characters that texts of the node begin with."""
         if node.kind == "rule":
             return self._first[node.text]
         if node.kind == "literal":
@@ -190,7 +186,6 @@ class _GbnfRules:
         return extensions
 
     def _characters(self, node: _Expression) -> int:
-        """All characters in texts of the node, which is regular."""
         if node.kind == "rule":
             return self._characters(self._bodies[node.text])
         if node.kind == "literal":
@@ -232,7 +227,6 @@ class _GbnfRules:
         return not taken & follow
 
     def _as_rule(self, node: _Expression, follow: int) -> str:
-        """The node in Lark, as a part of a rule."""
         if node.kind == "token":
             return node.text
         if (node.parts or node.kind == "rule") and self._is_lexeme(node, follow):
@@ -245,13 +239,11 @@ class _GbnfRules:
         return _joined(node, parts)
 
     def _lexeme(self, body: str) -> str:
-        """The name of the lexeme."""
         if body.startswith("LEXEME_"):
             return body
         return self._lexemes.setdefault(body, f"LEXEME_{len(self._lexemes)}")
 
     def _as_lexeme(self, node: _Expression) -> str:
-        """The node in Lark, as a part of a lexeme."""
         if node.kind == "rule":
             return self._lexeme(self._as_lexeme(self._bodies[node.text]))
         if node.kind == "literal":
@@ -283,8 +275,6 @@ def lark(source: str) -> str:
 
 
 class _GbnfParser:
-    """Reads one grammar, from its beginning to its end."""
-
     def __init__(self, source: str) -> None:
         self._source = source
         self._at = 0
@@ -471,7 +461,6 @@ class _GbnfParser:
 
 
 def _others(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The ranges of all other characters."""
     begin = 0
     for first, last in sorted(ranges):
         if first > begin:

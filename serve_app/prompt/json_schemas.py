@@ -119,8 +119,6 @@ def _dumped(schema: object) -> str:
 
 @dataclass
 class _Fitter:
-    """Fits one schema to what a grammar can hold."""
-
     is_strict: bool
     root: object
     loosened: list[str] = field(default_factory=list)
@@ -317,7 +315,6 @@ class _Fitter:
 
     @property
     def _named(self) -> dict[str, Any]:
-        """The parts of the schema in which others may have names of their own."""
         root = self.root if isinstance(self.root, dict) else {}
         keys = (*_DEFINITIONS, "$id", "id", "$schema")
         return {key: root[key] for key in keys if key in root}
@@ -403,7 +400,6 @@ class _Fitter:
 
 
 def _combines(schema: Mapping[str, Any]) -> bool:
-    """Whether other schemas add properties to this object's."""
     parts = schema.get("allOf")
     n_parts = len(parts) if isinstance(parts, list) else 0
     others = sum(key in schema for key in ("properties", "$ref", "anyOf", "oneOf"))

@@ -47,7 +47,6 @@ def shaped(conversation: Conversation, caps: TemplateCaps) -> list[Turn]:
 
 
 def _joined(turns: Iterable[Turn]) -> Turn:
-    """Turns of one role as one."""
     first, *others = turns
     for turn in others:
         text = PARAGRAPH.join(text for text in (first.text, turn.text) if text)
@@ -172,7 +171,6 @@ def _as_message(turn: Turn, caps: TemplateCaps) -> dict[str, Any]:
 
 
 def _arguments(call: PastCall, caps: TemplateCaps) -> Mapping[str, Any] | str:
-    """The arguments of an earlier call, in a form that the template takes: an object, or else the text."""
     value = call.value
     if isinstance(value, dict):
         return value if caps.object_arguments else json.dumps(value, ensure_ascii=False)

@@ -137,7 +137,6 @@ class OutputParser:
         return [text] if text else []
 
     def _named(self, parts: Iterable[Part]) -> list[Part]:
-        """The parts with the client's names of functions."""
         return [
             replace(part, name=self._names.of_client(part.name))
             if isinstance(part, ToolCall | CallPiece) and part.name is not None

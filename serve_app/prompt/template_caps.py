@@ -192,7 +192,6 @@ def _in_order(prompt: str, texts: Sequence[str]) -> bool:
 
 
 def _called(arguments: object, *names: str) -> list[dict[str, Any]]:
-    """A chat in which these functions were called, and answered."""
     calls = [
         {"id": f"call{i:05}", "type": "function", "function": {"name": n, "arguments": arguments}}
         for i, n in enumerate(names)

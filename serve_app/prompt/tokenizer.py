@@ -55,16 +55,17 @@ class Tokenizer:
     ) -> None:
         """`chat_template` takes the place of the file's: a source, or a name that llama.cpp knows. Models
         without any get `chatml`, as from llama-server. `pooling` takes the place of the file's, too."""
-        self._model = Model(path, vocab_only=True, delimiters=DELIMITERS)
-        self.pooling = self._model.pooling_with(pooling)
+        self.model = Model(path, vocab_only=True, delimiters=DELIMITERS)
+        """The model's file: its metadata, and no weights."""
+        self.pooling = self.model.pooling_with(pooling)
         """How the vectors of a text's tokens become an embedding, or a score."""
-        longest_first = sorted(self._model.control_texts, key=len, reverse=True)
+        longest_first = sorted(self.model.control_texts, key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self.bos = self._special(self._model.bos)
+        self.bos = self._special(self.model.bos)
         """The text of the token that begins a text; empty if there is none."""
-        self.eos = self._special(self._model.eos)
+        self.eos = self._special(self.model.eos)
         """The text of the token that ends one."""
-        given = chat_template or self._model.chat_template
+        given = chat_template or self.model.chat_template
         self.chat_template = given or "chatml"
         """The source of the chat template, or its name."""
         self._template: ChatTemplate | NamedTemplate = (
@@ -72,7 +73,7 @@ class Tokenizer:
             if self.chat_template in chat_templates.names()
             else ChatTemplate(self.chat_template, bos=self.bos, eos=self.eos)
         )
-        for_tools = None if chat_template else self._model.tool_chat_template
+        for_tools = None if chat_template else self.model.tool_chat_template
         self._tool_template = for_tools and ChatTemplate(for_tools, bos=self.bos, eos=self.eos)
         """The template for chats with tools, if the file has one of its own for these."""
         self.has_template = given is not None
@@ -105,73 +106,18 @@ class Tokenizer:
         return self._template.reasoning_tags or THINK
 
     @property
-    def path(self) -> str:
-        """The model's file."""
-        return str(self._model.path)
-
-    @property
     def recommended(self) -> Mapping[str, Any]:
         """The sampling parameters that the model's file recommends, by the names of SamplingParams."""
         found = {
-            ours: self._model.meta(f"general.sampling.{theirs}")
+            ours: self.model.meta(f"general.sampling.{theirs}")
             for theirs, ours in _RECOMMENDED.items()
         }
         return {name: _number(text) for name, text in found.items() if text is not None}
 
     @property
-    def model(self) -> Model:
-        """The model's file: its metadata, and no weights."""
-        return self._model
-
-    @property
     def can_infill(self) -> bool:
         """Whether the model has tokens for `encode_infill`."""
-        return self._model.infill_tokens is not None
-
-    @property
-    def n_vocab(self) -> int:
-        """Token ids are 0 to n_vocab - 1."""
-        return self._model.n_vocab
-
-    @property
-    def vocab_type(self) -> int:
-        """The kind of the vocabulary, by llama.cpp's numbers."""
-        return self._model.vocab_type
-
-    @property
-    def file_type(self) -> str:
-        """How most of the model's numbers are stored, in llama.cpp's words: `Q4_K - Medium`."""
-        return self._model.file_type
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the model's tensors."""
-        return self._model.n_bytes
-
-    @property
-    def n_params(self) -> int:
-        """Numbers in them."""
-        return self._model.n_params
-
-    @property
-    def n_ctx_train(self) -> int:
-        """Tokens that the model was trained for."""
-        return self._model.n_ctx_train
-
-    @property
-    def eog_tokens(self) -> Sequence[int]:
-        """The tokens that end a text."""
-        return sorted(self._model.eog_tokens)
-
-    @property
-    def vocabulary_key(self) -> bytes:
-        """The key of the vocabulary, as `serve_app.llama.model.Model.vocabulary_key`."""
-        return self._model.vocabulary_key
-
-    @property
-    def n_embd(self) -> int:
-        """Numbers in one of the model's embeddings."""
-        return self._model.n_embd
+        return self.model.infill_tokens is not None
 
     @property
     def reranks(self) -> bool:
@@ -181,9 +127,9 @@ class Tokenizer:
     def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
         """The tokens for a reranking model: by its own template as in llama-server, or see
         `serve_app.llama.model.Model.encode_pair`. Control tokens written out in the texts stay text."""
-        template = self._model.rerank_template
+        template = self.model.rerank_template
         if template is None:
-            return tuple(self._model.encode_pair(query, document))
+            return tuple(self.model.encode_pair(query, document))
         texts = {"{query}": query, "{document}": document}
         parts = _PLACES.split(template)
         own = [texts.get(part, TemplateText.own(part)) for part in parts]
@@ -191,14 +137,14 @@ class Tokenizer:
 
     def least_tokens(self, n_chars: int) -> int:
         """A text of so many characters has so many tokens at least."""
-        return n_chars // self._model.longest_text
+        return n_chars // self.model.longest_text
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a plain prompt, with BOS if the model wants it; control tokens written out
         in the text are recognised, as llama-server does."""
         return (
-            *self._model.first_tokens,
-            *self._model.tokenize(text, add_special=False, parse_special=True),
+            *self.model.first_tokens,
+            *self.model.tokenize(text, add_special=False, parse_special=True),
         )
 
     def encode_for_embedding(self, text: str) -> tuple[int, ...]:
@@ -208,39 +154,39 @@ class Tokenizer:
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> tuple[int, ...]:
         """The tokens of any text; see `serve_app.llama.model.Model.tokenize`."""
         return tuple(
-            self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
+            self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
         )
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token; see `serve_app.llama.model.Model.piece`."""
-        return self._model.piece(token, special=special)
+        return self.model.piece(token, special=special)
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """The text of some tokens; bytes that are not UTF-8 become U+FFFD. Places of pictures, which are
         negative, have none."""
-        return self._model.detokenize((one for one in tokens if one >= 0), special=special)
+        return self.model.detokenize((one for one in tokens if one >= 0), special=special)
 
     def delimiter_token(self, text: str) -> int | None:
         """The token that is this text and delimits, as `serve_app.llama.model.Model.delimiter_token`."""
-        return self._model.delimiter_token(text)
+        return self.model.delimiter_token(text)
 
     def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:
         """The tokens of a prompt for what is between two texts, as llama-server has them: prefix, suffix,
         middle. `prompt` goes on with the first text; control tokens written out in it are recognised.
         Raises NotSupportedError if the model has no tokens for that."""
-        infill = self._model.infill_tokens
+        infill = self.model.infill_tokens
         if infill is None:
             raise NotSupportedError("This model has no tokens for infill.", "suffix")
         prefix, suffix, middle = infill
-        said = self._model.tokenize(prompt, add_special=False, parse_special=True)
-        bos = self._model.first_tokens
+        said = self.model.tokenize(prompt, add_special=False, parse_special=True)
+        bos = self.model.first_tokens
         before_tokens, after_tokens = self._plain(before), self._plain(after)
         return (*bos, prefix, *before_tokens, *said, suffix, *after_tokens, middle)
 
     def encode_infill_files(self, files: Iterable[tuple[str, str]]) -> tuple[int, ...]:
         """The tokens that llama-server puts before such a prompt: other files, each a name and a
         text, and the names of the repository and of the file itself, which nobody tells it."""
-        repository, file = self._model.repository_tokens
+        repository, file = self.model.repository_tokens
         tokens = [] if repository is None else [repository, *self._plain("myproject\n")]
         for name, text in files:
             tokens += self._plain(_SNIPPET) if file is None else [file, *self._plain(f"{name}\n")]
@@ -248,7 +194,7 @@ class Tokenizer:
         return (*tokens, *([] if file is None else [file, *self._plain("filename\n")]))
 
     def _plain(self, text: str) -> list[int]:
-        return self._model.tokenize(text, add_special=False, parse_special=False)
+        return self.model.tokenize(text, add_special=False, parse_special=False)
 
     def render_chat(
         self,
@@ -319,7 +265,7 @@ class Tokenizer:
             prefill=prefill,
         )
         begins_itself = self.bos and text.startswith(self.bos)
-        begin = () if begins_itself else self._model.first_tokens
+        begin = () if begins_itself else self.model.first_tokens
         return (*begin, *self._encode_parts(text, marks))
 
     def _encode_parts(self, text: TemplateText, marks: Marks) -> Iterator[int]:
@@ -335,14 +281,14 @@ class Tokenizer:
         """The tokens of a rendered text: only the template's own control tokens are some."""
         own = control_tokens(text, self._controls)
         if own == [match.span() for match in self._controls.finditer(text)]:
-            yield from self._model.tokenize(text, add_special=False, parse_special=True)
+            yield from self.model.tokenize(text, add_special=False, parse_special=True)
             return
         at, after = 0, ""
         for start, end in [*own, (len(text), len(text))]:
             control = str.__str__(text[start:end])
-            plain = self._model.trimmed_beside(after, str.__str__(text[at:start]), control)
+            plain = self.model.trimmed_beside(after, str.__str__(text[at:start]), control)
             yield from self._plain(plain)
-            yield from self._model.tokenize(control, add_special=False, parse_special=True)
+            yield from self.model.tokenize(control, add_special=False, parse_special=True)
             at, after = end, control
 
     def output_parser(
@@ -415,7 +361,7 @@ class Tokenizer:
         return one[: next(place for place, (a, b) in pairs if a != b)]
 
     def _special(self, token: int | None) -> str:
-        return "" if token is None else self._model.detokenize([token], special=True)
+        return "" if token is None else self.model.detokenize([token], special=True)
 
 
 class Marks:

@@ -77,7 +77,7 @@ def seeing(
     folder = tmp_path_factory.mktemp("seeing")
     model, projector = folder / "model.gguf", folder / "projector.gguf"
     KINDS[request.param](model)
-    write_random_projector(projector, SHAPES[request.param], Tokenizer(model).n_embd)
+    write_random_projector(projector, SHAPES[request.param], Tokenizer(model).model.n_embd)
     with both(model, projector) as pair:
         yield pair
 

@@ -32,7 +32,7 @@ def hearing(
     folder = tmp_path_factory.mktemp("hearing")
     model, projector = folder / "model.gguf", folder / "projector.gguf"
     write_random_gguf(model, MODELS[request.param], "f32", more_control=CONTROL)
-    write_random_projector(projector, SHAPES["tiny-qwen2audio"], Tokenizer(model).n_embd)
+    write_random_projector(projector, SHAPES["tiny-qwen2audio"], Tokenizer(model).model.n_embd)
     with both(model, projector) as pair:
         yield pair
 

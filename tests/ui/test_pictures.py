@@ -43,7 +43,7 @@ def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corral]:
     """A model that sees, and one that does not."""
     path: Path = tmp_path_factory.mktemp("projector") / "llava.gguf"
     shape = replace(SHAPES["tiny-llava"], image_size=128)
-    write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).n_embd)
+    write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).model.n_embd)
     seeing = model(None, "seeing", n_slots=2, n_ctx_slot=1024)
     blind = model(BUILTIN_MODEL, "blind", n_slots=2, n_ctx_slot=1024)
     yield from served([seeing | {"projector": {"path": str(path)}}, blind])

@@ -122,7 +122,6 @@ def _part(block: TextBlock | PictureBlock | Foreign) -> str | Attachment:
 
 
 def _parts(blocks: Iterable[object]) -> tuple[str | Attachment, ...]:
-    """The texts and pictures among the blocks."""
     seen = (_part(one) for one in blocks if isinstance(one, TextBlock | PictureBlock | Foreign))
     return tuple(part for part in seen if part)
 
@@ -291,7 +290,6 @@ class AnthropicTool(RequestModel):
 
 
 def _clients(tools: object) -> object:
-    """The client's own tools, each with a schema."""
     if not isinstance(tools, list):
         return [] if tools is None else tools
     own = [_own(tool) for tool in tools]

@@ -173,7 +173,6 @@ class CountTokensRequest(RequestModel):
         )
 
     def _sampling(self) -> dict[str, Any]:
-        """The chat's other fields."""
         return {}
 
 

@@ -158,7 +158,7 @@ def embeddings(models: Models, body: bytes) -> TextsToEmbed:
     request = parsed(EmbeddingsRequest, body)
     model = find(models, request.model)
     check_makes_embeddings(model)
-    n_embd = model.tokenizer.n_embd
+    n_embd = model.tokenizer.model.n_embd
     if request.dimensions is not None and request.dimensions > n_embd:
         message = f"dimensions: this model's embeddings have {n_embd}."
         raise InvalidRequestError(message, "dimensions")
@@ -229,7 +229,7 @@ def checked(model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str) -> T
         raise TextTooLongError(longest, model.longest_text, field)
     most = MAX_TOKENS
     if model.tokenizer.pooling == "none":
-        most = MAX_NUMBERS // model.tokenizer.n_embd
+        most = MAX_NUMBERS // model.tokenizer.model.n_embd
     if sum(map(len, texts)) > most:
         raise InvalidRequestError(f"{field}: more than {most} tokens in all.", field)
     return tuple(texts)

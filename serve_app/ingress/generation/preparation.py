@@ -81,7 +81,7 @@ def with_media(
 
 def refuse_unknown_tokens(model: ModelInfo, field: str, tokens: Iterable[int]) -> None:
     """Raises InvalidRequestError for token ids that the model does not have."""
-    n_vocab = model.tokenizer.n_vocab
+    n_vocab = model.tokenizer.model.n_vocab
     if any(token not in range(n_vocab) for token in tokens):
         message = f"{field}: token ids of this model are below {n_vocab}."
         raise InvalidRequestError(message, field)

@@ -196,7 +196,7 @@ async def _respond(models: Mapping[str, ServedModel], body: PreparedLlamaComplet
             asked=body,
             sampling=request.sampling,
             piece=model.tokenizer.piece,
-            eog=model.tokenizer.eog_tokens,
+            eog=sorted(model.tokenizer.model.eog_tokens),
         )
         for i, request in enumerate(started)
     ]
@@ -252,8 +252,8 @@ async def props(
         },
         "total_slots": len(slots.found),
         "model_alias": served.id,
-        "model_ftype": served.tokenizer.file_type,
-        "model_path": path_of(served.tokenizer.path),
+        "model_ftype": served.tokenizer.model.file_type,
+        "model_path": path_of(served.tokenizer.model.path),
         "chat_template": served.tokenizer.chat_template or "",
         "chat_template_caps": served.tokenizer.template_caps.reported(),
         "bos_token": served.tokenizer.bos,

@@ -122,7 +122,6 @@ def human(number: int) -> str:
 
 
 def _quantization(file_type: object) -> str:
-    """The name of a file type, such as `Q4_K_M`."""
     for one in LlamaFileType:
         if one.value == file_type:
             return one.name.removeprefix("MOSTLY_").removeprefix("ALL_")
@@ -175,7 +174,6 @@ def value_of(name: str, text: str) -> str | int | float | bool:
 
 
 def _capabilities(model: ModelInfo) -> list[str]:
-    """The model's abilities, in Ollama's words."""
     tokenizer = model.tokenizer
     if tokenizer.reranks:
         return []

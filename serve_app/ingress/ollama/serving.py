@@ -51,8 +51,6 @@ def loaded(kind: Kind, name: str, reason: str) -> Json:
 
 @dataclass
 class _Said:
-    """Some of an answer."""
-
     text: str = ""
     thinking: str = ""
     calls: list[Json] = field(default_factory=list)
@@ -70,7 +68,6 @@ class _Said:
 
 
 def _envelope(kind: Kind, name: str, said: _Said) -> Json:
-    """An answer's line, all but its end."""
     line: Json = {"model": name, "created_at": timestamp()}
     thinking = {"thinking": said.thinking} if said.thinking else {}
     calls = {"tool_calls": said.calls} if said.calls else {}

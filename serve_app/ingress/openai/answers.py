@@ -107,20 +107,20 @@ class ErrorResponse(BaseModel):
 
 def model_card(model: ServedModel) -> ModelCard:
     """The model's entry in /v1/models."""
-    tokenizer = model.tokenizer
+    file = model.tokenizer.model
     return ModelCard(
         id=model.id,
         aliases=sorted({model.id, *model.aliases} - {"*"}),
         tags=sorted(model.tags),
         meta=ModelMeta(
-            vocab_type=tokenizer.vocab_type,
-            n_vocab=tokenizer.n_vocab,
+            vocab_type=file.vocab_type,
+            n_vocab=file.n_vocab,
             n_ctx=model.n_ctx_slot,
-            n_ctx_train=tokenizer.n_ctx_train,
-            n_embd=tokenizer.n_embd,
-            n_params=tokenizer.n_params,
-            size=tokenizer.n_bytes,
-            ftype=tokenizer.file_type,
+            n_ctx_train=file.n_ctx_train,
+            n_embd=file.n_embd,
+            n_params=file.n_params,
+            size=file.n_bytes,
+            ftype=file.file_type,
         ),
         created=model.created,
         n_ctx_slot=model.n_ctx_slot,

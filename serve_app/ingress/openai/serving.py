@@ -200,7 +200,6 @@ class Answer:
         return found + later
 
     def _progress(self, index: int, delta: TokenDelta) -> list[Json]:
-        """The chunks that tell how far a choice's prompt is."""
         found = []
         for progress in delta.progress:
             chunk = self._chunk(self.choices[index].waiting())
@@ -290,7 +289,6 @@ class Answer:
 
 
 def _piece(choice: Json) -> str:
-    """The text of a chunk's choice."""
     if "delta" not in choice:
         return str(choice["text"])
     delta: Json = choice["delta"]

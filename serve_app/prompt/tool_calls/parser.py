@@ -142,7 +142,6 @@ class CallParser:
         return self._content(self._text.at + self._n_opening)
 
     def _content(self, end: int) -> list[Part]:
-        """The text before this place."""
         self._text.advance(end)
         self._after = Previous.CONTENT
         content = self._text.forget()
@@ -252,7 +251,6 @@ class CallParser:
     def _late_call(
         self, body: dict[str, object], keys: tuple[str, ...], needs_arguments: bool
     ) -> Sequence[ToolCall]:
-        """The call of an object whose name came last, or which has no arguments."""
         lacks = needs_arguments and body.keys().isdisjoint(keys)
         calls = () if lacks else calls_of(body, arguments=keys, name=self.name_key)
         for call in calls:

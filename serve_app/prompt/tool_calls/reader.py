@@ -121,17 +121,11 @@ class TextReader:
     def until(self, text: str, most_chars: int | None = None) -> Reading[str]:
         """The text before the next such text, which is read, too; of so many characters at most."""
         pieces: list[str] = []
-        while True:
-            found = self.text.find(text, self.at)
-            end = found if found >= 0 else len(self.text) - overlap(self.text, text, self.at)
-            pieces.append(self.text[self.at : end])
+        while (piece := (yield from self.some_until(text))) is not None:
+            pieces.append(piece)
             if most_chars is not None and sum(map(len, pieces)) > most_chars:
                 raise NoCallError
-            if found >= 0:
-                self.advance(end + len(text))
-                return "".join(pieces)
-            self.advance(end)
-            yield
+        return "".join(pieces)
 
     def json(self, brackets: str = "{") -> Reading[object]:
         """The JSON value that comes next, after blanks: it begins with one of these brackets. Decoded
@@ -173,7 +167,6 @@ class TextReader:
         return chr(pair) if second in _LOW else "\ufffd"
 
     def _code_unit(self) -> Reading[int]:
-        """The four digits of an escape."""
         digits = ""
         for _ in range(4):
             digits += yield from self.peek()
@@ -217,7 +210,6 @@ class TextReader:
             self.advance(self.at + 1)
 
     def _skip_string(self) -> Reading[None]:
-        """The rest of a JSON string, behind its first quotation mark."""
         while True:
             yield from self.run(_PLAIN)
             is_end = self.text[self.at] == '"'

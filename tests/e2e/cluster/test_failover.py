@@ -143,7 +143,7 @@ def test_an_answer_about_a_picture_goes_on_elsewhere(
     """The other replica encodes the picture anew. Behind it, tokens have other positions than indices."""
     files = tmp_path / "model.gguf", tmp_path / "projector.gguf"
     write_random_gguf(files[0], MODELS["tiny-qwen2vl"], "q8_0", more_control=QWEN_TOKENS)
-    write_random_projector(files[1], PROJECTORS["tiny-qwen2vl"], Tokenizer(files[0]).n_embd)
+    write_random_projector(files[1], PROJECTORS["tiny-qwen2vl"], Tokenizer(files[0]).model.n_embd)
     served = model(files[0], "m", n_slots=2, n_ctx_slot=4096, **EXACT)
     served |= {"projector": {"path": str(files[1])}}
     served["deployment"]["num_replicas"] = 2

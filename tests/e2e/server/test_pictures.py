@@ -51,7 +51,7 @@ def seeing(
     """A server of three models: one with a random projector, one without any, and the built-in one."""
     path: Path = tmp_path_factory.mktemp("projector") / "llava.gguf"
     shape = replace(SHAPES["tiny-llava"], image_size=128)
-    write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).n_embd)
+    write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).model.n_embd)
     size = {"n_slots": 2, "n_ctx_slot": 1024}
     projected = model(None, "seeing", **size) | {"projector": {"path": str(path)}}
     corral = start_for_module(

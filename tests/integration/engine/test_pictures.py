@@ -313,7 +313,7 @@ async def test_what_cannot_be_seen_is_refused(llava: Seeing, tmp_path: Path) -> 
         with pytest.raises(InvalidRequestError, match="no projector"):
             await answer(engine, asked("c", drawn(0)))
     wrong = tmp_path / "wrong.gguf"
-    write_random_projector(wrong, SHAPES["tiny-llava"], Tokenizer(BUILTIN_MODEL).n_embd + 32)
+    write_random_projector(wrong, SHAPES["tiny-llava"], Tokenizer(BUILTIN_MODEL).model.n_embd + 32)
     with pytest.raises(ConfigError, match="projector"):
         Engine.load(BUILTIN_MODEL, replace(OPTIONS, projector=wrong))
     with pytest.raises(ConfigError, match="no projector file"):

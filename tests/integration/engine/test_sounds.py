@@ -48,7 +48,7 @@ def files(
     folder = tmp_path_factory.mktemp("hearing")
     model, projector = folder / "model.gguf", folder / "projector.gguf"
     write_random_gguf(model, MODELS[request.param], "q8_0")
-    write_random_projector(projector, SHAPES["tiny-qwen2audio"], Tokenizer(model).n_embd)
+    write_random_projector(projector, SHAPES["tiny-qwen2audio"], Tokenizer(model).model.n_embd)
     return model, projector
 
 

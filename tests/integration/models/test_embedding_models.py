@@ -74,7 +74,7 @@ def test_tokens_that_see_the_whole_text(tmp_path: Path, pooling: PoolingType) ->
         assert engine.stats().embeddings.embedding_batches - before == 1 + len(TEXTS)
     assert together == pytest.approx(alone, abs=1e-5)
     assert together == pytest.approx(reference_vectors(path, TEXTS), abs=1e-4)
-    assert together.shape == (len(TEXTS), tokenizer.n_embd)
+    assert together.shape == (len(TEXTS), tokenizer.model.n_embd)
 
 
 def test_the_table_of_positions_ends_before_the_slot(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ async def say_later(engine: Engine, grammar: str, seed: int) -> str:
 
 
 async def first_logprobs(engine: Engine) -> tuple[str, float, dict[str, float]]:
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=TOKENIZER.n_vocab)
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=TOKENIZER.model.n_vocab)
     async for delta in engine.submit(GenerationRequest("logprobs", PROMPT, params)):
         (found,) = delta.logprobs
         by_text = {TOKENIZER.decode([token]): logprob for token, logprob in found.top}
@@ -124,7 +124,7 @@ async def first_logprobs(engine: Engine) -> tuple[str, float, dict[str, float]]:
 
 async def test_a_sequence_that_can_say_nothing_ends_alone(engine: Engine) -> None:
     grammar = grammars.from_regex("[0-9]{3}", "regex")
-    digits = [t for t in range(TOKENIZER.n_vocab) if re.search(rb"[0-9]", TOKENIZER.piece(t))]
+    digits = [t for t in range(TOKENIZER.model.n_vocab) if re.search(rb"[0-9]", TOKENIZER.piece(t))]
     banned = LogitBias.of(dict.fromkeys(digits, -math.inf))
     failed, other = await asyncio.gather(
         say(engine, grammar, "failed", logit_bias=banned),

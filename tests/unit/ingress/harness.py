@@ -70,8 +70,11 @@ class ByteModelFile:
     """What a model's file says."""
 
     path = Path(__file__)
-    n_bytes = 1_500_000
-    n_params = 1_520_000_000
+    n_vocab = FakeVocabulary.n_vocab
+    n_embd = 3
+    vocab_type, n_ctx_train = 2, 2048
+    n_bytes, n_params, file_type = 1_500_000, 1_520_000_000, "Q4_K - Medium"
+    eog_tokens = (256,)
     pooling: str | None = None
     is_causal = True
 
@@ -94,12 +97,7 @@ class ByteModelFile:
 class ByteTokenizer:
     """One token for each byte; a chat is its contents joined."""
 
-    n_vocab = FakeVocabulary.n_vocab
-    n_embd = 3
-    vocab_type, n_ctx_train = 2, 2048
-    n_bytes, n_params, file_type = 1_500_000, 1_520_000_000, "Q4_K - Medium"
     template_caps = TemplateCaps(tools=True)
-    eog_tokens = (256,)
     pooling = "mean"
     reranks = False
     tool_format: ToolFormat = FORMAT["hermes"]
@@ -122,7 +120,6 @@ class ByteTokenizer:
     def least_tokens(self, n_chars: int) -> int:
         return n_chars // 4
 
-    path = "/models/bytes.gguf"
     chat_template = "{{ messages }}"
     bos, eos = "<s>", "</s>"
 

@@ -66,7 +66,6 @@ class ChannelParser(CallParser):
         return None
 
     def _calls(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        """Reads the calls after their opening."""
         raise NotImplementedError
 
     def _reasoning(self, text: TextReader) -> Reading[None]:
@@ -78,8 +77,6 @@ class ChannelParser(CallParser):
 
 
 class _Tags(NamedTuple):
-    """The texts around the parts of an answer."""
-
     opening: str
     """What begins calls."""
     thought: tuple[str, str]
@@ -191,7 +188,6 @@ class GemmaParser(ChannelParser):
 
 
 def _next_key(text: TextReader, *, is_first: bool) -> Reading[str | None]:
-    """The next key of an object; None behind its last value."""
     yield from text.run(BLANKS)
     if is_first and (yield from text.peek()) != "}":
         return (yield from _read_key(text))
@@ -277,8 +273,6 @@ NUMBER: /-?[0-9]+(\\.[0-9]+)?([eE][-+]?[0-9]+)?/""",
 
 
 class _Written:
-    """The rules of values by their schemas, collected."""
-
     def __init__(self, delimiter: lark.Delimiter) -> None:
         self.quote = delimiter(QUOTE)
         self.rules: list[str] = []
@@ -400,7 +394,6 @@ def _harmony_held(delimiter: lark.Delimiter, has_calls: bool) -> str:
 
 
 def _final(delimiter: lark.Delimiter) -> str:
-    """The header of what the user reads."""
     return f'{delimiter(CHANNEL)} "final" {delimiter(MESSAGE)}'
 
 

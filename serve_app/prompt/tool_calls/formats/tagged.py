@@ -20,7 +20,6 @@ class TaggedParser(CallParser):
     """Reads values by the schemas of the functions, as OpenAI describes these."""
 
     def _value(self, call: TaggedCall, key: str, text: str) -> None:
-        """One more argument, as it was written."""
         schema = self._schemas.get(call.name, {})
         value = lark.read_value(text, lark.properties_of(schema).get(key), schema)
         self._argument(call, key, value)

@@ -21,7 +21,13 @@ from serve_app.ingress.embeddings import preparation as embeddings
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import RequestRecord
 from tests.unit.ingress.dashboard.test_snapshot import merged
-from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine, chat
+from tests.unit.ingress.harness import (
+    N_CTX_SLOT,
+    ByteModelFile,
+    ByteTokenizer,
+    ScriptedEngine,
+    chat,
+)
 
 ANA, OLGA = "ana-secret-0123456789", "olga-secret-0123456789"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -341,8 +347,8 @@ async def test_what_is_told_of_others(
     assert part["engine"] | {"slots": 0} == whole["engine"] | {"slots": 0}
     assert (await told("/v1/requests/web-1", OLGA))["sequences"][0]["id"] == "cmpl-1"
     assert (await told("/v1/requests/web-1", ANA))["error"]["code"] == "request_not_found"
-    assert (await told("/props", OLGA))["model_path"] == "/models/bytes.gguf"
-    assert (await told("/props", ANA))["model_path"] == "bytes.gguf"
+    assert (await told("/props", OLGA))["model_path"] == str(ByteModelFile.path)
+    assert (await told("/props", ANA))["model_path"] == ByteModelFile.path.name
     for key, may, status in ((OLGA, True, 200), (ANA, False, 403)):
         assert (await told("/props", key))["endpoint_props"] is may
         assert await (await ask(app, "POST", "/props", {}, key)).status() == status

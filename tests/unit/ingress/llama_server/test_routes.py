@@ -22,7 +22,7 @@ from serve_app.types import (
     TokenLogprobs,
     Usage,
 )
-from tests.unit.ingress.harness import END, N_CTX_SLOT, ScriptedEngine
+from tests.unit.ingress.harness import END, N_CTX_SLOT, ByteModelFile, ScriptedEngine
 
 TIMED = SequenceEnd(FinishReason.STOP, Usage(10, 4, 6), Timings(0.5, 0.2, 0.4), stop="END")
 SAID = [TokenDelta("a\n", (97, 10)), TokenDelta("b", (98, 69), TIMED)]
@@ -339,7 +339,7 @@ async def test_props_and_slots(client: httpx.AsyncClient, engine: ScriptedEngine
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
     props = (await client.get("/props?model=org/second")).json()
     assert (props["total_slots"], props["model_alias"]) == (2, "org/second")
-    assert (props["model_path"], props["bos_token"]) == ("/models/bytes.gguf", "<s>")
+    assert (props["model_path"], props["bos_token"]) == (str(ByteModelFile.path), "<s>")
     assert props["default_generation_settings"]["params"]["top_k"] == 40
 
 
