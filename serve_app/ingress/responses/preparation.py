@@ -156,6 +156,17 @@ class ResponsesRequest(RequestModel):
     stream_options: ResponseStreamOptions | None = None
     reasoning: ReasoningConfig | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _format_of_chats(cls, data: Any) -> Any:
+        """Some clients send the format of the answer as chats have it."""
+        if not isinstance(data, dict) or not isinstance(data.get("response_format"), dict):
+            return data
+        form = {**data["response_format"], **(data["response_format"].get("json_schema") or {})}
+        form.pop("json_schema", None)
+        text = {"format": form, **(data.get("text") or {})}
+        return {name: v for name, v in data.items() if name != "response_format"} | {"text": text}
+
     @field_validator("include")
     @classmethod
     def _name_what_is_not_included(cls, value: list[str] | None) -> list[str] | None:

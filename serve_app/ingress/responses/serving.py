@@ -34,7 +34,7 @@ class _TextForm(NamedTuple):
 
     text: str
     part: str
-    index: str
+    place: str
     part_type: str
 
 
@@ -224,7 +224,7 @@ class ResponseAnswer:
         assert self._open is not None
         place = {"item_id": self._open["id"], "output_index": len(self._output)}
         form = self._forms_of_text.get(self._open["type"])
-        return place if form is None else place | {form.index: 0}
+        return place if form is None else place | {form.place: 0}
 
     def _part(self, kind: str, text: str) -> Json:
         part = {"type": self._forms_of_text[kind].part_type, "text": text}

@@ -63,7 +63,7 @@ class Seeing:
     def of(cls, model: Path, projector: Path, shape: str) -> Seeing:
         """A new projector of that shape."""
         words = Tokenizer(model)
-        write_random_projector(projector, SHAPES[shape], words.n_embd)
+        write_random_projector(projector, SHAPES[shape], words.model.n_embd)
         after, more = (
             words.tokenize(text, False, False) for text in ("? I see", " How many are there?")
         )

@@ -74,6 +74,29 @@ async def test_a_format_without_a_schema_is_any_object(
     assert (takes(grammar, taken), takes(grammar, refused)) == (True, False)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+    ],
+)
+async def test_responses_take_a_format_in_both_forms(
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any]
+) -> None:
+    answer = await client.post("/v1/responses", json={"input": "Hi", **fields})
+    assert (answer.status_code, "x-corral-ignored" in answer.headers) == (200, False), answer.text
+    assert answer.json()["text"]["format"]["name"] == "x"
+    grammar = engine.requests[0].sampling.grammar
+    assert grammar is not None
+    assert (takes(grammar, '{"a": 1}'), takes(grammar, "{}")) == (True, False)
+
+
 @pytest.mark.parametrize("answer_format", [{}, None, {"type": None}, {"type": "text"}])
 async def test_a_format_of_text_is_none(
     client: httpx.AsyncClient, engine: ScriptedEngine, answer_format: object
