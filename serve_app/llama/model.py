@@ -60,7 +60,6 @@ _BLOCK_BYTES = 4096
 
 
 def _progress(on_loaded: Callable[[float], None]) -> Any:
-
     def loaded(part: float, _user_data: int | None) -> bool:
         on_loaded(part)
         return True  # go on

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode, alike, request_s
-from serve_app.engine.backends.base import Backend
+from serve_app.engine.autotune.modes import alike, request_s
+from serve_app.engine.backends.base import Backend, Setup
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
 from serve_app.llama import library
@@ -41,16 +40,6 @@ _LEAST_GAIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """The costs of one backend's batches."""
-
-    mode: Mode
-    profile: Profile
-    undisturbed: bool
-    """Whether it had its threads' time meanwhile: otherwise nothing is to be kept of it."""
-
-
-@dataclass(frozen=True, slots=True)
 class KernelsChoice:
     """A backend, and why it is this one, in one line."""
 
@@ -58,7 +47,7 @@ class KernelsChoice:
     reason: str
 
 
-def faster(measured: Mapping[KernelsName, Measured], options: EngineOptions) -> KernelsChoice:
+def faster(measured: Mapping[KernelsName, Setup], options: EngineOptions) -> KernelsChoice:
     """The backend with which a request takes less of the machine's time.
 
     A server with several slots often has a single stream, too. So the time is the geometric mean of
@@ -76,7 +65,7 @@ def faster(measured: Mapping[KernelsName, Measured], options: EngineOptions) -> 
     return KernelsChoice(name, reason)
 
 
-def _ratios(measured: Mapping[KernelsName, Measured], options: EngineOptions) -> dict[int, float]:
+def _ratios(measured: Mapping[KernelsName, Setup], options: EngineOptions) -> dict[int, float]:
     modes = {name: one.mode for name, one in measured.items()}
     profiles = alike({one.mode: one.profile for one in measured.values()})
     found = {}
@@ -107,9 +96,9 @@ def open_named(
     return LlamaBackend(path, options, report)
 
 
-def measured(name: KernelsName, path: Path, options: EngineOptions) -> Measured:
-    """The costs of that backend's batches, as measured now or at an earlier start. Raises ConfigError if
-    it cannot serve the model so, and EngineFailedError if nothing came of it."""
+def measured(name: KernelsName, path: Path, options: EngineOptions) -> Setup:
+    """How that backend computes, as measured now or at an earlier start. Raises ConfigError if it cannot
+    serve the model so, and EngineFailedError if nothing came of it."""
     with tempfile.TemporaryDirectory(prefix="corral-") as folder:
         result = Path(folder) / "result"
         try:
@@ -138,8 +127,7 @@ def main() -> None:
     name, path, options = pickle.load(sys.stdin.buffer)
     try:
         with closing(open_named(name, path, replace(options, backend=name))) as backend:
-            setup = backend.setup
-            outcome: object = Measured(setup.mode, setup.profile, setup.undisturbed)
+            outcome: object = backend.setup
     except ConfigError as error:
         outcome = error
     Path(sys.argv[1]).write_bytes(pickle.dumps(outcome))

@@ -12,9 +12,11 @@ import pytest
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends import choice as choosing
-from serve_app.engine.backends.choice import LLAMA_CPP, OPENVINO, Measured
+from serve_app.engine.backends.base import Setup
+from serve_app.engine.backends.choice import LLAMA_CPP, OPENVINO
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
+from serve_app.llama.formats import Threads
 
 OPTIONS = EngineOptions(n_slots=4, n_ctx_slot=64, threads=1, backend="auto")
 MODES = {LLAMA_CPP: Mode(True, False), OPENVINO: Mode(True, False, paged=True)}
@@ -33,11 +35,17 @@ class Machine:
         self.seconds: dict[KernelsName, float] = {LLAMA_CPP: 2.0, OPENVINO: 1.0}
         self.failure: Exception | None = None
 
-    def measured(self, name: KernelsName, _path: Path, _options: EngineOptions) -> Measured:
+    def measured(self, name: KernelsName, _path: Path, _options: EngineOptions) -> Setup:
         self.asked.append(name)
         if self.failure is not None and name == OPENVINO:
             raise self.failure
-        return Measured(MODES[name], profile(self.seconds[name]), self.undisturbed)
+        return Setup(
+            name,
+            MODES[name],
+            Threads.alike(1, None),
+            profile(self.seconds[name]),
+            undisturbed=self.undisturbed,
+        )
 
 
 @pytest.fixture

@@ -8,21 +8,23 @@ import pytest
 
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.backends.choice import LLAMA_CPP, OPENVINO, Measured, faster
+from serve_app.engine.backends.base import Setup
+from serve_app.engine.backends.choice import LLAMA_CPP, OPENVINO, faster
 from serve_app.engine.options import EngineOptions, KernelsName
+from serve_app.llama.formats import Threads
 
 OPTIONS = EngineOptions(n_slots=16, n_ctx_slot=1024, threads=2)
 PAGED, SPLIT = Mode(True, False, paged=True), Mode(True, False)
 
 
-def measured(mode: Mode, decode_ms: dict[int, float], prompt_tps: float) -> Measured:
+def measured(mode: Mode, decode_ms: dict[int, float], prompt_tps: float) -> Setup:
     decode_s = {n: ms / 1000 for n, ms in decode_ms.items()}
     prefill_s = {n: n / prompt_tps for n in (16, 64, 512)}
-    return Measured(mode, Profile(decode_s, prefill_s), undisturbed=True)
+    return Setup("openvino", mode, Threads.alike(2, None), Profile(decode_s, prefill_s))
 
 
 # Of the 0.6B shape as Q4_0, on two cores of a Zen 4 EPYC.
-FOUND: dict[KernelsName, Measured] = {
+FOUND: dict[KernelsName, Setup] = {
     LLAMA_CPP: measured(SPLIT, {1: 18.5, 2: 40, 4: 53, 16: 140}, 250),
     OPENVINO: measured(PAGED, {1: 27.0, 2: 30, 4: 34, 16: 92}, 420),
 }
