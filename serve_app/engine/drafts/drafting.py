@@ -171,7 +171,8 @@ class Drafting(Guest):
                 if known or proposes:
                     options.append((max(value, own), own > value, seq))
             options.sort(key=lambda option: -option[0])
-            for size in _sizes(min(len(options), MAX_DRAFTED_ROWS // n_drafted)):
+            most = min(len(options), MAX_DRAFTED_ROWS // n_drafted)
+            for size in _sizes(most) if ready else [most][: len(options)]:
                 chosen = sorted(options[:size], key=lambda option: option[2].slot_id)
                 proposed = tuple(seq for _, by_model, seq in chosen if by_model)
                 seconds = self._verify_s([seq for *_, seq in chosen], n_drafted, n_past, mixed)
