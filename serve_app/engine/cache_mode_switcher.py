@@ -93,12 +93,19 @@ class CacheModeSwitcher(Guest):
 
     def scheduled(self, core: EngineCore, batches: SequenceOf[Batch]) -> None:
         """Watch what the step computes."""
-        self.observe(batches, core.cache.table.n_cells)
+        if self._traffic is None or not batches:
+            return
+        self._n_steps += 1
+        n_cells = core.cache.table.n_cells
+        for together in _together(batches):
+            self._traffic.observe(_load(together, n_cells))
 
     @property
     def has_rest_work(self) -> bool:
         """Whether to change now that nobody is there."""
-        return self.pays_at_rest()
+        if self._traffic is None or self._stays_unified:
+            return False
+        return self._traffic.regret_s() > _AT_REST * max(_LEAST_S, self._cost_s())
 
     def at_rest(self, core: EngineCore) -> None:
         """Change the cache while nobody waits."""
@@ -122,13 +129,15 @@ class CacheModeSwitcher(Guest):
         return [seq for seq in longer if len(seq.tokens) > self._cache.table.room]
 
     def _needs_change(self, too_long: list[Sequence]) -> bool:
-        """Whether to change now for sequences that have no room: at once if a slot is full, else as soon
-        as streams can wait for it, or have been waited for."""
+        """Whether to change now for sequences that have no room: at once if a slot is full. Else one of
+        them must fit beside the running sequences, and streams can wait for it, or have been waited for."""
         running = self._scheduler.running
         if not too_long or any(sequence.finished for sequence in running):
             return False
         if any(sequence.slot_id != NO_SLOT for sequence in too_long):
             return True
+        if not any(map(self._cache.has_room, too_long)):
+            return False
         if not any(sequence.n_generated for sequence in running):
             return True
         waited_s = time.monotonic() - min(sequence.trace.submitted for sequence in too_long)
@@ -139,20 +148,6 @@ class CacheModeSwitcher(Guest):
         """Whether a long chat is there, or was there lately."""
         unified = self._backend.setup.mode.kv_unified
         return unified and time.monotonic() < self._long_until
-
-    def observe(self, batches: SequenceOf[Batch], n_cells: int) -> None:
-        """A step is going to compute these; `n_cells` are in use, or would be in a unified cache."""
-        if self._traffic is None or not batches:
-            return
-        self._n_steps += 1
-        for together in _together(batches):
-            self._traffic.observe(_load(together, n_cells))
-
-    def pays_at_rest(self) -> bool:
-        """Whether to change now that nobody is there."""
-        if self._traffic is None or self._stays_unified:
-            return False
-        return self._traffic.regret_s() > _AT_REST * max(_LEAST_S, self._cost_s())
 
     def pays(self, n_answer: float, left_s: float = math.inf) -> bool:
         """Whether to change now, for those that are there and for what was there lately. An answer probably

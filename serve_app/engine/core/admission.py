@@ -78,11 +78,8 @@ class Admission:
                 break
             if sequence.finished or self._is_held_back(sequence):
                 continue
-            if (
-                len(sequence.tokens) > self._cache.table.room
-            ):  # another kind of cache is made for it
-                continue
-            if not self._cache.has_room(sequence, held):
+            too_long = len(sequence.tokens) > self._cache.table.room  # until the cache is changed
+            if too_long or not self._cache.has_room(sequence, held):
                 held = held or sequence
                 continue
             place = self._cache.place(sequence)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,7 +18,7 @@ from serve_app.engine.autotune.traffic import Traffic
 from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.core import loop
 from serve_app.errors import PromptTooLongError
-from serve_app.types import FinishReason
+from serve_app.types import FinishReason, GenerationRequest, SequenceEnd, TokenDelta
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     ask,
@@ -179,6 +179,35 @@ def test_of_two_that_do_not_fit_together_the_second_waits() -> None:
         queued_s = [inbox.end.timings.queue_s for inbox in inboxes]
         assert engine.stats().requests.preemptions == 0
         assert queued_s[2] < min(queued_s[1], queued_s[3])
+
+
+@pytest.mark.parametrize("mode", [SPLIT, UNIFIED])
+def test_short_ones_that_keep_coming_do_not_keep_a_long_one_waiting(mode: Mode) -> None:
+    """Nor is the cache changed before there is room for it."""
+    backend = pooled(mode)
+    backend.hold()
+    ended: dict[str, SequenceEnd] = {}
+
+    def short(i: int) -> GenerationRequest:
+        return replace(request(f"short{i}", letters(9, i), max_tokens=6), client=f"{i % 3}")
+
+    def entry(one: GenerationRequest) -> tuple[GenerationRequest, Callable[[TokenDelta], None]]:
+        def sink(delta: TokenDelta) -> None:
+            if delta.end is not None:
+                ended[one.id] = delta.end
+
+        return one, sink
+
+    long = replace(request("long", letters(50), max_tokens=6), client="long")
+    with running(backend, POOLED) as engine:
+        assert engine.submit_to([entry(short(i)) for i in range(4)]) == [None] * 4
+        until(lambda: backend.n_waiting == 1)
+        later = [entry(long), *(entry(short(i)) for i in range(4, 12))]
+        assert engine.submit_to(later) == [None] * 9
+        backend.resume()
+        until(lambda: len(ended) == 13)
+    assert list(ended).index("long") <= 5
+    assert ended["long"].timings.n_preemptions == 0
 
 
 def test_what_another_one_has_needs_no_room() -> None:
