@@ -130,6 +130,29 @@ async def test_stops(
         assert engine.requests[-1].sampling.stop == expected
 
 
+async def test_a_name_that_any_route_lists_works_on_every_route(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    cards = (await client.get("/v1/models")).json()["data"]
+    names = {name for card in cards for name in (card["id"], *card["aliases"])}
+    names |= {card["name"] for card in (await client.get("/api/tags")).json()["models"]}
+    assert names >= {"first", "first:latest", "org/second", "org/second:latest"}
+    for name in sorted(names):
+        body = {**chat(), "model": name, "max_tokens": 9, "stream": False}
+        for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/apply-template"):
+            assert (await client.post(path, json=body)).status_code == 200, (path, name)
+        body = {"model": name, "input": "x", "stream": False}
+        assert (await client.post("/v1/responses", json=body)).status_code == 200, name
+        body |= {"prompt": "x", "content": "x"}
+        for path in (
+            *("/v1/completions", "/v1/embeddings", "/completion", "/tokenize"),
+            *("/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
+        ):
+            assert (await client.post(path, json=body)).status_code == 200, (path, name)
+        assert (await client.get(f"/v1/models/{name}")).status_code == 200, name
+        assert (await client.get("/props", params={"model": name})).status_code == 200, name
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
