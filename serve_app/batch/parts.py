@@ -11,8 +11,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
 import pyarrow
@@ -22,6 +23,7 @@ from ray.data.block import Block
 from ray.data.datasource import FileBasedDatasource
 
 from serve_app.errors import ConfigError
+from serve_app.folders import sync
 
 FORMATS = (".jsonl", ".ndjson", ".parquet", ".csv")
 _ROWS = 1024
@@ -125,31 +127,25 @@ def begin(folder: Path, about: Mapping[str, Any]) -> set[str]:
 
 def join(folder: Path, file: Path) -> None:
     """All parts, in order, as one file."""
-    half = file.with_name(f".{file.name}.{os.getpid()}")
-    with half.open("wb") as joined:
+    with _replacing(file) as joined:
         for path in sorted(folder.glob("part-*.jsonl")):
             with path.open("rb") as part:
                 shutil.copyfileobj(part, joined)
-        joined.flush()
-        os.fsync(joined.fileno())
-    _take_place(half, file)
 
 
 def write(path: Path, content: bytes) -> None:
     """Write a file, which is on the disk when this returns."""
+    with _replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which has the path's name at the end, whole, also after the power fails."""
     half = path.with_name(f".{path.name}.{os.getpid()}")
-    with half.open("wb") as written:
-        written.write(content)
-        written.flush()
-        os.fsync(written.fileno())
-    _take_place(half, path)
-
-
-def _take_place(half: Path, path: Path) -> None:
-    """Have the file's name, also after the power fails."""
+    with half.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
     half.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)

@@ -26,6 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from serve_app.errors import ConfigError
+from serve_app.folders import sync
 from serve_app.locks import FolderLocks
 from serve_app.openvino.gguf_model import converted_bytes, rounded, unreadable
 from serve_app.progress import Report, Stage, nowhere
@@ -107,11 +108,7 @@ class ConvertedModels:
 def finish(part: Path) -> None:
     """Give a folder the name of the model that is in it, whole and on the disk."""
     for path in [*part.iterdir(), part]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
     part.rename(part.with_name(part.name.removesuffix(PART)))
 
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from serve_app.errors import ConfigError
+from serve_app.folders import sync
 from serve_app.store.remote import (
     ALONE,
     Holder,
@@ -112,7 +113,7 @@ def _fetched(
         _check(origin, file, part, had_help=fetching.had_help)
         part.replace(folder / file.name)
         pieces.unlink()
-        _sync(folder)
+        sync(folder)
     except BaseException as error:
         peers.withdraw()
         if not isinstance(error, DamagedError):
@@ -325,12 +326,3 @@ def _size(path: Path) -> int | None:
 
 def _beside(folder: Path, file: RemoteFile) -> tuple[Path, Path]:
     return folder / f"{file.name}.part", folder / f"{file.name}.pieces"
-
-
-def _sync(folder: Path) -> None:
-    """So that the file has its name also after a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

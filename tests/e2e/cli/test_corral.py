@@ -90,7 +90,7 @@ def test_the_start_is_said_in_a_few_lines(server: Started) -> None:
     ]
     assert summary[0] == f"Address   {server.url}/v1"
     assert summary[1].startswith("          Only for this machine.")
-    assert "corral-demo: 4 slots of up to 2,048 tokens" in summary[3]
+    assert "corral-demo: 4 slots that share 8,192 tokens" in summary[3]
     assert len(lines) < 24
     assert "ServeController" not in server.said
     assert "ServeController" in server.log.read_text()
