@@ -112,7 +112,7 @@ class Channel:
                 if not isinstance(error, OSError):
                     logger.exception("Tokens cannot be sent")
                 self._is_broken = True
-                self._tell(self._break)
+                self._tell(self.close)
 
     def _send(self) -> None:
         while self._unsent or self._pending or self._report is not None:
@@ -160,9 +160,10 @@ class Channel:
         except OSError:
             is_open = False
         if not is_open:
-            self._break()
+            self.close()
 
-    def _break(self) -> None:
+    def close(self) -> None:
+        """End the channel; calls that are open fail. Idempotent."""
         with self._lock:
             self._is_broken = True
             self._pending.clear()
@@ -177,10 +178,6 @@ class Channel:
             if not call.done():
                 call.set_exception(_broken())
         self._lost(self)
-
-    def close(self) -> None:
-        """End it; calls that are open fail. Idempotent."""
-        self._break()
 
 
 class Channels:
