@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,5 +44,22 @@ async def test_it_is_measured_and_answers(path: Path) -> None:
     try:
         assert [await answer(fresh, prompt) for prompt in prompts] == alone
         assert [await answer(fresh, prompt) for prompt in longer] == together
+    finally:
+        fresh.close()
+
+
+async def test_a_request_longer_than_a_share_beside_a_short_one(path: Path) -> None:
+    """Such a model's cache cannot change, so it is unified from the start."""
+    options = EngineOptions(n_slots=2, n_ctx_slot=512, n_ctx=512, threads=1, n_batch=64)
+    prompts = [tuple(20 + i % 200 for i in range(300)), tuple(range(200, 230))]
+    engine = Engine.load(path, options)
+    try:
+        assert engine.stats().compute.kv_unified
+        together = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+    finally:
+        engine.close()
+    fresh = Engine.load(path, replace(options, n_slots=1, n_ctx=None, profile_limit_s=0))
+    try:
+        assert [await answer(fresh, prompt) for prompt in prompts] == together
     finally:
         fresh.close()

@@ -115,3 +115,24 @@ def test_embeddings_do_not_depend_on_what_shares_a_batch(path: Path) -> None:
         whole.close(0)
     assert together == pytest.approx(np.array(alone), rel=0.05, abs=0.02)
     assert together[0] == pytest.approx(in_one_batch, rel=0.05, abs=0.02)
+
+
+async def test_a_request_longer_than_a_share_and_its_next_turn(path: Path) -> None:
+    """Such a model's cache cannot change, so it is unified from the start."""
+    options = EngineOptions(2, 512, 1, n_ctx=512, n_batch=64, flash_attn=False)
+    story = "Once upon a time there was an old house by the sea where nobody lived any more. " * 11
+    engine = Engine.load(path, options)
+    try:
+        assert engine.stats().compute.kv_unified
+        n_prompt = len(engine.tokenize(story))
+        assert options.n_ctx_share < n_prompt < 450
+        said, _ = await answer(engine, story)
+        _, n_cached = await answer(engine, story + "It was")
+    finally:
+        engine.close()
+    assert n_cached >= n_prompt - 16
+    fresh = Engine.load(path, replace(options, n_slots=1, n_ctx=None, kv_unified=False))
+    try:
+        assert (await answer(fresh, story))[0] == said
+    finally:
+        fresh.close()
