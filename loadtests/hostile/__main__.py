@@ -1,7 +1,7 @@
 """Hostile clients: attacks on a server that is started for them, while honest users stream.
 
-    python -m loadtests.hostile [--short] [--only FAMILY,...] [--names NAME,...] [--users 4] [--seconds 6]
-        [--json FILE] [--list]
+    python -m loadtests.hostile [--short] [--only FAMILY,...] [--names NAME,...] [--users 4]
+        [--seconds 6] [--most 60] [--json FILE] [--list]
     python -m loadtests.hostile search [--minutes 30] [--seed N]
 
 `search` draws requests, and looks for those that cost others time: see `loadtests.hostile.search`.
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="about three minutes")
     parser.add_argument("--users", type=bounded(1, len(HONEST)), default=4, help="honest ones")
     parser.add_argument("--seconds", type=bounded(2, 600), help="of calm before each attack")
+    parser.add_argument("--most", type=bounded(2, 600), help="seconds of an attack")
     parser.add_argument("--json", type=Path, help="a file for all figures")
     parser.add_argument("--list", action="store_true", help="print the attacks, and make none")
     args = parser.parse_args(argv)
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:  # what there is, should this be interrupted
             args.json.write_text(json.dumps(report.document(results, _facts(args.users)), indent=1))
 
-    most_s = SHORT_MOST_S if args.short else inf
+    most_s = args.most or (SHORT_MOST_S if args.short else inf)
     run(attacks, Plan(calm_s, calm_s, args.users, most_s), tell)
     print(report.table(results), report.summary(results), sep="\n\n")
     return int(any(result.verdict == HURT for result in results))

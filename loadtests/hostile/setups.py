@@ -55,6 +55,7 @@ def started(kind: str) -> Iterator[Setup]:
         ingress: dict[str, Any] = {"deployment": {"num_replicas": 1}}  # no scaling: none may go
         if keys:
             models[0]["engine"]["slot_folder"] = str(directory / "slots")
+            ingress["batch"] = {"folder": str(directory / "batches")}
             ingress["api_key_file"] = str(directory / "keys.yaml")
             (directory / "keys.yaml").write_text(json.dumps({"keys": key_file()}))  # is YAML
         app = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from loadtests.hostile.attack import Attack
 from loadtests.hostile.attacks import (
+    batch,
     block,
     control,
     crash,
@@ -11,6 +12,7 @@ from loadtests.hostile.attacks import (
     hold,
     operate,
     replica,
+    sampling,
     smuggle,
     spy,
     starve,
@@ -24,10 +26,12 @@ _ALL: tuple[Attack, ...] = (
     *replica.ATTACKS,
     *block.ATTACKS,
     *grammar.ATTACKS,
+    *sampling.ATTACKS,
     *starve.ATTACKS,
     *hold.ATTACKS,
     *spy.ATTACKS,
     *operate.ATTACKS,
+    *batch.ATTACKS,
     *smuggle.ATTACKS,
 )
 ATTACKS = tuple(sorted(_ALL, key=lambda attack: attack.server, reverse=True))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from functools import partial
 
 from loadtests.hostile import bodies
 from loadtests.hostile.attack import Attack
-from loadtests.hostile.scene import Scene
+from loadtests.hostile.scene import Scene, status_of
 
 SEED = 20
 HIDDEN = b"GET /v1/models?hidden HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
 """A request inside a body, which must not be answered."""
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+_HOST = "Host: 127.0.0.1\r\nConnection: close\r\n"
 CHUNKED = b"0\r\n\r\n"
 BOTH = (
     b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n",
@@ -123,6 +125,35 @@ def _packed(scene: Scene) -> None:
             scene.found(f"a body packed with {coding} gets {answer.status}")
 
 
+def _keys(scene: Scene) -> None:
+    """Each of these is another client for whoever reads only one of its headers."""
+    good = scene.headers("mallory")["Authorization"]
+    for number in itertools.cycle(range(1000)):
+        if not scene.left_s():
+            return
+        pretended = f"Bearer sk-pretended-{number:012d}"
+        for lines in (
+            f"Authorization: {pretended}\r\nAuthorization: {good}",
+            f"Authorization: {good}\r\nAuthorization: {pretended}",
+            f"Authorization: BearerX{good[7:]}",
+            f"Authorization: {pretended} {good}",
+            f"X-Api-Key: {number}\r\nX-Api-Key: {good[7:]}",
+        ):
+            got = scene.raw(f"GET /v1/models HTTP/1.1\r\n{_HOST}{lines}\r\n\r\n".encode())
+            if status_of(got) == 200:
+                scene.found(f"{lines.splitlines()[0][:24]}... counts as a key")
+
+
+def _line_breaks(scene: Scene) -> None:
+    forged = "a\n2026-01-01 ERROR corral: forged\x1b[2J\r\n\u2028"
+    while scene.left_s():
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
+            answer = scene.post(path, {forged: 1, "prompt": "a", "max_tokens": 1})
+            if answer.status >= 500:
+                scene.found(f"{path} gets {answer.status}")
+        _no_5xx(scene, scene.raw(b"GET /a%0aERROR%1b[2J HTTP/1.1\r\n" + _HOST.encode() + b"\r\n"))
+
+
 def _key(scene: Scene) -> bytes:
     return "".join(f"{k}: {v}\r\n" for k, v in scene.headers("mallory").items()).encode()
 
@@ -160,6 +191,18 @@ ATTACKS = tuple(
             "Other protocols and versions, headers of a megabyte, 50,000 headers, upgrades, noise.",
             "No 5xx, and nothing that others notice.",
             _odd,
+        ),
+        (
+            "pseudo keys",
+            "Two keys in headers of one kind, words that only begin with Bearer, and keys with blanks.",
+            "One rule for the proxy and the server: 400 or 401.",
+            _keys,
+        ),
+        (
+            "names with line breaks",
+            "Names of fields, paths and headers with line breaks and terminals' commands.",
+            "No 5xx. Lines of the log stay whole.",
+            _line_breaks,
         ),
         (
             "pipelines",

@@ -362,6 +362,10 @@ class AllowedToolChoice(RequestModel):
 _ANY_OBJECT = {"type": "object"}
 
 
+ToolChoice = Literal["auto", "none", "required"] | NamedToolChoice | AllowedToolChoice | None
+"""`tool_choice`, in the form that all protocols are translated to."""
+
+
 class NamedSchema(RequestModel):
     """`response_format.json_schema`."""
 
@@ -421,9 +425,7 @@ class ChatRequest(GenerationParams):
     """The newer name of max_tokens; counts before it."""
     tools: list[Tool] = Field(default=[])
     """Functions, and custom tools, that the model may call."""
-    tool_choice: (
-        Literal["auto", "none", "required"] | NamedToolChoice | AllowedToolChoice | None
-    ) = None
+    tool_choice: ToolChoice = None
     """`none` hides the tools from the model; `required`, or a function's name, makes it call some, or that
     one, with arguments that its schema validates; `allowed_tools` hides all others."""
     parallel_tool_calls: bool | None = None

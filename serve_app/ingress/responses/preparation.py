@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 import orjson
-from pydantic import Field, TypeAdapter, field_validator, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from serve_app.errors import (
     InvalidRequestError,
@@ -23,6 +23,7 @@ from serve_app.ingress.generation.requests import (
     Effort,
     NamedSchema,
     PingInterval,
+    ToolChoice,
     TranslatedChat,
     Verbosity,
 )
@@ -167,6 +168,17 @@ class ResponsesRequest(RequestModel):
         text = {"format": form, **(data.get("text") or {})}
         return {name: v for name, v in data.items() if name != "response_format"} | {"text": text}
 
+    @field_validator("tool_choice")
+    @classmethod
+    def _must_be_a_choice(cls, value: object) -> object:
+        try:
+            _CHOICES.validate_python(plain_choice(value))
+        except ValidationError:
+            raise ValueError(
+                "Input should be 'auto', 'none', 'required', or an object that names a tool"
+            ) from None
+        return value
+
     @field_validator("include")
     @classmethod
     def _name_what_is_not_included(cls, value: list[str] | None) -> list[str] | None:
@@ -209,6 +221,7 @@ class ResponsesRequest(RequestModel):
         )
 
 
+_CHOICES: TypeAdapter[ToolChoice] = TypeAdapter(ToolChoice)
 _ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(Items)
 
 

@@ -348,3 +348,13 @@ async def test_progress_and_timings(client: httpx.AsyncClient, engine: ScriptedE
 async def test_input_tokens(client: httpx.AsyncClient, path: str) -> None:
     answer = (await client.post(path, json={"input": "Hi"})).json()
     assert answer == {"object": "response.input_tokens", "input_tokens": len("user:Hi")}
+
+
+@pytest.mark.parametrize("choice", ["sometimes", 3, {"type": "allowed_tools", "mode": "loud"}])
+async def test_a_tool_choice_that_is_none_is_refused(
+    client: httpx.AsyncClient, choice: object
+) -> None:
+    response = await client.post("/v1/responses", json=asked(tools=[TOOL], tool_choice=choice))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tool_choice"
+    assert "'required', or an object that names a tool" in response.json()["error"]["message"]
