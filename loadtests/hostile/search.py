@@ -57,7 +57,7 @@ ROUTES = (
 )
 N_CTX_SLOT, LONG_PROMPT, N_SLOTS = 32_768, 30_000, 4
 REQUEST_S = 60.0
-PER_ROUND = 40
+PER_ROUND = 20
 """Requests that one search makes of one route."""
 MOST_TOKENS, MOST_FIELDS, MANY = 12, 6, 2000
 CALM = {"prompt": "The quick brown fox", "max_tokens": MOST_TOKENS, "ignore_eos": True}
@@ -189,7 +189,7 @@ class _Workers:
 class Server:
     """The routes, and a real engine, in this process."""
 
-    url: str
+    client: httpx.Client
     meter: Meter
     schemas: Mapping[str, Any]
     """JSON schemas by their names, from the API's description."""
@@ -203,7 +203,7 @@ class Server:
         def ask() -> None:
             headers = {"Content-Type": "application/json"}
             try:
-                httpx.post(self.url + path, content=sent, headers=headers, timeout=REQUEST_S)
+                self.client.post(path, content=sent, headers=headers)
             except httpx.TimeoutException:
                 print(f"{path} took more than {REQUEST_S:.0f} s", file=sys.stderr)
 
@@ -246,7 +246,8 @@ def served(path: Path) -> Iterator[Server]:
             route: _fields(described["paths"][route]["post"]["requestBody"], schemas)
             for route in ROUTES
         }
-        yield Server(f"http://127.0.0.1:{port}", meter, schemas, bodies)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_S) as client:
+            yield Server(client, meter, schemas, bodies)
     finally:
         server.should_exit = True
         thread.join(10)
@@ -458,8 +459,10 @@ class Search:
     def run(self, first_seed: int) -> None:
         """Search each route in turn."""
         number = first_seed
-        while not self.is_over:
+        while True:
             for path in ROUTES:
+                if self.is_over:
+                    return
                 number += 1
                 self._round(path, number)
 

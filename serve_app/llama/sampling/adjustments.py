@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from serve_app.llama import library
 from serve_app.llama.sampling.candidates import Candidates
 from serve_app.llama.sampling.dry import last_n
 from serve_app.llama.sampling.source import LogitsSource
-from serve_app.sampling import SamplingParams
+from serve_app.sampling import PARAMETERS, SamplingParams
 
 Logits = NDArray[np.float32]
 
@@ -38,12 +39,10 @@ class Adjustments:
         self._tokens = np.empty(0, np.intp)
         """The tokens that were among the last ones at any time."""
         self._known = set[int]()
-        self._by_history = [
-            one for one in (_penalties(context, params), _dry(context, params)) if one
-        ]
-        if self._by_history:
-            for token in (last := prompt[-_window(context, params) :]):
-                self._tell(token)
+        self._by_history = list[Any]()
+        if params.penalises or params.counts_repeats:
+            last = tuple(prompt[-_window(context, params) :])
+            self._by_history = _told.copies(context, params, last)
             self._concern(last)
 
     def __bool__(self) -> bool:
@@ -68,13 +67,10 @@ class Adjustments:
 
     def accept(self, token: int) -> None:
         """The token was picked: the penalties look at it from now on."""
+        for sampler in self._by_history:
+            _accept(sampler, token)
         if self._by_history:
-            self._tell(token)
             self._concern([token])
-
-    def _tell(self, token: int) -> None:
-        for one in self._by_history:
-            _accept(one, token)
 
     def _concern(self, tokens: Sequence[int]) -> None:
         new = sorted(set(tokens) - self._known)
@@ -122,6 +118,42 @@ class _Bias:
             yield
         finally:
             logits[self._where] = before
+
+
+class _Told(threading.local):
+    """The samplers that were told of the last long prompt. The next answer to it copies them: to tell them
+    of 30,000 tokens takes 20 ms, and a request may have 32 answers. Each thread has its own."""
+
+    def __init__(self) -> None:
+        self._model: object = None
+        self._key: tuple[object, ...] = ()
+        self._samplers: list[Any] = []
+
+    def copies(
+        self, context: LogitsSource, params: SamplingParams, last: tuple[int, ...]
+    ) -> list[Any]:
+        """Samplers by these parameters for one sequence, told of these last tokens."""
+        key = (context.n_ctx_slot, *(getattr(params, name) for name in _READ), last)
+        if self._model is context.model and self._key == key:
+            return [llama_cpp.llama_sampler_clone(sampler) for sampler in self._samplers]
+        made = (_penalties(context, params), _dry(context, params))
+        samplers = [sampler for sampler in made if sampler]
+        for token in last:
+            for sampler in samplers:
+                _accept(sampler, token)
+        if len(last) > _MANY_TOLD:
+            for sampler in self._samplers:
+                llama_cpp.llama_sampler_free(sampler)
+            self._model, self._key = context.model, key
+            self._samplers = [llama_cpp.llama_sampler_clone(sampler) for sampler in samplers]
+        return samplers
+
+
+_READ = ("samplers", "mirostat", *(one.name for one in PARAMETERS if one.name.startswith("dry_")))
+_READ += tuple(one.name for one in PARAMETERS if one.sampler == "penalties")
+"""The parameters that decide which samplers there are, and what they do."""
+_MANY_TOLD = 1024
+_told = _Told()
 
 
 def _penalties(context: LogitsSource, params: SamplingParams) -> Any:

@@ -16,6 +16,7 @@ from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import SequenceSampler
+from serve_app.llama.sampling import adjustments
 from serve_app.prompt.grammars import from_regex
 from serve_app.sampling import LogitBias, SamplingParams
 from tests.doubles.whole_chain import WholeChain
@@ -168,3 +169,31 @@ def test_samplers_count_once_and_compare_few(context: Context) -> None:
     decode(context, [5], 0)
     assert 0 <= sampler.sample(0).token < N_VOCAB
     sampler.close()
+
+
+def test_the_next_answer_to_a_long_prompt_copies_what_the_first_was_told(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To tell samplers of 30,000 tokens takes 20 ms, and a request may have 32 answers."""
+    told: list[int] = []
+
+    def accept(sampler: Any, token: int) -> None:
+        told.append(token)
+        llama_cpp.llama_sampler_accept(sampler, token)
+
+    monkeypatch.setattr(adjustments, "_accept", accept)
+    monkeypatch.setattr(adjustments, "_MANY_TOLD", 8)
+    params = SamplingParams(
+        seed=3, repeat_penalty=1.3, repeat_last_n=-1, dry_multiplier=2, dry_penalty_last_n=-1
+    )
+    prompt = [token % 7 + 5 for token in range(40)]
+    decode(context, [5, 6, 7], 0)
+    picked = []
+    for _ in range(3):
+        sampler = SequenceSampler(context, params, prompt)
+        picked.append([sampler.sample(0).token for _ in range(4)])
+        sampler.close()
+    assert picked[1] == picked[2] == picked[0]
+    assert len(told) == 2 * len(prompt) + 3 * 2 * 4
+    SequenceSampler(context, replace(params, repeat_penalty=1.4), prompt).close()
+    assert len(told) == 4 * len(prompt) + 3 * 2 * 4
