@@ -542,7 +542,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.freeze()  # pauses of the collector are no request's fault
         for route, (text, limit) in NEEDED.items():  # what is made once is no request's fault
             said = [{"role": "user", "content": "a"}] if text == "messages" else "a"
-            server.cost(route, {text: said, limit: {} if limit == "options" else 1})
+            server.cost(route, {text: said, limit: {"num_predict": 1} if limit == "options" else 1})
         calm = [server.cost("/v1/completions", CALM) for _ in range(5)]
         search = Search(server, time.monotonic() + 60 * args.minutes)
         search.run(args.seed)
