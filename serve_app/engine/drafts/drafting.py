@@ -172,7 +172,9 @@ class Drafting(Guest):
                     options.append((max(value, own), own > value, seq))
             options.sort(key=lambda option: -option[0])
             most = min(len(options), MAX_DRAFTED_ROWS // n_drafted)
-            for size in _sizes(most) if ready else [most][: len(options)]:
+            if not most:
+                continue
+            for size in _sizes(most) if ready else [most]:
                 chosen = sorted(options[:size], key=lambda option: option[2].slot_id)
                 proposed = tuple(seq for _, by_model, seq in chosen if by_model)
                 seconds = self._verify_s([seq for *_, seq in chosen], n_drafted, n_past, mixed)
@@ -201,4 +203,4 @@ class Drafting(Guest):
 
 
 def _sizes(most: int) -> list[int]:
-    return [n for n in (1, 2, 3, 4, 6, 8, 12) if n < most] + ([most] if most else [])
+    return [*(n for n in (1, 2, 3, 4, 6, 8, 12) if n < most), most]
