@@ -2,9 +2,8 @@
 
     python -m loadtests.hostile [--short] [--only FAMILY,...] [--names NAME,...] [--users 4]
         [--seconds 6] [--most 60] [--json FILE] [--list]
-    python -m loadtests.hostile search [--minutes 30] [--seed N]
 
-`search` draws requests, and looks for those that cost others time: see `loadtests.hostile.search`.
+`loadtests.hostile.search` draws requests, and looks for those that cost others time.
 
 Prints a table: what honest users saw in the calm before each attack and during it, what the attacker got,
 which processes died, and how memory grew; then a verdict. The exit status is 1 if anybody was hurt.
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.common.servers import exit_on_sigterm
-from loadtests.hostile import report, search
+from loadtests.hostile import report
 from loadtests.hostile.attack import Attack
 from loadtests.hostile.attacks import ATTACKS, FAMILIES
 from loadtests.hostile.run import Plan, run
@@ -85,4 +84,4 @@ def _facts(users: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     exit_on_sigterm()
-    sys.exit(search.main(sys.argv[2:]) if sys.argv[1:2] == ["search"] else main())
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """A search for requests that cost other users time. Hypothesis draws bodies over all parameters.
 
-    python -m loadtests.hostile search [--minutes 30] [--seed N]
+    python -m loadtests.hostile.search [--minutes 30] [--seed N]
 
 The parameters are those of the API's description. The routes and a real engine run in this process, over a
 model of one layer and 151,936 tokens. Four costs of each request are measured: the longest CPU time on the
@@ -32,7 +32,7 @@ import uvicorn
 from hypothesis import HealthCheck, Phase, given, seed, settings, target
 from hypothesis import strategies as st
 
-from loadtests.common.servers import free_port
+from loadtests.common.servers import exit_on_sigterm, free_port
 from serve_app.batch.answerer import LocalClient
 from serve_app.engine import Engine, EngineOptions
 from serve_app.errors import CorralError
@@ -528,7 +528,7 @@ def _told(path: str, body: Body, cost: Cost) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(prog="python -m loadtests.hostile search", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m loadtests.hostile.search", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=bounded(0, 2**32), default=random.randrange(2**32))
@@ -556,3 +556,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for (route, *_), (body, cost) in search.findings.items():
         print(_told(route, body, cost))
     return int(bool(search.findings))
+
+
+if __name__ == "__main__":
+    exit_on_sigterm()
+    sys.exit(main())
