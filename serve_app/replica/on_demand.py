@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import ray
@@ -121,23 +121,7 @@ def _write(descriptor: int, since: float, is_busy: bool = False) -> bytes:
     return text
 
 
-class Loaded(Protocol):
-    """A model that is loaded: see LoadedModel."""
-
-    async def attach(self, address: Address) -> bool:
-        """Whether there is a channel to that ingress now."""
-
-    async def close(self) -> None:
-        """Unload it."""
-
-    def forget(self) -> None:
-        """Nobody works with it any more."""
-
-
-LoadedT = TypeVar("LoadedT", bound=Loaded)
-
-
-class ModelLifecycle(Generic[LoadedT]):
+class ModelLifecycle:
     """One model's. Used in one event loop."""
 
     def __init__(
@@ -145,13 +129,13 @@ class ModelLifecycle(Generic[LoadedT]):
         name: str,
         keep_alive_s: float,
         residency: Residency,
-        load: Callable[[], Awaitable[LoadedT]],
+        load: Callable[[], Awaitable[LoadedModel]],
         left: Callable[[], None],
     ) -> None:
         """`load` is called when there is a place for the model, and `left` when it is gone."""
         self._name, self._keep_alive_s, self._residency = name, keep_alive_s, residency
         self._load, self._left = load, left
-        self.loaded: LoadedT | None = None
+        self.loaded: LoadedModel | None = None
         self._changing = asyncio.Lock()
         self._coming: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -166,7 +150,7 @@ class ModelLifecycle(Generic[LoadedT]):
         """Addresses of ingresses, which are told what the model holds when it is loaded."""
 
     @asynccontextmanager
-    async def present(self) -> AsyncIterator[LoadedT]:
+    async def present(self) -> AsyncIterator[LoadedModel]:
         """The model, which stays loaded until the end, or until its time is over and it waited for that.
         Raises CorralError if it cannot be loaded."""
         self._n_wanted += 1
@@ -209,7 +193,7 @@ class ModelLifecycle(Generic[LoadedT]):
 
     # -- coming -----------------------------------------------------------------------------------
 
-    async def _come(self) -> LoadedT:
+    async def _come(self) -> LoadedModel:
         while self.loaded is None:
             if self._coming is None or self._coming.done():
                 self._coming = asyncio.create_task(self._load_in_turn())
@@ -350,7 +334,7 @@ class OnDemandReplica:
         context = serve.get_replica_context()
         self.id = context.replica_id.unique_id
         residency = Residency(_folder(context.app_name), self.id, settings.max_loaded)
-        self.lifecycle = ModelLifecycle[LoadedModel](
+        self.lifecycle = ModelLifecycle(
             model.id, settings.keep_alive_s, residency, lambda: _load(model), _clean_up
         )
 

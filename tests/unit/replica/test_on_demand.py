@@ -60,13 +60,17 @@ async def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(on_demand, "_folder", lambda _: tmp_path / "loaded")
     monkeypatch.setattr(on_demand, "_load", loaded)
-    monkeypatch.setattr(on_demand, "prepare_process", lambda: None)
+    monkeypatch.setattr(on_demand, "prepare_process", lambda **_: None)
     monkeypatch.setattr(on_demand, "_clean_up", lambda: None)
 
     async def start(name: str = "m") -> Any:
         made = Replica.__new__(Replica)
         await made.__init__(
-            SimpleNamespace(id=name, on_demand=OnDemandSettings(3600.0, 2.0, 1, has_peers=False))
+            SimpleNamespace(
+                id=name,
+                on_demand=OnDemandSettings(3600.0, 2.0, 1, has_peers=False),
+                data_at_rest=True,
+            )
         )
         return made
 
