@@ -82,7 +82,7 @@ def _blocks(content: object) -> object:
         return [{"type": "text", "text": content}]
     content = [content] if isinstance(content, dict) else content
     if not isinstance(content, list):
-        return [] if content is None else content
+        return content
     blocks = [_as_text(block) for block in content if block is not None]
     refuse_media(blocks, "messages", takes={"image"})
     return blocks
@@ -291,7 +291,7 @@ class AnthropicTool(RequestModel):
 
 def _clients(tools: object) -> object:
     if not isinstance(tools, list):
-        return [] if tools is None else tools
+        return tools
     own = [_own(tool) for tool in tools]
     left_out = [tool for tool, mine in zip(tools, own, strict=True) if mine is None]
     name_ignored(f"tools.{tool['type']}" for tool in left_out)

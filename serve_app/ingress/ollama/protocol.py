@@ -144,11 +144,20 @@ _DURATION = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|\d+(?:
 _NUMBER = re.compile(r"\d+(?:\.\d*)?")
 
 
-class OllamaRequest(RequestModel):
-    """The common fields of chats and completions."""
+class NamedModel(RequestModel):
+    """A request for a model."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"keep_alive", "verbose"})
 
     model: str | None = None
     """A model's name, with or without a tag; the first of /api/tags if it is missing."""
+
+
+class OllamaRequest(NamedModel):
+    """The common fields of chats and completions."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset()
+
     stream: bool | None = None
     """Whether the answer comes in lines, as it is made; it does by default."""
     format: Any = None
@@ -176,11 +185,6 @@ class OllamaRequest(RequestModel):
     sse_ping_interval: PingInterval | None = None
     """llama-server's: a stream in which nothing was sent for so many seconds sends a space, which stands
     before the next line's JSON; 0 and -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
-
-    @field_validator("options", mode="before")
-    @classmethod
-    def _null_is_none(cls, value: object) -> object:
-        return {} if value is None else value
 
     @field_validator("format")
     @classmethod
@@ -276,11 +280,6 @@ class OllamaChatRequest(OllamaRequest):
     tools: list[Tool] = Field(default=[])
     """Functions that the model may call."""
 
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _null_is_empty(cls, value: object) -> object:
-        return [] if value is None else value
-
     @field_validator("tools", mode="before")
     @classmethod
     def _known_tools(cls, value: object) -> object:
@@ -305,30 +304,16 @@ class OllamaGenerateRequest(OllamaRequest):
     images: list[str] | None = None
     """Pictures in base64."""
 
-    @field_validator("prompt", "suffix", "system", "template", mode="before")
-    @classmethod
-    def _null_is_empty_text(cls, value: object) -> object:
-        return "" if value is None else value
 
-    @field_validator("context", mode="before")
-    @classmethod
-    def _null_is_empty(cls, value: object) -> object:
-        return [] if value is None else value
-
-
-class OllamaEmbedRequest(RequestModel):
+class OllamaEmbedRequest(NamedModel):
     """POST /api/embed."""
 
-    model: str | None = None
-    """A model's name, with or without a tag; the first of /api/tags if it is missing."""
     input: str | list[str] | None = None
     """A text, or several."""
     truncate: bool | None = None
     """Whether texts that are too long are cut; they are by default."""
     dimensions: int | None = None
     """Only the first so many numbers, of length 1 again: for models that are made for it."""
-    keep_alive: float | str | None = None
-    """Changes nothing."""
     user: str | None = None
     """The user who sent the texts, which is not Ollama's. The engine is shared fairly among clients."""
 
@@ -340,26 +325,18 @@ class OllamaEmbedRequest(RequestModel):
         return self.input or []
 
 
-class OllamaEmbeddingsRequest(RequestModel):
+class OllamaEmbeddingsRequest(NamedModel):
     """POST /api/embeddings."""
 
-    model: str | None = None
-    """A model's name, with or without a tag; the first of /api/tags if it is missing."""
     prompt: str = ""
     """A text."""
-    keep_alive: float | str | None = None
-    """Changes nothing."""
 
 
-class OllamaShowRequest(RequestModel):
+class OllamaShowRequest(NamedModel):
     """POST /api/show."""
 
-    model: str | None = None
-    """A model's name, with or without a tag; the first of /api/tags if it is missing."""
     name: str | None = None
     """The older name of `model`."""
-    verbose: bool = False
-    """Changes nothing: what is long is left out."""
 
 
 class OllamaErrorResponse(BaseModel):

@@ -90,7 +90,7 @@ def known_tools(kinds: Container[str], tools: object) -> object:
     """The tools of these kinds. Others are run by servers of the protocol's inventor: they are left out,
     and the answer names them."""
     if not isinstance(tools, list):
-        return [] if tools is None else tools
+        return tools
     known: list[object] = []
     unknown: list[dict[str, Any]] = []
     for tool in tools:
