@@ -20,6 +20,7 @@ from serve_app.prompt.conversation import Conversation, PastCall, Turn, in_tags
 from serve_app.prompt.template_caps import TemplateCaps
 
 PARAGRAPH = "\n\n"
+_BLANK = " "
 _VOLATILE = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE)
 """Lines of a system message that differ from request to request and mean nothing to a model. Claude Code's
 differs with the user's first message, so that no two sessions would share a prefix."""
@@ -28,6 +29,8 @@ differs with the user's first message, so that no two sessions would share a pre
 def shaped(conversation: Conversation, caps: TemplateCaps) -> list[Turn]:
     """The conversation in a shape that the template takes."""
     turns = list(conversation)
+    if not caps.lone_result:
+        turns = _lone_results_as_users(turns)
     if not caps.parallel_calls:
         turns = _one_call_a_turn(turns)
     n_leading = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
@@ -114,6 +117,17 @@ def _one_call_a_turn(turns: list[Turn]) -> list[Turn]:
     return single
 
 
+def _lone_results_as_users(turns: list[Turn]) -> list[Turn]:
+    """Results without calls before them as users' turns."""
+    ids: set[str] = set()
+    changed: list[Turn] = []
+    for turn in turns:
+        ids |= {call.call_id for call in turn.calls}
+        is_lone = turn.role == "tool" and turn.call_id not in ids
+        changed.append(Turn("user", in_tags("tool", turn.text)) if is_lone else turn)
+    return changed
+
+
 def _with_late_system_as_users(turns: list[Turn]) -> list[Turn]:
     """System messages as users' turns, behind the results of calls that stand before."""
     changed: list[Turn] = []
@@ -151,7 +165,9 @@ def as_messages(turns: Iterable[Turn], caps: TemplateCaps) -> list[dict[str, Any
 
 
 def _as_message(turn: Turn, caps: TemplateCaps) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": turn.role, "content": caps.content(turn.text)}
+    is_empty = turn.role == "assistant" and not turn.text and not turn.calls
+    text = _BLANK if is_empty and not caps.empty_answer else turn.text
+    message: dict[str, Any] = {"role": turn.role, "content": caps.content(text)}
     if turn.name:
         message["name"] = turn.name
     if turn.role == "tool":

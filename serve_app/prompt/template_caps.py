@@ -98,10 +98,14 @@ class TemplateCaps:
     """Conversations without a user's turn."""
     user_after_result: bool = True
     """A user's turn right behind the result of a call."""
+    lone_result: bool = True
+    """A result without its call."""
+    empty_answer: bool = True
+    """An assistant's turn without any text."""
 
     def strict(self) -> Self:
         """Return these abilities, with only the one shape that every template takes."""
-        kept = {"system": self.system, "user_after_result": False}
+        kept = {"system": self.system, "user_after_result": False, "lone_result": False}
         return replace(self, **dict.fromkeys(_SHAPES, False) | kept)
 
     def takes_neighbours(self, role: str) -> bool:
@@ -167,6 +171,8 @@ def probed(render: Render, names: frozenset[str]) -> TemplateCaps:
     first = first if takes_objects else written(_called(arguments, _FIRST), tools=_TOOLS)
     second = written(_called(arguments, _FIRST, _SECOND), tools=_TOOLS)
     then_asked = [*_called(arguments, _FIRST)[:3], _ASKED | {"content": _TEXT}]
+    lone_result = [_ASKED, {"role": "tool", "content": _TEXT, "tool_call_id": "call00000"}, _ASKED]
+    empty_answer = [_ASKED, {"role": "assistant", "content": ""}, _ASKED | {"content": _TEXT}]
     past = [_ASKED, _answered(_TEXT), _ASKED, _answered("Hm"), _ASKED]
     return replace(
         content,
@@ -176,6 +182,8 @@ def probed(render: Render, names: frozenset[str]) -> TemplateCaps:
         object_arguments=takes_objects,
         text_arguments=_VALUE in written(_called(_VALUE, _FIRST), tools=_TOOLS),
         user_after_result=_TEXT in written(then_asked, tools=_TOOLS),
+        lone_result=_TEXT in written(lone_result, tools=_TOOLS),
+        empty_answer=_TEXT in written(empty_answer),
         preserve_reasoning=_TEXT in written(past, extra=_KEEP),
         reasoning_effort=not names.isdisjoint(("reasoning_effort", "reasoning_strength")),
         **{name: all(map(takes, shapes)) for name, shapes in _SHAPES.items()},

@@ -214,9 +214,13 @@ class Tokenizer:
         names = FunctionNames.of_tools(tools)
         tools = names.renamed(tools)
         turns = normaliser.completed(names.renamed_calls(conversation))
-        options = {"add_generation_prompt": add_generation_prompt, "extra": extra}
+        shapes = [(caps, extra or {}) for caps in (template.caps, template.caps.strict())]
+        if extra and "reasoning_effort" in extra:  # which has other words in some templates
+            others = {name: value for name, value in extra.items() if name != "reasoning_effort"}
+            shapes.append((template.caps.strict(), others))
         errors = []
-        for caps in dict.fromkeys((template.caps, template.caps.strict())):
+        for caps, variables in shapes:
+            options = {"add_generation_prompt": add_generation_prompt, "extra": variables}
             try:
                 text = _rendered(template, turns, tools, caps, options)
             except InvalidRequestError as error:

@@ -157,13 +157,17 @@ def described(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_nulls(schema: Any) -> Any:
-    """The schema without fields that are null, except where null is a value."""
+    """The schema without fields that are null, except where null is a value, and with types as JSON Schema
+    writes them: Google's clients write `STRING`."""
     if isinstance(schema, list):
         return [without_nulls(inner) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
+    kind = schema.get("type")
+    named = {"type": kind.lower()} if isinstance(kind, str) else {}
+    kept = {
         key: value if key in ("const", "default", "enum", "examples") else without_nulls(value)
         for key, value in schema.items()
         if value is not None or key in ("const", "default")
     }
+    return kept | named

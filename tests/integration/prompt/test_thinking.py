@@ -12,9 +12,11 @@ import pytest
 from anthropic.types import ThinkingConfigParam
 
 from serve_app.batch.answerer import LocalClient
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
 from tools import gguf_file
 from tools.random_models.model import SHAPES, write_random_gguf
@@ -138,3 +140,17 @@ async def test_earlier_reasoning_is_the_templates_business(
         f"{before}{after}\n</think>\n\n",
     ]
     assert counts == [len(model.tokenizer.tokenize(text, True, True)) for text in texts]
+
+
+def test_an_effort_that_the_template_does_not_know_is_left_out() -> None:
+    source = (
+        "{% if reasoning_effort is defined and reasoning_effort not in ('low', 'high') %}"
+        "{{ raise_exception('reasoning_effort: low or high') }}{% endif %}"
+        "{{ messages[0].content }}|{{ reasoning_effort | default('none') }}"
+    )
+    tokenizer = Tokenizer(BUILTIN_MODEL, source)
+    rendered = [
+        tokenizer.render_chat([Turn("user", ("Hi",))], extra={"reasoning_effort": effort})
+        for effort in ("low", "medium")
+    ]
+    assert rendered == ["Hi|low", "Hi|none"]

@@ -45,6 +45,10 @@ def late(text: str) -> str:
     return f"<system>\n{text}\n</system>"
 
 
+def result(text: str) -> str:
+    return f"<tool>\n{text}\n</tool>"
+
+
 @pytest.mark.parametrize(
     ("shape", "caps", "expected"),
     [
@@ -66,6 +70,9 @@ def late(text: str) -> str:
         ("u1 s1", STRICT, [f"u u1\n\n{late('s1')}"]),
         ("u1 c1 s1 t1 a1", STRICT, ["u u1", "a +1", "t t1", "a ", f"u {late('s1')}", "a a1"]),
         ("u1 c1 t1 u2", FREE, "u1 c1 t1 u2"),
+        ("u1 t1 u2", FREE, "u1 t1 u2"),
+        ("u1 t1 u2", replace(FREE, lone_result=False), ["u u1", f"u {result('t1')}", "u u2"]),
+        ("u1 t1 u2", STRICT, [f"u u1\n\n{result('t1')}\n\nu2"]),
         ("u1 c1 t1 u2", STRICT, ["u u1", "a +1", "t t1", "a ", "u u2"]),
         ("u1 c1 u2", STRICT, ["u u1", "a +1", "a ", "u u2"]),
         ("u1 c12 t1 t2 a1", FREE, "u1 c12 t1 t2 a1"),
@@ -211,3 +218,23 @@ def test_real_templates_take_any_arguments(path: Path, arguments: str) -> None:
         conversation = describe(conversation, ())
     messages = normaliser.as_messages(normaliser.shaped(conversation, template.caps), template.caps)
     assert "Bye" in template.render(messages, () if describe else TOOLS)
+
+
+@pytest.mark.parametrize(("takes", "content"), [(True, ""), (False, " ")])
+def test_an_empty_answer_is_a_blank_where_it_must_be_something(takes: bool, content: str) -> None:
+    caps = replace(FREE, empty_answer=takes)
+    messages = normaliser.as_messages([Turn("user", ("Hi",)), Turn("assistant")], caps)
+    assert [message["content"] for message in messages] == ["Hi", content]
+
+
+def test_abilities_with_empty_answers_and_lone_results() -> None:
+    source = """
+    {%- for m in messages %}
+        {%- if m.role == 'assistant' and not m.content %}{{ raise_exception('No.') }}{% endif %}
+        {%- if m.role == 'tool' and not loop.previtem.tool_calls %}{{ raise_exception('No.') }}{% endif %}
+        {{- m.content }}
+    {%- endfor %}"""
+    caps = ChatTemplate(source, bos="", eos="").caps
+    assert (caps.empty_answer, caps.lone_result) == (False, False)
+    free = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", bos="", eos="").caps
+    assert (free.empty_answer, free.lone_result) == (True, True)

@@ -66,6 +66,10 @@ def test_a_name_that_means_one_function_is_its_name(written: str, meant: str) ->
             {"properties": {"a": {"type": "string"}}},
         ),
         (
+            {"parameters": {"type": "OBJECT", "properties": {"type": {"type": "STRING"}}}},
+            {"type": "object", "properties": {"type": {"type": "string"}}},
+        ),
+        (
             {"parameters": {"properties": {"a": {"enum": [None, 1], "default": None}}}},
             {"properties": {"a": {"enum": [None, 1], "default": None}}},
         ),
