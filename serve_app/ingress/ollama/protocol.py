@@ -144,7 +144,7 @@ _DURATION = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|\d+(?:
 _NUMBER = re.compile(r"\d+(?:\.\d*)?")
 
 
-class NamedModel(RequestModel):
+class OllamaModelRequest(RequestModel):
     """A request for a model."""
 
     INERT: ClassVar[frozenset[str]] = frozenset({"keep_alive", "verbose"})
@@ -153,7 +153,7 @@ class NamedModel(RequestModel):
     """A model's name, with or without a tag; the first of /api/tags if it is missing."""
 
 
-class OllamaRequest(NamedModel):
+class OllamaRequest(OllamaModelRequest):
     """The common fields of chats and completions."""
 
     INERT: ClassVar[frozenset[str]] = frozenset()
@@ -305,7 +305,7 @@ class OllamaGenerateRequest(OllamaRequest):
     """Pictures in base64."""
 
 
-class OllamaEmbedRequest(NamedModel):
+class OllamaEmbedRequest(OllamaModelRequest):
     """POST /api/embed."""
 
     input: str | list[str] | None = None
@@ -325,14 +325,14 @@ class OllamaEmbedRequest(NamedModel):
         return self.input or []
 
 
-class OllamaEmbeddingsRequest(NamedModel):
+class OllamaEmbeddingsRequest(OllamaModelRequest):
     """POST /api/embeddings."""
 
     prompt: str = ""
     """A text."""
 
 
-class OllamaShowRequest(NamedModel):
+class OllamaShowRequest(OllamaModelRequest):
     """POST /api/show."""
 
     name: str | None = None
