@@ -103,7 +103,7 @@ class ReasoningBudget:
 
 @dataclass(frozen=True, slots=True)
 class Triggers:
-    """The texts that a grammar waits for: see `serve_app.llama.grammars.triggers`."""
+    """The texts that a grammar waits for: see `serve_app.llama.grammars.constraint`."""
 
     tokens: tuple[int, ...] = ()
     patterns: tuple[str, ...] = ()

@@ -20,9 +20,8 @@ from llguidance import LLMatcher, LLTokenizer
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama import library, long_runs, shards
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
-from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint
+from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint, LazyConstraint
 from serve_app.llama.grammars.grammar_tokenizer import grammar_tokenizer, is_delimiter
-from serve_app.llama.grammars.triggers import LazyConstraint
 from serve_app.llama.sampling.dry import DrySampler, DrySamplers
 from serve_app.sampling import SamplingParams, Triggers
 

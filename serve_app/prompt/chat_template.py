@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import datetime
 from typing import Any, NoReturn, TypeVar
@@ -25,6 +27,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve_app.errors import ConfigError, InvalidRequestError
+from serve_app.llama import chat_templates
 from serve_app.prompt import output_parser, template_caps, tool_calls
 from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText, formatting
@@ -269,3 +272,44 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
+
+
+class NamedTemplate:
+    """A template with the interface of ChatTemplate. It reads roles and texts: no tools, no variables."""
+
+    tool_format = tool_calls.GENERIC
+    thinks = False
+    reasoning_tags = None
+    names: frozenset[str] = frozenset()
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @functools.cached_property
+    def caps(self) -> TemplateCaps:
+        """The abilities of the template."""
+        return template_caps.probed(self.render, self.names)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> TemplateText:
+        """The prompt. Digits that no user foresees stand for the texts while llama.cpp renders, so that it
+        shows what the template wrote. Raises InvalidRequestError."""
+        secret = f"{secrets.randbelow(10**12):012}"
+        turns = [
+            (str(message["role"]), f"{secret}<{place}>" if message["content"] else "")
+            for place, message in enumerate(messages)
+        ]
+        rendered = chat_templates.apply(
+            self._name, turns, add_generation_prompt=add_generation_prompt
+        )
+        parts = re.split(rf"{secret}<(\d+)>", rendered)
+        return TemplateText.joined(
+            str(messages[int(part)]["content"]) if place % 2 else TemplateText.own(part)
+            for place, part in enumerate(parts)
+        )

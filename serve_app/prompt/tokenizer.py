@@ -14,10 +14,9 @@ from serve_app.llama import chat_templates
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.model import Model
 from serve_app.prompt import normaliser
-from serve_app.prompt.chat_template import ChatTemplate
+from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect, ThinkingPhase
-from serve_app.prompt.named_template import NamedTemplate
 from serve_app.prompt.output_parser import DELIMITERS, THINK, OutputParser, ReasoningTags
 from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText, control_tokens

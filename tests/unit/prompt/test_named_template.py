@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.errors import InvalidRequestError
 from serve_app.llama import chat_templates
-from serve_app.prompt.named_template import NamedTemplate
+from serve_app.prompt.chat_template import NamedTemplate
 
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ünï"}]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.prompt.chat_template import ChatTemplate
-from serve_app.prompt.named_template import NamedTemplate
+from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate
 
 NOTHING = dict.fromkeys(
     (

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.prompt.chat_template import ChatTemplate
-from serve_app.prompt.named_template import NamedTemplate
+from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate
 from serve_app.prompt.template_text import TemplateText, control_tokens
 from tests.unit.prompt.tool_calls.formats import TOOLS, every_template, template_at
 
