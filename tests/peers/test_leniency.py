@@ -144,7 +144,6 @@ def assert_values(pair: Pair, path: str, body: Json, theirs: object, ours: objec
         [HI, HELLO, BRIEF, ASKED],
         [ASKED, BRIEF],
         [BRIEF],
-        [],
         [HI, ASKED],
         [HELLO, ASKED],
         [HI, HELLO, said("assistant", "How can I help?"), ASKED],
@@ -154,6 +153,10 @@ def assert_values(pair: Pair, path: str, body: Json, theirs: object, ours: objec
 def test_conversations_that_a_template_takes(pair: Pair, messages: list[Json]) -> None:
     assert_alike(pair, TEMPLATE, {"messages": messages})
     assert_alike(pair, CHAT, {"messages": messages})
+
+
+def test_no_messages_at_all(pair: Pair) -> None:
+    assert_values(pair, TEMPLATE, {"messages": []}, ANSWER, turn("user", "") + ANSWER)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +280,7 @@ def test_content_in_all_forms(pair: Pair, thinking: Pair, messages: list[Json]) 
         ([said("user", [{"temperature": 3}])], 400, turn("user", '{"temperature": 3}')),
         (
             [said("user", [{"type": "text", "text": {"value": QUESTION}}])],
-            400,
+            500,
             turn("user", QUESTION),
         ),
     ],
