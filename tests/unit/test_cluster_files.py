@@ -232,7 +232,11 @@ def test_haproxy_waits_for_slow_requests_and_tells_its_figures_here_only(tmp_pat
     lines = [line.strip() for line in config.read_text().splitlines()]
     assert lines[lines.index("defaults") + 1].startswith("timeout http-request ")
     (rule,) = [line for line in lines if "wait-for-body" in line]
-    assert lines[lines.index(rule) - 1] == "bind 127.0.0.1:8000"
+    assert lines[lines.index(rule) - 3 : lines.index(rule)] == [
+        "bind 127.0.0.1:8000",
+        "http-request del-header upgrade",  # uvicorn loses the bodies behind `Upgrade: h2c`
+        "http-request del-header http2-settings",
+    ]
     (refusal,) = [line for line in lines if line.startswith("http-error status 408")]
     told = json.loads(shlex.split(refusal)[-1])
     assert told["error"]["code"] == SlowRequestError.code

@@ -147,7 +147,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d*)?")
 class OllamaModelRequest(RequestModel):
     """A request for a model."""
 
-    INERT: ClassVar[frozenset[str]] = frozenset({"keep_alive", "verbose"})
+    INERT: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
 
     model: str | None = None
     """A model's name, with or without a tag; the first of /api/tags if it is missing."""
@@ -334,6 +334,8 @@ class OllamaEmbeddingsRequest(OllamaModelRequest):
 
 class OllamaShowRequest(OllamaModelRequest):
     """POST /api/show."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"keep_alive", "verbose"})
 
     name: str | None = None
     """The older name of `model`."""
