@@ -139,6 +139,7 @@ def anonymous_bytes(server: Corral, name: str) -> int:
     return 1024 * sum(int(re.findall(r"Anonymous: +(\d+) kB", text)[0]) for text in rollups)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_what_nobody_reads_waits_in_no_process() -> None:
     """Serve's own proxy takes all of an answer, whatever its client reads. Ray's object store has what

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import resource
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Corral, model
+from tests.e2e.conftest import Corral, model, short_folder, stopped_at_the_end
 
 SECRET = "wombat-9431-in-the-cellar"
 
 
 @pytest.fixture
 def server() -> Iterator[Corral]:
-    directory = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     served = [model(None, "demo", n_slots=2, n_ctx_slot=4096)]
-    started = Corral(directory, served, make_serve=True, args={"data_at_rest": False})
-    try:
-        started.wait_ready()
-        yield started
-    finally:
-        started.stop()
-        shutil.rmtree(directory, ignore_errors=True)
+    with short_folder() as directory:
+        started = Corral(directory, served, make_serve=True, args={"data_at_rest": False})
+        with stopped_at_the_end(started):
+            yield started
 
 
 def test_no_text_of_a_client_is_on_a_disk(server: Corral) -> None:

@@ -50,8 +50,8 @@ def test_every_route_tells_the_longest_request(server: Corral) -> None:
 
 
 def test_a_long_request_beside_streams_and_its_next_turn(server: Corral) -> None:
-    """All streams have all of their tokens; the next turn computes only what is new."""
-    assert not server.stats()["compute"]["kv_unified"]
+    """All streams have all of their tokens; the next turn computes only what is new. The cache may
+    have been unified before: what was measured or learned decides its kind at the start."""
 
     def streamed(first: int) -> int:
         request = body(prompt(30, first), 400, stream=True)
@@ -75,4 +75,3 @@ def test_a_long_request_beside_streams_and_its_next_turn(server: Corral) -> None
     stats = server.stats()
     assert stats["requests"]["ended"] == {"length": 4}
     assert stats["tokens"]["generated_tokens"] == 2 * 400 + 8 + 4
-    assert "longer than a slot's share" in stats["compute"]["mode_reason"]
