@@ -78,6 +78,8 @@ class Admission:
                 break
             if sequence.finished or self._is_held_back(sequence):
                 continue
+            if held is not None and sequence.request.background and not held.request.background:
+                continue  # it would have to give its room back in the next step
             too_long = len(sequence.tokens) > self._cache.table.room  # until the cache is changed
             if too_long or not self._cache.has_room(sequence, held):
                 held = held or sequence

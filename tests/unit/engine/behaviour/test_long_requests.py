@@ -232,6 +232,23 @@ def test_what_is_in_the_background_makes_room_at_once() -> None:
         assert slow.token_ids == continuation(letters(30).encode(), 20)
 
 
+def test_what_is_in_the_background_makes_room_once() -> None:
+    """A stream keeps the long one waiting all the same. Until that runs, nobody in the background comes back
+    to lose the slot again in the next step."""
+    backend = pooled(UNIFIED)
+    backend.hold()
+    with running(backend, POOLED) as engine:
+        stream, slow = (request(name, letters(n), max_tokens=n) for name, n in (("a", 25), ("b", 9)))
+        inboxes = start(engine, stream, replace(slow, background=True))
+        until(lambda: backend.n_waiting == 1)
+        inboxes += start(engine, request("long", letters(40)))
+        backend.resume()
+        assert {inbox.wait().reason for inbox in inboxes} == {FinishReason.LENGTH}
+        for inbox, n, n_answer in zip(inboxes, (25, 9, 40), (25, 9, 4), strict=True):
+            assert inbox.token_ids == continuation(letters(n).encode(), n_answer)
+        assert [inbox.end.timings.n_preemptions for inbox in inboxes] == [0, 1, 0]
+
+
 @settings(max_examples=100)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=8),
