@@ -163,9 +163,12 @@ class ResponsesRequest(RequestModel):
         """Some clients send the format of the answer as chats have it."""
         if not isinstance(data, dict) or not isinstance(data.get("response_format"), dict):
             return data
-        form = {**data["response_format"], **(data["response_format"].get("json_schema") or {})}
-        form.pop("json_schema", None)
-        text = {"format": form, **(data.get("text") or {})}
+        form, text = dict(data["response_format"]), data.get("text") or {}
+        schema = form.pop("json_schema", None) or {}
+        if not isinstance(schema, dict) or not isinstance(text, dict):
+            name = "text" if isinstance(schema, dict) else "response_format.json_schema"
+            raise InvalidRequestError(f"'{name}' must be an object.", name)
+        text = {"format": form | schema, **text}
         return {name: v for name, v in data.items() if name != "response_format"} | {"text": text}
 
     @field_validator("tool_choice")

@@ -97,6 +97,20 @@ async def test_responses_take_a_format_in_both_forms(
     assert (takes(grammar, '{"a": 1}'), takes(grammar, "{}")) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"response_format": {"json_schema": "x"}}, "response_format.json_schema"),
+        ({"response_format": {}, "text": "x"}, "text"),
+    ],
+)
+async def test_a_response_names_the_field_that_is_no_object(
+    client: httpx.AsyncClient, fields: dict[str, Any], name: str
+) -> None:
+    answer = await client.post("/v1/responses", json={"input": "Hi", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text
+
+
 @pytest.mark.parametrize("answer_format", [{}, None, {"type": None}, {"type": "text"}])
 async def test_a_format_of_text_is_none(
     client: httpx.AsyncClient, engine: ScriptedEngine, answer_format: object
