@@ -22,7 +22,7 @@ from serve_app.llama import library, long_runs, shards
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint, LazyConstraint
 from serve_app.llama.grammars.grammar_tokenizer import grammar_tokenizer, is_delimiter
-from serve_app.llama.sampling.dry import DrySampler, DrySamplers
+from serve_app.llama.sampling.dry import DrySamplers, SharedSampler
 from serve_app.sampling import SamplingParams, Triggers
 
 _CONTROL_KINDS = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -453,7 +453,7 @@ class Model:
             raise InvalidRequestError(f"The grammar takes too much: {probe.fault.splitlines()[0]}")
         return made
 
-    def dry_sampler(self, params: SamplingParams, n_ctx_slot: int) -> DrySampler:
+    def dry_sampler(self, params: SamplingParams, n_ctx_slot: int) -> SharedSampler:
         """The sampler with DRY's breakers that those of sequences are copies of. A new one takes tenths of
         a second. Raises InvalidRequestError for breakers that are in too many tokens."""
         return self._dry_samplers.sampler(params, n_ctx_slot)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from serve_app.llama import library
 from serve_app.llama.sampling.candidates import Candidates
-from serve_app.llama.sampling.dry import last_n
+from serve_app.llama.sampling.dry import SharedSampler, last_n
 from serve_app.llama.sampling.source import LogitsSource
 from serve_app.sampling import PARAMETERS, SamplingParams
 
@@ -127,7 +127,7 @@ class _Told(threading.local):
     def __init__(self) -> None:
         self._model: object = None
         self._key: tuple[object, ...] = ()
-        self._samplers: list[Any] = []
+        self._samplers: list[SharedSampler] = []
 
     def copies(
         self, context: LogitsSource, params: SamplingParams, last: tuple[int, ...]
@@ -135,17 +135,16 @@ class _Told(threading.local):
         """Samplers by these parameters for one sequence, told of these last tokens."""
         key = (context.n_ctx_slot, *(getattr(params, name) for name in _READ), last)
         if self._model is context.model and self._key == key:
-            return [llama_cpp.llama_sampler_clone(sampler) for sampler in self._samplers]
+            return [sampler.copy() for sampler in self._samplers]
         made = (_penalties(context, params), _dry(context, params))
         samplers = [sampler for sampler in made if sampler]
         for token in last:
             for sampler in samplers:
                 _accept(sampler, token)
         if len(last) > _MANY_TOLD:
-            for sampler in self._samplers:
-                llama_cpp.llama_sampler_free(sampler)
+            clones = map(llama_cpp.llama_sampler_clone, samplers)
             self._model, self._key = context.model, key
-            self._samplers = [llama_cpp.llama_sampler_clone(sampler) for sampler in samplers]
+            self._samplers = list(map(SharedSampler, clones))
         return samplers
 
 

@@ -34,7 +34,7 @@ def last_n(n: int, n_ctx_slot: int) -> int:
     return n_ctx_slot if n < 0 else min(n, n_ctx_slot)
 
 
-class DrySampler:
+class SharedSampler:
     """A sampler that no sequence uses itself. Any thread."""
 
     def __init__(self, pointer: Any) -> None:
@@ -55,10 +55,10 @@ class DrySamplers:
         self._all_pieces = all_pieces
         self._pieces: bytes | None = None
         self._making = threading.Lock()
-        self._used = weakref.WeakValueDictionary[_Key, DrySampler]()
-        self._kept = OrderedDict[_Key, DrySampler]()
+        self._used = weakref.WeakValueDictionary[_Key, SharedSampler]()
+        self._kept = OrderedDict[_Key, SharedSampler]()
 
-    def sampler(self, params: SamplingParams, n_ctx_slot: int) -> DrySampler:
+    def sampler(self, params: SamplingParams, n_ctx_slot: int) -> SharedSampler:
         """The sampler for these parameters. A new one takes tenths of a second for a large vocabulary,
         mostly without the GIL. Raises InvalidRequestError if the breakers overlap with too many tokens."""
         texts = (text.encode()[:_MOST_BYTES] for text in params.dry_sequence_breakers)
@@ -72,7 +72,7 @@ class DrySamplers:
                 sampler = self._used.get(key) or self._made(key)
         return sampler
 
-    def _made(self, key: _Key) -> DrySampler:
+    def _made(self, key: _Key) -> SharedSampler:
         breakers = key[-1]
         n_overlaps = sum(map(self._n_overlaps, breakers))
         if n_overlaps > MOST_OVERLAPS:
@@ -84,7 +84,7 @@ class DrySamplers:
         pointer = llama_cpp.llama_sampler_init_dry(
             self._vocabulary, *key[:-1], (ctypes.c_char_p * len(breakers))(*breakers), len(breakers)
         )
-        sampler = self._used[key] = self._kept[key] = DrySampler(pointer)
+        sampler = self._used[key] = self._kept[key] = SharedSampler(pointer)
         if len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)
         return sampler
