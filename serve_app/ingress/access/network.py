@@ -45,9 +45,10 @@ def _is_local(origin: str) -> bool:
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, with that word. Other sites' preflights are answered without leave, as llama-server does
-    it: 200 and no `Access-Control-Allow-Origin`. `Access-Control-Allow-Headers` is `*`, as there; but what
-    browsers ask for is named, as their `*` is not for `Authorization`, nor for requests with cookies."""
+    """Starlette's, with the words LOCALHOST and APPS. Other sites' preflights are answered without leave,
+    as llama-server does it: 200 and no `Access-Control-Allow-Origin`. `Access-Control-Allow-Headers` is
+    `*`, as there; but what browsers ask for is named, as their `*` is not for `Authorization`, nor for
+    requests with cookies."""
 
     def is_allowed_origin(self, origin: str) -> bool:
         return super().is_allowed_origin(origin) or is_allowed(origin, tuple(self.allow_origins))
@@ -75,7 +76,7 @@ class NetworkPolicy:
     allowed_hosts: tuple[str, ...] = ()
     """Names besides those of loopback; `*.example.com` is all names below, `*` is all."""
     cors_origins: tuple[str, ...] = ()
-    """Web sites whose pages may ask: see `serve_app.ingress.access.network`."""
+    """Web sites whose pages may ask; also `*`, LOCALHOST and APPS."""
 
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raises AuthenticationError for requests from other machines, HostNotAllowedError for a

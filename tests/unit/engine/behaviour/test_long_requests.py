@@ -233,12 +233,14 @@ def test_what_is_in_the_background_makes_room_at_once() -> None:
 
 
 def test_what_is_in_the_background_makes_room_once() -> None:
-    """A stream keeps the long one waiting all the same. Until that runs, nobody in the background comes back
-    to lose the slot again in the next step."""
+    """A stream keeps the long one waiting all the same. Until that runs, nobody in the background comes
+    back to lose the slot again in the next step."""
     backend = pooled(UNIFIED)
     backend.hold()
     with running(backend, POOLED) as engine:
-        stream, slow = (request(name, letters(n), max_tokens=n) for name, n in (("a", 25), ("b", 9)))
+        stream, slow = (
+            request(name, letters(n), max_tokens=n) for name, n in (("a", 25), ("b", 9))
+        )
         inboxes = start(engine, stream, replace(slow, background=True))
         until(lambda: backend.n_waiting == 1)
         inboxes += start(engine, request("long", letters(40)))
