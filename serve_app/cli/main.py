@@ -380,11 +380,6 @@ def _forward(
     """Run a program with the command's arguments, and exit as it does. Of several options that exclude each
     other, the first one has the default. Before the program's own help comes the command's, which has an
     example; `needs` are packages of the extra with the command's name."""
-    if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
-        _fail(
-            f"This command needs {' and '.join(missing)}. To install what it needs, run: "
-            f"{sys.executable} -m pip install 'corral[{context.info_name}]'"
-        )
     arguments = [*context.args]
     named = {argument.partition("=")[0] for argument in arguments}
     if named & {"-h", "--help"}:
@@ -393,6 +388,11 @@ def _forward(
         for options, default in defaults.items():
             if named.isdisjoint(options):
                 arguments += [options[0], default]
+    if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
+        _fail(
+            f"This command needs {' and '.join(missing)}. To install what it needs, run: "
+            f"{sys.executable} -m pip install 'corral[{context.info_name}]'"
+        )
     raise typer.Exit(_run(module, arguments))
 
 

@@ -368,6 +368,7 @@ def test_a_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     said = output("batch", "in", "out", status=1)
     assert "needs pandas." in said
     assert "pip install 'corral[batch]'" in said
+    assert "Example: `corral batch " in output("batch", "--help", status=1)
 
 
 class _ReadyError(Exception):
