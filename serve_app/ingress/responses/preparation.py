@@ -272,7 +272,7 @@ def _read(
 ) -> tuple[ResponsesRequest, list[Any], TranslatedChat, ModelInfo] | After:
     """The request, the items that it goes on from, and both as a chat with a model."""
     before: list[Any] = []
-    has_record = body.startswith(_RECORD)
+    has_record = body.startswith(RECORD)
     if has_record:
         before, body = _conversation(models, body)
     request = parsed(ResponsesRequest, body)
@@ -283,20 +283,20 @@ def _read(
     return request, before, chat, model
 
 
-_RECORD = b"\0"
-"""The first byte of a record, which no JSON begins with."""
+RECORD = b"\0"
+"""The first byte of a record, which no JSON begins with, and which no client may send."""
 
 
 def record(stored: StoredResponse) -> list[bytes]:
     """The pieces of a body with the record of a response, which only workers read: it may be long."""
     pieces = [stored.stored_request, *(pack for _, pack in stored.packs)]
-    return [_RECORD + b" ".join(b"%d" % len(piece) for piece in pieces) + b"\n", *pieces]
+    return [RECORD + b" ".join(b"%d" % len(piece) for piece in pieces) + b"\n", *pieces]
 
 
 def _record(body: bytes) -> tuple[StoredRequest, list[memoryview], bytes]:
     """The input of a response, its packed log, and the body behind them."""
     start, pieces = body.index(b"\n") + 1, list[memoryview]()
-    for size in map(int, body[len(_RECORD) : start].split()):
+    for size in map(int, body[len(RECORD) : start].split()):
         pieces.append(memoryview(body)[start : start + size])
         start += size
     return StoredRequest.unpacked(pieces[0]), pieces[1:], body[start:]

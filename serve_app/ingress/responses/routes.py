@@ -71,6 +71,10 @@ class Continued(PreparedBody[T | After]):
         """Read the body in a worker. Raises CorralError."""
         bodies: Bodies = request.app.state.bodies
         pieces = await bodies.pieces(request)
+        if pieces and pieces[0].startswith(preparation.RECORD):
+            raise InvalidRequestError(
+                "The body cannot be read as JSON: it begins with a zero byte."
+            )
         result = await bodies.work(self.prepare, *pieces)
         if not isinstance(result, After):
             return result

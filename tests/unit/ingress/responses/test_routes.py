@@ -58,6 +58,17 @@ async def streamed(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, A
     return events
 
 
+@pytest.mark.parametrize("route", ["/v1/responses", "/v1/responses/input_tokens"])
+@pytest.mark.parametrize("body", [b"\0", b"\0 2\n{}", b'\0{"input": "Hi"}'])
+async def test_no_client_can_write_the_record_of_a_response(
+    client: httpx.AsyncClient, engine: ScriptedEngine, route: str, body: bytes
+) -> None:
+    headers = {"content-type": "application/json"}
+    refused = await client.post(route, content=body, headers=headers)
+    assert (refused.status_code, engine.requests) == (400, []), refused.text
+    assert "cannot be read as JSON" in refused.json()["error"]["message"]
+
+
 async def test_a_whole_response(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
     body = await answer(client, model="org/second", metadata={"a": "b"}, temperature=0.5, user="u")
     (request,) = engine.requests
