@@ -144,6 +144,15 @@ def test_paths_in_the_documents_exist() -> None:
             assert (ROOT / name).exists(), f"{page}: {name}"
 
 
+def test_modules_in_the_documents_exist() -> None:
+    """By their whole path, or by its end."""
+    ends = {"/".join(path.parts[i:]) for path in MODULES for i in range(len(path.parts))}
+    others = {"convert_lora_to_gguf.py", "ray/serve/_private/haproxy_templates.py"}
+    for page, text in PAGES.items():
+        missing = set(re.findall(r"`([\w./]+\.py)`", text)) - ends - others
+        assert missing == set(), page
+
+
 def test_links_between_the_documents_lead_somewhere() -> None:
     """To files that exist, and to headings that these have."""
     for page, text in PAGES.items():
