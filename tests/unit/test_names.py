@@ -21,7 +21,9 @@ MOST_ARGUMENTS = 7
 ENGINE = ("engine", "llama", "openvino")
 LEADING = re.compile(
     r"(It|Its|They|Their|Them|Those|These|This|That|He|She|His|Whose|Which|Such|"
-    r"Of|The same|See|One that|Ones|\.\.\.|And|Or|But|Like `|Also)\b|\.\.\."
+    r"Of|The same|See|One|Ones|\.\.\.|And|Or|But|Like `|Also|"
+    r"As|At|By|For|From|In|On|With|Without|Among|Between|After|Behind|Since|So|Until|Up to|None for)\b"
+    r"|\.\.\."
 )
 """The first words of a docstring that lacks its subject."""
 
