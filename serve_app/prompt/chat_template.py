@@ -11,6 +11,7 @@ import functools
 import json
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import datetime
 from typing import Any, NoReturn, TypeVar
@@ -45,8 +46,43 @@ _DATES = {"datetime": "%b %d %Y", "date_string": "%d %b %Y"}
 """Variables with today's date, as llama-server gives them."""
 
 
-class ChatTemplate:
-    """A compiled template. Any thread. Raises ConfigError if it is no valid Jinja."""
+class Template(ABC):
+    """A chat template of any kind. Any thread."""
+
+    tool_format = tool_calls.GENERIC
+    """How it asks for calls, or how they are asked for if it does not, or not in a known way."""
+    reasoning_tags: output_parser.ReasoningTags | None = None
+    """The tags around its model's reasoning, if it has any that is not on a channel."""
+    thinks = False
+    """Whether its model may think before it answers."""
+    names: frozenset[str] = frozenset()
+    """The variables that it reads."""
+
+    @functools.cached_property
+    def caps(self) -> TemplateCaps:
+        """The abilities of the template."""
+        return template_caps.probed(self.render, self.names)
+
+    @abstractmethod
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> TemplateText:
+        """The prompt that asks for the assistant's next turn; the conversation alone if
+        `add_generation_prompt` is false. `tools` are functions as OpenAI describes them; `extra` are more
+        variables for the template, which else has `enable_thinking`.
+
+        Raises InvalidRequestError, in the template's own words, for messages that it does not take, and for
+        a text without end.
+        """
+
+
+class ChatTemplate(Template):
+    """A compiled Jinja template. Raises ConfigError if it is not valid."""
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
         environment = _Environment(
@@ -70,14 +106,10 @@ class ChatTemplate:
         self.tool_format = (
             tool_calls.detect(source) if names & {"tools", "functions"} else None
         ) or tool_calls.GENERIC
-        """How it asks for calls, or how they are asked for if it does not, or not in a known way."""
         has_channels = self.tool_format.has_channels
         self.reasoning_tags = output_parser.reasoning_tags(source)
-        """The tags around its model's reasoning, if it has any that is not on a channel."""
         self.thinks = has_channels or self.reasoning_tags is not None
-        """Whether its model may think before it answers."""
         self.names = frozenset(names)
-        """The variables that it reads."""
         self._reserved = {"messages", "tools", "add_generation_prompt", *environment.globals}
         self._without_tools: Mapping[str, Any] = {"tools": None}
         if "tools" in names and not self._takes_a_chat():
@@ -91,11 +123,6 @@ class ChatTemplate:
             return False
         return True
 
-    @functools.cached_property
-    def caps(self) -> TemplateCaps:
-        """The abilities of the template."""
-        return template_caps.probed(self.render, self.names)
-
     def render(
         self,
         messages: Sequence[Message],
@@ -104,13 +131,6 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> TemplateText:
-        """The prompt that asks for the assistant's next turn; the conversation alone if
-        `add_generation_prompt` is false. `tools` are functions as OpenAI describes them; `extra` are more
-        variables for the template, which else has `enable_thinking`.
-
-        Raises InvalidRequestError, in the template's own words, for messages that it does not take, and for
-        a text without end.
-        """
         extra = extra or {}
         for name in sorted(self._reserved & extra.keys()):
             raise InvalidRequestError(
@@ -274,21 +294,11 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-class NamedTemplate:
-    """A template with the interface of ChatTemplate. It reads roles and texts: no tools, no variables."""
-
-    tool_format = tool_calls.GENERIC
-    thinks = False
-    reasoning_tags = None
-    names: frozenset[str] = frozenset()
+class NamedTemplate(Template):
+    """A template that llama.cpp renders. It reads roles and texts: no tools, no variables."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-
-    @functools.cached_property
-    def caps(self) -> TemplateCaps:
-        """The abilities of the template."""
-        return template_caps.probed(self.render, self.names)
 
     def render(
         self,
@@ -298,8 +308,7 @@ class NamedTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> TemplateText:
-        """The prompt. Digits that no user foresees stand for the texts while llama.cpp renders, so that it
-        shows what the template wrote. Raises InvalidRequestError."""
+        # Digits that no user foresees stand for the texts, so that it shows what the template wrote.
         secret = f"{secrets.randbelow(10**12):012}"
         turns = [
             (str(message["role"]), f"{secret}<{place}>" if message["content"] else "")

@@ -14,7 +14,7 @@ from serve_app.llama import chat_templates
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.model import Model
 from serve_app.prompt import normaliser
-from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate
+from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate, Template
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect, ThinkingPhase
 from serve_app.prompt.output_parser import DELIMITERS, THINK, OutputParser, ReasoningTags
@@ -67,7 +67,7 @@ class Tokenizer:
         given = chat_template or self.model.chat_template
         self.chat_template = given or "chatml"
         """The source of the chat template, or its name."""
-        self._template: ChatTemplate | NamedTemplate = (
+        self._template: Template = (
             NamedTemplate(self.chat_template)
             if self.chat_template in chat_templates.names()
             else ChatTemplate(self.chat_template, bos=self.bos, eos=self.eos)
@@ -238,7 +238,7 @@ class Tokenizer:
 
     def _template_for(
         self, conversation: Conversation, tools: Sequence[Mapping[str, Any]]
-    ) -> ChatTemplate | NamedTemplate:
+    ) -> Template:
         calls = tools or any(turn.calls or turn.role == "tool" for turn in conversation)
         return (self._tool_template if calls else None) or self._template
 
@@ -384,7 +384,7 @@ class Marks:
 
 
 def _rendered(
-    template: ChatTemplate | NamedTemplate,
+    template: Template,
     turns: list[Turn],
     tools: Sequence[Mapping[str, Any]],
     caps: TemplateCaps,

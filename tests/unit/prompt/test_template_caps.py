@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate
+from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate, Template
 
 NOTHING = dict.fromkeys(
     (
@@ -18,7 +18,7 @@ NOTHING = dict.fromkeys(
 )
 
 
-def caps(template: ChatTemplate | NamedTemplate) -> dict[str, bool]:
+def caps(template: Template) -> dict[str, bool]:
     return template.caps.reported()
 
 
