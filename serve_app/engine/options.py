@@ -148,6 +148,11 @@ class EngineOptions:
         return max(2, min(self.n_ctx_slot, self.n_ctx // self.n_slots))
 
     @property
+    def n_ctx_together(self) -> int:
+        """Tokens that all slots hold together."""
+        return self.n_ctx or self.n_slots * self.n_ctx_slot
+
+    @property
     def is_pooled(self) -> bool:
         """Whether a request may be longer than a slot's share."""
         return self.n_ctx_share < self.n_ctx_slot

@@ -116,9 +116,10 @@ class LoadedModel:
             batching.set_max_batch_size(min(MOST_ENTERING, options.n_slots + options.max_waiting))
             batching.set_batch_wait_timeout_s(model.batch_wait_timeout_s)
         logger.info(
-            "Model %s: %d slots x %d tokens, %d threads (%s), %s; %s.",
+            "Model %s: %d slots, %d tokens together, %d in a request; %d threads (%s), %s; %s.",
             model.id,
             options.n_slots,
+            options.n_ctx_together,
             options.n_ctx_slot,
             options.threads,
             self._cpus.reason,

@@ -95,7 +95,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
     return EngineStats(
         n_slots=options.n_slots,
         n_ctx_slot=options.n_ctx_slot,
-        n_ctx=options.n_ctx or options.n_slots * options.n_ctx_slot,
+        n_ctx=options.n_ctx_together,
         compute=ComputeStats(
             backend=setup.kernels,
             backend_reason=setup.kernels_reason,
