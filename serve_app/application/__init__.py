@@ -1,1 +1,1 @@
-"""From the configuration to a Serve application: what is decided before anything starts."""
+"""The decisions that make a Serve application of a configuration, before anything starts."""

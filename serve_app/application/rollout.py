@@ -42,7 +42,7 @@ def versions(models: Sequence[ModelConfig]) -> dict[str, Version]:
 
 
 def shared_aliases(models: Sequence[ModelConfig]) -> dict[str, tuple[str, ...]]:
-    """By the names of models: other names, which are all versions'."""
+    """The aliases of each model name, which all its versions share."""
     of_names: dict[str, dict[str, None]] = {}
     for model in models:
         of_names.setdefault(model.id, {}).update(dict.fromkeys(model.aliases))

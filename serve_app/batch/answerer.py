@@ -127,7 +127,7 @@ class _Asked(NamedTuple):
 
 
 class Answerer:
-    """One engine with its lease of cores, and the API's own code before it. Ray Data calls it from several
+    """An engine with its lease of cores, and the API's own code before it. Ray Data calls it from several
     threads. If the engine dies, so does the process: Ray starts another one and asks again."""
 
     def __init__(self, work: PartSettings) -> None:

@@ -17,7 +17,7 @@ ENDPOINTS = (CHAT, COMPLETIONS, "/v1/responses", EMBEDDINGS)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One POST to the API."""
+    """A POST to the API."""
 
     path: str
     body: Mapping[str, Any]

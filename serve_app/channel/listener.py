@@ -230,7 +230,7 @@ class Listener:
 
 
 class _Connection(asyncio.Protocol):
-    """One engine replica's, or a stranger's until its first frame."""
+    """An engine replica's connection, or a stranger's until its first frame."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener

@@ -29,10 +29,10 @@ _ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIM
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One ingress replica's. It crosses the Serve handle with every request."""
+    """The address of an ingress replica. It crosses the Serve handle with every request."""
 
     node_id: str
-    """Ray's, of the node that it is on."""
+    """Ray's id of the node that the replica is on."""
     path: str
     """Name of a Unix socket in the abstract namespace, for replicas on the same node."""
     host: str
@@ -84,8 +84,9 @@ def client_tls() -> ssl.SSLContext | None:
 
 
 def _tls(protocol: int) -> ssl.SSLContext | None:
-    """As Ray's own connections have it: both sides show a certificate of the cluster's authority, whatever
-    host it names. Source: Ray's documentation, "TLS authentication"."""
+    """The TLS context for either side of a connection, as Ray's own connections have it. Both sides show a
+    certificate of the cluster's authority, whatever host it names. Source: Ray's documentation, "TLS
+    authentication"."""
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return None
     context = ssl.SSLContext(protocol)
@@ -132,7 +133,7 @@ _report = msgspec.msgpack.Decoder(bytes)
 
 
 def frame(value: Hello | list[Item] | bytes) -> bytes:
-    """One frame, ready to be sent."""
+    """The value as a frame, ready to be sent."""
     body = _encoder.encode(value)
     return _LENGTH.pack(len(body)) + body
 

@@ -20,12 +20,13 @@ from serve_app.types import FinishReason, SequenceEnd, TokenDelta
 logger = logging.getLogger("corral.replica")
 
 MOST_TOKENS = 4096
-"""In one frame, and those of one call more: what has piled up for a slow reader comes in several."""
+"""The most tokens of a frame, beside those of its last call: what has piled up for a slow reader comes in
+several frames."""
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Channel:
-    """One connection to an ingress. `push` and `flush` are for any thread, all else for the event loop.
+    """A connection to an ingress. `push` and `flush` are for any thread, all else for the event loop.
 
     Deltas that a slow reader has not taken yet stay here, merged into one for each call. When the
     connection breaks, every call that is open fails, and what is pushed later is dropped.
@@ -125,7 +126,7 @@ class Channel:
         return self._first_items() if report is None else report
 
     def _first_items(self) -> list[protocol.Item]:
-        """So many of those that wait as one frame holds."""
+        """Take as many of the waiting items as one frame holds."""
         first, n_tokens = list[protocol.Item](), 0
         while self._pending and n_tokens < MOST_TOKENS:
             number = next(iter(self._pending))

@@ -41,13 +41,13 @@ class ChatSession:
 
 @dataclass
 class ChatAnswer:
-    """One answer, as far as it came."""
+    """An answer, as far as it came."""
 
     text: str = ""
     n_tokens: int = 0
     finish: str | None = None
     first_s: float | None = None
-    """From the request to the first piece."""
+    """Seconds from the request to the first piece."""
     took_s: float = 0.0
 
     @property
@@ -126,7 +126,7 @@ class PlainWriter:
         self._console.file.write("\n")
 
     def write(self, kind: str, piece: str) -> None:
-        """One piece; what the model thinks to itself is left out."""
+        """Write a piece, unless it is what the model thinks to itself."""
         if kind == "text":
             self._console.file.write(piece)
             self._console.file.flush()
@@ -150,7 +150,7 @@ class MarkdownWriter(PlainWriter):
         self._live.stop()
 
     def write(self, kind: str, piece: str) -> None:
-        """One piece of the text, or of what the model thinks to itself."""
+        """Show a piece of the text, or of what the model thinks to itself."""
         if kind != self._kind:
             self._flush()
             self._kind = kind

@@ -180,7 +180,7 @@ def _little(n_slots: int, n_ctx_slot: int, n_ctx: int, n_ctx_train: int | None) 
 
 
 def _short(path: Path) -> str:
-    """With `~` for the home folder."""
+    """The path, with `~` for the home folder."""
     home = os.path.expanduser("~")  # noqa: PTH111
     text = str(path)
     return "~" + text.removeprefix(home) if text.startswith(home + "/") else text

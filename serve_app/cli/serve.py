@@ -174,7 +174,7 @@ class _Server:
         self._problem: str | None = None
 
     def run(self) -> int:
-        """Until the server ends, or Stopped."""
+        """Run the server until it ends, or until Stopped is raised. Returns the exit status."""
         reading, writing = os.pipe()
         program = ["-P", "-m", "serve_app.start.one_machine", str(self._config)]
         process = subprocess.Popen(

@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """As the configuration has it; what that leaves open, the model's file may recommend."""
+    """A model's defaults, as the configuration has them. What that leaves open, the model's file may
+    recommend."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters, by the names that SamplingParams has."""

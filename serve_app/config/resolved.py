@@ -35,7 +35,7 @@ class OnDemandSettings:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """One model, decided where the configuration was read, the same in every replica."""
+    """A model as it was decided where the configuration was read, the same in every replica."""
 
     id: str
     """Id of the engines: `MODEL@VERSION` for a version with a name."""

@@ -64,7 +64,7 @@ class DraftConfig(Section):
 
 
 class EngineConfig(Section):
-    """One replica's engine. Fields that are not set are decided from the model and the machine."""
+    """The engine of a replica. Fields that are not set are decided from the model and the machine."""
 
     n_slots: PositiveInt | None = None
     """Sequences that run at once in a replica. Default: 4 for each core, 8 to 32, fewer if memory is
@@ -270,7 +270,7 @@ class DefaultsConfig(Section):
 
 
 class ModelConfig(Section):
-    """One model that is served, as an autoscaled deployment of its own."""
+    """A model that is served, as an autoscaled deployment of its own."""
 
     id: Annotated[str, Field(pattern=MODEL_ID, max_length=128)]
     """The name that clients put into `model`. A request without `model` gets the first model."""

@@ -120,7 +120,8 @@ class CacheNeeds:
 
     @classmethod
     def of(cls, config: EngineConfig, needs: ModelNeeds) -> CacheNeeds:
-        """By the configured formats. Raises ConfigError like `ModelNeeds.cache_bytes_per_token`."""
+        """The needs with the configured formats. Raises ConfigError like
+        `ModelNeeds.cache_bytes_per_token`."""
         per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
         windowed = per_token * needs.window_share
         n_window = needs.window + config.n_batch
@@ -231,8 +232,9 @@ def shares_of_memory(config: EngineConfig) -> tuple[str, ...]:
 
 
 def bounded(options: EngineOptions, shares: Iterable[str], memory_bytes: int) -> EngineOptions:
-    """With no larger shares than the same ones of what the weights leave of a node's available memory. The
-    node may have less than the machine that read the configuration, and that may not know the weights."""
+    """The options with each of these `shares` bounded by its part of `memory_bytes`, which the weights
+    leave of a node's available memory. The node may have less than the machine that read the configuration,
+    and that machine may not know the weights."""
     parts = {
         "cache_ram_bytes": _CACHE_RAM_SHARE_OF_MEMORY,
         "checkpoint_ram_bytes": _CHECKPOINT_SHARE_OF_MEMORY,
@@ -302,8 +304,8 @@ def _fit(
 
 
 def _window_share(model: Model) -> tuple[int, float]:
-    """By the file's metadata, for which the vocabulary is enough: the tokens of its sliding windows,
-    and the part of its layers that have one; 0 if it does not say."""
+    """The tokens of a model's sliding windows, and the part of its layers that have one; 0 if the file's
+    metadata do not say. A model of which only the vocabulary was read has these metadata."""
     window = model.meta_int("attention.sliding_window", 0)
     default = _FULL_LAYERS.get(model.meta("general.architecture") or "", 0)
     each = model.meta_int("attention.sliding_window_pattern", default)

@@ -71,7 +71,8 @@ class CacheModeSwitcher(Guest):
         )
         self._not_before = 0.0
         self._long_until = 0.0
-        """Until when the cache stays unified for requests that are longer than a slot's share."""
+        """The time until which the cache stays unified, for requests that are longer than a slot's
+        share."""
         self._looked_at: tuple[int, ...] = ()
         self._n_steps = 0
 
@@ -180,7 +181,8 @@ class CacheModeSwitcher(Guest):
         return seen != before
 
     def _alive(self, sequence: Sequence, n_answer: float) -> Alive | None:
-        """None for one of which nothing is known: there was no slot for it yet."""
+        """The sequence as `Traffic` counts it; None if nothing is known of it, as there was no slot for it
+        yet."""
         n_tokens = len(sequence.tokens)
         likely = max(1.0, n_answer - sequence.n_generated)
         n_left = likely if sequence.n_left is None else min(likely, sequence.n_left)
@@ -227,8 +229,8 @@ class CacheModeSwitcher(Guest):
         return sorted(slots, key=lambda one: (one.sequence is not None, one.last_used))
 
     def _is_worth_storing(self, slot: Slot) -> bool:
-        """In a unified cache, what comes back from a store shares no cells: what is mostly another slot's
-        is better copied from there."""
+        """Whether the slot is stored before the change. What comes back from a store into a unified cache
+        shares no cells: what is mostly another slot's is better copied from there."""
         turns_unified = not self._backend.setup.mode.kv_unified
         mostly_shared = turns_unified and 2 * slot.n_shared > slot.n_past
         return bool(slot.n_past) and not (slot.pinned or mostly_shared)

@@ -34,7 +34,7 @@ MAX_TEXTS = 2048
 _MOST_TEXTS = 4 * MAX_TEXTS
 
 Vectors = NDArray[np.float32]
-"""One row for each text; without pooling, one for each token of one text after the other."""
+"""A row for each text; without pooling, a row for each token of one text after the other."""
 
 # Of the stall budget, what a batch over texts may take beside running sequences; prompts get the rest.
 _SHARE = 0.5
@@ -46,7 +46,7 @@ _FIRST_SLOWDOWN, _NEWEST, _MOST_CHANGE = 2.0, 0.2, 2.0
 
 
 class Texts:
-    """One request's texts, and the way to their vectors. Cancelling `future` spares what was not yet
+    """The texts of a request, and the way to their vectors. Cancelling `future` spares what was not yet
     computed."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Texts:
         self._vectors: dict[int, NDArray[np.float64]] = {}
 
     def take(self, index: int, vector: NDArray[np.float64]) -> bool:
-        """One text's vector; True if it was the last one."""
+        """Take the vector of one text. Returns whether it was the last one."""
         self._vectors[index] = vector
         return len(self._vectors) == len(self.tokens)
 
@@ -76,7 +76,7 @@ class Texts:
 
 
 class _Text:
-    """One of them: its tokens, how far they are computed, and what became of their vectors."""
+    """A text of a request: its tokens, how far they are computed, and what became of their vectors."""
 
     def __init__(self, owner: Texts, index: int, turn: int) -> None:
         self.owner, self.index, self.turn = owner, index, turn
@@ -264,7 +264,7 @@ class EmbeddingQueue(Guest):
             self._drop({text.owner for text, _ in batch}, error)
 
     def _suspect(self, texts: Sequence[_Text], error: DecodeError) -> None:
-        """One of these is at fault: each is computed alone, so that only that one's request ends."""
+        """Have each of these texts computed alone, so that only the request of the one at fault ends."""
         if len(texts) == 1:
             self._drop({texts[0].owner}, error)
         for text in texts:

@@ -46,7 +46,7 @@ class PlacedTile:
     tile: Tile
     medium: Medium
     number: int
-    """Among its medium's tiles."""
+    """The index of the tile among its medium's tiles."""
     key: bytes
     """Tells it from all others with other embeddings."""
     embeddings: NDArray[np.float32] | None = field(default=None, repr=False)
@@ -139,7 +139,7 @@ class NodeTimes:
         self._n_looks = 0
 
     def begin(self, tile: Tile) -> None:
-        """One of that shape is encoded now."""
+        """Note that a tile of that shape is encoded now."""
         if tile not in self._known and len(self._known) >= _SHAPES_KEPT:
             self._known.clear()
         self._times = self._known.setdefault(tile, [])

@@ -17,7 +17,7 @@ Abort = Callable[[], None]
 
 
 class TokenStream:
-    """One request's deltas as an async iterator; made and read in one event loop.
+    """The deltas of a request as an async iterator; made and read in one event loop.
 
     A reader that falls behind gets what piled up as one delta: nothing is lost, nobody waits for
     it. The iteration stops after the delta that carries `end`; if the request ended in an error,

@@ -1,4 +1,4 @@
-"""One `llama_context`: a KV cache with a sequence for each `seq_id`, its batch buffer, its adapters."""
+"""A `llama_context`: a KV cache with a sequence for each `seq_id`, its batch buffer, its adapters."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class Context:
             self.pointer = None
 
     def decode(self, rows: Sequence[Row]) -> None:
-        """One forward pass over at most `n_batch` rows; blocks for its length, without the GIL.
+        """Compute a forward pass over at most `n_batch` rows; blocks for its length, without the GIL.
 
         Rows should be ordered by sequence id: with a split cache, llama.cpp computes runs of consecutive
         ids together. Raises CacheFullError, and changes nothing, if there are no cells for them; and
@@ -506,7 +506,7 @@ class Context:
             raise DecodeError(f"llama.cpp does not take back the saved state of sequence {seq_id}.")
 
     def warm_up(self) -> None:
-        """One throw-away decode, so that the first request does not pay for page faults."""
+        """Compute a throw-away batch, so that the first request does not pay for page faults."""
         llama_cpp.llama_set_warmup(self.pointer, True)
         self.decode([(0, 0, 0, True)])
         llama_cpp.llama_set_warmup(self.pointer, False)

@@ -86,7 +86,7 @@ class CacheLayout:
 
 
 FEW_ROWS = 16
-"""Up to so many rows, a batch mostly waits for memory: it reads all weights and computes little."""
+"""The most rows of a batch that mostly waits for memory: it reads all weights and computes little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Threads:
 
     @classmethod
     def alike(cls, threads: int, threads_batch: int | None) -> Threads:
-        """One number for a single row, and one for all other batches; None: the same."""
+        """Threads with one number for a single row, and one for all other batches; None: the same."""
         batch = threads_batch or threads
         reason = "for every batch" if batch == threads else "as configured"
         return cls(threads, batch, batch, reason)

@@ -88,8 +88,9 @@ class SequenceSampler:
         return self._chain.pick(self._context.logits(row))
 
     def _pick_within(self, constraint: Constraint, row: int) -> int:
-        """As llama-server does: mostly the token that would be sampled anyway is allowed, and the whole
-        vocabulary is only looked at when it is not. The distribution is the same."""
+        """A token that the constraint allows, picked as llama-server does. Mostly the token that would be
+        sampled anyway is allowed, and the whole vocabulary is only looked at when it is not. The
+        distribution is the same."""
         token = self._draw(row)
         if not constraint.take(token):
             logits = self._context.logits(row)

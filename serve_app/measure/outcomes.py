@@ -16,7 +16,7 @@ Read = tuple[float, bytes]
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswer:
-    """One streamed completion as its user saw it. Times are in seconds from sending the request.
+    """A streamed completion as its user saw it. Times are in seconds from sending the request.
 
     A piece is an event with text. It may stand for several tokens: a server holds back text that may
     still change, half a character for instance.
@@ -148,14 +148,14 @@ class Outcome:
     start_s: float
     """When it was sent, or, of an open loop, should have been: since the epoch."""
     wall_s: float
-    """From there to its end."""
+    """The time from `start_s` to the end."""
     end: str
-    """One of ENDS: answered in full; refused with 429; left by its user; anything else."""
+    """The kind of end, one of ENDS: answered in full; refused with 429; left by its user; anything else."""
     reason: str
     """The type of an error, or who left; empty if complete."""
     ttft_s: float | None = None
     gaps_s: tuple[float, ...] = ()
-    """Between events with text; several that came in one read have gaps of 0."""
+    """The times between events with text; several that came in one read have gaps of 0."""
     tokens: int = 0
     """Generated: as the server counts them, or, of an answer that is not complete, its events."""
     prompt_tokens: int = 0

@@ -47,13 +47,13 @@ def _open(open_one: Callable[[], object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """One run of a mode, counted by the process that did it. Rates are in tokens per second."""
+    """A run of a mode, counted by the process that did it. Rates are in tokens per second."""
 
     mode: str
     prompt_tokens: int
     """Prompt tokens that were computed, of all sequences."""
     arrivals_s: tuple[tuple[float, ...], ...]
-    """For each sequence, when each of its tokens was there, in seconds from the start."""
+    """The times when each sequence's tokens were there, in seconds from the start."""
     steps: int
     """Calls of `llama_decode`."""
     cpu_s: float

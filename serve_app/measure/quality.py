@@ -44,7 +44,7 @@ class TextReading:
         return math.exp(-self.log_likelihood / len(self.choices))
 
     def agreement(self, other: TextReading) -> float:
-        """At which part of the positions both find the same token likeliest."""
+        """The part of the positions at which both find the same token likeliest."""
         same = sum(a == b for a, b in zip(self.choices, other.choices, strict=True))
         return same / len(self.choices)
 

@@ -84,7 +84,7 @@ class Lengths:
     high: int
 
     def draw(self, rng: random.Random, most: int | None = None) -> int:
-        """One of them, `most` at most."""
+        """A length drawn at random, `most` at most."""
         drawn = round(rng.lognormvariate(log(self.median), self.spread))
         high = self.high if most is None else min(self.high, max(self.low, most))
         return min(max(drawn, self.low), high)
@@ -116,7 +116,7 @@ HELPFUL = "You are a helpful assistant. Answer briefly, say when you do not know
 
 
 def prose(rng: random.Random, n_words: int) -> str:
-    """So many words, in sentences."""
+    """A text of so many words, in sentences."""
     words = rng.choices(WORDS, k=n_words)
     for i in range(9, n_words, 10):
         words[i] += "."

@@ -164,7 +164,7 @@ def _check(files: Sequence[Path]) -> None:
 
 
 def _convert(files: Sequence[Path], part: Path, lock: int, report: Report) -> None:
-    """In another process, which has the lock, too: nobody else begins before it has ended."""
+    """Convert in another process, which has the lock, too: nobody else begins before it has ended."""
     name = files[0].name
     began = time.monotonic()
     logger.info("Converting %s for OpenVINO. This is done once.", name)

@@ -131,7 +131,7 @@ class Curve:
         ]
         self._all_deeper = add(1.0, 1e-4)
         self._unlearnt_s: dict[int, float] = {}
-        """By number of rows, what batches took since one was learnt from."""
+        """The seconds that batches of each number of rows took since one was learnt from."""
 
     def at(self, n_rows: int, n_past: float) -> float:
         """Seconds of a batch; 0 if none was measured."""
@@ -216,11 +216,11 @@ class Profile:
     """Measured seconds of single batches; empty if batches cost nothing worth counting."""
 
     decode_s: Mapping[int, float] = field(default_factory=dict)
-    """By number of sequences that get one token each, with an empty cache before them."""
+    """Seconds by the number of sequences that get one token each, with an empty cache before them."""
     prefill_s: Mapping[int, float] = field(default_factory=dict)
-    """By number of a prompt's rows, with an empty cache before them."""
+    """Seconds by the number of a prompt's rows, with an empty cache before them."""
     verify_s: Mapping[int, float] = field(default_factory=dict)
-    """By number of one sequence's rows that are all sampled from: a token and drafted ones."""
+    """Seconds by the number of one sequence's rows that are all sampled from: a token and drafted ones."""
     depth: int = 0
     """Tokens in every slot for the next two; in a unified cache, the same cells."""
     deep_decode_s: Mapping[int, float] = field(default_factory=dict)

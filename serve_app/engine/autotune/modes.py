@@ -69,7 +69,7 @@ class ModeChoice:
     reason: str
     profile: Profile
     threads: Threads | None = None
-    """With which the profile was measured; None: as the options say."""
+    """The threads with which the profile was measured; None: as the options say."""
     other: tuple[Mode, Profile] | None = None
     """The best mode with the other kind of cache, if both kinds are open."""
 

@@ -86,8 +86,8 @@ class Trials:
 
     @property
     def noise(self) -> float:
-        """By what part a batch took longer one time than another, as the median of all that were tried
-        again; 0 if none was."""
+        """The part by which a batch took longer one time than another: the median of all that were tried
+        again, or 0 if none was."""
         return statistics.median(self._differences or [0.0])
 
     def timed(self, run: Callable[[], None]) -> float:
@@ -143,7 +143,7 @@ class Trials:
     def once_more(
         self, times: dict[int, float], sizes: Sequence[int], trial: Callable[[int], float]
     ) -> Iterator[None]:
-        """One more round of those of these sizes that were measured, as far as there is time."""
+        """Another trial of each of these sizes that was measured, as far as there is time."""
         for n in sizes:
             if n in times:
                 self._again(times, n, trial)
@@ -191,7 +191,7 @@ class Profiler(Trials):
         can_rewind: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Without `can_rewind`, copies are not measured: a slot would have to forget the row behind."""
+        """Copies are not measured without `can_rewind`: a slot would have to forget the row behind."""
         super().__init__(context, clock)
         self._n_slots = n_slots
         self._n_ctx_slot = n_ctx_slot
@@ -216,7 +216,8 @@ class Profiler(Trials):
         yield from self.measure(self._prefill, chunks, self.prefilled)
 
     def rest(self, limit_s: float) -> None:
-        """After all essentials, what is between them, in about `limit_s`. Leaves the cache empty."""
+        """Measure, after all essentials, what is between them, in about `limit_s`. Leaves the cache
+        empty."""
         self.left_s = limit_s
         self._measure_copy()
         kinds = (
@@ -265,9 +266,9 @@ class Depth:
 
     n_tokens: int = 0
     decode_s: Mapping[int, float] = field(default_factory=dict)
-    """By sequences that get one token each and attend to the same cells."""
+    """Seconds by the number of sequences that get one token each and attend to the same cells."""
     prefill_s: Mapping[int, float] = field(default_factory=dict)
-    """By a prompt's rows."""
+    """Seconds by the number of a prompt's rows."""
     masked: float = 1.0
     """The cost of a cell of others, as a part of that of a cell of the row's own sequence."""
 
@@ -369,7 +370,7 @@ class DeepProfiler(Trials):
         yield from measure(self._deep_prefill, chunks, self.prefilled)
 
     def rest(self, limit_s: float) -> None:
-        """After all essentials, more chunks, in about `limit_s`. Leaves the cache empty."""
+        """Measure, after all essentials, more chunks, in about `limit_s`. Leaves the cache empty."""
         self.left_s = limit_s
         chunks = self._fitting(_MORE_DEEP_CHUNKS)
         for _ in self.measure(self._deep_prefill, chunks, self.prefilled):

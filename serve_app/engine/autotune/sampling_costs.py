@@ -20,7 +20,7 @@ class SamplingCost:
         self.token_s = 0.0
 
     def observe(self, n_tokens: int, seconds: float) -> None:
-        """So many tokens were picked in this time."""
+        """Learn that picking `n_tokens` tokens took `seconds`."""
         if not n_tokens:
             return
         found_s = seconds / n_tokens

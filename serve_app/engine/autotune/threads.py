@@ -47,7 +47,7 @@ def tries_fewer(options: EngineOptions) -> bool:
 
 
 def choose(cycles: Mapping[int, Cycle]) -> int:
-    """By number of threads: the fastest, or the most threads if that gains little."""
+    """The number of threads whose cycle is the fastest, or the most threads if that gains little."""
     most, best = max(cycles), min(cycles, key=lambda n: cycles[n].both_s)
     gain_s = cycles[most].both_s - cycles[best].both_s
     return best if gain_s > _LEAST_GAIN * cycles[most].batch_s else most

@@ -55,7 +55,7 @@ class Alive(NamedTuple):
 
 @dataclass(slots=True)
 class _Kind:
-    """One kind of cache."""
+    """A kind of cache, and what batches cost in it."""
 
     mode: Mode
     costs: CostModel
@@ -76,7 +76,8 @@ class _Kind:
         return one(n_rows, depth) if n_rows else 0.0
 
     def _prompts_s(self, prompts: Iterable[tuple[int, float]], n_prompt: int) -> float:
-        """In a split cache: all rows are computed together, but each prompt's attention for itself."""
+        """Seconds of the prompts in a split cache: all rows are computed together, but each prompt's
+        attention for itself."""
         at = self.costs.prefill_s
         attention_s = sum(at(n, depth) - at(n, 0) for n, depth in prompts)
         return at(n_prompt, 0) + attention_s if n_prompt else 0.0

@@ -163,8 +163,8 @@ class DraftModel(Protocol):
     """The cost of batches; empty if that was not measured."""
 
     def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
-        """One forward pass, with the place of each row in the other model's text, or `GUESSED`. Raises
-        DecodeError if they cannot be decoded; some may be in the cache."""
+        """Compute a forward pass. `places` says where each row is in the other model's text, or `GUESSED`.
+        Raises DecodeError if the rows cannot be decoded; some may be in the cache."""
 
     def most_likely(self, row: int) -> int:
         """The token of the other model's vocabulary that is most likely after a row last decoded."""
@@ -310,10 +310,10 @@ class Backend(Protocol):
         """The abilities of its cache."""
 
     def decode(self, rows: Sequence[Row]) -> None:
-        """One forward pass. Raises CacheFullError, having changed nothing, if the cache has no room for
-        these rows; DecodeCancelledError if it was cancelled, and another DecodeError if they cannot be
-        decoded, with some of them in the cache, for the caller to `truncate`; any other exception means
-        that the backend is broken."""
+        """Compute a forward pass over these rows. Raises CacheFullError, having changed nothing, if the
+        cache has no room for them. Raises DecodeCancelledError if it was cancelled, and another DecodeError
+        if they cannot be decoded, with some of them in the cache, for the caller to `truncate`. Any other
+        exception means that the backend is broken."""
 
     def cancel(self, cancelled: bool) -> None:
         """Any thread: have the `decode` that runs, and those to come, end early with DecodeCancelledError;
@@ -337,7 +337,7 @@ class Backend(Protocol):
         """Make the target slot a copy of the source, whatever it held."""
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
-        """For each (n_keep, n_discard) in turn, drop `n_discard` tokens after the first `n_keep`, and give
+        """Drop `n_discard` tokens after the first `n_keep`, for each (n_keep, n_discard) in turn, and give
         those behind the positions before theirs. Raises DecodeError if it cannot; the slot is then in no
         known state."""
 

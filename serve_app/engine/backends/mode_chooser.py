@@ -66,7 +66,7 @@ class ModeChooser:
         rows of a batch, or have no depth worth the name."""
 
     def choose(self) -> ChosenMode:
-        """One of the modes, as measured now or at an earlier start. Raises DecodeError."""
+        """Choose a mode, as measured now or at an earlier start. Raises DecodeError."""
         options = self._options
         measures = options.profile_limit_s > 0 and self._model.is_causal
         candidates = modes.candidates(options, can_change=measures and self._can_change)

@@ -28,7 +28,7 @@ class BatchResult:
     error: DecodeError | None = None
     """The reason why nothing was computed: see `Backend.decode`."""
     sampled: SequenceOf[list[Sampled] | CorralError] = ()
-    """For each chunk, its tokens, or the reason why none could be picked: no other sequence ends for it."""
+    """The tokens of each chunk, or the reason why none could be picked: no other sequence ends for it."""
     decode_s: float = 0.0
     sample_s: float = 0.0
 

@@ -72,7 +72,7 @@ class SequenceState(Enum):
 
 
 class Sequence:
-    """One request's tokens, and how many of them are in the KV cache. Decoder thread only.
+    """The tokens of a request, and how many of them are in the KV cache. Decoder thread only.
 
     `tokens` is the prompt and everything sampled since, less what context shifts dropped;
     `tokens[:n_past]` are in the cache. A step feeds some of `tokens[n_past:]`, and drafts of what may
@@ -109,8 +109,8 @@ class Sequence:
         self.n_keep: int | None = None
         """First tokens that context shifts keep; None if a full context ends it."""
         self.n_exact: int | None = None
-        """After a context shift: how many first tokens are in the cache as if they had been computed
-        anew, for others to start from."""
+        """The number of first tokens that others may start from after a context shift: they are in the
+        cache as if they had been computed anew. None: all tokens are."""
         self.prefix_pending: PrefixPending | None = None
         """The prefix of another sequence that it waits for, though a slot was free."""
         self.slot_id = NO_SLOT
@@ -192,7 +192,7 @@ class Sequence:
         return unscored.start + 1 if unscored else len(self.tokens)
 
     def packed(self, n_wanted: int) -> bytes:
-        """So many of its first tokens, packed: see `serve_app.engine.kv_cache.packing`."""
+        """The first `n_wanted` tokens, packed: see `serve_app.engine.kv_cache.packing`."""
         n_known = n_tokens(self._packed)
         if n_known < n_wanted:
             self._packed += packed(self.tokens[n_known:])

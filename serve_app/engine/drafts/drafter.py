@@ -194,8 +194,8 @@ class Drafter:
     def propose(
         self, sequences: SequenceOf[Sequence], n_drafted: int
     ) -> dict[str, tuple[int, ...]]:
-        """So many tokens that each of these may go on with: sequences that `begin` was told of and
-        that are ready, ordered by slot. Nothing if a pass fails."""
+        """Propose the next `n_drafted` tokens of each of these sequences, by id. `begin` was told of
+        them, and they are ready and ordered by slot. Returns nothing if a pass fails."""
         windows = [self._windows[one.slot_id] for one in sequences]
         rows: list[Row] = []
         places: list[int] = []
@@ -255,7 +255,7 @@ class Drafter:
         places: list[int],
         last_rows: list[int],
     ) -> list[int] | None:
-        """One batch, and the most likely tokens after `last_rows`; None if it failed."""
+        """Compute a batch. Returns the most likely tokens after `last_rows`; None if it failed."""
         n_past, began = self._n_cells - len(rows), self._clock()
         try:
             with self._progress.computing(self._costs.batch_s(len(rows), n_past)):

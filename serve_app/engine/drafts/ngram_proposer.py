@@ -27,9 +27,9 @@ class NgramProposer:
     def draft(
         self, tokens: Sequence[int], n_most: int, max_indexed: int = MAX_INDEXED
     ) -> tuple[int, ...]:
-        """Up to `n_most` tokens that may follow; none if the last ones are new. `tokens` may only have
-        grown since the last call. Of a text that is longer than `max_indexed`, the first calls know only
-        the last tokens: each one indexes so many more."""
+        """The tokens that may follow, `n_most` at most; none if the last ones are new. `tokens` may only
+        have grown since the last call. If a text is longer than `max_indexed`, the first calls know only
+        its last tokens: each one indexes so many more."""
         self._index(tokens, max_indexed)
         start = self._after.get(tuple(tokens[-_N_GRAM:]))
         if start is None or n_most < 1:

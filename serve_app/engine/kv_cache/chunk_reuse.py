@@ -25,7 +25,7 @@ class Reuse(NamedTuple):
     """How to make a slot begin as a prompt does."""
 
     cuts: tuple[tuple[int, int], ...]
-    """For each cut in turn: the tokens before it, and the tokens that go."""
+    """The cuts in turn: the number of tokens before each, and the number that go."""
     n_cached: int
     """The prompt's first tokens that the slot has then."""
 

@@ -72,7 +72,7 @@ class Checkpoints:
         self._n_per_slot = n_per_slot
         self._budget_bytes = budget_bytes
         self._kept = OrderedDict[tuple[int, int], Checkpoint]()
-        """By slot and length, the least recently used first."""
+        """The checkpoints by slot and length, the least recently used first."""
         self.n_bytes = 0
         """The size of all checkpoints, as if none were shared."""
 

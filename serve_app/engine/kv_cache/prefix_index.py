@@ -53,7 +53,7 @@ class _Node:
         self.end: int = n_tokens(run) + (parent.end if parent else 0)
         """Tokens from the root to its end."""
         self.children: dict[bytes, _Node] = {}
-        """By the first token of their runs."""
+        """The nodes right below, by the first token of their runs."""
         self.entries: set[IndexEntry] = set()
         """The entries that end here."""
         self.n_aged = 0

@@ -23,8 +23,8 @@ from serve_app.types import SHARED_GROUP, adapters_of, may_start_from
 
 @dataclass(slots=True)
 class Slot:
-    """One `seq_id` of the shared context: what llama.cpp calls a sequence. It outlives the engine's
-    sequences and keeps their cached tokens."""
+    """A `seq_id` of the shared context: what llama.cpp calls a sequence. It outlives the engine's sequences
+    and keeps their cached tokens."""
 
     id: int
     """The `seq_id`."""
@@ -74,7 +74,7 @@ class Slot:
         return self.idle_tokens if self.sequence is None else self.sequence.tokens
 
     def packed(self, n_wanted: int) -> bytes:
-        """So many of the first tokens of `tokens`, packed."""
+        """The first `n_wanted` tokens of `tokens`, packed."""
         if self.sequence is not None:
             return self.sequence.packed(n_wanted)
         if self._packed[0] is not self.idle_tokens:
@@ -206,7 +206,7 @@ class SlotTable:
     # -- in the prefix index ----------------------------------------------------------------------
 
     def shared(self, group: str, prompt: bytes, n_most: int) -> list[int]:
-        """By slot, how many of the first `n_most` tokens of a cache group's prompt it has, or will
+        """The number of the first `n_most` tokens of a cache group's prompt that each slot has, or will
         have.
 
         A slot's entry has what it had when its array of tokens became another one. Tokens that a running

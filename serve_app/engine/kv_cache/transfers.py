@@ -278,7 +278,8 @@ class PrefixTransfer:
         return [prefix for prefix, _ in self._run(lambda cache: cache.exchange.held)]
 
     def lacks(self, prefixes: Sequence[Prefix]) -> list[bool]:
-        """For each of these beginnings of prompts, whether it would have to compute some of it."""
+        """A flag for each of these beginnings of prompts: whether the engine would have to compute some of
+        it."""
         held = self.held()
         return [not any(one.serves(wanted) for one in held) for wanted in prefixes]
 

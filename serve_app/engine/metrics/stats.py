@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class SlotStats:
-    """One slot at one moment."""
+    """A slot at one moment."""
 
     id: int
     state: str
@@ -192,7 +192,7 @@ class MemoryStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One engine at one moment; counters run from its start."""
+    """An engine at one moment; counters run from its start."""
 
     n_slots: int
     n_ctx_slot: int
@@ -213,7 +213,7 @@ class EngineStats:
     slots: tuple[SlotStats, ...] = ()
 
     def memory_report(self) -> str:
-        """One line about what the engine holds, and would hold with more slots."""
+        """A line about what the engine holds, and would hold with more slots."""
         memory = self.memory
         return (
             f"weights {_mib(memory.weights_bytes)}, KV cache {_mib(memory.cache_bytes)} "

@@ -11,7 +11,7 @@ from serve_app.types import GAP_BOUNDARIES_S, RequestRecord, Timings
 
 
 class Trace:
-    """One sequence's times. Decoder thread only, but for the start."""
+    """The times of a sequence. Decoder thread only, but for the start."""
 
     def __init__(self) -> None:
         self.submitted = time.monotonic()
@@ -19,7 +19,7 @@ class Trace:
         self._first_token: float | None = None
         self._last_token = self.submitted
         self.gap_s = 0.0
-        """From the token before to its last one, or from the arrival to its first."""
+        """Seconds from the token before to the last one, or from the arrival to the first."""
         self._n_gaps = [0] * (len(GAP_BOUNDARIES_S) + 1)
         self._gaps_s = [0.0] * len(self._n_gaps)
         self._preempted: float | None = None
@@ -64,12 +64,12 @@ class Trace:
 
     @property
     def decoding_s(self) -> float:
-        """Since its first token."""
+        """Seconds since the first token; 0 before it."""
         return 0.0 if self._first_token is None else time.monotonic() - self._first_token
 
     @property
     def prefill_s(self) -> float:
-        """Since it got its first slot."""
+        """Seconds since the sequence got its first slot; 0 before that."""
         return 0.0 if self.admitted is None else time.monotonic() - self.admitted
 
     def end(self) -> Timings:
@@ -117,7 +117,7 @@ class Latencies:
         self._slices: deque[tuple[float, Counter[tuple[str, float]]]] = deque(maxlen=_N_SLICES)
 
     def add(self, kind: str, seconds: float) -> None:
-        """One of `KINDS` took so long."""
+        """Count a time of `kind`, which is one of `KINDS`."""
         now = self._clock() // _SLICE_S
         if not self._slices or self._slices[-1][0] != now:
             self._slices.append((now, Counter()))
@@ -125,8 +125,8 @@ class Latencies:
         self._slices[-1][1][kind, bound] += 1
 
     def recent(self) -> dict[str, dict[float, int]]:
-        """For each kind, how many took up to so many seconds, and more than the bound before it (the last
-        bound: or longer); bounds without any are left out."""
+        """The counts of each kind by bound: how many took up to so many seconds, and more than the bound
+        before it (the last bound: or longer). Bounds without any are left out."""
         oldest = self._clock() // _SLICE_S - _N_SLICES
         recent: dict[str, Counter[float]] = {kind: Counter() for kind in KINDS}
         for at, counts in list(self._slices):

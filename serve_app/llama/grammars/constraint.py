@@ -29,7 +29,7 @@ hundred times as much."""
 
 
 class Constraint:
-    """One sequence's place in a grammar. Decoder thread only.
+    """The place of a sequence in a grammar. Decoder thread only.
 
     Source: llguidance's `LLMatcher`, an Earley parser over a trie of the vocabulary.
     """
@@ -54,7 +54,7 @@ class Constraint:
         return self._matcher.try_consume_tokens([token]) == 1
 
     def allowed(self) -> NDArray[np.bool_]:
-        """For each token id, whether it may be next."""
+        """A flag for each token id: whether it may be next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, count=self.n_vocab, bitorder="little").astype(bool)
 
@@ -151,7 +151,7 @@ class LazyConstraint(Constraint):
         return None if place is None else self._text[place:]
 
     def allowed(self) -> NDArray[np.bool_]:
-        """For each token id, whether it may be next: all may before the grammar begins."""
+        """A flag for each token id: whether it may be next. All may before the grammar begins."""
         return ~np.zeros(self._held.n_vocab, np.bool_) if self._is_free else self._held.allowed()
 
     @property

@@ -32,7 +32,7 @@ _CATEGORIES: dict[Any, Callable[[str], bool]] = {
 
 @dataclass(slots=True)
 class _Step:
-    """One of: a character, a fork, the ends of a group, of the text, or of the expression."""
+    """A step of a pattern: a character, a fork, or an end of a group, of the text or of the expression."""
 
     kind: str
     next: Sequence[int] = ()
@@ -43,7 +43,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Thread:
-    """One way to match: where it is, where it began, and the first group that it found text for."""
+    """A way to match: where it is, where it began, and the first group that it found text for."""
 
     step: int
     start: int
@@ -140,7 +140,7 @@ class Pattern:
 
 
 class Search:
-    """One pattern's way through one text. Not thread-safe."""
+    """The way of a pattern through a text. Not thread-safe."""
 
     def __init__(self, pattern: Pattern) -> None:
         self._steps = pattern.steps

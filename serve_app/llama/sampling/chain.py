@@ -37,8 +37,8 @@ _MIROSTAT_M = 100
 
 
 class Chain:
-    """One sequence's samplers from top_n_sigma to the seeded draw, as llama.cpp's own: the first of them,
-    if a cut can do the same, and the others. One thread at a time."""
+    """The samplers of a sequence from top_n_sigma to the seeded draw, as llama.cpp's own: the first of
+    them, if a cut can do the same, and the others. One thread at a time."""
 
     def __init__(self, params: SamplingParams, model: Model) -> None:
         self._cut, links, n_cut = _parts(params, model)

@@ -42,7 +42,8 @@ class Cut(NamedTuple):
     logits: Logits
     """The logits of `tokens`."""
     n_kept: int
-    """So many of them are left. Those behind only show whether one of them has the same logit."""
+    """The number of candidates that are left. Those behind only show whether one of them has the same
+    logit."""
     ordered: bool
     """Whether the highest logits come first; else they are in the order of token ids."""
 
@@ -189,7 +190,7 @@ def _nucleus(weights: Logits, tokens: Tokens, mass: float, *, all_left: bool) ->
 
 
 def _crude_doubt(weights: Logits, _total: float) -> float:
-    """As a part, what llama.cpp's sum of the weights may be off at most, however they are."""
+    """The most that llama.cpp's sum of the weights may be off, as a part, however they are."""
     return 1.05 * weights.size * _ROUNDING + _EXP
 
 

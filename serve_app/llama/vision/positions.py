@@ -37,8 +37,8 @@ class Tile:
         return max(self.width, self.n_tokens // self.width) if self.width else self.n_tokens
 
     def positions(self, first: int, n_rows: int, start: int) -> NDArray[np.int32]:
-        """For each of its `n_rows` embeddings from the `first` on, time, row, column and a zero, one kind
-        after the other: M-RoPE's positions of a tile that begins at `start`. Source: llama.cpp,
+        """M-RoPE's positions of the `n_rows` embeddings from the `first` on, for a tile that begins at
+        `start`: time, row, column and a zero for each, one kind after the other. Source: llama.cpp,
         `mtmd_image_tokens_get_decoder_pos` in tools/mtmd/mtmd.cpp."""
         index = np.arange(first, first + n_rows, dtype=np.int32)
         if not self.width:

@@ -49,8 +49,8 @@ def missing(names: Iterable[str]) -> tuple[str, ...]:
 
 @contextmanager
 def trusted(what: str) -> Iterator[None]:
-    """For code that reads keys and types as if they were there. Its errors become ConfigError, with the
-    reason as the rest of a sentence; only OSError stays what it is."""
+    """A context for code that reads keys and types as if they were there. Its errors become ConfigError,
+    with the reason as the rest of a sentence; only OSError stays what it is."""
     try:
         yield
     except (ConfigError, OSError):

@@ -53,8 +53,8 @@ class Hyperparameters:
     @classmethod
     @trusted("its config.json")
     def of(cls, config: Mapping[str, Any]) -> Hyperparameters:
-        """From config.json. Raises ConfigError, with the reason as the rest of a sentence, for a model that
-        is not known."""
+        """The hyperparameters that config.json says. Raises ConfigError, with the reason as the rest of a
+        sentence, for a model that is not known."""
         kind = config.get("model_type")
         if kind not in _ARCHITECTURES:
             raise ConfigError(f"the architecture {kind} is not known")

@@ -123,9 +123,9 @@ class PagedContext:
         self.truncate(0, 0)
 
     def decode(self, rows: Sequence[Row]) -> None:
-        """One forward pass; blocks for its length, without the GIL. Raises CacheFullError, and changes
-        nothing, if there are no blocks for them; DecodeCancelledError after `cancel(True)`, and another
-        DecodeError if they cannot be computed: the cache is then as it was."""
+        """Compute a forward pass; blocks for its length, without the GIL. Raises CacheFullError, and
+        changes nothing, if there are no blocks for the rows; DecodeCancelledError after `cancel(True)`, and
+        another DecodeError if they cannot be computed: the cache is then as it was."""
         self._logits, self._outputs = self._pass(rows, self._tables, SAMPLED, LOGITS)
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
@@ -243,7 +243,7 @@ class PagedContext:
             cache[blocks] = shifts.narrowed(np.ones(1, np.float32), cache.dtype)
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
-        """For each (n_keep, n_discard) in turn, drop `n_discard` tokens after the first `n_keep`; those
+        """Drop `n_discard` tokens after the first `n_keep`, for each (n_keep, n_discard) in turn; those
         behind get their places. Takes time that grows with what is behind. Raises CacheFullError if its
         blocks are shared, and there are none for the copy: the sequence is cut then."""
         places = shifts.kept(self._tables.length(seq_id), cuts)

@@ -46,7 +46,7 @@ def kept(length: int, cuts: Sequence[tuple[int, int]]) -> Places:
 
 
 def cells_of(blocks: NDArray[Any]) -> NDArray[Any]:
-    """One token after the other, of shape [tokens, heads, head size], from the cache's blocks."""
+    """The tokens of the cache's blocks, one after the other, of shape [tokens, heads, head size]."""
     n_blocks, n_heads, _, head_size = blocks.shape
     return blocks.transpose(0, 2, 1, 3).reshape(n_blocks * BLOCK, n_heads, head_size)
 

@@ -28,7 +28,7 @@ class Forecast:
     n_generated: float
     """Tokens that an answer has, as far as it does not say itself."""
     work_s: float = 0.0
-    """Until all sequences of that moment have ended, but for those in the background."""
+    """Seconds until all sequences of that moment have ended, but for those in the background."""
 
     prefill_s: float = 0.0
     """The part of `work_s` that is missing of prompts."""
@@ -113,7 +113,7 @@ class Backlog:
         self._n_generated += _NEWEST * (sequence.n_generated - self._n_generated)
 
     def forecast(self, live: Iterable[Sequence]) -> Forecast:
-        """With these sequences."""
+        """The forecast over these sequences."""
         prompt_token_s, token_s = (
             seconds / self._pace for seconds in (self._costs.prompt_token_s, self._token_s)
         )

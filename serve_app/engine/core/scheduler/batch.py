@@ -36,7 +36,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One call of the backend: rows, and whose they are."""
+    """A call of the backend: rows, and whose they are."""
 
     rows: list[Row]
     chunks: list[Chunk]

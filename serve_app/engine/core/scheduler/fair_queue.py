@@ -28,7 +28,7 @@ _PAUSE = 9
 # A client with but one slot more than the one that waits keeps it until it has had so many seconds more.
 _QUANTUM_S = 2.0
 EXPECTED_S = 0.5
-"""So long after its last answer a client is expected to ask again."""
+"""The seconds after a client's last answer in which it is expected to ask again."""
 
 
 class Accounts:

@@ -47,7 +47,7 @@ class DraftPlanner(Protocol):
 
 
 class Turns:
-    """One turn for all sequences, whatever their adapters: for a backend that has none.
+    """A single turn for all sequences, whatever their adapters: for a backend that has none.
 
     `serve_app.engine.backends.adapters.AdapterTurns` gives each set of adapters its turns."""
 
@@ -237,7 +237,7 @@ class Scheduler:
         return [*ahead, *self._free_riders(ahead)]
 
     def _free_riders(self, ahead: list[Sequence]) -> list[Sequence]:
-        """As many decoding sequences in the background as cost those ahead next to nothing."""
+        """The decoding sequences in the background, as many as cost those ahead next to nothing."""
         decoding = [seq for seq in ahead if seq.n_pending == 1]
         if not self.costs or not any(seq.n_generated for seq in decoding):
             return []
@@ -429,8 +429,8 @@ class Scheduler:
     def _most_urgent_first(
         self, prompts: list[Sequence], n_slots: Mapping[str, int], now: float
     ) -> list[Sequence]:
-        """By how long they have waited for how long they need. Clients' slots share what a client may
-        hurry."""
+        """The prompts in the order of how long they have waited for how long they need. A client's slots
+        share what it may hurry."""
 
         def urgency(sequence: Sequence) -> float:
             needs_s = self.costs.prefill_s(sequence.n_pending, self._depth([sequence]))
