@@ -86,7 +86,7 @@ class ConfigError(CorralError):
 
 
 class RequestError(CorralError):
-    """One request cannot be served as it is, maybe because of one of its fields."""
+    """A request cannot be served as it is, maybe because of one of its fields."""
 
     status = 400
     type = "invalid_request_error"
@@ -114,7 +114,7 @@ class PromptTooLongError(InvalidRequestError):
     def __init__(
         self, n_prompt: int, n_ctx_slot: int, param: str | None = None, exact: bool = True
     ) -> None:
-        """Without `exact`, the prompt has `n_prompt` tokens or more: nobody counted them."""
+        """The prompt has `n_prompt` tokens. Without `exact`, it may have more: nobody counted them."""
         Exception.__init__(self, n_prompt, n_ctx_slot, param, exact)
 
     @property

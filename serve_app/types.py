@@ -119,7 +119,7 @@ def account(client: str, *, background: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to continue. `id` is unique among the engine's live requests."""
+    """A prompt to continue. `id` is unique among the engine's live requests."""
 
     id: str
     prompt: tuple[int, ...]
@@ -227,7 +227,8 @@ class Timings:
     n_resumed: int = 0
     """The generated tokens that are from these replicas."""
     gaps: tuple[tuple[int, float], ...] = ()
-    """Between two tokens: for each bucket of GAP_BOUNDARIES_S, how many gaps, and their seconds in all."""
+    """The gaps between two tokens: for each bucket of GAP_BOUNDARIES_S, their number, and their seconds in
+    all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +289,7 @@ class Asleep:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecords:
-    """One engine replica's records of a request."""
+    """An engine replica's records of a request."""
 
     replica_id: str
     records: tuple[RequestRecord, ...]
@@ -329,7 +330,7 @@ class PromptProgress:
     n_processed: int
     """Tokens that are in the cache now, those among them."""
     seconds: float
-    """Since the request got its slot."""
+    """The seconds since the request got its slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,10 +342,10 @@ class TokenDelta:
     end: SequenceEnd | None = None
     """Set on the last delta only."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `token_ids`, if the request wants them."""
+    """The log probabilities of each of `token_ids`, if the request wants them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of the prompt's tokens but for the first, if the request wants them: with its first
-    token, or with its end if it generates none."""
+    """The log probabilities of each of the prompt's tokens but for the first, if the request wants them.
+    They come with the first generated token, or with the end if there is none."""
     progress: tuple[PromptProgress, ...] = ()
     """How far the prompt was, from time to time, if the request wants to know: before its first token."""
 
@@ -380,7 +381,7 @@ class SlotAction:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One version of a model."""
+    """A version of a model."""
 
     model: str
     """The id that it is served under, with others."""
@@ -402,7 +403,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """One engine replica's state and statistics."""
+    """An engine replica's state and statistics."""
 
     replica_id: str
     node_id: str

@@ -36,7 +36,7 @@ class CoreLease:
 
     cpus: tuple[int, ...]
     one_of_each: tuple[int, ...]
-    """One of these CPUs for each physical core; ascending."""
+    """The lowest of these CPUs on each physical core; ascending."""
     numa_node: int | None
     """The node that has all of them, if one has and the kernel tells."""
     _locks: tuple[int, ...]
@@ -55,7 +55,7 @@ class CorePinning:
     lease: CoreLease | None
     """The cores that the process is pinned to; None if it runs wherever the kernel puts it."""
     report: str
-    """One line about that, with the reason if there is no lease."""
+    """A line about the pinning, with the reason if there is no lease."""
     cpus_before: tuple[int, ...] = ()
 
     @property
@@ -126,8 +126,8 @@ def _pinning(model: ResolvedModel, reserved: float, here: Machine, *, spread: bo
 
 
 def _computing(pinning: CorePinning, threads: int) -> tuple[int, ...] | None:
-    """One hyper-thread of each leased core, if that is enough: the kernel cannot put two threads on
-    one then, and the others are left to the rest of the process."""
+    """The CPUs to compute on: one hyper-thread of each leased core, if that is enough. The kernel cannot
+    put two threads on a core then, and the other hyper-threads are left to the rest of the process."""
     alone = () if pinning.lease is None else pinning.lease.one_of_each
     return alone if alone != pinning.cores and 0 < threads <= len(alone) else None
 

@@ -20,7 +20,7 @@ _LEFT_OVER = 1 / 4
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One model's part of a machine."""
+    """A model's part of a machine."""
 
     n_replicas: int
     num_cpus: float

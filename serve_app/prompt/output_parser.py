@@ -74,8 +74,9 @@ class OutputParser:
         is_thinking: bool,
         tags: ReasoningTags = THINK,
     ) -> None:
-        """Without a parser for calls, there are none, and without names, calls have the model's;
-        `is_thinking` if the prompt has the first tag."""
+        """`calls` finds the calls; without it, there are none. Calls have the client's names for functions
+        if `names` tells them, or else the model's. `is_thinking` says whether the prompt has the first
+        tag."""
         self._tags = tags
         self._calls = calls
         self._names = names or FunctionNames(())

@@ -22,10 +22,11 @@ class TemplateText(str):
     """A text and the origin of its characters. Immutable."""
 
     origin: str
-    """One character for each of the text: `1` if the template wrote it, and `0` if not."""
+    """The origins of the text's characters, a digit for each: `1` if the template wrote it, and `0` if
+    not."""
 
     def __new__(cls, text: object = "", origin: str | None = None) -> Self:
-        """Without an origin, the text is a user's."""
+        """The text is a user's if no origin is given."""
         self = super().__new__(cls, text)
         self.origin = _USERS * len(self) if origin is None else origin
         return self

@@ -51,7 +51,7 @@ _VERSION_BYTES = 8
 
 
 class ReplicaAdapters:
-    """One replica's loaded adapters. Used in its event loop."""
+    """A replica's loaded adapters. Used in its event loop."""
 
     def __init__(self, model: ResolvedModel, engine: Engine, all_loaded: LoadedAdapters) -> None:
         self._model, self._files = model, Files(model.downloads)
@@ -116,7 +116,7 @@ class ReplicaAdapters:
             logger.info("The adapter %s of %s is loaded.", config.id, self._model.id)
 
     async def _free(self, key: str) -> None:
-        """As soon as nobody uses it, unless it was loaded again."""
+        """Free the adapter as soon as nobody uses it, unless it was loaded again."""
         try:
             while True:
                 await sleep(_RETRY_S)

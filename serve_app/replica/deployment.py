@@ -68,7 +68,8 @@ def prepare_process(*, keeps_texts: bool) -> None:
 
 
 class LoadedModel:
-    """One engine. Its methods run in the replica's event loop; decoding has a thread of its own."""
+    """A loaded model's engine. Its methods run in the replica's event loop; decoding has a thread of its
+    own."""
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         prepare_process(keeps_texts=model.data_at_rest)
@@ -325,8 +326,8 @@ class LoadedModel:
         await self._closing.aclose()
 
     def forget(self) -> None:
-        """After `close`, when no call runs any more: have nothing. Serve's queues keep the object whose
-        method they called last, and with it the model's memory."""
+        """Let go of everything, after `close` and when no call runs any more. Serve's queues keep the
+        object whose method they called last, and with it the model's memory."""
         vars(self).clear()
 
 
@@ -361,7 +362,7 @@ def _give_up(entering: asyncio.Future[Future[NDArray[np.float32]] | CorralError]
 
 
 def _log(request: GenerationRequest, end: SequenceEnd) -> None:
-    """One line for a request; Serve adds its `x-request-id`."""
+    """Log a line for a request; Serve adds its `x-request-id`."""
     usage, spent = end.usage, end.timings
     if end.error is not None:
         logger.info("%s failed: %s", request.id, end.error)

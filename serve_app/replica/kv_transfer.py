@@ -53,12 +53,12 @@ class TransferTarget:
     replica_id: str
     key: bytes
     lacks: list[bool]
-    """For each prefix that it was asked about."""
+    """Whether the replica lacks a prefix, for each that it was asked about."""
     room_bytes: int
 
 
 class KVTransfer:
-    """One replica's part in KV transfers. Used in its event loop.
+    """A replica's part in KV transfers. Used in its event loop.
 
     `pull` is called once, at its start, and `push` once, at its end; neither raises, nor takes longer than
     some seconds. The other methods answer other replicas. These ask all replicas, and one that is not meant
@@ -73,11 +73,11 @@ class KVTransfer:
         self._prefixes = engine.prefixes
 
     async def pull(self) -> None:
-        """As the target: get what requests share from the replicas that are there."""
+        """Get, as the target, what requests share from the replicas that are there."""
         await self._bounded(self._pull, TransferTally("Received", "from"))
 
     async def push(self) -> None:
-        """As the source: send the replicas that stay what they all lack."""
+        """Send, as the source, to the replicas that stay what they all lack."""
         await self._bounded(self._push, TransferTally("Sent", "to"))
 
     async def _bounded(
@@ -136,30 +136,32 @@ class KVTransfer:
     # -- what others ask --------------------------------------------------------------------------
 
     async def offer(self, asker: str) -> Offer | None:
-        """As the source: what a replica that starts could have from here."""
+        """Return, as the source, what a replica that starts could have from here."""
         if asker == self._id:
             return None
         prefixes = await asyncio.to_thread(self._prefixes.offers, _SHARED_BY)
         return Offer(self._id, self._prefixes.key, prefixes)
 
     async def send(self, source: str, prefix: Prefix) -> list[Any] | None:
-        """As the source: a reference to a payload that begins with that prefix, for a replica that starts.
-        It is in a list, as Ray would otherwise fetch it for every replica that gets the call; the list is
-        empty if there is none any more."""
+        """Return, as the source, a reference to a payload that begins with that prefix, for a replica that
+        starts. The reference is in a list, as Ray would otherwise fetch the payload for every replica that
+        gets the call. The list is empty if there is no such payload any more."""
         if source != self._id:
             return None
         payload = await asyncio.to_thread(self._prefixes.export_prefix, prefix)
         return [] if payload is None else [await asyncio.to_thread(ray.put, payload)]
 
     async def lacks(self, asker: str, prefixes: list[Prefix]) -> TransferTarget | None:
-        """As the target: which of these prefixes are not here, and the bytes that there is room for."""
+        """Return, as the target, which of these prefixes are not here, and the bytes that there is room
+        for."""
         if asker == self._id:
             return None
         lacks = await asyncio.to_thread(self._prefixes.lacks, prefixes)
         return TransferTarget(self._id, self._prefixes.key, lacks, self._prefixes.budget_bytes // 2)
 
     async def take(self, target: str, sent: list[Any]) -> int | None:
-        """As the target: store a whole prefix from a replica that ends; returns the bytes that are kept."""
+        """Store, as the target, a whole prefix from a replica that ends. Returns the bytes that are
+        kept."""
         if target != self._id:
             return None
         tally = TransferTally("Received", "from")

@@ -47,8 +47,8 @@ _CUT_OFF_S = 1.0
 
 
 class Residency:
-    """One process's part in the models on demand of a node: so many are loaded at most, each with a
-    place.
+    """A process's part in the models on demand of a node. At most `most` of these are loaded at once, each
+    with a place.
 
     A place is a lock on a file, which says how the model is used. A process that waits for a place has a
     lock on a file of its own, which says since when. Used in one thread; nothing here takes long.
@@ -109,7 +109,7 @@ class Residency:
         return all(is_locked(place) and place.read_bytes() >= own for place in others)
 
     def _others_wait(self) -> list[bytes]:
-        """Since when each of them waits."""
+        """The times since when other processes wait, as their files have them."""
         tickets = self._ticket.parent.glob("waiting-*")
         return [path.read_bytes() for path in tickets if path != self._ticket and is_locked(path)]
 
@@ -122,7 +122,7 @@ def _write(descriptor: int, since: float, is_busy: bool = False) -> bytes:
 
 
 class ModelLifecycle:
-    """One model's. Used in one event loop."""
+    """The loading and unloading of a model on demand. Used in one event loop."""
 
     def __init__(
         self,

@@ -155,7 +155,7 @@ _COUNTED = {
 
 
 class ReplicaMetrics:
-    """One replica's metrics. Used in its event loop.
+    """A replica's metrics. Used in its event loop.
 
     Times are observed as requests end. Counters and gauges follow the engine's statistics, as often as
     `update` is called.

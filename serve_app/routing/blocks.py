@@ -62,7 +62,8 @@ class Inventory:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], tuple[Sequence[int], Chain]] = {}
-        """By the cache group, and the prompt's `id`, which stays its own as long as it is kept here."""
+        """The prompts and their blocks, by the cache group and the prompt's `id`. The `id` stays the
+        prompt's own as long as the prompt is kept here."""
 
     def blocks(self, prompts: Iterable[tuple[str, Sequence[int]]]) -> list[int]:
         """The blocks of these prompts, each with its cache group, the most important one first: as many as

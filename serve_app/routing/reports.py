@@ -97,7 +97,7 @@ class Reports:
         self._watchers: list[Callable[[str], None]] = []
 
     def connection(self, replica_id: str) -> ReplicaConnection:
-        """For a new connection of that replica: if an older one is left, it counts no more."""
+        """Return a new connection of that replica. If an older one is left, it counts no more."""
         connection = self._connections[replica_id] = ReplicaConnection(self, replica_id)
         return connection
 

@@ -24,7 +24,7 @@ _OTHERS = 1.0
 _ALONE = 2.0
 """The additional time of a token with a step of its own, as part of the time of one among others."""
 _FORGET_S = 10.0
-"""After so long, what was sent counts as in the report, or as lost."""
+"""The seconds after which what was sent counts as in the report, or as lost."""
 _UNMEASURED_S = 0.001
 """Taken for the time of a token where none was measured."""
 _SILENT_S = 2.0

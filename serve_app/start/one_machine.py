@@ -166,7 +166,7 @@ def start_ray() -> None:
 
 
 def _nothing(_node: Any, **_options: Any) -> None:
-    """In the place of a method of Ray's that starts a process."""
+    """A stand-in for a method of Ray's that starts a process."""
 
 
 def main() -> None:

@@ -317,7 +317,7 @@ def _check(origin: Origin, file: RemoteFile, part: Path, *, had_help: bool) -> N
 
 
 def _size(path: Path) -> int | None:
-    """In bytes; None if there is no such file."""
+    """The size in bytes; None if there is no such file."""
     try:
         return path.stat().st_size
     except OSError:

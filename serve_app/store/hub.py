@@ -120,7 +120,8 @@ def in_library_cache(name: HubName, model: RemoteModel) -> Path | None:
 
 
 def _is_same(path: Path, file: RemoteFile) -> bool:
-    """By the size, and by the sum that the library names its files by."""
+    """Whether the path holds the file, judged by its size, and by the sum that the library names its files
+    by."""
     with suppress(OSError):
         blob = path.resolve(strict=True)
         named = re.fullmatch(r"[0-9a-f]{64}", blob.name) is not None

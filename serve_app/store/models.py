@@ -1,4 +1,4 @@
-"""From a configured source to files on this node: all of a model, or its vocabulary alone."""
+"""The way from a configured source to files on this node: all of a model, or its vocabulary alone."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ class _Progress:
         )
 
     def more(self, n_bytes: int, from_node: bool) -> None:
-        """So many more bytes are here, maybe from another node."""
+        """Note that `n_bytes` more are here, maybe from another node."""
         with self._changing:
             self._n_done += n_bytes
             self._n_from_nodes += n_bytes if from_node else 0

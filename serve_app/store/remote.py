@@ -28,7 +28,7 @@ class UnreachableError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """One file."""
+    """A file at its origin."""
 
     path: str
     """How its origin calls it."""
@@ -40,7 +40,7 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """Without folders: what it is called here."""
+        """The file's name here, without folders."""
         return PurePosixPath(self.path).name
 
 

@@ -34,7 +34,7 @@ Weights = Mapping[str, float]
 
 
 class NumberedEntries:
-    """One kind of entries of one application. Each model's are numbered from 0 on."""
+    """The entries of one kind in an application. Each model's are numbered from 0 on."""
 
     def __init__(self, kind: str, app: str) -> None:
         self._prefix = f"{kind}/{app}/"
@@ -149,7 +149,7 @@ def _taken(adapter_id: str) -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class WeightChange:
-    """One change of a model's weights."""
+    """A change of a model's weights."""
 
     weights: Weights
     configured: Weights

@@ -1,4 +1,4 @@
-"""One download for a cluster: its nodes copy a file from each other while it is downloaded.
+"""A cluster's single download of a file: the nodes copy it from each other while it is downloaded.
 
 The nodes that want a file stand in a line, in the order in which they began. The first one asks the origin,
 and each other one copies from the node before it, piece by piece, while that one is still downloading. A
@@ -143,7 +143,7 @@ class ClusterSharing(Sharing):
 
 
 class ClusterPeers(Peers):
-    """One download's place in the line for a file, and the nodes before it. Any thread."""
+    """A download's place in the line for a file, and the nodes before it. Any thread."""
 
     def __init__(self, node: str, key: str, path: Path, stop: threading.Event) -> None:
         self._node, self._line, self._path, self._stop = node, HolderLine(key), path, stop

@@ -26,7 +26,7 @@ from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 BODY_TIMEOUT_S = 60.0
 """Longest time that a body may take to arrive."""
 PROGRESS_S = 5.0
-"""So many seconds bring at least `BodyLimits.min_rate` bytes each, or the body's end."""
+"""The seconds in which a body ends, or brings at least `BodyLimits.min_rate` bytes for each of them."""
 _PIECE_BYTES = 64 * 2**10
 """Smaller pieces are joined to such ones: a client may send a byte at a time, and each takes fifty."""
 # Bytes that a body is taken to have from the start, so that young ones are not the slowest.

@@ -25,7 +25,7 @@ FEW = 10
 MOST_PAUSE_S = 0.05
 """A sender that is slowed down still begins one request in this time."""
 _LOOK_S = MOST_PAUSE_S / 10
-"""So often it is looked whether those who are slowed down may go on."""
+"""The seconds between two looks whether senders that are slowed down may go on."""
 
 
 @dataclass(slots=True)
@@ -151,7 +151,8 @@ class OpenRequests:
 
     @contextmanager
     def entered(self, client: str) -> Iterator[None]:
-        """One more, for as long as the block runs. Raises RateLimitError if the client has too many."""
+        """Count one more request of the client, for as long as the block runs. Raises RateLimitError if the
+        client has too many."""
         n_own = self._by_client[client]
         n_free = self.limit - self._n
         if n_own >= max(1, _TIMES_FREE * n_free) or not n_free:

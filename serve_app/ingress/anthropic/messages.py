@@ -262,7 +262,7 @@ _DATED = re.compile(r"(.+)_[0-9]{8}")
 
 
 class AnthropicTool(RequestModel):
-    """One of `tools`."""
+    """A tool in `tools`."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "defer_loading": (None, False),

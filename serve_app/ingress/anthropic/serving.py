@@ -29,7 +29,7 @@ PING = sse.named(_PING)
 
 @dataclass
 class MessageAnswer:
-    """One message on its way."""
+    """A message on its way."""
 
     id: str
     model: str
@@ -52,7 +52,7 @@ class MessageAnswer:
         return [{"type": "message_start", "message": self._message(None, usage)}, _PING]
 
     def events(self, delta: TokenDelta) -> list[Json]:
-        """One delta's events; the last one's tell the end."""
+        """The events of a delta. Those of the last delta tell the end."""
         events: list[Json] = []
         for part in generation.parts(self.parser, delta):
             if isinstance(part, ToolCall | CallPiece):

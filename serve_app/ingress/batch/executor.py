@@ -257,7 +257,7 @@ class BatchExecution:
         self._counted = 0.0
         self._pace = BatchPace(time.time(), batch.deadline, 0)
         self._patient_until = 0.0
-        """Until then no line is promoted: the key has used up what it may."""
+        """The Unix time until which no line is promoted: the key has used up what it may."""
 
     async def _do(self, function: Callable[..., T], *arguments: Any) -> T:
         return await self._executor.room.do(function, *arguments, thread=self._thread)

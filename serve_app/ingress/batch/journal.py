@@ -1,4 +1,4 @@
-"""One batch's lines and results: a file of its own, which goes when the batch has ended."""
+"""A batch's lines and results: a file of its own, which goes when the batch has ended."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ async def list_files(
 
 @ROUTER.get("/v1/files/{file_id}")
 async def get_file(batches: BatchesArgument, file_id: str) -> FileObject:
-    """One file."""
+    """The file with that id, without its content."""
     return await asyncio.to_thread(batches.store.file, _owner(), file_id)
 
 
@@ -254,7 +254,7 @@ async def list_batches(
 
 @ROUTER.get("/v1/batches/{batch_id}")
 async def get_batch(batches: BatchesArgument, batch_id: str) -> BatchObject:
-    """One batch, and how far it is."""
+    """The batch with that id, and how far it is."""
     return await asyncio.to_thread(batches.store.batch, _owner(), batch_id)
 
 

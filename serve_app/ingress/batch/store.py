@@ -201,7 +201,7 @@ class BatchStore:
     def files(
         self, owner: str, purpose: str | None, limit: int, after: str | None, *, newest_first: bool
     ) -> list[FileObject]:
-        """So many, and one more if there are more."""
+        """The next `limit` files, and one more if there are more."""
         with self._transaction() as db:
             rows = _page(db, "files", owner, limit, after, purpose, newest_first=newest_first)
         return [_file(row) for row in rows]
@@ -289,7 +289,7 @@ class BatchStore:
             return _batch(_one(db, "batches", batch_id, owner))
 
     def batches(self, owner: str, limit: int, after: str | None) -> list[BatchObject]:
-        """So many, the newest first, and one more if there are more."""
+        """The next `limit` batches, the newest first, and one more if there are more."""
         with self._transaction() as db:
             return [_batch(row) for row in _page(db, "batches", owner, limit, after)]
 

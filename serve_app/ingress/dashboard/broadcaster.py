@@ -18,7 +18,7 @@ from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.model_registry import ServedModel, families, present_shares
 
 PERIOD_S = 1.0
-"""Between two looks."""
+"""The seconds between two looks."""
 N_FRAMES = 60
 """The frames after which a viewer has to subscribe again: Serve stops no ingress replica while it has a
 request."""
@@ -88,7 +88,7 @@ class Broadcaster:
             self._looking, self._stopped = None, time.monotonic()
 
     async def _look_on(self) -> None:
-        """Until it is cancelled, or there is nothing to look at any more."""
+        """Look until the task is cancelled, or there is nothing to look at any more."""
         try:
             while True:
                 began = time.monotonic()

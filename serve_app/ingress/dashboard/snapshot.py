@@ -33,7 +33,7 @@ NOTHING: Json = {}
 
 @dataclass
 class _Replica:
-    """One replica, as far as it has been seen."""
+    """A replica, as far as it has been seen."""
 
     model: str
     stats: ReplicaStats

@@ -68,7 +68,7 @@ class FunctionDefinition(RequestModel):
 
 
 class Tool(RequestModel):
-    """One of `tools`."""
+    """A tool in `tools`."""
 
     type: Literal["function", "custom"] = "function"
     function: FunctionDefinition

@@ -24,7 +24,7 @@ _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ApiKey(BaseModel):
-    """One entry of the file."""
+    """An entry of the key file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -183,7 +183,8 @@ class Caller:
     """Whether it has asked for work."""
 
     def client(self, user: str | None) -> str:
-        """Among whom slots are shared: API keys, or, without, users; and batches whose time runs out."""
+        """The client among those that share the slots: an API key, or, without keys, a user. Batches whose
+        time runs out are, for each of these, one more client."""
         name = (user or "") if self.account is None else self.account.key.name
         return account(name, background=self.is_promoted)
 
@@ -193,8 +194,8 @@ class Caller:
         return self.is_batch_line and not self.is_promoted
 
     def cache_group(self, salt: str | None) -> str:
-        """Among whom cached prefixes are shared: keys of one group, or, without keys, all; of them, those
-        who send the same `cache_salt`. Does not show what it is made of."""
+        """The group that shares cached prefixes: keys of one group, or, without keys, all; of them, those
+        who send the same `cache_salt`. The name of the group does not show what it is made of."""
         key = None if self.account is None else self.account.key
         parts = [None if key is None else key.cache_group or key.name, salt]
         if parts == [None, None]:

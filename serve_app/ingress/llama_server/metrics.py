@@ -43,8 +43,8 @@ _OF_EMBEDDINGS = {"prompt_tokens": "embedded_tokens", "n_decode": "embedding_bat
 
 
 def render(replicas: Sequence[ReplicaStats], n_missing: int) -> bytes:
-    """One model's metrics in Prometheus's text format, summed over the replicas that answered; so many did
-    not."""
+    """A model's metrics in Prometheus's text format, summed over the replicas that answered; `n_missing`
+    did not."""
     registry = CollectorRegistry()
     registry.register(_Collector([replica.engine for replica in replicas], n_missing))
     written = bytes(generate_latest(registry))

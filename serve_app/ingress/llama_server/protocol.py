@@ -27,7 +27,7 @@ Mixed = list[TokenId | str]
 
 
 def several(prompt: str | list[Mixed | str | TokenId]) -> list[str | list[int | str]]:
-    """One prompt, or several: a list of texts only, or with a list in it, is of several."""
+    """The prompts, one or several: a list of texts only, or with a list in it, is of several."""
     if isinstance(prompt, str):
         return [prompt]
     if any(isinstance(part, list) for part in prompt):
@@ -70,7 +70,7 @@ class MediaPrompt(RequestModel):
 
 
 class GrammarTrigger(BaseModel):
-    """One of `grammar_triggers`."""
+    """A trigger in `grammar_triggers`."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
@@ -197,7 +197,7 @@ class LlamaCompletionRequest(LlamaParams):
 
 
 class InfillFile(BaseModel):
-    """One of `input_extra`. Editors send more about it."""
+    """A file in `input_extra`. Editors send more about it."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
@@ -276,7 +276,7 @@ class AdapterChange(RequestModel):
 
 
 class LoraAdapter(RequestModel):
-    """One entry of llama-server's POST /lora-adapters."""
+    """An entry of llama-server's POST /lora-adapters."""
 
     id: int
     scale: float

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 @dataclass
 class LlamaAnswer:
-    """One text on its way."""
+    """A text on its way."""
 
     index: int
     prompt: str
@@ -54,8 +54,8 @@ class LlamaAnswer:
         return self._selected(answer)
 
     def events(self, delta: TokenDelta) -> list[Json]:
-        """One delta's events: how far its prompt is, its text, and at the end what there is to tell of the
-        whole."""
+        """The events of a delta: how far its prompt is, its text, and at the end what there is to tell of
+        the whole."""
         self._running.saw(delta)
         events = [self._progress(one) for one in delta.progress] if self._tells_progress else []
         self._text.append(delta.text)

@@ -282,7 +282,7 @@ def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Text
 
 
 def _cut_text(model: ModelInfo, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """As many tokens as the model takes. A token that ends every text stays."""
+    """The first tokens, as many as the model takes. A token that ends every text stays."""
     most = model.longest_text
     if len(tokens) <= most:
         return tokens

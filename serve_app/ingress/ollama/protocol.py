@@ -319,7 +319,7 @@ class OllamaEmbedRequest(OllamaModelRequest):
 
     @property
     def texts(self) -> list[str]:
-        """One or several; none if there is no text."""
+        """The texts of `input`, one or several; none if there is no text."""
         if isinstance(self.input, str):
             return [self.input] if self.input else []
         return self.input or []

@@ -120,7 +120,7 @@ async def ollama_embeddings(
     bodies: BodiesArgument,
     body: Annotated[OllamaTexts, prepared(preparation.embeddings, any_type=True)],
 ) -> Response:
-    """One text as a vector, as Ollama did it before."""
+    """A text as a vector, as Ollama did it before."""
     if not body.texts:
         return JSONResponse({"embedding": []})
     vectors = await embed(find(models, body.model), body.texts)

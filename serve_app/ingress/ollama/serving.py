@@ -82,7 +82,7 @@ def _envelope(kind: Kind, name: str, said: _Said) -> Json:
 
 @dataclass
 class OllamaAnswer:
-    """One answer on its way."""
+    """An answer on its way."""
 
     kind: Kind
     name: str
@@ -98,7 +98,7 @@ class OllamaAnswer:
     _n_calls: int = 0
 
     def lines(self, delta: TokenDelta) -> list[Json]:
-        """One delta's lines; the last one tells the end, and nothing else."""
+        """The lines of a delta. The last line of an answer tells the end, and nothing else."""
         said = self._said(delta)
         lines = [_envelope(self.kind, self.name, said) | {"done": False}] if said else []
         if delta.end is not None:

@@ -50,7 +50,7 @@ class ModelStatus(BaseModel):
 
 
 class VersionCard(BaseModel):
-    """One version of a model."""
+    """A version of a model."""
 
     id: str
     """The version's own name, `MODEL@VERSION`."""
@@ -63,7 +63,7 @@ class VersionCard(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """One entry of /v1/models."""
+    """An entry of /v1/models."""
 
     id: str
     aliases: list[str]

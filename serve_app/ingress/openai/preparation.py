@@ -51,7 +51,7 @@ class CompletionRequest(GenerationParams):
     echo: bool = False
     """Whether answers begin with their prompt."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """So many answers are made; the `n` with the highest log probability per token are given."""
+    """The number of answers that are made; the `n` with the highest log probability per token are given."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """How many most likely tokens to tell with every token's log probability; with `echo`, the prompt's are
     told, too, but for the first."""

@@ -108,7 +108,7 @@ async def list_models(models: ModelsArgument) -> ModelList:
 
 @ROUTER.get("/v1/models/{model_id:path}")
 async def get_model(models: ModelsArgument, model_id: str) -> ModelCard:
-    """One model."""
+    """The model with that name."""
     return card_of(models, model_id)
 
 

@@ -33,7 +33,7 @@ BUILD = f"b-corral-{__version__}"
 
 @dataclass
 class Choice:
-    """One of an answer's texts, on its way."""
+    """A text of an answer, on its way."""
 
     index: int
     kind: Literal["chat", "text"]
@@ -87,8 +87,8 @@ class Choice:
         return self._body(content, None)
 
     def chunks(self, delta: TokenDelta) -> list[Json]:
-        """One delta's chunks; none if there is nothing to tell yet. The end has a chunk of its own, without
-        any text, as llama-server has it."""
+        """The chunks of a delta; none if there is nothing to tell yet. The end has a chunk of its own,
+        without any text, as llama-server has it."""
         self.end = delta.end
         parts = self._split(delta)
         if self.kind == "text":
@@ -160,7 +160,7 @@ class Choice:
 
 @dataclass
 class Answer:
-    """One answer on its way: which endpoint asked, which model speaks."""
+    """An answer on its way: which endpoint asked, which model speaks."""
 
     kind: Literal["chat", "text"]
     id: str

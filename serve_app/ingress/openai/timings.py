@@ -91,7 +91,7 @@ def _rates(name: str, n: int, n_timed: int, seconds: float) -> Json:
 
 
 def explained(record: RequestRecord) -> Json:
-    """One sequence of a request."""
+    """The fields about a sequence of a request."""
     fields: Json = {
         "id": record.id,
         "replica_id": record.replica_id,

@@ -67,7 +67,7 @@ class CustomDefinition(RequestModel):
 
 
 class CustomTool(RequestModel):
-    """One of `tools`: a tool that takes a text."""
+    """A tool in `tools` that takes a text."""
 
     type: Literal["custom"]
     custom: CustomDefinition

@@ -225,7 +225,7 @@ _SECURITY: Json = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "OpenAI's way to send a key."},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-"""Without an API key file, nobody needs a key."""
+"""The ways to send a key. Nobody needs one if there is no API key file."""
 
 
 def install(app: FastAPI) -> None:

@@ -62,7 +62,7 @@ class StoreActor:
         self._store.bounds = bounds
 
     async def _watch(self) -> None:
-        """Until it has had nothing for long."""
+        """Watch the store, until it has had nothing for long."""
         empty_s = 0.0
         while empty_s < LAST_S:
             pause_s = LOOK_S if self._store.n_running else IDLE_S

@@ -124,7 +124,7 @@ def _canonical(parts: Sequence[AnyPart]) -> tuple[str | Attachment, ...]:
 
 
 class Item(RequestModel):
-    """One of `input`. Clients send items of earlier answers as they got them."""
+    """An item of `input`. Clients send items of earlier answers as they got them."""
 
     INERT: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {

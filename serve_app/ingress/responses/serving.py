@@ -47,7 +47,7 @@ _SUMMARY = _TextForm(
 
 
 class ResponseAnswer:
-    """One response on its way."""
+    """A response on its way."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class ResponseAnswer:
         return [self._cancelled() if entry.error is None else self.failed(entry.error)]
 
     def events(self, delta: TokenDelta) -> list[Json]:
-        """One delta's events; the last one's last tells the whole response. As at llama-server, the last of
-        them tells the timings."""
+        """The events of a delta. The last event of the last delta tells the whole response. As at
+        llama-server, a delta's last event tells the timings."""
         self._running.saw(delta)
         events = self._progress(delta) if self._request.return_progress else []
         events += self._news(delta)

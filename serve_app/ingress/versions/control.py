@@ -77,7 +77,7 @@ def weights_of_ready(
 
 
 class VersionMetrics:
-    """One ingress replica's. Used in its event loop."""
+    """The metrics of versions, in one ingress replica. Used in its event loop."""
 
     def __init__(self) -> None:
         what = "The part of a model's requests that one of its versions is given now, up to 1."

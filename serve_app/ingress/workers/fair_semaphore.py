@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 
 class FairSemaphore:
-    """So many may be inside at once, of each client `most_each`; those who wait enter in turns by client,
-    each client's in order.
+    """A semaphore for `n_places` at once, of which each client has `most_each` at most. Those who wait
+    enter in turns by client, each client's in order.
 
     Event loop only.
     """

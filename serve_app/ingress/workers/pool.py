@@ -97,7 +97,7 @@ class _Job:
 
 
 class Worker:
-    """One process, from the ingress's side. Event loop only."""
+    """A worker process, from the ingress's side. Event loop only."""
 
     def __init__(
         self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -194,7 +194,7 @@ class CallParser:
         return [ToolCall(name, arguments)]
 
     def _argument(self, call: TaggedCall, key: str, value: object) -> None:
-        """One more argument, of a format that has them one by one."""
+        """Take one more argument of a call, in a format that has them one by one."""
         first, call.arguments[key] = not call.arguments, value
         if not self.in_pieces:
             return

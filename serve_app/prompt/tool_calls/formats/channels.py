@@ -369,7 +369,8 @@ class HarmonyParser(ChannelParser):
 
 
 def _harmony_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
-    """One call, as a call ends the answer. Its recipient is before the channel or behind it."""
+    """The rules for one call, as a call ends the answer. Its recipient is before the channel or behind
+    it."""
     start, channel, message = delimiter(START), delimiter(CHANNEL), delimiter(MESSAGE)
     bodies = []
     for function in functions:

@@ -152,7 +152,7 @@ class Llama3Parser(CallParser):
 
 
 def _llama3_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
-    """One call, as the templates refuse turns with more."""
+    """The rules for one call, as the templates refuse turns with more."""
     return lark.one_of("calls", [f'{lark.json_call(one, "parameters")} "}}"' for one in functions])
 
 
