@@ -38,8 +38,8 @@
     |   `-- ChannelBrokenError    500 engine_failed
     `-- StorageFullError          507 storage_full
 
-Errors cross processes: every subclass hands all of its arguments, positionally, to
-`Exception.__init__`, or it could not be made again there.
+Errors cross processes: `args` of each has all that its class is called with, positionally, or the error
+could not be made again there.
 """
 
 from __future__ import annotations
@@ -57,25 +57,22 @@ class CorralError(Exception):
     code: ClassVar[str | None] = None
     is_final: ClassVar[bool] = False
     """Whether the same request fails again, though the status says that it may not."""
+    param: str | None = None
+    """The request's field that is wrong, if it is one field."""
+    retry_after_s: int | None = None
+    """Seconds after which a new try makes sense, if waiting helps."""
+    details: Mapping[str, Any] = {}
 
-    @property
-    def message(self) -> str:
-        """The description of the error for the person who sent the request."""
-        return str(self.args[0])
+    def __init_subclass__(cls, **over_http: int | str) -> None:
+        """Set what a class of errors is over HTTP: the class variables that its header names."""
+        super().__init_subclass__()
+        for name, value in over_http.items():
+            setattr(cls, name, value)
 
-    @property
-    def param(self) -> str | None:
-        """The request's field that is wrong, if it is one field."""
-        return None
-
-    @property
-    def details(self) -> Mapping[str, Any]:
-        return {}
-
-    @property
-    def retry_after_s(self) -> int | None:
-        """Seconds after which a new try makes sense, if waiting helps."""
-        return None
+    def __init__(self, message: str) -> None:
+        """`message` describes the error for the person who sent the request."""
+        super().__init__(message)
+        self.message = message
 
     def __str__(self) -> str:
         return self.message
@@ -85,30 +82,23 @@ class ConfigError(CorralError):
     """The configuration cannot work; the message names the field."""
 
 
-class RequestError(CorralError):
+class RequestError(CorralError, status=400, type="invalid_request_error"):
     """A request cannot be served as it is, maybe because of one of its fields."""
 
-    status = 400
-    type = "invalid_request_error"
-
     def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message, param)
-
-    @property
-    def param(self) -> str | None:
-        param: str | None = self.args[1]
-        return param
+        Exception.__init__(self, message, param)
+        self.message, self.param = message, param
 
 
 class InvalidRequestError(RequestError):
     """The request itself is wrong: the same request will never work."""
 
 
-class PromptTooLongError(InvalidRequestError):
+class PromptTooLongError(
+    InvalidRequestError, type="exceed_context_size_error", code="context_length_exceeded"
+):
     """The prompt leaves no room for a single new token in a slot's context."""
 
-    type = "exceed_context_size_error"
-    code = "context_length_exceeded"
     hint: ClassVar[str] = "Whoever runs the server can raise it with --context."
 
     def __init__(
@@ -116,41 +106,29 @@ class PromptTooLongError(InvalidRequestError):
     ) -> None:
         """The prompt has `n_prompt` tokens. Without `exact`, it may have more: nobody counted them."""
         Exception.__init__(self, n_prompt, n_ctx_slot, param, exact)
-
-    @property
-    def message(self) -> str:
-        n_prompt, n_ctx_slot, _, exact = self.args
         at_least = "" if exact else "at least "
-        return (
+        self.message = (
             f"The prompt of {at_least}{n_prompt} tokens exceeds the available context size of {n_ctx_slot} "
             f"tokens, one of which must be left for the answer. {self.hint}"
         )
-
-    @property
-    def param(self) -> str | None:
-        param: str | None = self.args[2]
-        return param
-
-    @property
-    def details(self) -> Mapping[str, Any]:
-        """llama-server's fields."""
-        n_prompt, n_ctx_slot, *_ = self.args
-        return {"n_prompt_tokens": n_prompt, "n_ctx": n_ctx_slot}
+        self.param = param
+        self.details = {"n_prompt_tokens": n_prompt, "n_ctx": n_ctx_slot}  # as llama-server
 
 
 class TextTooLongError(PromptTooLongError):
     """A text to be embedded or ranked has more tokens than the model's context holds."""
 
-    @property
-    def message(self) -> str:
-        n_tokens, n_max, *_ = self.args
-        return f"The input is too large: a text has {n_tokens} tokens; this model takes {n_max} at once."
+    def __init__(self, n_tokens: int, n_max: int, param: str | None = None) -> None:
+        super().__init__(n_tokens, n_max, param)
+        self.args = n_tokens, n_max, param
+        self.message = (
+            f"The input is too large: a text has {n_tokens} tokens; this model takes {n_max} at "
+            "once."
+        )
 
 
-class KeyLimitError(InvalidRequestError):
+class KeyLimitError(InvalidRequestError, code="key_limit_exceeded"):
     """The request is larger than its API key may send."""
-
-    code = "key_limit_exceeded"
 
 
 class PicturesWantedError(InvalidRequestError):
@@ -158,226 +136,129 @@ class PicturesWantedError(InvalidRequestError):
 
     def __init__(self, param: str | None, pictures: Sequence[tuple[str, str]]) -> None:
         """`pictures` are URLs, each with what its picture is called; one at least."""
-        Exception.__init__(self, param, tuple(pictures))
-
-    @property
-    def message(self) -> str:
-        return (
-            f"{self.pictures[0][1]}: URLs are not fetched here. Send it as a data URL "
+        self.param, self.pictures = param, tuple(pictures)
+        self.message = (
+            f"{pictures[0][1]}: URLs are not fetched here. Send it as a data URL "
             "(data:image/png;base64,…)."
         )
 
-    @property
-    def param(self) -> str | None:
-        param: str | None = self.args[0]
-        return param
 
-    @property
-    def pictures(self) -> tuple[tuple[str, str], ...]:
-        pictures: tuple[tuple[str, str], ...] = self.args[1]
-        return pictures
-
-
-class PreviousResponseError(InvalidRequestError):
+class PreviousResponseError(InvalidRequestError, code="previous_response_not_found"):
     """The previous response is not stored for this client, or no longer."""
 
-    code = "previous_response_not_found"
+    param = "previous_response_id"
 
     def __init__(self, response_id: str) -> None:
-        Exception.__init__(self, response_id)
-
-    @property
-    def message(self) -> str:
-        return f"Previous response with id {self.args[0]!r} not found."
-
-    @property
-    def param(self) -> str | None:
-        return "previous_response_id"
+        self.message = f"Previous response with id {response_id!r} not found."
 
 
-class AuthenticationError(CorralError):
+class AuthenticationError(
+    CorralError, status=401, type="authentication_error", code="invalid_api_key"
+):
     """No API key, or none that is valid here."""
 
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
 
-
-class PermissionDeniedError(RequestError):
+class PermissionDeniedError(RequestError, status=403, code="permission_denied"):
     """The sender is known, and may not do this."""
 
-    status = 403
-    code = "permission_denied"
 
-
-class HostNotAllowedError(RequestError):
+class HostNotAllowedError(RequestError, status=403, code="host_not_allowed"):
     """The request was sent to a name that this server does not go by."""
 
-    status = 403
-    code = "host_not_allowed"
 
-
-class CrossSiteError(RequestError):
+class CrossSiteError(RequestError, status=403, code="cross_site_request"):
     """A page of another web site sent the request, and may not."""
 
-    status = 403
-    code = "cross_site_request"
 
-
-class ModelNotFoundError(RequestError):
+class ModelNotFoundError(RequestError, status=404, code="model_not_found"):
     """No model of that name is served here."""
 
-    status = 404
-    code = "model_not_found"
+    param = "model"
 
     def __init__(self, model: str) -> None:
-        Exception.__init__(self, model)
-
-    @property
-    def message(self) -> str:
-        return f"The model {self.args[0]!r} does not exist here. GET /v1/models lists the models."
-
-    @property
-    def param(self) -> str | None:
-        return "model"
+        self.message = f"The model {model!r} does not exist here. GET /v1/models lists the models."
 
 
-class RequestNotFoundError(RequestError):
+class RequestNotFoundError(RequestError, status=404, code="request_not_found"):
     """No request of that id is known here, or it is forgotten by now."""
 
-    status = 404
-    code = "request_not_found"
 
-
-class ResponseNotFoundError(RequestError):
+class ResponseNotFoundError(RequestError, status=404, code="response_not_found"):
     """No response of that id is stored for this client, or no longer."""
 
-    status = 404
-    code = "response_not_found"
-
     def __init__(self, response_id: str) -> None:
-        Exception.__init__(self, response_id)
-
-    @property
-    def message(self) -> str:
-        return f"Response with id {self.args[0]!r} not found."
-
-    @property
-    def param(self) -> None:
-        return None
+        self.message = f"Response with id {response_id!r} not found."
 
 
-class ObjectNotFoundError(RequestError):
+class ObjectNotFoundError(RequestError, status=404, code="object_not_found"):
     """The caller has no file or batch of that id."""
 
-    status = 404
-    code = "object_not_found"
 
-
-class SlowRequestError(RequestError):
+class SlowRequestError(RequestError, status=408, code="request_timeout"):
     """The request's body did not arrive in time."""
 
-    status = 408
-    code = "request_timeout"
 
-
-class RequestTooLargeError(RequestError):
+class RequestTooLargeError(RequestError, status=413, code="request_too_large"):
     """The request's body is larger than any is."""
 
-    status = 413
-    code = "request_too_large"
 
-
-class ContentEncodingError(RequestError):
+class ContentEncodingError(RequestError, status=415, code="unsupported_content_encoding"):
     """The request's body is compressed in a form that is not taken."""
 
-    status = 415
-    code = "unsupported_content_encoding"
 
-
-class RateLimitError(CorralError):
+class RateLimitError(CorralError, status=429, type="rate_limit_error", code="rate_limit_exceeded"):
     """A client has used up what it may: try again after `retry_after_s` seconds."""
 
-    status = 429
-    type = "rate_limit_error"
-    code = "rate_limit_exceeded"
+    retry_after_s: int
 
     def __init__(self, message: str, retry_after_s: int) -> None:
-        super().__init__(message, retry_after_s)
-
-    @property
-    def retry_after_s(self) -> int:
-        seconds: int = self.args[1]
-        return seconds
+        self.message, self.retry_after_s = message, retry_after_s
 
 
 class BodyEndedError(RateLimitError):
     """Others needed the room of the request's body, which was being read."""
 
 
-class QueueFullError(RateLimitError):
+class QueueFullError(RateLimitError, code="queue_full"):
     """Slots and waiting queue are full, or the wait would be too long."""
-
-    code = "queue_full"
 
 
 class NoRoomError(QueueFullError):
     """The client was told QueueFullError a moment ago, and nobody asked the engines again."""
 
 
-class MediaError(RequestError):
+class MediaError(RequestError, status=500, type="server_error", is_final=True):
     """A message has a part that is no text: for llama-server, and so for its clients, a failure of the
     server."""
 
-    status = 500
-    type = "server_error"
-    is_final = True
 
-
-class NotSupportedError(RequestError):
+class NotSupportedError(RequestError, status=501, type="not_supported_error"):
     """The model, or the configuration, has not what the request needs; no other request would do."""
 
-    status = 501
-    type = "not_supported_error"
 
-
-class EngineUnavailableError(CorralError):
+class EngineUnavailableError(CorralError, status=503, code="engine_unavailable"):
     """No engine replica of this model is up: it is starting, or it failed to start."""
 
-    status = 503
-    code = "engine_unavailable"
-
-    @property
-    def retry_after_s(self) -> int:
-        return 1
+    retry_after_s: int = 1
 
 
 class ModelLoadingError(EngineUnavailableError):
     """The model is loaded on demand, and that takes longer than a request waits."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
-        super().__init__(message, retry_after_s)
-
-    @property
-    def retry_after_s(self) -> int:
-        seconds: int = self.args[1]
-        return seconds
+        self.message, self.retry_after_s = message, retry_after_s
 
 
 class ModelReplacedError(EngineUnavailableError):
     """The engine has another vocabulary than the one that the request's tokens are of."""
 
 
-class EngineClosedError(EngineUnavailableError):
+class EngineClosedError(EngineUnavailableError, code="engine_closed"):
     """The engine is draining or closed and takes no new work."""
 
-    code = "engine_closed"
 
-
-class DecodeError(CorralError):
+class DecodeError(CorralError, code="decode_failed"):
     """llama.cpp could not decode this sequence's rows; its neighbours were not touched."""
-
-    code = "decode_failed"
 
 
 class CacheFullError(DecodeError):
@@ -388,27 +269,20 @@ class DecodeCancelledError(DecodeError):
     """A batch was cancelled before its end, because nobody waits for it any more."""
 
 
-class ConstraintError(CorralError):
+class ConstraintError(CorralError, code="constraint_failed"):
     """No token is left that the request's grammar allows; its neighbours go on."""
 
-    code = "constraint_failed"
 
-
-class EngineFailedError(CorralError):
+class EngineFailedError(CorralError, code="engine_failed"):
     """The engine itself broke and ended every request it had."""
-
-    code = "engine_failed"
 
 
 class ChannelBrokenError(EngineFailedError):
     """The connection broke that a request's tokens came over; the engine itself may be well."""
 
 
-class StorageFullError(CorralError):
+class StorageFullError(CorralError, status=507, code="storage_full"):
     """A folder of the server may hold no more."""
-
-    status = 507
-    code = "storage_full"
 
 
 def fields_of(error: CorralError) -> tuple[str, list[Any]]:
