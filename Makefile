@@ -109,10 +109,10 @@ format: $(DEV)
 $(READY): cluster/image/requirements.lock pyproject.toml
 	@sh cluster/preflight.sh $(PYTHON) . $(WHEELS)
 	@echo "Setting up .venv (the first time, llama.cpp is compiled: some minutes) ..."
-	$(PYTHON) -m venv .venv
-	$(if $(WHEELS),$(PIP) install --no-deps $(WHEELS)/llama_cpp_python-*.whl)
-	$(PIP) install --require-hashes -r $<
-	$(PIP) install --no-deps -e .
+	@$(PYTHON) -m venv .venv
+	@$(if $(WHEELS),$(PIP) install --no-deps $(WHEELS)/llama_cpp_python-*.whl)
+	@$(PIP) install --require-hashes -r $<
+	@$(PIP) install --no-deps -e .
 	@if [ -n "$(AMX)" ] && ! $(BIN)/python -m cluster.llama_cpp.probe; then \
 		echo "llama.cpp's AMX kernels do not work here: it is compiled again without them."; \
 		$(PIP) uninstall --yes llama-cpp-python && $(MAKE) AMX= --always-make $@; \
@@ -120,7 +120,7 @@ $(READY): cluster/image/requirements.lock pyproject.toml
 	@touch $@
 
 $(DEV): $(READY) requirements.lock
-	$(PIP) install --require-hashes -r requirements.lock
+	@$(PIP) install --require-hashes -r requirements.lock
 	@touch $@
 
 $(DOCS)/.ready: docs/.site/requirements.lock
@@ -150,7 +150,7 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json $(w
 	@touch $@
 
 lock:  ## Resolve pyproject.toml's dependencies anew; the image's lock takes its versions from requirements.lock.
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv .venv
 	$(PIP) install uv
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 \
 		--generate-hashes --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements.lock

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,13 +31,13 @@ def corral(*arguments: str) -> str:
 class Started:
     """A `corral serve`, in a folder of its own."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, command: Sequence[str] = CORRAL) -> None:
         self.folder = folder
         self.port = servers.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         environment = {"XDG_RUNTIME_DIR": str(folder), "XDG_CACHE_HOME": str(folder)}
-        command = [*CORRAL, "serve", "--port", str(self.port), *arguments]
-        self.process = servers.start(command, folder, SETTINGS | environment)
+        served = [*command, "serve", "--port", str(self.port), *arguments]
+        self.process = servers.start(served, folder, SETTINGS | environment)
 
     @property
     def said(self) -> str:
