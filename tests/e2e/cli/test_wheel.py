@@ -39,7 +39,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("build")
     run(sys.executable, "-m", "venv", "tools", cwd=folder)
     python = folder / "tools/bin/python"
-    wanted = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "setuptools>=77"]
+    wanted = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "setuptools>=77",
+    ]
     installed = subprocess.run(
         wanted, capture_output=True, text=True, timeout=300, check=False, cwd=folder
     )
