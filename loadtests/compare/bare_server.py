@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from serve_app.config import schema
 from serve_app.engine import Engine
 from serve_app.folders import cache_folder
 from serve_app.ingress.api import WORKER_MODULES, build_api
-from serve_app.ingress.media.decoder import MediaDecoder
-from serve_app.ingress.model_registry import ModelInfo
+from serve_app.ingress.media.decoder import opened
+from serve_app.ingress.model_registry import ModelFile
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.llama.vision.senses import NO_SENSES, senses
 from serve_app.progress import nowhere
@@ -51,19 +50,18 @@ def serve(file: Path) -> None:
     engine = Engine.load(path, options)  # as the replica does it
     try:
         found = senses(options.projector) if options.projector else NO_SENSES
-        read = partial(
-            ModelInfo.open,
-            path,
+        model_file = ModelFile(
+            str(path),
             model.id,
             options.n_ctx_slot,
             options.embedding_pooling,
             model.defaults,
             aliases=model.aliases,
             tags=model.tags,
-            media=MediaDecoder.of(found),
+            senses=found,
         )
-        served = read().served_by(LocalClient(engine))
-        workers = WorkerPool([read], WORKER_MODULES)
+        served = opened(model_file).served_by(LocalClient(engine))
+        workers = WorkerPool([model_file], WORKER_MODULES, opened)
         api = build_api({served.id: served}, access(config.ingress), workers)
         listen(api, **http_options)
     finally:

@@ -38,9 +38,10 @@ from serve_app.engine import Engine, EngineOptions
 from serve_app.errors import CorralError
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
-from serve_app.ingress.model_registry import ModelInfo, Models
+from serve_app.ingress.model_registry import ModelFile, ModelInfo, Models
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.pool import NO_FILES
+from serve_app.ingress.workers.wire import Piece
 from serve_app.ingress.workers.worker import answered
 from serve_app.measure.benchmark import bounded, table
 from serve_app.sampling import PARAMETERS
@@ -170,7 +171,7 @@ class _Workers:
         self,
         client: str,
         work: Callable[[Models, bytes], T],
-        *pieces: bytes,
+        *pieces: Piece,
         files: Mapping[str, bytes] = NO_FILES,
     ) -> T:
         """The result of the work; see `serve_app.ingress.workers.pool.Workers`."""
@@ -220,7 +221,7 @@ def served(path: Path) -> Iterator[Server]:
         ),
     )
     meter = Meter(engine)
-    model = ModelInfo.open(path, "wide", N_CTX_SLOT)
+    model = ModelInfo.open(ModelFile(str(path), "wide", N_CTX_SLOT))
     api = build_api(
         {"wide": model.served_by(_Client(engine))},
         Access(allow_anonymous=True),

@@ -31,7 +31,7 @@ from serve_app.ingress.api import build_api
 from serve_app.ingress.batch.client import LineResponse, post
 from serve_app.ingress.batch.preparation import prefix_of
 from serve_app.ingress.http.request_context import Caller
-from serve_app.ingress.model_registry import Answers, ModelInfo
+from serve_app.ingress.model_registry import Answers, ModelFile, ModelInfo
 from serve_app.openvino.exported.header import vocabulary_file
 from serve_app.placement.pinning import place_on_cpus
 from serve_app.progress import nowhere
@@ -142,8 +142,8 @@ class Answerer:
             profile_folder=cache_folder() / "profiles",
         )
         self._engine = Engine.load(path, options)
-        info = ModelInfo.open(
-            vocabulary_file(path),
+        file = ModelFile(
+            str(vocabulary_file(path)),
             model.id,
             options.n_ctx_slot,
             defaults=model.defaults,
@@ -151,7 +151,7 @@ class Answerer:
             tags=model.tags,
             n_ctx_text=options.n_ctx_share,
         )
-        served = info.served_by(LocalClient(self._engine))
+        served = ModelInfo.open(file).served_by(LocalClient(self._engine))
         self._app = build_api({model.id: served}, Access(allow_anonymous=True))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="corral-lines", daemon=True).start()

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from serve_app.ingress.adapters import AdapterControl, numbered
 from serve_app.ingress.api import WORKER_MODULES, build_api
 from serve_app.ingress.batch.store import BatchOptions
 from serve_app.ingress.handle_client import HandleClient
-from serve_app.ingress.media.decoder import MediaDecoder
-from serve_app.ingress.model_registry import ModelInfo, ServedModel
+from serve_app.ingress.media.decoder import opened
+from serve_app.ingress.model_registry import ModelFile, ServedModel
 from serve_app.ingress.responses.actor import RayStore
 from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import Bounds
@@ -46,15 +45,13 @@ _TELL_S, _LOOK_EVERY_S = 2.0, 5.0
 """However a change that ingresses share was missed, it is known here after so long."""
 
 
-def _reader(model: ResolvedModel, path: Path) -> Callable[[], ModelInfo]:
-    """A function that reads the model's vocabulary, here or in the process of the workers. Raises
-    ConfigError."""
+def _file(model: ResolvedModel, path: Path) -> ModelFile:
+    """The file with the model's vocabulary, for this process and the workers. Raises ConfigError."""
     senses = NO_SENSES
     if model.projector is not None:
         senses = senses_of(vocabulary(model.projector, model.downloads))
-    return functools.partial(
-        ModelInfo.open,
-        path,
+    return ModelFile(
+        str(path),
         model.name,
         model.options.n_ctx_slot,
         model.options.embedding_pooling,
@@ -63,7 +60,7 @@ def _reader(model: ResolvedModel, path: Path) -> Callable[[], ModelInfo]:
         tags=model.tags,
         n_ctx_text=model.options.n_ctx_share,
         adapters=numbered(model),
-        media=MediaDecoder.of(senses),
+        senses=senses,
         is_on_demand=model.on_demand is not None,
         version=model.version,
     )
@@ -114,11 +111,11 @@ class Ingress:
             await asyncio.to_thread(vocabulary, model.source, model.downloads, ClusterSharing())
             for model in models
         ]
-        readers = [
-            await asyncio.to_thread(_reader, model, path)
+        files = [
+            await asyncio.to_thread(_file, model, path)
             for model, path in zip(models, paths, strict=True)
         ]
-        self._workers = WorkerPool(readers, WORKER_MODULES, keeps_texts=access.data_at_rest)
+        self._workers = WorkerPool(files, WORKER_MODULES, opened, keeps_texts=access.data_at_rest)
         listener = await _listener()
         self._models: dict[str, ServedModel] = {}
         app = serve.get_replica_context().app_name
@@ -129,8 +126,8 @@ class Ingress:
             LoadedAdapters(app),
             _tell_ingresses,
         )
-        for model, read, handle in zip(models, readers, handles, strict=True):
-            info = read()
+        for model, file, handle in zip(models, files, handles, strict=True):
+            info = opened(file)
             if not info.tokenizer.has_template:
                 logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
             client = HandleClient(

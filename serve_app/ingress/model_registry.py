@@ -7,8 +7,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import ModelNotFoundError
 from serve_app.llama.formats import EmbeddingPooling
+from serve_app.llama.vision.senses import NO_SENSES, Senses
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import (
     Accepted,
@@ -118,6 +118,29 @@ class MediaReader(Protocol):
         PicturesWantedError for those that are to be fetched."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFile:
+    """The file that has a model's vocabulary, and what the configuration says of the model. Workers get
+    it as MessagePack, and read the file themselves."""
+
+    path: str
+    id: str
+    n_ctx_slot: int
+    """Tokens that one request may have."""
+    pooling: EmbeddingPooling | None = None
+    """Takes the place of the file's own."""
+    defaults: ModelDefaults = NO_DEFAULTS
+    """The defaults of the configuration, which take the place of those that the file recommends."""
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    n_ctx_text: int | None = None
+    adapters: NumberedAdapters = dataclasses.field(default_factory=dict)
+    senses: Senses = NO_SENSES
+    """The kinds of media that the model's projector takes."""
+    is_on_demand: bool = False
+    version: Version | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
     """A model under one of its clients' names, and what every process of an ingress knows of it."""
@@ -142,20 +165,22 @@ class ModelInfo:
     """The version, with its present weight, if there are several under one name."""
 
     @classmethod
-    def open(
-        cls,
-        path: Path,
-        name: str,
-        n_ctx_slot: int,
-        pooling: EmbeddingPooling | None = None,
-        defaults: ModelDefaults = NO_DEFAULTS,
-        **fields: Any,
-    ) -> Self:
-        """Read a model's vocabulary. `pooling` takes the place of the file's, the defaults that of what the
-        file recommends, and `fields` are any others. Raises ConfigError."""
-        tokenizer = Tokenizer(path, defaults.chat_template, pooling)
-        own = defaults.over(tokenizer.recommended)
-        return cls(name, n_ctx_slot, tokenizer, defaults=own, **fields)
+    def open(cls, file: ModelFile, media: MediaReader | None = None) -> Self:
+        """Read a model's vocabulary. Raises ConfigError."""
+        tokenizer = Tokenizer(file.path, file.defaults.chat_template, file.pooling)
+        return cls(
+            file.id,
+            file.n_ctx_slot,
+            tokenizer,
+            aliases=file.aliases,
+            tags=file.tags,
+            defaults=file.defaults.over(tokenizer.recommended),
+            adapters=file.adapters,
+            media=media,
+            n_ctx_text=file.n_ctx_text,
+            is_on_demand=file.is_on_demand,
+            version=file.version,
+        )
 
     @property
     def longest_text(self) -> int:

@@ -24,6 +24,11 @@ PURE = (
 )
 
 
+PICKLES = ("pickle", "cloudpickle", "multiprocessing", "marshal", "shelve")
+"""Modules whose messages run code where they are read. A process that a client has taken over could take
+over the next one."""
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -82,6 +87,10 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
         ("serve_app.routing.request_router", ("serve_app.engine",)),
         ("serve_app.routing.autoscaling", ("serve_app",)),
         ("serve_app", ("loadtests", "tests", "tools")),
+        *(
+            (f"serve_app.{package}", PICKLES)
+            for package in ("ingress", "replica", "channel", "routing", "engine", "store", "batch")
+        ),
         *(
             (f"serve_app.store.{name}", ("ray", "serve_app.store.sharing"))
             for name in ("models", "download", "remote", "folder", "hub")

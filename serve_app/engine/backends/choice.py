@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
@@ -104,7 +105,7 @@ def measured(name: KernelsName, path: Path, options: EngineOptions) -> Setup:
         try:
             done = subprocess.run(
                 [sys.executable, "-c", f"import {__name__} as choice; choice.main()", str(result)],
-                input=pickle.dumps((name, path, options)),
+                input=msgspec.msgpack.encode((name, path, options), enc_hook=str),
                 stdout=subprocess.DEVNULL,
                 timeout=_LIMIT_S,
                 check=False,
@@ -114,23 +115,27 @@ def measured(name: KernelsName, path: Path, options: EngineOptions) -> Setup:
             raise EngineFailedError(f"{name} was not measured within {_LIMIT_S:.0f} s.") from None
         if done.returncode or not result.is_file():
             raise EngineFailedError(f"Measuring {name} ended with status {done.returncode}.")
-        outcome = pickle.loads(result.read_bytes())
-    if isinstance(outcome, ConfigError):
-        raise outcome
-    return outcome  # type: ignore[no-any-return]  # it is what `main` wrote
+        outcome = msgspec.msgpack.decode(result.read_bytes(), type=Setup | str)
+    if isinstance(outcome, str):
+        raise ConfigError(outcome)
+    return outcome
 
 
 def main() -> None:
-    """Measure in this process. Its input is what `measured` was given, as a pickle; it writes what that
-    returns, or a ConfigError, to the file that its first argument names."""
+    """Measure in this process. The input is the arguments of `measured`. The file that the first argument
+    names gets the Setup, or the message of a ConfigError."""
     logging.basicConfig(level=logging.WARNING)
-    name, path, options = pickle.load(sys.stdin.buffer)
+    name, path, options = msgspec.msgpack.decode(
+        sys.stdin.buffer.read(),
+        type=tuple[KernelsName, Path, EngineOptions],
+        dec_hook=lambda kind, value: kind(value),
+    )
     try:
         with closing(open_named(name, path, replace(options, backend=name))) as backend:
-            outcome: object = backend.setup
+            outcome: Setup | str = backend.setup
     except ConfigError as error:
-        outcome = error
-    Path(sys.argv[1]).write_bytes(pickle.dumps(outcome))
+        outcome = str(error)
+    Path(sys.argv[1]).write_bytes(msgspec.msgpack.encode(outcome))
 
 
 def open_backend(

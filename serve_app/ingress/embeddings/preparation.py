@@ -6,11 +6,11 @@ An answer may be as long as a book.
 from __future__ import annotations
 
 import base64
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 import numpy as np
 import orjson
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from serve_app.ingress.http.request_model import RequestModel, parsed
 from serve_app.ingress.llama_server.preparation import mixed_tokens
 from serve_app.ingress.llama_server.protocol import Mixed, plain, several
 from serve_app.ingress.model_registry import ModelInfo, Models, find
+from serve_app.ingress.workers.wire import Piece
 
 MAX_TEXTS = 2048
 """Texts in one request, as at OpenAI."""
@@ -237,11 +238,12 @@ def checked(model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str) -> T
 
 @dataclass(frozen=True, slots=True)
 class ComputedVectors:
-    """An engine's vectors for a request's texts, and the form of the answer."""
+    """The form of the answer with an engine's vectors for a request's texts."""
 
     model: str
-    vectors: Vectors
     n_tokens: int
+    dimensions: int | None = None
+    """The numbers that the answer has of each vector; all by default."""
     as_base64: bool = False
     norm: int = 2
     """The kind of norm: see `normalized`."""
@@ -250,15 +252,28 @@ class ComputedVectors:
     total_ns: int = 0
     """The time from the request to the vectors, which Ollama's answer tells."""
 
-    def packed(self) -> bytes:
-        """The bytes that a worker takes."""
-        return pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
+    def pieces(self, vectors: Vectors) -> tuple[Piece, ...]:
+        """The body for a worker that writes the answer: this as a line of JSON, and the vectors as they
+        lie in memory, since to copy megabytes would hold up the event loop."""
+        count, length = vectors.shape
+        head = msgspec.json.encode((self, count, length)) + b"\n"
+        return head, np.ascontiguousarray(vectors).data.cast("B")
+
+    @staticmethod
+    def of(body: bytes) -> tuple[ComputedVectors, Vectors]:
+        """What `pieces` were made of."""
+        end = body.index(b"\n")
+        form, count, length = _HEADS.decode(body[:end])
+        vectors = np.frombuffer(body, np.float32, offset=end + 1).reshape(count, length)
+        return form, vectors[:, : form.dimensions]
 
 
-def openai_answer(models: Models, packed: bytes) -> bytes:
-    """The answer to POST /v1/embeddings with a packed `ComputedVectors`, as JSON."""
-    result: ComputedVectors = pickle.loads(packed)
-    vectors = normalized(result.vectors, result.norm)
+_HEADS = msgspec.json.Decoder(tuple[ComputedVectors, int, int])
+
+
+def openai_answer(models: Models, body: bytes) -> bytes:
+    """The answer to POST /v1/embeddings, as JSON. The body is of `ComputedVectors.pieces`."""
+    result, vectors = ComputedVectors.of(body)
     return _json(
         {
             "object": "list",
@@ -271,20 +286,20 @@ def openai_answer(models: Models, packed: bytes) -> bytes:
                     if result.as_base64
                     else vector.astype(np.float64),
                 }
-                for i, vector in enumerate(vectors)
+                for i, vector in enumerate(normalized(vectors, result.norm))
             ],
             "usage": usage(result.n_tokens),
         }
     )
 
 
-def llama_answer(models: Models, packed: bytes) -> bytes:
-    """The answer to POST /embedding with a packed `ComputedVectors`, as JSON."""
-    result: ComputedVectors = pickle.loads(packed)
+def llama_answer(models: Models, body: bytes) -> bytes:
+    """The answer to POST /embedding, as JSON. The body is of `ComputedVectors.pieces`."""
+    result, vectors = ComputedVectors.of(body)
     if result.lengths is None:
-        of_texts = list(normalized(result.vectors, result.norm)[:, np.newaxis])
+        of_texts = list(normalized(vectors, result.norm)[:, np.newaxis])
     else:
-        of_texts = np.split(result.vectors, np.cumsum(result.lengths)[:-1])
+        of_texts = np.split(vectors, np.cumsum(result.lengths)[:-1])
     return _json(
         [{"index": i, "embedding": one.astype(np.float64)} for i, one in enumerate(of_texts)]
     )

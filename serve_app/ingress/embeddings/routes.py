@@ -37,12 +37,9 @@ async def embeddings(
     """Texts as vectors of length 1, OpenAI's way."""
     vectors = await embed(find(models, body.model), body.texts, body.user)
     result = ComputedVectors(
-        body.model,
-        vectors[:, : body.dimensions],
-        n_tokens(body.texts),
-        body.encoding_format == "base64",
+        body.model, n_tokens(body.texts), body.dimensions, body.encoding_format == "base64"
     )
-    return written(await bodies.work(preparation.openai_answer, result.packed()))
+    return written(await bodies.work(preparation.openai_answer, *result.pieces(vectors)))
 
 
 @ROUTER.post("/embedding", response_model=None)
@@ -57,8 +54,8 @@ async def embedding(
     model = find(models, model_id)
     vectors = await embed(model, texts)
     lengths = tuple(map(len, texts)) if model.tokenizer.pooling == "none" else None
-    result = ComputedVectors(model_id, vectors, n_tokens(texts), norm=norm, lengths=lengths)
-    return written(await bodies.work(preparation.llama_answer, result.packed()))
+    result = ComputedVectors(model_id, n_tokens(texts), norm=norm, lengths=lengths)
+    return written(await bodies.work(preparation.llama_answer, *result.pieces(vectors)))
 
 
 @ROUTER.post("/v1/rerank", response_model=None)

@@ -21,6 +21,7 @@ from serve_app.errors import ContentEncodingError, InvalidRequestError, Pictures
 from serve_app.ingress.http import request_context, request_model
 from serve_app.ingress.model_registry import Models, ServedModel
 from serve_app.ingress.workers.pool import NO_FILES, Workers
+from serve_app.ingress.workers.wire import Piece
 from serve_app.ingress.workers.worker import ENCODINGS, fetched, inflated
 from serve_app.logs import ClientText
 
@@ -46,7 +47,7 @@ class InProcess:
         self,
         client: str,
         work: Callable[[Models, bytes], T],
-        *pieces: bytes,
+        *pieces: Piece,
         files: Mapping[str, bytes] = NO_FILES,
     ) -> T:
         with request_model.ignored_fields() as ignored, fetched(files):
@@ -82,7 +83,7 @@ class Bodies:
             raise InvalidRequestError("Send JSON, with Content-Type: application/json.")
         return [await self.work(inflated, *pieces)] if encoding in ENCODINGS else pieces
 
-    async def work(self, function: Callable[[Models, bytes], T], *pieces: bytes) -> T:
+    async def work(self, function: Callable[[Models, bytes], T], *pieces: Piece) -> T:
         caller = request_context.current()
         try:
             made = await self._workers.run(caller.holder, function, *pieces)

@@ -17,8 +17,9 @@ import numpy as np
 
 from serve_app.errors import InvalidRequestError, PicturesWantedError
 from serve_app.ingress.generation.preparation import check_medium
+from serve_app.ingress.model_registry import ModelFile, ModelInfo
 from serve_app.ingress.workers.worker import files_at_hand, grant_memory, more_memory
-from serve_app.llama.vision.senses import NO_SENSES, Senses
+from serve_app.llama.vision.senses import NO_SENSES
 from serve_app.types import SAMPLE_RATE, Medium, Picture, Sound
 
 MAX_PIXELS = 2**24
@@ -161,10 +162,6 @@ class MediaDecoder:
     sees: bool = False
     hears: bool = False
 
-    @classmethod
-    def of(cls, senses: Senses) -> MediaDecoder | None:
-        return None if senses == NO_SENSES else cls(*senses)
-
     def load(self) -> None:
         if self.sees:
             from PIL import Image
@@ -205,6 +202,11 @@ class MediaDecoder:
                     f"{name}: all up to this one are too large together.", field
                 )
         return media
+
+
+def opened(file: ModelFile) -> ModelInfo:
+    """Read a model's vocabulary, with a decoder of the media that the model takes. Raises ConfigError."""
+    return ModelInfo.open(file, None if file.senses == NO_SENSES else MediaDecoder(*file.senses))
 
 
 def _kind(url: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -291,13 +290,13 @@ def _cut_text(model: ModelInfo, tokens: tuple[int, ...]) -> tuple[int, ...]:
     return tokens[: most - len(ending)] + ending
 
 
-def several(models: Models, packed: bytes) -> bytes:
-    """The answer to POST /api/embed with a packed `ComputedVectors`, as JSON."""
-    result: ComputedVectors = pickle.loads(packed)
+def several(models: Models, body: bytes) -> bytes:
+    """The answer to POST /api/embed, as JSON. The body is of `ComputedVectors.pieces`."""
+    result, vectors = ComputedVectors.of(body)
     return _json(
         {
             "model": result.model,
-            "embeddings": normalized(result.vectors, 2),
+            "embeddings": normalized(vectors, 2),
             "total_duration": result.total_ns,
             "load_duration": 0,
             "prompt_eval_count": result.n_tokens,
@@ -305,11 +304,11 @@ def several(models: Models, packed: bytes) -> bytes:
     )
 
 
-def single(models: Models, packed: bytes) -> bytes:
-    """The answer to POST /api/embeddings with a packed `ComputedVectors`, as JSON. The vector stays as the
-    model made it."""
-    result: ComputedVectors = pickle.loads(packed)
-    return _json({"embedding": result.vectors[0].astype(np.float64)})
+def single(models: Models, body: bytes) -> bytes:
+    """The answer to POST /api/embeddings, as JSON. The body is of `ComputedVectors.pieces`. The vector
+    stays as the model made it."""
+    _, vectors = ComputedVectors.of(body)
+    return _json({"embedding": vectors[0].astype(np.float64)})
 
 
 def _json(answer: object) -> bytes:

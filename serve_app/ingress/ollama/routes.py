@@ -107,11 +107,11 @@ async def ollama_embed(
     vectors = await embed(find(models, body.model), body.texts, body.user)
     result = ComputedVectors(
         body.name,
-        vectors[:, : body.dimensions],
         n_tokens(body.texts),
+        body.dimensions,
         total_ns=round((time.perf_counter() - began) * 1e9),
     )
-    return written(await bodies.work(preparation.several, result.packed()))
+    return written(await bodies.work(preparation.several, *result.pieces(vectors)))
 
 
 @ROUTER.post("/api/embeddings", response_model=None)
@@ -124,8 +124,8 @@ async def ollama_embeddings(
     if not body.texts:
         return JSONResponse({"embedding": []})
     vectors = await embed(find(models, body.model), body.texts)
-    result = ComputedVectors(body.name, vectors, n_tokens(body.texts))
-    return written(await bodies.work(preparation.single, result.packed()))
+    result = ComputedVectors(body.name, n_tokens(body.texts))
+    return written(await bodies.work(preparation.single, *result.pieces(vectors)))
 
 
 VERSION = "0.32.15"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pickle
 import resource
 import select
 import signal
@@ -30,10 +29,10 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.ingress.http import request_context
-from serve_app.ingress.model_registry import ModelInfo, Models, NumberedAdapters
+from serve_app.ingress.model_registry import ModelFile, ModelInfo, Models, NumberedAdapters
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
-from serve_app.ingress.workers.wire import ModelChanges, Outcome, WorkOrder
+from serve_app.ingress.workers.wire import ModelChanges, Outcome, Piece, WorkOrder
 from serve_app.ingress.workers.worker import CPU_S, NO_PID, PID, STACK_BYTES, Start, set_limit
 
 NICENESS = 10
@@ -91,7 +90,7 @@ class _Job:
 
     client: str
     order: WorkOrder
-    pieces: Sequence[bytes]
+    pieces: Sequence[Piece]
     """The pieces of the body, and the files that were fetched for it."""
     result_type: Any
 
@@ -198,7 +197,7 @@ class Zygote:
                 self.process = subprocess.Popen(command, pass_fds=[fd], env=environment)
             finally:
                 set_limit(resource.RLIMIT_STACK, before)
-        self._control.sendall(wire.framed(pickle.dumps(start)))
+        self._control.sendall(wire.framed(msgspec.msgpack.encode(start)))
         self._control.setblocking(False)
         self._reader: asyncio.StreamReader | None = None
 
@@ -246,7 +245,7 @@ class Workers(Protocol):
         self,
         client: str,
         work: Callable[[Models, bytes], T],
-        *pieces: bytes,
+        *pieces: Piece,
         files: Mapping[str, bytes] = NO_FILES,
     ) -> T:
         """The result of `work` for the body that these pieces are, and the files that were fetched for it.
@@ -267,16 +266,18 @@ class WorkerPool:
 
     def __init__(
         self,
-        models: Sequence[Callable[[], ModelInfo]],
+        models: Sequence[ModelFile],
         modules: Sequence[str],
+        read: Callable[[ModelFile], ModelInfo] = ModelInfo.open,
         *,
         n_quick: int = 2,
         n_slow: int = 2,
         keeps_texts: bool = True,
     ) -> None:
-        """The zygote starts now. It imports the modules, and calls `models` to read vocabularies. Workers
-        start when they are needed. `keeps_texts` says whether their log may have clients' texts."""
-        self._start = Start(tuple(models), tuple(modules), keeps_texts)
+        """Start the zygote. It imports the modules, and reads the vocabularies by `read`, a function that
+        can be imported. Workers start when they are needed. `keeps_texts` says whether their log may have
+        clients' texts."""
+        self._start = Start(tuple(models), tuple(modules), wire.name_of(read), keeps_texts)
         self._zygote = Zygote(self._start)
         self._forking = asyncio.Lock()
         self._n_quick = n_quick
@@ -295,7 +296,7 @@ class WorkerPool:
         self,
         client: str,
         work: Callable[[Models, bytes], T],
-        *pieces: bytes,
+        *pieces: Piece,
         files: Mapping[str, bytes] = NO_FILES,
     ) -> T:
         data = (*pieces, *files.values())
@@ -471,10 +472,10 @@ def _quick_s(n_bytes: int) -> float:
 
 
 async def _digest(job: _Job) -> bytes:
-    """The digest of a job's work and pieces. The event loop does other things between the pieces."""
+    """The digest of a job's work and pieces. The event loop does other things between their parts."""
     digest = blake2b(job.order.work.encode(), digest_size=16)
-    for piece in job.pieces:
-        digest.update(piece)
+    for part in wire.parts(job.pieces):
+        digest.update(part)
         await asyncio.sleep(0)
     return digest.digest()
 

@@ -12,7 +12,7 @@ import functools
 import socket
 import struct
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ _LENGTH = struct.Struct("<Q")
 # The event loop copies no more at once.
 _STRIDE = 64 * 2**10
 
+Piece = bytes | memoryview
+"""A part of a body or of a file."""
 Work = Callable[[Models, bytes], Any]
 """The work on a request's body: a function that can be imported. It may raise CorralError."""
 
@@ -76,22 +78,28 @@ class WorkOrder(msgspec.Struct, array_like=True, frozen=True):
     """The URLs and bytes of the files that were fetched for the body."""
 
 
-def name_of(work: Work) -> str:
+def name_of(work: Callable[..., Any]) -> str:
     return f"{work.__module__}:{work.__qualname__}"
 
 
 # -- what the ingress sends --------------------------------------------------------------------
 
 
-async def send(writer: asyncio.StreamWriter, order: WorkOrder, pieces: Sequence[bytes]) -> None:
+async def send(writer: asyncio.StreamWriter, order: WorkOrder, pieces: Sequence[Piece]) -> None:
     """Event loop: send an order and what follows it. Returns when the other end has taken nearly all of it.
     Raises ConnectionError if the other end is gone."""
     writer.write(framed(_ENCODER.encode(order)))
+    for part in parts(pieces):
+        writer.write(part)
+        await writer.drain()
+    await writer.drain()
+
+
+def parts(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces in parts, each of which the event loop copies or hashes in no time."""
     for piece in pieces:
         for start in range(0, len(piece), _STRIDE):
-            writer.write(piece[start : start + _STRIDE])
-            await writer.drain()
-    await writer.drain()
+            yield piece[start : start + _STRIDE]
 
 
 def receive_order(connection: socket.socket) -> WorkOrder:

@@ -2,9 +2,9 @@
 
     python -m serve_app.ingress.workers.worker FD
 
-FD is a socket to the ingress. The first message over it is a `Start`, which is pickled. After that, each
-byte comes with a socket: a new worker serves it, and its process id is the answer. A fork takes
-milliseconds, as the vocabularies are read. All of it ends with the ingress.
+FD is a socket to the ingress. The first message over it is a `Start`. After that, each byte comes with a
+socket: a new worker serves it, and its process id is the answer. A fork takes milliseconds, as the
+vocabularies are read. All of it ends with the ingress.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import importlib
 import logging
 import math
 import os
-import pickle
 import pkgutil
 import platform
 import resource
@@ -25,15 +24,17 @@ import struct
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import msgspec
+
 from serve_app import logs
 from serve_app.errors import CorralError, InvalidRequestError, RequestTooLargeError
 from serve_app.ingress.http import request_model
-from serve_app.ingress.model_registry import ModelInfo, Models
+from serve_app.ingress.model_registry import ModelFile, ModelInfo, Models
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.wire import Work, WorkOrder
 
@@ -184,10 +185,11 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    models: Sequence[Callable[[], ModelInfo]]
-    """Functions that read the models' vocabularies."""
-    modules: Sequence[str]
+    models: tuple[ModelFile, ...]
+    modules: tuple[str, ...]
     """The modules that workers are going to import."""
+    read: str
+    """The function that reads a model's vocabulary, as `module:name`."""
     keeps_texts: bool = True
     """Whether the log may have clients' texts."""
 
@@ -215,7 +217,7 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
     with socket.socket(fileno=fd) as control, suppress(EOFError, ConnectionError):
-        start: Start = pickle.loads(wire.receive(control))
+        start = msgspec.msgpack.decode(wire.receive(control), type=Start)
         if not start.keeps_texts:
             logs.forbid_texts(logging.getLogger().handlers)
         models = _models(start)
@@ -233,7 +235,8 @@ def _models(start: Start) -> dict[str, ModelInfo] | CorralError:
     try:
         for module in start.modules:
             importlib.import_module(module)
-        models = [read() for read in start.models]
+        read: Callable[[ModelFile], ModelInfo] = pkgutil.resolve_name(start.read)
+        models = [read(file) for file in start.models]
         for model in models:
             model.tokenizer.warm_up()
             if model.media is not None:

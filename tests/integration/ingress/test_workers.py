@@ -9,7 +9,6 @@ import platform
 import re
 import signal
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 
 import llama_cpp
@@ -22,20 +21,21 @@ from serve_app.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from serve_app.ingress.model_registry import ModelInfo
+from serve_app.ingress.model_registry import ModelFile, ModelInfo
 from serve_app.ingress.workers import pool as pool_module
+from serve_app.ingress.workers import wire
 from serve_app.ingress.workers import worker as worker_module
 from serve_app.ingress.workers.pool import NICENESS, QUICK_BYTES, SMALL_BYTES, WorkerPool
 from serve_app.ingress.workers.worker import SHORTEST_NS, STACK_BYTES
 from tests.integration.ingress import work
 
-READ = partial(ModelInfo.open, BUILTIN_MODEL, "demo", 2048)
+FILE = ModelFile(str(BUILTIN_MODEL), "demo", 2048)
 LINUX = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 
 
 @pytest.fixture
 async def pool() -> AsyncIterator[WorkerPool]:
-    made = WorkerPool([READ], [work.__name__], n_quick=2, n_slow=2)
+    made = WorkerPool([FILE], [work.__name__], n_quick=2, n_slow=2)
     yield made
     await made.close()
 
@@ -58,7 +58,7 @@ def test_what_a_vocabulary_costs_once_is_paid_before_workers_are_forked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each would pay it again, at its first text: a large vocabulary made that slow work."""
-    models = worker_module._models(worker_module.Start([READ], []))
+    models = worker_module._models(worker_module.Start((FILE,), (), wire.name_of(ModelInfo.open)))
     assert isinstance(models, dict)
     monkeypatch.delattr(llama_cpp, "llama_vocab_get_text")
     assert models["demo"].tokenizer.least_tokens(1000) > 1

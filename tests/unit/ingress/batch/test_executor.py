@@ -33,6 +33,7 @@ from serve_app.ingress.batch.store import BatchLimits, BatchOptions, BatchStore
 from serve_app.ingress.http.dependencies import InProcess
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.workers.pool import Workers
+from serve_app.ingress.workers.wire import Piece
 from serve_app.types import Accepted, GenerationRequest, TokenDelta, account
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
@@ -512,7 +513,7 @@ async def test_a_line_that_no_worker_can_check_is_wrong_and_the_others_are_not(
     class FragileWorkers(InProcess):
         """Crash as WorkerPool does where a body ends its processes."""
 
-        async def run(self, client: str, work: Any, *pieces: bytes, **options: Any) -> Any:
+        async def run(self, client: str, work: Any, *pieces: Piece, **options: Any) -> Any:
             if work is preparation.lines and b"poison" in b"".join(pieces):
                 raise InvalidRequestError("This request cannot be read.")
             return await super().run(client, work, *pieces)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from fastapi.routing import APIRoute
 
+from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import (
     CorralError,
     InvalidRequestError,
@@ -24,9 +25,40 @@ from serve_app.ingress.api import ROUTERS
 from serve_app.ingress.batch.objects import BatchRequest, LineError
 from serve_app.ingress.batch.preparation import BatchLine
 from serve_app.ingress.http.dependencies import PreparedBody
+from serve_app.ingress.model_registry import ModelFile
 from serve_app.ingress.responses.preparation import After, PreparedResponse
 from serve_app.ingress.workers import wire
-from serve_app.types import AdapterUse, Medium, Picture, Sound
+from serve_app.ingress.workers.worker import Start
+from serve_app.llama.vision.senses import Senses
+from serve_app.types import AdapterUse, Medium, Picture, Sound, Version
+
+FILES = (
+    ModelFile("a.gguf", "a", 512),
+    ModelFile(
+        "b.gguf",
+        "b",
+        4096,
+        "mean",
+        ModelDefaults({"temperature": 0.5, "dry_sequence_breakers": ("a", "b")}, max_tokens=3),
+        ("c", "*"),
+        ("chat",),
+        n_ctx_text=1024,
+        adapters={3: AdapterUse("poet", 0.5, "f00")},
+        senses=Senses(sees=True, hears=True),
+        is_on_demand=True,
+        version=Version("b", "v1", 0.25, 1.0),
+    ),
+)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_workers_are_told_all_of_a_model(file: ModelFile) -> None:
+    start = Start((file,), ("module",), "module:function", keeps_texts=False)
+    data = msgspec.msgpack.encode(start)
+    arrived = msgspec.msgpack.decode(data, type=Start)
+    assert msgspec.msgpack.encode(arrived) == data
+    assert type(arrived.models[0]) is ModelFile
+    assert type(arrived.models[0].senses) is Senses
 
 
 async def received(data: bytes, kind: Any) -> wire.Outcome:
