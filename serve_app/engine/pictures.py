@@ -1,8 +1,8 @@
 """Pictures and sounds in prompts: the tokens in their places, and when their tiles are encoded.
 
 A tile takes as many tokens of a prompt as it has embeddings: negative ones, which no vocabulary has. They
-are a hash of what is seen. So all that compares tokens tells pictures apart by their content (the prefix
-index, tiers, files, other replicas), and knows nothing of pictures. Tiles are encoded between steps, in
+are a hash of what is seen. So all that compares tokens tells pictures apart by their content (slots,
+tiers, files, other replicas), and knows nothing of pictures. Tiles are encoded between steps, in
 pieces that running streams have time for.
 """
 

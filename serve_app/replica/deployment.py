@@ -26,7 +26,7 @@ from serve_app.config import sizing
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import AdapterConfig
 from serve_app.engine import Engine, Texts
-from serve_app.engine.kv_cache.transfers import Prefix
+from serve_app.engine.kv_cache.prefixes import Prefix
 from serve_app.engine.options import AdapterFile
 from serve_app.errors import ChannelBrokenError, CorralError, EngineFailedError, ModelReplacedError
 from serve_app.folders import cache_folder

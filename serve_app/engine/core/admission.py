@@ -115,7 +115,7 @@ class Admission:
         self.changed = True
         self._queue.admit(sequence)
         sequence.admit(place.slot.id, place.n_cached, sampler, self._cache.table.room)
-        self._cache.table.occupy(place.slot, sequence)
+        place.slot.occupy(sequence)
         self._scheduler.add(sequence)
         self._counts.cached_tokens += place.n_cached
         self._counts.restored_tokens += place.n_restored

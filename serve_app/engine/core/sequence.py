@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 from serve_app.engine.autotune.sampling_costs import SamplingCost
 from serve_app.engine.backends.base import Backend, Row, Sampler, Vocabulary
 from serve_app.engine.core.text import Detokenizer, LineLimits
-from serve_app.engine.kv_cache.packing import TOKEN_BYTES, TokenArray, n_tokens, packed, token_array
+from serve_app.engine.kv_cache.packing import (
+    TOKEN_BYTES,
+    TokenArray,
+    n_matching,
+    n_tokens,
+    packed,
+    token_array,
+)
 from serve_app.engine.metrics.trace import Trace
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import CorralError
@@ -197,6 +204,15 @@ class Sequence:
         if n_known < n_wanted:
             self._packed += packed(self.tokens[n_known:])
         return self._packed[: n_wanted * TOKEN_BYTES]
+
+    def n_shared_with(self, prompt: bytes, n_most: int) -> int:
+        """How many of its tokens, from the first one on, are those of a packed prompt, `n_most` at most.
+        What it has generated is packed only if the prompt has all that is before: a step costs nothing."""
+        n = n_matching(self._packed, prompt, 0, n_most * TOKEN_BYTES)
+        if n == n_tokens(self._packed) < n_most:
+            generated = packed(self.tokens[n:n_most])
+            n += n_matching(generated, prompt, n * TOKEN_BYTES, n_most * TOKEN_BYTES)
+        return n
 
     @property
     def n_left(self) -> int | None:

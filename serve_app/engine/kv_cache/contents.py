@@ -16,7 +16,8 @@ from itertools import pairwise
 
 from serve_app.engine.autotune.copy_budget import CopyBudget
 from serve_app.engine.backends.base import Backend, State
-from serve_app.engine.kv_cache.packing import TokenArray
+from serve_app.engine.kv_cache.packing import TokenArray, packed
+from serve_app.engine.kv_cache.prefixes import Prefix
 from serve_app.engine.kv_cache.slots import Slot, SlotChoice
 from serve_app.errors import DecodeError
 
@@ -49,6 +50,11 @@ class StoredPrefix:
     """The cache group of the prompts that may start from it."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """The checkpoints of the slot, the shortest first."""
+
+    @property
+    def key(self) -> Prefix:
+        """The tokens, packed, with their cache group."""
+        return Prefix(self.group, packed(self.tokens))
 
     @property
     def n_bytes(self) -> int:

@@ -19,9 +19,9 @@ from serve_app.engine.kv_cache.contents import Checkpoints, SlotContents, Stored
 from serve_app.engine.kv_cache.files import DiskTier
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import TokenArray, token_array
-from serve_app.engine.kv_cache.prefix_index import PrefixIndex
+from serve_app.engine.kv_cache.prefixes import Prefix
 from serve_app.engine.kv_cache.slots import PrefixPending, Slot, SlotTable
-from serve_app.engine.kv_cache.transfers import Prefix, PrefixExchange
+from serve_app.engine.kv_cache.transfers import PrefixExchange
 from serve_app.engine.metrics.stats import CachedPrompt
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import (
@@ -190,7 +190,7 @@ class KVCacheManager:
         self.table.release(slot)
         if sequence.n_exact is not None:
             n_kept = self._contents.keep(slot, len(slot.idle_tokens))
-            self._hold(slot, slot.idle_tokens[:n_kept])
+            slot.idle_tokens = slot.idle_tokens[:n_kept]
 
     def evict_idle(self) -> bool:
         """Empty the idle slot that nobody has used for longest; False if there is none with tokens."""
@@ -325,8 +325,7 @@ class KVCacheManager:
             self._contents.restore(slot, prefix)
         except DecodeError as error:
             raise InvalidRequestError(f"The slot cannot be filled: {error}", "filename") from error
-        slot.group, slot.spare = prefix.group, False
-        self._hold(slot, prefix.tokens)
+        slot.idle_tokens, slot.group, slot.spare = prefix.tokens, prefix.group, False
 
     def erase(self, slot_id: int) -> int:
         """Empty an idle slot; returns the tokens that it had. The memory tier may have them still."""
@@ -349,13 +348,7 @@ class KVCacheManager:
         """Store what an idle slot has, and drop it."""
         self.store(slot, slot.idle_tokens)
         self._contents.keep(slot, 0)
-        slot.n_shared = 0
-        self._hold(slot, token_array())
-
-    def _hold(self, slot: Slot, tokens: TokenArray) -> None:
-        """Note the tokens that an idle slot has now."""
-        slot.idle_tokens = tokens
-        self.table.tell(slot)
+        slot.n_shared, slot.idle_tokens = 0, token_array()
 
     def shift(self, sequence: Sequence, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens behind a sequence's first `n_keep`. If the backend cannot move the
@@ -368,12 +361,10 @@ class KVCacheManager:
         except DecodeError:
             self._contents.keep(slot, 0)
             sequence.shift(n_keep, n_discard, cached=False)
-            self.table.tell(slot)
             return
         slot.n_shared = 0
         self.checkpoints.cut(slot.id, n_keep)
         sequence.shift(n_keep, n_discard, cached=True)
-        self.table.tell(slot)
 
     def computed(self, sequence: Sequence) -> None:
         """Some more of a prompt is in its slot: make a checkpoint if there is to be one. It is left
@@ -435,7 +426,6 @@ def open_cache(
 ) -> KVCacheManager:
     """The manager, with a disk tier if there is a folder for one. Decoder thread only; waits for the disk.
     Raises ConfigError if the folder cannot be used."""
-    index = PrefixIndex()
     checkpoints = Checkpoints(backend, options.n_checkpoints, options.checkpoint_ram_bytes)
     table = SlotTable(
         options.n_slots,
@@ -443,7 +433,6 @@ def open_cache(
         options.pinned,
         room=slot_room(options, backend.setup.mode),
         consecutive=not backend.setup.mode.mixes,
-        index=index,
         resumable=checkpoints.resumable,
     )
     disk_tier = None
@@ -451,7 +440,7 @@ def open_cache(
         disk_tier = DiskTier(options.prefix_folder, backend.states.key)
     kept = disk_tier.load(options.cache_ram_bytes) if disk_tier else ()
     memory_tier = MemoryTier(
-        options.cache_ram_bytes, kept, disk_tier, index, forgets=backend.traits.forgets
+        options.cache_ram_bytes, kept, disk_tier, forgets=backend.traits.forgets
     )
     cache = KVCacheManager(backend, table, memory_tier, budget, checkpoints)
     cache.disk_tier = disk_tier

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.contents import Checkpoint, StoredPrefix, deepest
 from serve_app.engine.kv_cache.files import DiskTier
-from serve_app.engine.kv_cache.packing import Tokens, n_tokens, packed, token_array
-from serve_app.engine.kv_cache.prefix_index import IndexEntry, Match, PrefixIndex
+from serve_app.engine.kv_cache.packing import TOKEN_BYTES, Tokens, n_tokens, packed, token_array
+from serve_app.engine.kv_cache.prefixes import Prefix, beginning, n_shared, nearest
 from serve_app.engine.metrics.stats import CachedPrompt
 
 # The part of a prefix with which its checkpoints make up for it.
 _ENOUGH = 0.75
-
-
-class _TierEntry(NamedTuple):
-    """The tier's entry for a prefix."""
-
-    entry: IndexEntry
-    prompt: CachedPrompt
-    """Made once: with many prefixes, that takes longer than to list them."""
 
 
 class MemoryTier:
@@ -35,7 +27,6 @@ class MemoryTier:
         budget_bytes: int,
         prefixes: Iterable[StoredPrefix] = (),
         disk_tier: DiskTier | None = None,
-        index: PrefixIndex | None = None,
         *,
         forgets: bool = False,
     ) -> None:
@@ -43,34 +34,36 @@ class MemoryTier:
         self._budget_bytes = budget_bytes
         self._forgets = forgets
         self._disk_tier = disk_tier
-        self._index = PrefixIndex() if index is None else index
-        self._entries = OrderedDict[StoredPrefix, _TierEntry]()  # the least recently used first
+        self._entries = OrderedDict[Prefix, tuple[StoredPrefix, CachedPrompt]]()
+        """The prefixes, the least recently used first. To make a `CachedPrompt` of each takes longer than
+        to list them."""
+        self._sorted: list[Prefix] = []
         self._prompts: tuple[CachedPrompt, ...] | None = None
         self.n_bytes = 0
         """The size of all states."""
         for prefix in prefixes:
-            self._keep(prefix, packed(prefix.tokens))
+            self._keep(prefix)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[StoredPrefix]:
-        return iter(self._entries)
+        return (stored for stored, _ in self._entries.values())
 
     @property
     def prompts(self) -> tuple[CachedPrompt, ...]:
         """The tokens of each, the one used last first. Nobody changes them."""
         if self._prompts is None:
-            self._prompts = tuple(kept.prompt for kept in reversed(self._entries.values()))
+            self._prompts = tuple(prompt for _, prompt in reversed(self._entries.values()))
         return self._prompts
 
     def wants(self, group: str, tokens: Tokens, n_bytes: int) -> bool:
         """Whether to keep a state of that size for these tokens: it fits, and they cannot be had from
         another one of the group."""
-        match = self._index.match(group, tokens)
-        stored = match.is_stored
+        prefix = Prefix(group, packed(tokens))
+        stored = bool(self._sorted[beginning(self._sorted, prefix)])
         if stored and self._forgets:
-            stored = self._best(match)[0] == n_tokens(packed(tokens))
+            stored = self._best(prefix)[0] == n_tokens(prefix.tokens)
         return self.fits(n_bytes) and not stored
 
     def fits(self, n_bytes: int) -> bool:
@@ -90,26 +83,28 @@ class MemoryTier:
     ) -> None:
         """Keep a prefix; those of its group that it continues go, but for those of which it could give
         little; and then the least recently used of all, for room."""
-        packed_tokens = packed(tokens)
-        prefix = StoredPrefix(token_array(packed_tokens), state, group, checkpoints)
-        for entry in self._index.match(group, packed_tokens).begun():
-            if isinstance(entry.owner, StoredPrefix) and self._replaces(prefix, entry.n_tokens):
-                self._drop(entry.owner)
-        self._keep(prefix, packed_tokens)
+        key = Prefix(group, packed(tokens))
+        prefix = StoredPrefix(token_array(key.tokens), state, group, checkpoints)
+        for other in [one for one in self._sorted if one.group == group]:
+            begins = key.tokens.startswith(other.tokens)
+            if begins and self._replaces(prefix, n_tokens(other.tokens)):
+                self._drop(other)
+        self._keep(prefix)
         if self._disk_tier:
             self._disk_tier.add(prefix)
         while self.n_bytes > self._budget_bytes:
             self._drop(next(iter(self._entries)))
 
-    def _keep(self, prefix: StoredPrefix, tokens: bytes) -> None:
-        entry = self._index.add(prefix, prefix.group, tokens)
-        self._entries[prefix] = _TierEntry(entry, CachedPrompt(prefix.group, prefix.tokens))
-        self._index.use(entry)
+    def _keep(self, prefix: StoredPrefix) -> None:
+        key = prefix.key
+        self._entries[key] = prefix, CachedPrompt(prefix.group, prefix.tokens)
+        insort(self._sorted, key)
         self._prompts = None
         self.n_bytes += prefix.n_bytes
 
-    def _drop(self, prefix: StoredPrefix) -> None:
-        self._index.remove(self._entries.pop(prefix).entry)
+    def _drop(self, key: Prefix) -> None:
+        prefix, _ = self._entries.pop(key)
+        del self._sorted[bisect_left(self._sorted, key)]
         self._prompts = None
         self.n_bytes -= prefix.n_bytes
         if self._disk_tier:
@@ -117,20 +112,23 @@ class MemoryTier:
 
     def longest(self, group: str, prompt: Tokens) -> tuple[int, StoredPrefix | None]:
         """How many of the prompt's first tokens can be had from the best prefix of its group, and that
-        prefix; of several, the least recently used. At least the prompt's last token is left out."""
-        told = packed(prompt)
-        match = self._index.match(group, told, n_tokens(told) - 1)
-        n_shared, entry = match.longest()
-        if self._forgets and n_shared:
-            return self._best(match)
-        return n_shared, None if entry is None else entry.owner
+        prefix. At least the prompt's last token is left out."""
+        most = Prefix(group, packed(prompt)[:-TOKEN_BYTES])
+        n_bytes, key = nearest(self._sorted, most)
+        if key is None:
+            return 0, None
+        return self._best(most) if self._forgets else (n_bytes // TOKEN_BYTES, self._at(key))
 
-    def _best(self, match: Match) -> tuple[int, StoredPrefix | None]:
+    def _at(self, key: Prefix) -> StoredPrefix:
+        return self._entries[key][0]
+
+    def _best(self, prompt: Prefix) -> tuple[int, StoredPrefix | None]:
         """The part of a prompt that can be had from the prefix that gives most of it without those
         behind."""
         usable = (
-            (_resumable(one, match.n_shared(kept.entry)), one)
-            for one, kept in self._entries.items()
+            (_resumable(stored, n_shared(prompt, key) // TOKEN_BYTES), stored)
+            for key, (stored, _) in self._entries.items()
+            if key.group == prompt.group
         )
         n_best, best = max(usable, key=lambda found: found[0], default=(0, None))
         return n_best, best if n_best else None
@@ -141,21 +139,17 @@ class MemoryTier:
 
     def n_known(self, group: str, prompt: Tokens) -> int:
         """How many of the prompt's first tokens prefixes of its group begin with."""
-        told = packed(prompt)
-        return self._index.match(group, told, n_tokens(told) - 1).longest()[0]
+        return nearest(self._sorted, Prefix(group, packed(prompt)[:-TOKEN_BYTES]))[0] // TOKEN_BYTES
 
     def beginning(self, group: str, tokens: Tokens) -> StoredPrefix | None:
-        """The shortest prefix of a group that begins with these tokens; of several, the least recently
-        used."""
-        found = self._index.match(group, tokens).beginning()
-        stored = [entry for entry in found if isinstance(entry.owner, StoredPrefix)]
-        best = min(stored, key=lambda one: (one.n_tokens, one.last_used), default=None)
-        return None if best is None else best.owner
+        """The shortest prefix of a group that begins with these tokens."""
+        found = self._sorted[beginning(self._sorted, Prefix(group, packed(tokens)))]
+        shortest = min(found, key=lambda one: len(one.tokens), default=None)
+        return None if shortest is None else self._at(shortest)
 
     def used(self, prefix: StoredPrefix) -> None:
         """Make it the most recently used."""
-        self._entries.move_to_end(prefix)
-        self._index.use(self._entries[prefix].entry)
+        self._entries.move_to_end(prefix.key)
         self._prompts = None
         if self._disk_tier:
             self._disk_tier.add(prefix)

@@ -17,7 +17,6 @@ from serve_app.engine.kv_cache.packing import (
     packed,
     token_array,
 )
-from serve_app.engine.kv_cache.prefix_index import IndexEntry, Match, PrefixIndex
 from serve_app.types import SHARED_GROUP, adapters_of, may_start_from
 
 
@@ -42,10 +41,6 @@ class Slot:
     """The cache group of its tokens."""
     spare: bool = False
     """Whether a request in the background left `idle_tokens`: nobody is likely to go on from there."""
-    entry: IndexEntry | None = field(default=None, compare=False)
-    """What the prefix index has of it: see `SlotTable.shared`."""
-    indexed: tuple[TokenArray | None, str] = field(default=(None, ""), compare=False)
-    """The array and the cache group of `entry`."""
     _packed: tuple[TokenArray | None, bytes] = field(default=(None, b""), compare=False)
     """Idle tokens, and the same packed."""
 
@@ -123,6 +118,13 @@ class Slot:
         """Whether prompts of that cache group may start from its tokens."""
         return may_start_from(group, self.group)
 
+    def n_shared_with(self, prompt: bytes, n_most: int) -> int:
+        """How many of `tokens`, from the first one on, are those of a packed prompt, `n_most` at most."""
+        n_most = min(n_most, self.n_tokens)
+        if self.sequence is not None:
+            return self.sequence.n_shared_with(prompt, n_most)
+        return n_matching(self.packed(len(self.idle_tokens)), prompt, 0, n_most * TOKEN_BYTES)
+
 
 @dataclass(frozen=True, slots=True)
 class SlotChoice:
@@ -153,11 +155,8 @@ class PrefixPending:
     """Where its prefix is being computed."""
     n_tokens: int
     """How long that will be."""
-    until: int = field(default=-1, compare=False)
-    """The prompt waits until one of `comers` has more tokens in the cache than that, or the index has
-    another `version`."""
-    comers: tuple[Slot, ...] = field(default=(), compare=False)
-    version: int = field(default=-1, compare=False)
+    sequence: Sequence | None = field(default=None, compare=False)
+    """The sequence that it is computed for."""
 
 
 Resumable = Callable[[Slot, int, bool], int]
@@ -178,7 +177,6 @@ class SlotTable:
         *,
         room: int = sys.maxsize,
         consecutive: bool = False,
-        index: PrefixIndex | None = None,
         resumable: Resumable = lambda slot, n_shared, in_place: n_shared,
     ) -> None:
         self.slots = [Slot(i) for i in range(n_slots)]
@@ -186,7 +184,6 @@ class SlotTable:
             Slot(n_slots + i, token_array(tokens), pinned=True, group=SHARED_GROUP)
             for i, tokens in enumerate(pinned)
         ]
-        self._index = PrefixIndex() if index is None else index
         self.room = room
         """Tokens that a slot has cells for, in the kind of cache that is there."""
         self._min_copy = min_copy
@@ -201,45 +198,15 @@ class SlotTable:
             slot.n_shared = 0
             if not slot.pinned:
                 slot.idle_tokens = token_array()
-                self.tell(slot)
 
-    # -- in the prefix index ----------------------------------------------------------------------
+    # -- what is there ----------------------------------------------------------------------------
 
     def shared(self, group: str, prompt: bytes, n_most: int) -> list[int]:
         """The number of the first `n_most` tokens of a cache group's prompt that each slot has, or will
-        have.
-
-        A slot's entry has what it had when its array of tokens became another one. Tokens that a running
-        sequence has generated since then are compared only if the entry is the beginning of the prompt:
-        so a step costs nothing here."""
-        self.update()
-        own = self._index.match(group, prompt, n_most)
-        n_for_all = n_most if may_start_from(group, SHARED_GROUP) else 0
-        for_all = self._index.match(SHARED_GROUP, prompt, n_for_all)
+        have."""
         return [
-            _n_shared(slot, for_all, prompt, n_for_all)
-            if slot.group == SHARED_GROUP
-            else _n_shared(slot, own, prompt, n_most)
-            for slot in self.slots
+            slot.n_shared_with(prompt, n_most) if slot.serves(group) else 0 for slot in self.slots
         ]
-
-    def update(self) -> None:
-        """Tell the index what has changed."""
-        for slot in self.slots:
-            source, group = slot.indexed
-            if source is not slot.source or group != slot.group:
-                self.tell(slot)
-
-    def tell(self, slot: Slot) -> None:
-        """Tell the index what a slot has now."""
-        before, n_tokens = slot.entry, slot.n_tokens
-        slot.indexed, slot.entry = (slot.source, slot.group), None
-        if n_tokens:
-            slot.entry = self._index.add(slot, slot.group, slot.packed(n_tokens))
-        if before is not None:
-            self._index.remove(before)
-
-    # -- what is there ----------------------------------------------------------------------------
 
     @property
     def has_idle(self) -> bool:
@@ -330,7 +297,7 @@ class SlotTable:
         best = max(here[in_place.id], ready[source.id])
         comer = max(self.slots, key=lambda slot: coming[slot.id])
         if coming[comer.id] - max(best, n_stored) >= self._min_copy:
-            return self._wait(comer, shared, coming, n_most)
+            return PrefixPending(comer, coming[comer.id], comer.sequence)
         n_known = max(shared)
         if n_stored - best >= self._min_copy:
             return SlotChoice(max(idle, key=fits), n_stored, stored=True, n_known=n_known)
@@ -345,22 +312,10 @@ class SlotTable:
             self._resumable(slot, n, in_place) for n, slot in zip(cached, self.slots, strict=True)
         ]
 
-    def _wait(
-        self, comer: Slot, shared: list[int], coming: list[int], n_most: int
-    ) -> PrefixPending:
-        until = coming[comer.id] - self._min_copy
-        comers = tuple(slot for slot in self.slots if coming[slot.id] > until)
-        grows = any(
-            shared[slot.id] == slot.n_tokens < n_most for slot in self.slots if slot.sequence
-        )
-        version = -1 if grows else self._index.version
-        return PrefixPending(comer, coming[comer.id], until, comers, version)
-
     def lasts(self, wait: PrefixPending) -> bool:
-        """Whether `choose` would say the same again."""
-        return wait.version == self._index.version and all(
-            slot.n_past <= wait.until for slot in wait.comers
-        )
+        """Whether the prefix is still being computed."""
+        slot = wait.slot
+        return slot.sequence is wait.sequence and slot.n_past < wait.n_tokens <= slot.n_tokens
 
     def _fitting(self, group: str) -> Callable[[Slot], tuple[int, ...]]:
         """Larger is better for a prompt of that cache group that finds nothing there. Sequences of
@@ -398,15 +353,9 @@ class SlotTable:
             one for one in self.slots if one.serves(group) and min(shared[one.id], one.n_past) >= n
         ]
 
-    def occupy(self, slot: Slot, sequence: Sequence) -> None:
-        """Hand an idle slot to a sequence."""
-        slot.occupy(sequence)
-        self.tell(slot)
-
     def release(self, slot: Slot) -> None:
         """Take the slot back; it keeps what its sequence has in the cache for others to start from."""
         slot.release()
-        self.tell(slot)
         self._clock += 1
         slot.last_used = self._clock
 
@@ -415,16 +364,6 @@ class SlotTable:
         return max(
             (one for one in self.slots if one.idle and one.idle_tokens), key=_age, default=None
         )
-
-
-def _n_shared(slot: Slot, match: Match, prompt: bytes, n_most: int) -> int:
-    if slot.entry is None:
-        return 0
-    n, n_tokens = match.n_shared(slot.entry), min(slot.n_tokens, n_most)
-    if n == slot.entry.n_tokens < n_tokens:
-        tail = packed(slot.source[n:n_tokens])
-        n += n_matching(tail, prompt, n * TOKEN_BYTES, n_tokens * TOKEN_BYTES)
-    return n
 
 
 def _worth(slot: Slot, n_shared: int) -> int:

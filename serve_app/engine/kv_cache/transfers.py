@@ -1,17 +1,11 @@
-"""KV transfers: prefixes that engines send each other, and the choice of those that are worth most.
-
-Prompts are packed (`serve_app.engine.kv_cache.packing.packed`), four bytes a token: sorted, those of
-one cache group that begin alike stand together.
-"""
+"""KV transfers: prefixes that engines send each other, and the choice of those that are worth most."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +16,11 @@ from serve_app.engine.core.command_queue import RunCommand
 from serve_app.engine.kv_cache.contents import Checkpoint, SlotContents, StoredPrefix
 from serve_app.engine.kv_cache.files import key_of
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
-from serve_app.engine.kv_cache.packing import (
-    TOKEN_BYTES,
-    Tokens,
-    common_prefix,
-    packed,
-    token_array,
-)
+from serve_app.engine.kv_cache.packing import TOKEN_BYTES, Tokens, packed, token_array
+from serve_app.engine.kv_cache.prefixes import Prefix, beginning, n_shared, nearest
 from serve_app.engine.kv_cache.slots import Slot, SlotTable
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import DecodeError
-from serve_app.types import may_start_from
 
 MAX_PREFIXES = 32
 """Most prefixes that one engine gets from others at once."""
@@ -41,23 +29,6 @@ _LEAST_BYTES = 32 * TOKEN_BYTES
 
 # Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
 _BEGUN_KEPT = 128
-
-
-class Prefix(NamedTuple):
-    """Tokens that prompts of one cache group begin with."""
-
-    group: str
-    """The cache group; SHARED_GROUP for what is pinned."""
-    tokens: bytes
-    """Packed."""
-
-    def cut(self, n_bytes: int) -> Prefix:
-        """The prefix's first tokens."""
-        return Prefix(self.group, self.tokens[:n_bytes])
-
-    def serves(self, prefix: Prefix) -> bool:
-        """Whether a prompt that begins with those tokens finds them all here."""
-        return n_shared(prefix, self) == len(prefix.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +42,6 @@ class HotPrefix:
     """The bytes of the smallest state that it can be taken from."""
 
 
-def n_shared(prefix: Prefix, held: Prefix) -> int:
-    """Bytes of the first tokens that a prompt which begins with `prefix` finds in `held`."""
-    if not may_start_from(prefix.group, held.group):
-        return 0
-    n = common_prefix(prefix.tokens, held.tokens)
-    return n - n % TOKEN_BYTES
-
-
 def begun_with(
     prompts: Iterable[Prefix], held: Iterable[tuple[Prefix, int]], least: int
 ) -> list[HotPrefix]:
@@ -89,11 +52,11 @@ def begun_with(
     known = [prefix for prefix, _ in holders]
     found = set(begun) | {prefix.cut(n_shared(prefix, other)) for prefix, other in pairwise(begun)}
     hot = []
-    for prefix in {prefix.cut(_n_held(known, prefix)) for prefix in found}:
-        first, last = _range(begun, prefix)
-        if len(prefix.tokens) >= _LEAST_BYTES and last - first >= least:
-            smallest = min(n_bytes for _, n_bytes in holders[slice(*_range(known, prefix))])
-            hot.append(HotPrefix(prefix, last - first, smallest))
+    for prefix in {prefix.cut(nearest(known, prefix)[0]) for prefix in found}:
+        n_begun = len(begun[beginning(begun, prefix)])
+        if len(prefix.tokens) >= _LEAST_BYTES and n_begun >= least:
+            smallest = min(n_bytes for _, n_bytes in holders[beginning(known, prefix)])
+            hot.append(HotPrefix(prefix, n_begun, smallest))
     return hot
 
 
@@ -134,21 +97,6 @@ def hottest(
     return sorted(chosen, key=lambda offer: -offer.n_begun)
 
 
-def _n_held(known: list[Prefix], prefix: Prefix) -> int:
-    """Bytes of the first tokens that the group holds; `known` is sorted, so one of its neighbours
-    does."""
-    i = bisect_left(known, prefix)
-    around = (one for one in known[max(0, i - 1) : i + 1] if one.group == prefix.group)
-    return max((n_shared(prefix, one) for one in around), default=0)
-
-
-def _range(ordered: list[Prefix], prefix: Prefix) -> tuple[int, int]:
-    """Where in a sorted list those are that begin with these tokens."""
-    first = bisect_left(ordered, prefix)
-    n = len(prefix.tokens)
-    return first, bisect_right(ordered, prefix, lo=first, key=lambda one: one.cut(n))
-
-
 class PrefixExchange:
     """Exports what slots and the memory tier have, and imports into that tier. Decoder thread only."""
 
@@ -182,7 +130,7 @@ class PrefixExchange:
             )
             for slot in self._table.slots
         )
-        stored = ((Prefix(one.group, packed(one.tokens)), one.n_bytes) for one in self._memory_tier)
+        stored = ((one.key, one.n_bytes) for one in self._memory_tier)
         return [*in_slots, *stored]
 
     def export_prefix(
@@ -292,9 +240,8 @@ class PrefixTransfer:
         )
         if stored is None:
             return None
-        prefix = Prefix(stored.group, packed(stored.tokens))
         marks = ((one.n_tokens, np.frombuffer(one.state, np.uint8)) for one in stored.checkpoints)
-        return Payload(self.key, prefix, np.frombuffer(stored.state, np.uint8), tuple(marks))
+        return Payload(self.key, stored.key, np.frombuffer(stored.state, np.uint8), tuple(marks))
 
     def import_prefix(self, payload: Payload, n_wanted: int) -> int:
         """Store another engine's prefix, of which the first `n_wanted` tokens are wanted: see

@@ -19,7 +19,7 @@ from serve_app.config.sizing import CacheNeeds, ModelNeeds
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.engine.kv_cache.packing import packed
-from serve_app.engine.kv_cache.transfers import Prefix
+from serve_app.engine.kv_cache.prefixes import Prefix
 from serve_app.llama import library
 from serve_app.llama.formats import CacheLayout
 from serve_app.llama.model import Model

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from serve_app.engine.kv_cache.packing import packed
-from serve_app.engine.kv_cache.transfers import HotPrefix, Prefix
+from serve_app.engine.kv_cache.prefixes import Prefix
+from serve_app.engine.kv_cache.transfers import HotPrefix
 from serve_app.replica.kv_transfer import Offer, TransferTally, TransferTarget, plan_pull, plan_push
 
 A, B, C = (Prefix("ours", packed([n] * 40)) for n in range(3))

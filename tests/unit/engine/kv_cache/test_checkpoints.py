@@ -11,7 +11,6 @@ from serve_app.engine.kv_cache.contents import Checkpoint, Checkpoints
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import token_array
-from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slots import PrefixPending, Slot, SlotTable
 from serve_app.errors import DecodeError
 from serve_app.types import GenerationRequest
@@ -37,10 +36,10 @@ class Cache(KVCacheManager):
         n_checkpoints: int = 3,
         budget: int = 10**6,
     ) -> None:
-        made, index = backend(n_slots, n_cells=n_cells), PrefixIndex()
+        made = backend(n_slots, n_cells=n_cells)
         checkpoints = Checkpoints(made, n_checkpoints, budget)
-        table = SlotTable(n_slots, 16, index=index, resumable=checkpoints.resumable)
-        tier = MemoryTier(10**6, index=index, forgets=True)
+        table = SlotTable(n_slots, 16, resumable=checkpoints.resumable)
+        tier = MemoryTier(10**6, forgets=True)
         super().__init__(made, table, tier, None, checkpoints)
         self.backend = made
 
@@ -50,7 +49,7 @@ class Cache(KVCacheManager):
         place = self.place(sequence)
         assert isinstance(place, Place)
         sequence.admit(place.slot.id, place.n_cached, None)
-        self.table.occupy(place.slot, sequence)
+        place.slot.occupy(sequence)
         return sequence
 
     def compute(self, sequence: Sequence, n_most: int = 10**6) -> None:
@@ -184,7 +183,7 @@ def test_who_waits_for_a_prefix_gets_it_though_others_wait_for_more() -> None:
         assert isinstance(place, Place)
         assert place.n_cached == n_cached
         one.admit(place.slot.id, place.n_cached, None)
-        cache.table.occupy(place.slot, one)
+        place.slot.occupy(one)
 
 
 def test_the_store_is_asked_for_what_can_be_resumed() -> None:

@@ -14,7 +14,6 @@ from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.kv_cache.manager import KVCacheManager, Place
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import packed, token_array
-from serve_app.engine.kv_cache.prefix_index import PrefixIndex
 from serve_app.engine.kv_cache.slots import SlotTable
 from serve_app.types import GenerationRequest
 from tests.doubles.backend import FakeBackend
@@ -54,13 +53,10 @@ class Cache(KVCacheManager):
     """With slots, a store, and a clock that only copies move."""
 
     def __init__(self, n_slots: int, max_stall_s: float | None, clock: Clock) -> None:
-        index = PrefixIndex()
         self.clock = clock
         self.budget = StepBudget(max_stall_s, lambda: clock.now)
-        table = SlotTable(n_slots, 3, index=index)
-        super().__init__(
-            SlowBackend(n_slots, clock), table, MemoryTier(10_000, index=index), self.budget
-        )
+        table = SlotTable(n_slots, 3)
+        super().__init__(SlowBackend(n_slots, clock), table, MemoryTier(10_000), self.budget)
         for speed in (self.copies.saves, self.copies.restores):
             speed.observe(1_000_000, 1_000_000 * BYTE_S)
 
@@ -69,7 +65,7 @@ class Cache(KVCacheManager):
         tokens = [first, *range(n_tokens - 1)]
         state = memoryview(packed(tokens))
         FakeBackend.restore(self._backend, slot_id, state)  # type: ignore[arg-type]
-        self._hold(self.table.slots[slot_id], token_array(tokens))
+        self.table.slots[slot_id].idle_tokens = token_array(tokens)
         return tokens
 
     def keep(self, first: int, n_tokens: int) -> list[int]:
@@ -85,7 +81,7 @@ class Cache(KVCacheManager):
         assert place is None or isinstance(place, Place)
         if place is not None:
             sequence.admit(place.slot.id, place.n_cached, None)
-            self.table.occupy(place.slot, sequence)
+            place.slot.occupy(sequence)
         return place
 
     def stream(self, first: int) -> None:

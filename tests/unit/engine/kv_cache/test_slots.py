@@ -34,7 +34,7 @@ def table(states: list[SlotState], min_copy: int = 99, *, consecutive: bool = Fa
     slots = SlotTable(len(states), min_copy, consecutive=consecutive)
     for slot, state in zip(slots.slots, states, strict=True):
         if state is BUSY:
-            slots.occupy(slot, sequence([1]))
+            slot.occupy(sequence([1]))
         else:
             slot.idle_tokens, slot.last_used = token_array(state[0]), state[1]
     return slots
@@ -109,7 +109,7 @@ def test_prefixes_of_other_slots(
     slots = SlotTable(len(states), min_copy=3)
     for slot, state in zip(slots.slots, states, strict=True):
         if isinstance(state, Sequence):
-            slots.occupy(slot, state)
+            slot.occupy(state)
         else:
             slot.idle_tokens, slot.last_used = token_array(state), len(state)
     choice = slots.choose("", prompt)
@@ -121,38 +121,32 @@ def test_prefixes_of_other_slots(
     assert (choice.slot.id, choice.n_cached, source) == expected
 
 
-def test_who_waits_need_not_be_asked_again_before_something_changes() -> None:
+def test_who_waits_need_not_be_asked_again_before_the_prefix_is_computed() -> None:
     slots, owner = SlotTable(2, min_copy=3), busy([*range(10)], 0)
-    slots.occupy(slots.slots[0], owner)
+    slots.slots[0].occupy(owner)
     prompt = [*range(11)]
     wait = slots.choose("", prompt)
+    assert wait == PrefixPending(slots.slots[0], 10)
     assert isinstance(wait, PrefixPending)
-    for owner.n_past in range(8):
+    for owner.n_past in range(10):
         assert slots.lasts(wait)
-        assert slots.choose("", prompt) == wait
-    owner.n_past = 8
+    owner.n_past = 10
     assert not slots.lasts(wait)
     assert isinstance(slots.choose("", prompt), SlotChoice)
 
 
-def test_who_waits_is_asked_again_when_the_slot_is_lost() -> None:
-    slots, owner = SlotTable(2, min_copy=3), busy([*range(10)], 0)
-    slots.occupy(slots.slots[0], owner)
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_waits_is_asked_again_when_the_prefix_is_lost(ends: bool) -> None:
+    slots, owner = SlotTable(2, min_copy=3), busy([*range(10)], 5)
+    slots.slots[0].occupy(owner)
     wait = slots.choose("", [*range(11)])
     assert isinstance(wait, PrefixPending)
-    slots.release(slots.slots[0])
+    if ends:
+        slots.release(slots.slots[0])
+        slots.slots[0].occupy(busy([*range(10)], 0))
+    else:
+        owner.shift(2, 3, cached=True)
     assert not slots.lasts(wait)
-
-
-def test_who_waits_is_asked_again_while_somebody_may_generate_more_of_its_prompt() -> None:
-    slots, owner = SlotTable(2, min_copy=3), busy([1, 2, 3], 0)
-    slots.occupy(slots.slots[0], owner)
-    for n_tokens in (3, 4, 5):
-        wait = slots.choose("", [1, 2, 3, 4, 5, 6, 7])
-        assert wait == PrefixPending(slots.slots[0], n_tokens)
-        assert isinstance(wait, PrefixPending)
-        assert not slots.lasts(wait)
-        owner.tokens.append(n_tokens + 1)
 
 
 MINE, THEIRS = "mine", "theirs"
@@ -197,7 +191,7 @@ def test_slots_of_other_cache_groups_hold_nothing(
     for age, (slot, group, one) in enumerate(zip(slots.slots, groups, held, strict=True)):
         if isinstance(one, Sequence):
             one.request = replace(one.request, cache_group=group)
-            slots.occupy(slot, one)
+            slot.occupy(one)
         else:
             slot.group, slot.idle_tokens, slot.last_used = group, token_array(one), age
     choice = slots.choose(MINE, [1, 2, 3, 4, 5])
@@ -221,7 +215,7 @@ def test_a_slot_belongs_to_the_cache_group_that_had_it_last() -> None:
     for group in (MINE, THEIRS):
         ended = sequence([1, 2, 3], group)
         ended.n_past = 2
-        slots.occupy(slot, ended)
+        slot.occupy(ended)
         slots.release(slot)
         assert slots.choose(group, [1, 2, 3]) == SlotChoice(slot, 2)
     assert slots.choose(MINE, [1, 2, 3]) == SlotChoice(slot, 0)
@@ -247,7 +241,7 @@ def test_released_slot_keeps_what_is_in_the_cache() -> None:
     slot = slots.slots[0]
     ended = sequence([1, 2, 3])
     ended.n_past = 2
-    slots.occupy(slot, ended)
+    slot.occupy(ended)
     assert (list(slot.tokens), slot.n_past) == ([1, 2, 3], 2)
     slots.release(slot)
     assert (slot.sequence, list(slot.tokens)) == (None, [1, 2])
@@ -256,14 +250,14 @@ def test_released_slot_keeps_what_is_in_the_cache() -> None:
 def test_releases_make_the_order_of_age() -> None:
     slots = SlotTable(3, min_copy=99)
     for slot in slots.slots:
-        slots.occupy(slot, sequence([1]))
+        slot.occupy(sequence([1]))
     for i in (1, 2, 0):
         slots.release(slots.slots[i])
     order = []
     for _ in range(3):
         choice = slots.choose("", [9])
         assert isinstance(choice, SlotChoice)
-        slots.occupy(choice.slot, sequence([9]))
+        choice.slot.occupy(sequence([9]))
         order.append(choice.slot.id)
     assert order == [1, 2, 0]
 
@@ -332,7 +326,7 @@ def test_the_garbage_collector_does_not_walk_tokens() -> None:
     """With lists, a step would now and then take milliseconds for all that is stored."""
     slots = SlotTable(2, min_copy=3)
     running = sequence([1, 2, 3])
-    slots.occupy(slots.slots[0], running)
+    slots.slots[0].occupy(running)
     tier = MemoryTier(100)
     tier.put("", [1, 2, 3], b"state")
     (stored,) = tier

@@ -16,11 +16,11 @@ from serve_app.engine import DecodeError, Engine
 from serve_app.engine.autotune.copy_budget import CopySpeed
 from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.packing import packed, token_array
+from serve_app.engine.kv_cache.prefixes import Prefix
 from serve_app.engine.kv_cache.transfers import (
     MAX_PREFIXES,
     HotPrefix,
     Payload,
-    Prefix,
     RefusedPrefixError,
     begun_with,
     hottest,

@@ -1,11 +1,10 @@
-"""What the index finds is what comparing a prompt with all slots and stores finds."""
+"""What is found for a prompt is what comparing it with all slots and stores finds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from unittest import mock
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +12,6 @@ from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.kv_cache.contents import StoredPrefix
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import packed, token_array
-from serve_app.engine.kv_cache.prefix_index import IndexEntry, PrefixIndex
 from serve_app.engine.kv_cache.slots import PrefixPending, Slot, SlotTable
 from serve_app.types import SHARED_GROUP, GenerationRequest
 
@@ -30,82 +28,6 @@ def n_common(a: SequenceOf[int], b: SequenceOf[int]) -> int:
     return n
 
 
-# -- the index alone ------------------------------------------------------------------------------
-
-
-def nodes(index: PrefixIndex) -> int:
-    """How many it has, roots included."""
-    found, new = 0, list(index._roots.values())
-    while new:
-        found += len(new)
-        new = [child for node in new for child in node.children.values()]
-    return found
-
-
-@given(st.data())
-def test_it_finds_what_counting_finds(data: st.DataObject) -> None:
-    index, held = PrefixIndex(), dict[IndexEntry, tuple[str, list[int]]]()
-    used = list[IndexEntry]()
-    for _ in range(data.draw(st.integers(1, 25))):
-        change = data.draw(st.sampled_from(["add", "add", "use", "remove"]))
-        if change == "add":
-            group, tokens = data.draw(st.sampled_from(GROUPS)), data.draw(TOKENS)
-            held[index.add(object(), group, tokens)] = group, tokens
-        elif held:
-            entry = data.draw(st.sampled_from(list(held)))
-            used = [one for one in used if one is not entry]
-            if change == "use":
-                index.use(entry)
-                used.append(entry)
-            else:
-                index.remove(entry)
-                del held[entry]
-        wanted_group, wanted = data.draw(st.sampled_from(GROUPS)), data.draw(TOKENS)
-        match = index.match(wanted_group, wanted)
-        shared = {
-            one: n_common(tokens, wanted) if group == wanted_group else 0
-            for one, (group, tokens) in held.items()
-        }
-        assert {one: match.n_shared(one) for one in held} == shared
-        best = max((shared[one] for one in used), default=0)
-        first = next((one for one in used if best and shared[one] == best), None)
-        assert match.longest() == (best, first)
-        own = {one: tokens for one, (group, tokens) in held.items() if group == wanted_group}
-        beginning = {one for one in own if shared[one] == len(wanted)}
-        assert set(match.beginning()) == beginning
-        assert match.is_stored == bool(beginning.intersection(used))
-        assert set(match.begun()) == {
-            one for one, tokens in own.items() if shared[one] == len(tokens)
-        }
-    assert nodes(index) <= 2 * len(held) + len(GROUPS)
-    for entry in held:
-        index.remove(entry)
-    assert nodes(index) == 0
-
-
-def test_what_is_used_again_and_again_takes_no_more_memory() -> None:
-    index = PrefixIndex()
-    entries = [index.add(object(), "", [1, 2, i]) for i in range(10)]
-    for _ in range(100):
-        for entry in entries:
-            index.use(entry)
-    assert all(len(node.by_age) < 50 for node in entries[0].node.up())
-    assert index.match("", [1, 2]).longest() == (2, entries[0])
-
-
-def test_what_is_removed_is_not_kept_alive() -> None:
-    index = PrefixIndex()
-    entries = [index.add(object(), "", [1, i]) for i in range(3)]
-    for entry in entries:
-        index.use(entry)
-    index.remove(entries[1])
-    remembered = {use[1].owner for node in entries[0].node.up() for use in node.by_age}
-    assert remembered == {entries[0].owner, entries[2].owner, None}
-
-
-# -- slots and stores, against all of them compared one by one -----------------------------------
-
-
 class Compared:
     """What a table and a store would say if they compared a prompt with everything."""
 
@@ -120,13 +42,10 @@ class Compared:
             n_common(slot.tokens, wanted) if slot.serves(group) else 0 for slot in self.table.slots
         ]
 
-    def longest(self, group: str, prompt: list[int]) -> tuple[int, StoredPrefix | None]:
-        """See `MemoryTier.longest`."""
-        best: tuple[int, StoredPrefix | None] = 0, None
-        for prefix in self.tier:
-            n = n_common(prefix.tokens, prompt[:-1]) if prefix.group == group else 0
-            best = (n, prefix) if n > best[0] else best
-        return best
+    def longest(self, group: str, prompt: list[int]) -> int:
+        """The tokens that `MemoryTier.longest` finds."""
+        own = (one.tokens for one in self.tier if one.group == group)
+        return max((n_common(tokens, prompt[:-1]) for tokens in own), default=0)
 
     def wants(self, group: str, tokens: list[int]) -> bool:
         """See `MemoryTier.wants`."""
@@ -147,12 +66,11 @@ class Workload:
     """Slots and a store that anything may happen to."""
 
     def __init__(self, data: st.DataObject) -> None:
-        index = PrefixIndex()
         pinned = data.draw(st.sampled_from([(), ((0, 1, 0),)]))
         n_slots, min_copy = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
         self.data = data
-        self.table = SlotTable(n_slots, min_copy, pinned, index=index)
-        self.tier = MemoryTier(30, index=index)
+        self.table = SlotTable(n_slots, min_copy, pinned)
+        self.tier = MemoryTier(30)
         self.compared = Compared(self.table, self.tier)
         self.waiting: list[Sequence] = []
 
@@ -192,7 +110,7 @@ class Workload:
             self.tier.used(stored)
         self.waiting.pop(0)
         sequence.admit(choice.slot.id, choice.n_cached, None)
-        self.table.occupy(choice.slot, sequence)
+        choice.slot.occupy(sequence)
 
     def compute(self) -> None:
         """Some of a prompt."""
@@ -215,7 +133,6 @@ class Workload:
         n_keep = self.data.draw(st.integers(1, slot.sequence.n_past - 1))
         n_discard = self.data.draw(st.integers(1, slot.sequence.n_past - n_keep))
         slot.sequence.shift(n_keep, n_discard, cached=self.data.draw(st.booleans()))
-        self.table.update()
 
     def end(self) -> None:
         """A sequence leaves its slot."""
@@ -229,7 +146,6 @@ class Workload:
         if slot is not None:
             slot.group = self.data.draw(st.sampled_from(GROUPS[:2]))
             slot.idle_tokens = token_array(self.data.draw(st.one_of(st.just([]), TOKENS)))
-            self.table.update()
 
     def store(self) -> None:
         """A prefix, for which others give way."""
@@ -255,22 +171,13 @@ class Workload:
         told, n = packed(prompt), len(prompt)
         shared = table.shared(group, told, n)
         assert shared == compared.shared(group, told, n)
-        n_stored, stored = compared.longest(group, prompt)
-        assert tier.longest(group, prompt) == (n_stored, stored)
+        n_stored, stored = tier.longest(group, prompt)
+        assert n_stored == compared.longest(group, prompt)
+        if stored is not None:
+            assert stored.group == group
+            assert list(stored.tokens[:n_stored]) == prompt[:n_stored]
         assert tier.wants(group, prompt, 1) == compared.wants(group, prompt)
         assert tier.beginning(group, prompt) is compared.beginning(group, prompt)
-        for one in self.waiting:
-            if (
-                one.prefix_pending is not None
-                and table.lasts(one.prefix_pending)
-                and table.has_idle
-            ):
-                n_stored, _ = tier.longest(one.request.cache_group, one.tokens)
-                with self.by_comparison():
-                    assert (
-                        table.choose(one.request.cache_group, one.tokens, n_stored)
-                        == one.prefix_pending
-                    )
         if table.has_idle:
             found = table.choose(group, prompt, n_stored)
             having = table.having(group, packed(prompt))
@@ -280,7 +187,7 @@ class Workload:
             assert found == expected
 
     def by_comparison(self) -> mock._patch[object]:
-        """The table without the index."""
+        """The table that compares token by token."""
         return mock.patch.object(self.table, "shared", self.compared.shared)
 
 
@@ -305,18 +212,3 @@ def test_whatever_happens_all_is_as_if_everything_were_compared(data: st.DataObj
     for what in data.draw(st.lists(st.sampled_from(HAPPENS), min_size=10, max_size=40)):
         getattr(workload, what)()
         workload.check()
-
-
-@pytest.mark.parametrize("n_slots", [1, 3])
-def test_what_nobody_has_any_more_is_not_in_the_index(n_slots: int) -> None:
-    index = PrefixIndex()
-    table, tier = SlotTable(n_slots, 3, index=index), MemoryTier(20, index=index)
-    for i in range(100):
-        sequence = Sequence(GenerationRequest("a", (i, 1, 2, i)), lambda delta: None)
-        choice = table.choose("", [i, 1, 2, i])
-        assert not isinstance(choice, PrefixPending)
-        table.occupy(choice.slot, sequence)
-        sequence.advance(3)
-        table.release(choice.slot)
-        tier.put(str(i), [i, 1, 2], bytes(10))
-    assert nodes(index) <= 1 + n_slots + 2 * 2
