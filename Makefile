@@ -29,7 +29,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(CACHE)
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve install cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx test-real fuzz docs reference sbom dist wheels lint format lock clean
+.PHONY: serve install cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx test-real test-guides fuzz docs reference sbom dist wheels lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/python -m serve_app.config $(CONFIG)
@@ -72,6 +72,9 @@ test-amx: $(DEV)  ## llama.cpp's AMX kernels, on any CPU with AVX-512: compiled 
 
 test-real: $(DEV) build/real/.ready  ## Real models from packages: their text, chats and vocabularies, against llama.cpp's own programs.
 	$(BIN)/pytest tests/real
+
+test-guides: $(DEV)  ## The guide of a single server, on a Debian of its own that systemd boots; as root, ten minutes.
+	$(BIN)/pytest tests/guides
 
 build/real/.ready: tests/real/requirements.txt
 	$(PIP) install --no-deps --upgrade --target build/real -r $<

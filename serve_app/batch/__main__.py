@@ -1,6 +1,6 @@
 """Answer a file of requests, or a column of a table, without a server.
 
-    python -m serve_app.batch INPUT OUTPUT [--model MODEL | --config FILE]
+    corral batch INPUT OUTPUT [--model MODEL | --config FILE]
         [--column NAME] [--endpoint /v1/chat/completions] [--system TEXT] [--fields JSON]
         [--slots N] [--context N] [--threads N] [--replicas N] [--lines-per-part N]
 
@@ -38,7 +38,7 @@ _LINES_PER_PART = 128
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m serve_app.batch", description=__doc__)
+    parser = argparse.ArgumentParser(prog="corral batch", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("input", type=Path, help="a file, or a folder of files")

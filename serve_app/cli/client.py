@@ -77,7 +77,8 @@ class Client:
         try:
             response: http.client.HTTPResponse = self._opener.open(request, timeout=self._timeout_s)
         except urllib.error.HTTPError as error:
-            raise ServerError(_said(error), error.code) from None
+            with error:
+                raise ServerError(_said(error), error.code) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ServerError(f"No server answers at {self.url}: {reason}") from None

@@ -122,7 +122,7 @@ def top(client: Client, console: Console, n_frames: int | None) -> None:
             live.update(screen(view), refresh=True)
 
 
-def weights(client: Client, console: Console, model: str, changes: Sequence[str]) -> None:
+def traffic(client: Client, console: Console, model: str, changes: Sequence[str]) -> None:
     """Change the weights of a model's versions, such as `new=10` in percent, and print them all. Raises
     ServerError, and ConfigError for a text that is no weight."""
     by_name: dict[str, float] = {}

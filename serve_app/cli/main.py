@@ -73,7 +73,7 @@ _WEB_APPS = (
     "Let pages of desktop apps, of editors and of this machine's own web servers use the API."
 )
 
-Models = Annotated[list[str] | None, typer.Argument(metavar="[MODEL]", help=_MODEL)]
+Models = Annotated[list[str] | None, typer.Argument(metavar="MODEL", help=_MODEL)]
 Host = Annotated[str, _setting("HOST", _HOST)]
 Port = Annotated[int, _setting("PORT", "The TCP port.", min=1, max=65535)]
 Slots = Annotated[int | None, _setting("SLOTS", _SLOTS, min=1)]
@@ -280,7 +280,7 @@ def top(
 
 
 @app.command(rich_help_panel=_LOOK)
-def weights(
+def traffic(
     model: Annotated[str, typer.Argument(help="The model's id.")],
     changes: Annotated[
         list[str] | None,
@@ -292,17 +292,17 @@ def weights(
     url: Url = _URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Show or change the part of a model's requests that each version gets.
+    """Show or change the share of a model's traffic that each version gets.
 
     Examples:
 
-    * `corral weights qwen3-4b`
-    * `corral weights qwen3-4b new=10` gives a tenth to the version `new`.
-    * `corral weights qwen3-4b new=100`
+    * `corral traffic qwen3-4b`
+    * `corral traffic qwen3-4b new=10` gives a tenth to the version `new`.
+    * `corral traffic qwen3-4b new=100`
     """
     from serve_app.cli import live
 
-    live.weights(_client(url, api_key), _console(), model, changes or ())
+    live.traffic(_client(url, api_key), _console(), model, changes or ())
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -324,8 +324,6 @@ def rollback(
 def batch(context: typer.Context) -> None:
     """Answer a file of requests, or a column of a table. No server is needed.
 
-    The options are those of `python -m serve_app.batch`.
-
     Example: `corral batch tickets.csv answers.jsonl --model MODEL.gguf --column text`
     """
     _forward(context, "serve_app.batch", needs=("pyarrow", "pandas"))
@@ -335,8 +333,7 @@ def batch(context: typer.Context) -> None:
 def bench(context: typer.Context) -> None:
     """Measure the engine alone, without HTTP: tokens a second by the number of sequences.
 
-    The options are those of `python -m serve_app.measure.bench`. Without --model, it measures the
-    built-in model.
+    Without --model, it measures the built-in model.
 
     Example: `corral bench --model MODEL.gguf --sequences 1,4,16`
     """
@@ -349,8 +346,6 @@ def bench(context: typer.Context) -> None:
 def tune(context: typer.Context) -> None:
     """Find the format, threads and cache with which this machine serves a model fastest.
 
-    The options are those of `python -m serve_app.measure.tune`.
-
     Example: `corral tune --model MODEL-f16.gguf --users 4`
     """
     _forward(context, "serve_app.measure.tune")
@@ -360,7 +355,7 @@ def tune(context: typer.Context) -> None:
 def capacity(context: typer.Context) -> None:
     """Find how many users a server holds within an SLO.
 
-    The options are those of `python -m serve_app.measure.capacity`. Without --url and --configs, it asks
+    Without --url and --configs, it asks
     the server at port 8000 of this machine; without --slo, it demands a first token within 2 s and 150 ms
     between tokens, of 95 in 100.
 

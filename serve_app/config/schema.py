@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -252,7 +253,12 @@ class DefaultsConfig(Section):
     """A file with such a template, on the machine that reads the configuration."""
     chat_template_kwargs: dict[str, Any] = {}
     """More variables for the chat template, such as `enable_thinking: false`. Default: none."""
-    reasoning: Literal["on", "off", "auto"] = "auto"
+    reasoning: Annotated[
+        Literal["on", "off", "auto"],
+        BeforeValidator(
+            lambda value: {"True": "on", "False": "off"}.get(str(value), value)
+        ),  # YAML's
+    ] = "auto"
     """Whether the model thinks before it answers, if its template knows `enable_thinking`. With
     `auto` it does, as at llama-server."""
     reasoning_budget: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1

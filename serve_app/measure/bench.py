@@ -1,6 +1,6 @@
 """Measures the engine alone, without Ray and HTTP, by the number of sequences.
 
-    python -m serve_app.measure.bench --model PATH [--backends llama.cpp,openvino] [--sequences 1,2,4,8,16]
+    corral bench --model PATH [--backends llama.cpp,openvino] [--sequences 1,2,4,8,16]
         [--prompt-tokens 128] [--max-tokens 64] [--rounds 3] [--threads N] [--json FILE]
 
 The backends get the same prompts and take turns, each in a process of its own. Every round has fresh random
@@ -125,7 +125,7 @@ def report(results: Mapping[int, Mapping[str, Mapping[str, float | None]]]) -> s
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m serve_app.measure.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="corral bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file")
     backends = listed(choice(*get_args(KernelsName)))

@@ -1,6 +1,6 @@
 """Measures how many users a server holds.
 
-    python -m serve_app.measure.capacity --slo ttft_p95=2s,itl_p95=150ms (--url URL | --configs FILE ...)
+    corral capacity --slo ttft_p95=2s,itl_p95=150ms (--url URL | --configs FILE ...)
         [--mix chat=1] [--think 5] [--seconds 60] [--most 256] [--seed 20] [--model NAME]
 
 Doubles the users until the SLO is missed, then halves the difference, to a tenth. A load holds if each
@@ -306,9 +306,7 @@ def _starts(server: subprocess.Popen[bytes], url: str) -> bool:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m serve_app.measure.capacity", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="corral capacity", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add, slo = parser.add_argument, "what users should get, as ttft_p95=2s,itl_p95=150ms"
     add("--slo", type=parse_slo, required=True, help=slo)

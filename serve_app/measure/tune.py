@@ -1,6 +1,6 @@
 """How a model is served fastest on this machine: format, threads, cache, attention. No Ray, no HTTP.
 
-    python -m serve_app.measure.tune --model PATH [--formats Q4_0,Q4_K_M,IQ4_XS,Q8_0] [--users 4]
+    corral tune --model PATH [--formats Q4_0,Q4_K_M,IQ4_XS,Q8_0] [--users 4]
         [--sequences 1,4,16] [--prompt-tokens 128] [--max-tokens 32] [--rounds 3] [--threads N]
         [--text FILE] [--windows 8] [--worse 0.03] [--folder FOLDER] [--json FILE]
 
@@ -256,7 +256,7 @@ def advice(best: Variant, *, is_given: bool) -> str:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's settings; `sequences` has the number of users, too."""
-    parser = argparse.ArgumentParser(prog="python -m serve_app.measure.tune", description=__doc__)
+    parser = argparse.ArgumentParser(prog="corral tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add, numbers = parser.add_argument, listed(bounded(1, 64))
     cores, folder = machine_of.read().n_cores, folders.cache_folder() / "tuned"

@@ -120,37 +120,37 @@ _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 # Counters by their group in EngineStats, and what they count.
 _COUNTED = {
     "tokens": {
-        "prompt_tokens": "Prompt tokens that were computed.",
-        "cached_tokens": "Prompt tokens that were found in the cache.",
-        "restored_tokens": "Prompt tokens that came back from the memory tier.",
-        "generated_tokens": "Generated tokens.",
+        "prompt_tokens": "Prompt tokens that were computed, in tokens.",
+        "cached_tokens": "Prompt tokens that a slot's cache held already, in tokens.",
+        "restored_tokens": "Prompt tokens that came back from the memory tier, in tokens.",
+        "generated_tokens": "Tokens that were generated, in tokens.",
     },
     "cache": {
-        "received_prefixes": "Prefixes that came from other replicas.",
-        "received_bytes": "Bytes of the prefixes that came.",
-        "sent_prefixes": "Prefixes that went to other replicas.",
-        "sent_bytes": "Bytes of the prefixes that went.",
+        "received_prefixes": "Prefixes that other replicas sent here.",
+        "received_bytes": "Prefixes that other replicas sent here, in bytes.",
+        "sent_prefixes": "Prefixes that were sent to other replicas.",
+        "sent_bytes": "Prefixes that were sent to other replicas, in bytes.",
     },
     "speculation": {
-        "drafted_tokens": "Tokens that speculation guessed.",
-        "accepted_tokens": "Guessed tokens that were right.",
-        "proposed_tokens": "Guessed tokens that a draft model proposed.",
-        "accepted_proposed_tokens": "Tokens of a draft model that were right.",
+        "drafted_tokens": "Draft tokens of all kinds of speculative decoding, in tokens.",
+        "accepted_tokens": "Draft tokens that were accepted, in tokens.",
+        "proposed_tokens": "Draft tokens of a draft model, in tokens.",
+        "accepted_proposed_tokens": "Draft tokens of a draft model that were accepted, in tokens.",
     },
     "requests": {
-        "preemptions": "Sequences that lost their slot for a time.",
-        "context_shifts": "Contexts that were full and went on.",
-        "failovers": "Requests that other replicas began and could not end.",
+        "preemptions": "Preemptions: sequences that lost their slot and went on later.",
+        "context_shifts": "Context shifts: contexts that were full and went on.",
+        "failovers": "Requests that were taken over from replicas that were lost.",
     },
     "embeddings": {
-        "embedded_texts": "Texts that became vectors.",
-        "embedded_tokens": "Tokens of the texts that became vectors.",
+        "embedded_texts": "Texts that were embedded.",
+        "embedded_tokens": "Texts that were embedded, in tokens.",
     },
     "pictures": {
-        "encoded_tiles": "Parts of pictures and sounds that were encoded.",
-        "found_tiles": "Parts of pictures and sounds that had been encoded for others.",
+        "encoded_tiles": "Tiles of images and audio that were encoded.",
+        "found_tiles": "Tiles of images and audio that the cache of encoded tiles had.",
     },
-    "timing": {"steps": "Steps of the engine."},
+    "timing": {"steps": "Steps of the engine: scheduling, decoding and sampling of a batch."},
 }
 
 
@@ -177,30 +177,42 @@ class ReplicaMetrics:
             made.set_default_tags({"model": model})
             return made
 
-        self._queue = histogram("queue_time", "From arrival to a slot.")
-        self._prefill = histogram("prefill_time", "From a slot to the first token.")
-        self._ttft = histogram("time_to_first_token", "From arrival to the first token.")
-        self._itl = histogram("inter_token_latency", "Between two tokens.", GAP_BOUNDARIES_S)
-        self._e2e = histogram("request_latency", "From arrival to the end.")
+        self._queue = histogram("queue_time", "Queue time: from arrival to a slot, in seconds.")
+        self._prefill = histogram(
+            "prefill_time", "Prefill time: from a slot to the first token, in seconds."
+        )
+        self._ttft = histogram(
+            "time_to_first_token", "Time to first token (TTFT): from arrival, in seconds."
+        )
+        self._itl = histogram(
+            "inter_token_latency",
+            "Inter-token latency (ITL): from a token to the next, in seconds.",
+            GAP_BOUNDARIES_S,
+        )
+        self._e2e = histogram(
+            "request_latency", "Request latency: from arrival to the end, in seconds."
+        )
         self._counters = {
             (group, name): counter(name, what)
             for group, counters in _COUNTED.items()
             for name, what in counters.items()
         }
-        self._requests = counter("requests", "Requests by the reason of their end.", "reason")
-        self._throttled = counter("cpu_throttled_seconds", "CPU time withheld by quotas.")
-        self._encoding = counter("encode_seconds", "Time that pictures and sounds were encoded.")
+        self._requests = counter("requests", "Requests that ended, by `reason`.", "reason")
+        self._throttled = counter(
+            "cpu_throttled_seconds", "CPU throttling: time that a quota withheld, in seconds."
+        )
+        self._encoding = counter("encode_seconds", "Encoding of images and audio, in seconds.")
         self._downloaded = counter(
             "downloaded_bytes",
-            "Bytes of files that came at its start: from their `origin`, or from other `nodes`.",
+            "Model files that were fetched, in bytes, from their `origin` or from other `nodes`.",
             "source",
         )
         gauges = {
-            "slots_busy": "Slots with a request.",
+            "slots_busy": "Slots that run a request.",
             "requests_waiting": "Requests that wait for a slot.",
-            "kv_cache_used_ratio": "Of the cache's tokens, those in use.",
-            "memory_tier_bytes": "Prefixes that lost their slot.",
-            "backlog_seconds": "Forecast of the time until all is done.",
+            "kv_cache_used_ratio": "KV cache in use, as a part of its tokens, from 0 to 1.",
+            "memory_tier_bytes": "Memory tier: prefixes without a slot, in bytes.",
+            "backlog_seconds": "Backlog: forecast of the time until all accepted work is done, in seconds.",
         }
         self._gauges = {name: gauge(name, what) for name, what in gauges.items()}
         self._seen: dict[str, float] = {"throttled": throttled_s()}

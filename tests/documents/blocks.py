@@ -39,7 +39,7 @@ LEFT_OUT: Mapping[str, str] = {
     "corral rollback": "needs a model in two versions; tests/e2e/cluster goes back",
     "corral serve": "serves until Ctrl-C; tests/e2e/cli starts it",
     "corral tune": "measures for minutes; its own tests run it",
-    "corral weights": "needs a model in two versions; tests/e2e/cluster changes their weights",
+    "corral traffic": "needs a model in two versions; tests/e2e/cluster changes their weights",
     f"curl {YOURS}/lora-adapters": "needs an adapter's file; tests/e2e/cluster loads some",
     "docker": "needs a registry",
     "export": "is for shells of several machines",
@@ -55,10 +55,11 @@ LEFT_OUT: Mapping[str, str] = {
     "pytest": "runs tests",
     "python -m loadtests": "measures for minutes; tests/integration/loadtests measure",
     "python -m tools.random_models.model": "writes a large file; the tests use it",
+    "printf": "writes keys; tests/guides runs it",
     "ray": "needs several machines; tests/e2e/cluster starts such clusters",
     "serve": "needs a cluster; tests/e2e/cluster deploys to one",
     "sh cluster/image/base.sh": "needs root and debootstrap",
-    "sudo": "changes the reader's machine",
+    "sudo": "changes the machine; tests/guides runs the guide of a single server on one of its own",
     "systemctl": "needs systemd",
 }
 """How commands begin that are not run, and why. tests/unit/test_code_blocks.py checks what they name."""

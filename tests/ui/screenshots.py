@@ -40,7 +40,7 @@ def chat(_: Corral, page: Any, file: Path) -> None:
     for text in QUESTIONS:
         answer = say(page, text)
         done(answer)
-    answer.get_by_text("Why did this wait?").click()
+    answer.get_by_text("Where the time went").click()
     answer.locator(".why-bar").wait_for()
     page.mouse.move(0, 0)
     page.screenshot(path=file)

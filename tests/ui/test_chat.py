@@ -55,7 +55,7 @@ def test_the_first_chat(ui_server: Corral, open_page: Open) -> None:
     facts = answer.locator(".facts")
     expect(facts).to_contain_text(re.compile(r"\d+ tokens.*\d+ prompt tokens.*first token after"))
     expect(page.locator("#status")).to_contain_text("The answer is complete")
-    answer.get_by_text("Why did this wait?").click()
+    answer.get_by_text("Where the time went").click()
     expect(answer.locator(".why-body")).to_contain_text("computed")
     expect(answer.locator(".why-key dt")).to_have_count(4)
 
@@ -81,7 +81,7 @@ def test_stopping_frees_the_slot(ui_server: Corral, open_page: Open) -> None:
     wait_until(lambda: n_running(ui_server) == 0, 10, "slot free")
     expect(answer.locator(".facts")).to_contain_text("stopped")
     expect(page.locator("#send")).to_have_text("Send")
-    answer.get_by_text("Why did this wait?").click()
+    answer.get_by_text("Where the time went").click()
     expect(answer.locator(".why-key")).to_contain_text("read the prompt")
 
 
@@ -186,7 +186,7 @@ def test_a_key_is_needed_and_refused(guarded_server: Corral, open_page: Open) ->
     page.keyboard.press("Enter")
     expect(dialog).to_contain_text("The API key is not valid here.")
     page.fill("#key", KEY)
-    page.get_by_role("button", name="Use it").click()
+    page.get_by_role("button", name="Save").click()
     expect(dialog).to_be_hidden()
     answer = say(page, "What is the capital of Portugal?")
     done(answer)

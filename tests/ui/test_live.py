@@ -1,4 +1,4 @@
-"""The engine at work, and narrow screens."""
+"""Live metrics, and narrow screens."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ LANGUAGES = {"sh", "python", "yaml", "json", "toml", ""}
 FOREIGN = {
     "cd", "curl", "docker", "export", "git", "kubectl", "make", "pip", "pre-commit", "pytest", "python3",
     "cp", "sh", "apt-get", "systemctl", "buildah", "useradd", "install", "chown", "chmod", "sed",
-    "nginx", "ufw", "claude",
+    "ln", "nginx", "printf", "tee", "ufw", "claude",
 }  # fmt: skip
 """Programs that a reader has from elsewhere. Of ours among their words, `check` looks at files, targets and
 units; their options are not checked."""
@@ -113,7 +113,7 @@ def programs() -> list[tuple[list[str], str | None]]:
 
 
 def in_sentences(text: str) -> Iterator[list[str]]:
-    """Commands that are said with a value: a name alone, as `corral weights`, says that it exists."""
+    """Commands that are said with a value: a name alone, as `corral traffic`, says that it exists."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
     for paragraph in re.split(r"\n\s*\n|\n(?=\||- |\d+\. )", text):
         for code in re.findall(r"`([^`]+)`", paragraph):
@@ -176,7 +176,7 @@ def test_no_reason_is_left_over() -> None:
 def check(words: list[str]) -> None:
     """Raises AssertionError for what does not exist here."""
     if words[0] == "sudo":
-        words = words[1:]
+        words = words[3:] if words[1] == "-u" else words[1:]
     name, *rest = program(words)
     if name == "make":
         targets = ["/opt/corral"]

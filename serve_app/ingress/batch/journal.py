@@ -69,7 +69,7 @@ class BatchJournal:
         self._input = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._db = sqlite3.connect(
-                self._path, 30.0, isolation_level=None, check_same_thread=False
+                self._path, timeout=30.0, isolation_level=None, check_same_thread=False
             )
             self._db.executescript(_SCHEMA)
         except BaseException:

@@ -140,7 +140,7 @@ class BatchStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        db = sqlite3.connect(self.folder / "batches.sqlite", _BUSY_S, isolation_level=None)
+        db = sqlite3.connect(self.folder / "batches.sqlite", timeout=_BUSY_S, isolation_level=None)
         db.row_factory = sqlite3.Row
         try:
             db.execute("BEGIN IMMEDIATE")

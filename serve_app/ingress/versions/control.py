@@ -80,7 +80,7 @@ class VersionMetrics:
     """The metrics of versions, in one ingress replica. Used in its event loop."""
 
     def __init__(self) -> None:
-        what = "The part of a model's requests that one of its versions is given now, up to 1."
+        what = "Share of a model's requests that a version gets, from 0 to 1."
         self._share = Gauge("corral_version_share", what, ("model", "version"))
 
     def update(self, shares: Mapping[str, Mapping[str, float]]) -> None:

@@ -19,7 +19,7 @@ export const count = (n, one) => `${n.toLocaleString("en")} ${one}${n === 1 ? ""
  */
 export function why(id) {
   const body = h("div", { className: "why-body" });
-  const details = h("details", { className: "why" }, h("summary", { textContent: "Why did this wait?" }), body);
+  const details = h("details", { className: "why" }, h("summary", { textContent: "Where the time went" }), body);
   details.ontoggle = async () => {
     if (!details.open) return;
     try {

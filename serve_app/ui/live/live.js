@@ -1,4 +1,4 @@
-/** The engine at work: one stream from the server, shown as it comes. */
+/** Live metrics: one stream from the server, shown as it comes. */
 import { events, NoKeyError } from "../common/api.js";
 import { Timeline } from "./chart.js";
 import { announce, byId, h, onceAFrame, setText, tiles } from "../common/dom.js";
@@ -148,7 +148,7 @@ export class LivePage {
       ["Waiting", `${sum(replicas, "waiting")}`, waitNote(waits)],
       ["Tokens/s", sum(replicas, "generated_per_s").toFixed(0), `prompts ${sum(replicas, "prompt_per_s").toFixed(0)}`],
       ["First token", duration(model.ttft[0]), `p95 ${duration(model.ttft[1])}`],
-      ["Between tokens", duration(model.itl[0]), `p95 ${duration(model.itl[1])}`],
+      ["Inter-token latency", duration(model.itl[0]), `p95 ${duration(model.itl[1])}`],
       ["KV cache", `${((100 * used) / Math.max(1, cells)).toFixed(0)}%`, `${count(used, "token")}`],
       ["Prefix hits", hits.length ? `${((100 * hits.reduce((a, b) => a + b, 0)) / hits.length).toFixed(0)}%` : "–", "in the last minute"],
     ]);

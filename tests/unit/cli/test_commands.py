@@ -42,7 +42,7 @@ COMMANDS = {
     "tune",
     "capacity",
     "batch",
-    "weights",
+    "traffic",
     "rollback",
 }
 
@@ -415,9 +415,9 @@ VERSIONS = [
 @pytest.mark.parametrize(
     ("arguments", "path", "body"),
     [
-        (["weights", "m"], "/v1/models/m", None),
+        (["traffic", "m"], "/v1/models/m", None),
         (
-            ["weights", "m", "new=25", "old=75%"],
+            ["traffic", "m", "new=25", "old=75%"],
             "/models/weights",
             {"model": "m", "weights": {"new": 25, "old": 75}},
         ),
@@ -435,9 +435,9 @@ def test_weights_are_shown_and_changed(
 
 
 def test_weights_that_are_none_are_not_sent(told: Told) -> None:
-    assert "write VERSION=PERCENT" in output("weights", "m", "new:25", "--url", told.url, status=1)
+    assert "write VERSION=PERCENT" in output("traffic", "m", "new:25", "--url", told.url, status=1)
     told.json("/models/rollback", {"error": {"message": "There is nothing."}}, status=400)
     assert "There is nothing." in output("rollback", "m", "--url", told.url, status=1)
     assert [path for path, _, _ in told.asked] == ["/models/rollback"]
     told.json("/v1/models/m", {"versions": []})
-    assert "one version only" in output("weights", "m", "--url", told.url)
+    assert "one version only" in output("traffic", "m", "--url", told.url)

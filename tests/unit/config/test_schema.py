@@ -35,6 +35,22 @@ def model(**fields: Any) -> dict[str, Any]:
     return {"id": "m", "source": {"builtin": True}, "engine": sizes, **fields}
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("off", "off"), ("on", "on"), ("no", "off"), ("auto", "auto"), ("'off'", "off")],
+)
+def test_reasoning_is_off_as_yaml_writes_it(text: str, value: str) -> None:
+    defaults = yaml.safe_load(f"reasoning: {text}")
+    (served,) = schema.parse({"models": [model(defaults=defaults)]}).models
+    assert served.defaults.reasoning == value
+
+
+@pytest.mark.parametrize("value", ["maybe", [], 1])
+def test_reasoning_is_nothing_else(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"defaults\.reasoning"):
+        schema.parse({"models": [model(defaults={"reasoning": value})]})
+
+
 def test_the_shipped_file_is_valid() -> None:
     app = schema.load(ROOT / "serve_config.yaml")
     assert [model.id for model in app.models] == ["corral-demo"]
