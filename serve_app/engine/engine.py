@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from serve_app import progress
 from serve_app.engine.backends.adapters import AdapterTurns, EngineAdapters
@@ -28,7 +29,7 @@ from serve_app.engine.kv_cache.transfers import PrefixTransfer
 from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.pictures import Encoding, PlacedTile, expanded
-from serve_app.engine.stream import CallbackRunner, TokenStream
+from serve_app.engine.stream import TokenStream
 from serve_app.errors import (
     CorralError,
     EngineFailedError,
@@ -85,7 +86,7 @@ class Engine:
     """A batched engine with one decoder thread. Any thread may call.
 
     `submit` and `submit_many` need a running asyncio event loop, in which the streams are then read;
-    `submit_callback` does not. Every request that is accepted gets exactly one terminal event.
+    `submit_to` does not. Every request that is accepted gets exactly one terminal event.
 
         engine = Engine.load("model.gguf", EngineOptions(n_slots=8, n_ctx_slot=2048, threads=4))
         async for delta in engine.submit(GenerationRequest("id", engine.tokenize("Hello"))):
@@ -100,7 +101,6 @@ class Engine:
         self._backend = backend = core.backend
         self._vocabulary = backend.vocabulary
         self._embeddings = core.guest(EmbeddingQueue)
-        self._callbacks = CallbackRunner()
         self._hang_watch = HangWatch()
         self.adapters = EngineAdapters(core, run_between_steps)
         self.slot_files = SlotFiles(options, backend.states.key, self._loop.run)
@@ -153,22 +153,9 @@ class Engine:
     def submit_many(self, requests: Sequence[GenerationRequest]) -> list[TokenStream | CorralError]:
         """Start several requests so that the same step sees them all; each succeeds or is refused
         for itself."""
-        streams = [TokenStream(self._aborter(request)) for request in requests]
+        streams = [TokenStream(partial(self.abort, request.id)) for request in requests]
         refusals = self.submit_to(list(zip(requests, (s.push for s in streams), strict=True)))
         return [refusal or stream for refusal, stream in zip(refusals, streams, strict=True)]
-
-    def submit_callback(
-        self, request: GenerationRequest, on_delta: Callable[[TokenDelta], None]
-    ) -> None:
-        """Start a request whose deltas go to a callback; the last one carries `end`.
-
-        Callbacks run in order on one thread that all callback requests share: a slow one delays
-        other callbacks, never decoding. One that raises aborts its request. Raises like `submit`.
-        """
-        sink = self._callbacks.sink(on_delta, self._aborter(request))
-        (refusal,) = self.submit_to([(request, sink)])
-        if refusal is not None:
-            raise refusal
 
     def on_delivered(self, callback: Callable[[], None]) -> None:
         """Have this called on the decoder thread whenever a step's deltas have been handed to their sinks.
@@ -245,10 +232,6 @@ class Engine:
         """Drain: finish what was accepted, refuse the rest, end with an error what is not done after
         `timeout_s`. Blocks until the model is freed. Idempotent."""
         self._loop.drain(timeout_s)
-        self._callbacks.close()
-
-    def _aborter(self, request: GenerationRequest) -> Callable[[], None]:
-        return lambda: self._loop.abort(request.id)
 
     def submit_to(
         self, entries: Sequence[tuple[GenerationRequest, Callable[[TokenDelta], None]]]

@@ -1,17 +1,12 @@
-"""Streams of deltas out of the decoder thread: async, or as callbacks on a thread of their own."""
+"""Streams of deltas out of the decoder thread."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable
 
 from serve_app.types import SequenceEnd, TokenDelta
-
-logger = logging.getLogger("corral.engine")
 
 Abort = Callable[[], None]
 
@@ -79,56 +74,3 @@ class TokenStream:
 
 def _failed(delta: TokenDelta) -> bool:
     return delta.end is not None and delta.end.error is not None
-
-
-class CallbackRunner:
-    """Calls users' callbacks, in order, on a thread of its own, so that none holds up decoding.
-
-    The thread starts with the first sink. A callback that raises is logged, its request aborted and never
-    called again. Any thread may call.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-
-    def sink(
-        self, on_delta: Callable[[TokenDelta], None], abort: Abort
-    ) -> Callable[[TokenDelta], None]:
-        """A sink that queues `on_delta` calls."""
-        self._start()
-        broken = False
-
-        def call(delta: TokenDelta) -> None:
-            nonlocal broken
-            if broken:
-                return
-            try:
-                on_delta(delta)
-            except BaseException:  # a SystemExit must not end the others' thread
-                broken = True
-                logger.exception("A delta callback failed; its request is aborted.")
-                abort()
-
-        return lambda delta: self._queue.put(lambda: call(delta))
-
-    def close(self) -> None:
-        """Make the calls that are queued, then end the thread, if there is one. Idempotent."""
-        self._queue.put(None)  # a thread that starts later ends at once
-        with self._starting:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-
-    def _start(self) -> None:
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="corral-callbacks", daemon=True
-                )
-                self._thread.start()
-
-    def _run(self) -> None:
-        while (call := self._queue.get()) is not None:
-            call()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from serve_app.engine.core.scheduler.backlog import Forecast
@@ -20,19 +20,10 @@ from serve_app.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from serve_app.types import GenerationRequest, RequestRecord, account
+from serve_app.types import GenerationRequest, RequestRecord
 
 if TYPE_CHECKING:
     from serve_app.engine.kv_cache.manager import KVCacheManager
-
-
-@dataclass(frozen=True, slots=True)
-class CapacityVerdict:
-    """Whether a request gets a place, and who loses one for that."""
-
-    accepted: bool
-    displaced: str | None = None
-    """The request that is to end."""
 
 
 class QueueCapacity:
@@ -57,17 +48,18 @@ class QueueCapacity:
         """How many places each client has; only those that have one."""
         return self._held
 
-    def ask(self, client: str) -> CapacityVerdict:
-        """Whether the client's next request would get a place. Changes nothing."""
+    def ask(self, client: str) -> tuple[bool, str | None]:
+        """Whether the client's next request would get a place, and the request that is to end for it.
+        Changes nothing."""
         n_taken, n_own = self._held.total(), self._held[client]
         if n_taken < self._n_places:
-            return CapacityVerdict(True)
+            return True, None
         newest = {owner: request_id for request_id, owner in self._waiting.items()}
         greediest = max(newest, key=lambda owner: self._held[owner], default=None)
         if greediest is not None and self._held[greediest] >= n_own + 2:
-            return CapacityVerdict(True, newest[greediest])
+            return True, newest[greediest]
         several = max(self._held.values(), default=0) >= 2
-        return CapacityVerdict(n_own == 0 and several and n_taken < self._n_places + self._n_extra)
+        return n_own == 0 and several and n_taken < self._n_places + self._n_extra, None
 
     def take(self, request_id: str, client: str, *, may_be_displaced: bool = True) -> None:
         """Give a request a place."""
@@ -129,20 +121,19 @@ RunCommand = Callable[[Callable[["KVCacheManager"], Any]], Any]
 """Has work on the KV cache done between two steps, waits for it, and returns its result."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingCommands:
     """The commands of other threads since the last step."""
 
-    submitted: list[Sequence]
-    commands: list[Command]
-    aborted: set[str]
-    displaced: dict[str, QueueFullError]
-    """The requests that still wait and whose place another client's request got, with their errors."""
-    deadline: float | None
+    deadline: float | None = None
     """When a drain must be over, on `time.monotonic`; None while the engine is open."""
+    submitted: list[Sequence] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
+    aborted: set[str] = field(default_factory=set)
+    displaced: dict[str, QueueFullError] = field(default_factory=dict)
+    """The requests that still wait and whose place another client's request got, with their errors."""
 
     def __bool__(self) -> bool:
-        """Whether there is anything to carry out."""
         pending = self.submitted or self.commands or self.aborted or self.displaced
         return bool(pending) or self.deadline is not None
 
@@ -165,15 +156,9 @@ class CommandQueue:
         without such places, all are refused."""
         self._changed = threading.Condition()
         self._capacities = {False: capacity, True: background or QueueCapacity(0, 0)}
-        self._displaced: dict[str, QueueFullError] = {}
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
-        self._live: dict[str, RequestRecord] = {}
-        self._background: set[str] = set()
-        """The live requests in the background."""
-        self._submitted: list[Sequence] = []
-        self._commands: list[Command] = []
-        self._aborted: set[str] = set()
-        self._deadline: float | None = None
+        self._live: dict[str, GenerationRequest] = {}
+        self._pending = PendingCommands()
         self._failed = False
         self._cancel: Callable[[bool], None] = lambda cancelled: None
         self._computed: frozenset[str] = frozenset()
@@ -196,7 +181,7 @@ class CommandQueue:
         with self._changed:
             refusal = self._closed()
             if refusal is None:
-                self._commands.append(command)
+                self._pending.commands.append(command)
                 self._update_cancel()
                 self._changed.notify()
         if refusal is not None:
@@ -205,7 +190,7 @@ class CommandQueue:
     def _closed(self) -> CorralError | None:
         if self._failed:
             return EngineFailedError("The engine has failed and is being restarted.")
-        if self._deadline is not None:
+        if self._pending.deadline is not None:
             return EngineClosedError("The engine is shutting down.")
         return None
 
@@ -216,63 +201,57 @@ class CommandQueue:
             return InvalidRequestError(
                 f"A request with the id {sequence.id!r} is already running.", "id"
             )
-        request = sequence.request
+        request, arrived = sequence.request, self._pending.submitted
         capacity = self._capacities[request.background]
         if not request.n_failovers:
-            verdict = capacity.ask(request.account)
-            if refusal := self._overload(request, verdict, forecast):
+            is_accepted, displaced = capacity.ask(request.account)
+            if not is_accepted:
+                retry_after_s = forecast.place_free_s(request.account, capacity.held, arrived)
+                return QueueFullError("All slots and the waiting queue are full.", retry_after_s)
+            if refusal := self._too_long_a_wait(request, capacity, forecast):
                 return refusal
-            if verdict.displaced is not None:
-                self._displace(capacity, verdict.displaced, forecast)
+            if displaced is not None:
+                self._displace(capacity, displaced, forecast)
         capacity.take(request.id, request.account, may_be_displaced=not request.n_failovers)
-        if request.background:
-            self._background.add(request.id)
-        self._live[request.id] = RequestRecord(
-            request.id, request.http_id, request.client, "waiting"
-        )
-        self._submitted.append(sequence)
+        self._live[request.id] = request
+        arrived.append(sequence)
         return None
 
-    def _overload(
-        self, request: GenerationRequest, verdict: CapacityVerdict, forecast: Forecast
+    def _too_long_a_wait(
+        self, request: GenerationRequest, capacity: QueueCapacity, forecast: Forecast
     ) -> QueueFullError | None:
-        client, held = request.account, self._capacities[request.background].held
-        if not verdict.accepted:
-            retry_after_s = forecast.place_free_s(client, held, self._submitted)
-            return QueueFullError("All slots and the waiting queue are full.", retry_after_s)
-        wait_s = 0.0 if request.background else forecast.wait_s(client, held, self._submitted)
-        if wait_s > self._max_wait_s:
-            return QueueFullError(
-                f"A slot would be free after {wait_s:.0f} seconds; a request may wait for "
-                f"{self._max_wait_s:.0f} at most.",
-                math.ceil(wait_s),
-            )
-        return None
+        arrived = self._pending.submitted
+        wait_s = forecast.wait_s(request.account, capacity.held, arrived)
+        if request.background or wait_s <= self._max_wait_s:
+            return None
+        return QueueFullError(
+            f"A slot would be free after {wait_s:.0f} seconds; a request may wait for "
+            f"{self._max_wait_s:.0f} at most.",
+            math.ceil(wait_s),
+        )
 
     def _displace(self, capacity: QueueCapacity, request_id: str, forecast: Forecast) -> None:
-        retry_after_s = forecast.place_free_s(
-            self._account(request_id), capacity.held, self._submitted
-        )
-        self._displaced[request_id] = QueueFullError(
+        client = self._live[request_id].account
+        self._pending.displaced[request_id] = QueueFullError(
             "All slots and the waiting queue are full, and other clients have fewer requests there.",
-            retry_after_s,
+            forecast.place_free_s(client, capacity.held, self._pending.submitted),
         )
         capacity.displace(request_id)
-
-    def _account(self, request_id: str) -> str:
-        background = request_id in self._background
-        return account(self._live[request_id].client, background=background)
 
     def find(self, name: str) -> list[RequestRecord]:
         """Any thread: the records of that request's sequences that were accepted and have not ended."""
         with self._changed:
-            return [record for record in self._live.values() if record.belongs_to(name)]
+            records = (
+                RequestRecord(request.id, request.http_id, request.client, "waiting")
+                for request in self._live.values()
+            )
+            return [record for record in records if record.belongs_to(name)]
 
     def abort(self, request_id: str) -> None:
         """Any thread: end that request if it is live."""
         with self._changed:
             if request_id in self._live:
-                self._aborted.add(request_id)
+                self._pending.aborted.add(request_id)
                 self._update_cancel()
                 self._changed.notify()
 
@@ -288,7 +267,8 @@ class CommandQueue:
         once a request comes, if all are in the background."""
         with self._changed:
             self._computed = frozenset(request_ids)
-            self._is_preemptible = self._computed <= self._background
+            computed = (self._live.get(request_id) for request_id in self._computed)
+            self._is_preemptible = all(request and request.background for request in computed)
             self._update_cancel()
         try:
             yield
@@ -303,15 +283,17 @@ class CommandQueue:
 
     def _update_cancel(self) -> None:
         """Cancel the batch, or allow batches again, if that has changed. With the lock."""
-        unwanted = self._cancels_all or (bool(self._computed) and self._computed <= self._aborted)
+        aborted = bool(self._computed) and self._computed <= self._pending.aborted
+        unwanted = self._cancels_all or aborted
         unwanted = unwanted or (self._is_preemptible and self._somebody_has_come())
         if unwanted != self._is_cancelled:
             self._is_cancelled = unwanted
             self._cancel(unwanted)
 
     def _somebody_has_come(self) -> bool:
-        return any(not sequence.request.background for sequence in self._submitted) or any(
-            command.is_urgent for command in self._commands
+        pending = self._pending
+        return any(not sequence.request.background for sequence in pending.submitted) or any(
+            command.is_urgent for command in pending.commands
         )
 
     def cancel(self) -> None:
@@ -323,32 +305,15 @@ class CommandQueue:
     def drain(self, deadline: float) -> None:
         """Any thread: take no new work; the rest must be over by the deadline."""
         with self._changed:
-            self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+            self._pending.deadline = min(deadline, self._pending.deadline or math.inf)
             self._changed.notify()
 
     def take(self, wait_s: float | None) -> PendingCommands:
         """Decoder thread: take what has arrived; sleep until something has, for `wait_s` at most.
         None waits for ever."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._submitted
-                    or self._commands
-                    or self._aborted
-                    or self._displaced
-                    or self._deadline is not None
-                ),
-                wait_s,
-            )
-            pending = PendingCommands(
-                self._submitted,
-                self._commands,
-                self._aborted,
-                self._displaced,
-                self._deadline,
-            )
-            self._submitted, self._commands = [], []
-            self._aborted, self._displaced = set(), {}
+            self._changed.wait_for(lambda: self._pending, wait_s)
+            pending, self._pending = self._pending, PendingCommands(self._pending.deadline)
             return pending
 
     def started(self, sequences: Iterable[Sequence]) -> None:
@@ -358,19 +323,17 @@ class CommandQueue:
             for sequence in sequences:
                 request = sequence.request
                 self._capacities[request.background].started(sequence.id, request.account)
-                self._displaced.pop(sequence.id, None)
+                self._pending.displaced.pop(sequence.id, None)
 
     def forget(self, request_id: str) -> None:
         """Decoder thread: free the place and the id of a request that has ended. An abort that came too
         late for it must not hit the next request of that id."""
         with self._changed:
-            if request_id in self._live:
-                capacity = self._capacities[request_id in self._background]
-                capacity.leave(request_id, self._account(request_id))
-                del self._live[request_id]
-                self._background.discard(request_id)
-            self._aborted.discard(request_id)
-            self._displaced.pop(request_id, None)
+            request = self._live.pop(request_id, None)
+            if request is not None:
+                self._capacities[request.background].leave(request_id, request.account)
+            self._pending.aborted.discard(request_id)
+            self._pending.displaced.pop(request_id, None)
 
     def fail(self) -> PendingCommands:
         """Decoder thread: refuse everything from now on; returns what was never taken."""

@@ -224,10 +224,17 @@ def running(backend: FakeBackend, opts: EngineOptions | None = None) -> Iterator
         assert backend.open_samplers == 0
 
 
+def submit(engine: Engine, one: GenerationRequest, inbox: Inbox) -> None:
+    """Start a request. Raises the refusal."""
+    (refusal,) = engine.submit_to([(one, inbox)])
+    if refusal is not None:
+        raise refusal
+
+
 def start(engine: Engine, *requests: GenerationRequest) -> list[Inbox]:
     inboxes = [Inbox() for _ in requests]
     for one, inbox in zip(requests, inboxes, strict=True):
-        engine.submit_callback(one, inbox)
+        submit(engine, one, inbox)
     return inboxes
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 
 from serve_app.engine import DecodeError, FinishReason, SequenceEnd, Timings, TokenDelta, Usage
-from serve_app.engine.stream import CallbackRunner, TokenStream
+from serve_app.engine.stream import TokenStream
 from serve_app.types import TokenLogprobs
-
-PATIENCE_S = 30.0
 
 
 def text(char: str) -> TokenDelta:
@@ -43,9 +39,6 @@ async def let_it_wait() -> None:
     """Give a reader the loop until it waits for deltas."""
     for _ in range(3):
         await asyncio.sleep(0)
-
-
-# -- async streams --------------------------------------------------------------------------------
 
 
 async def test_reader_that_waits_gets_each_delta(aborts: Aborts) -> None:
@@ -174,114 +167,3 @@ async def test_nothing_is_lost_between_threads(aborts: Aborts) -> None:
 def test_stream_needs_a_running_loop(aborts: Aborts) -> None:
     with pytest.raises(RuntimeError, match="no running event loop"):
         TokenStream(aborts)
-
-
-# -- callbacks ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def runner() -> Iterator[CallbackRunner]:
-    made = CallbackRunner()
-    yield made
-    made.close()
-
-
-def test_callbacks_keep_their_order_on_one_other_thread(
-    runner: CallbackRunner, aborts: Aborts
-) -> None:
-    calls: list[tuple[str, str, threading.Thread]] = []
-
-    def note(name: str) -> Callable[[TokenDelta], None]:
-        return lambda delta: calls.append((name, delta.text, threading.current_thread()))
-
-    first, second = runner.sink(note("1"), aborts), runner.sink(note("2"), aborts)
-    for sink, char in ((first, "a"), (second, "b"), (first, "c")):
-        sink(text(char))
-    runner.close()
-    assert [call[:2] for call in calls] == [("1", "a"), ("2", "b"), ("1", "c")]
-    assert len({call[2] for call in calls}) == 1
-    assert threading.current_thread() not in {call[2] for call in calls}
-
-
-def test_callback_that_raises_is_logged_aborted_and_left_alone(
-    runner: CallbackRunner, aborts: Aborts, caplog: pytest.LogCaptureFixture
-) -> None:
-    seen: list[str] = []
-    neighbour: list[str] = []
-
-    def fail(delta: TokenDelta) -> None:
-        seen.append(delta.text)
-        raise ValueError("scripted")
-
-    bad = runner.sink(fail, aborts)
-    good = runner.sink(lambda delta: neighbour.append(delta.text), Aborts())
-    with caplog.at_level(logging.ERROR, "corral.engine"):
-        for char in "ab":
-            bad(text(char))
-            good(text(char))
-        runner.close()
-    assert (seen, neighbour, aborts.n) == (["a"], ["a", "b"], 1)
-    assert len(caplog.records) == 1
-
-
-def test_slow_callback_does_not_hold_up_the_sink(runner: CallbackRunner, aborts: Aborts) -> None:
-    go_on = threading.Event()
-    seen: list[str] = []
-
-    def slow(delta: TokenDelta) -> None:
-        assert go_on.wait(PATIENCE_S)
-        seen.append(delta.text)
-
-    sink = runner.sink(slow, aborts)
-    for char in "abc":
-        sink(text(char))
-    assert seen == []
-    go_on.set()
-    runner.close()
-    assert seen == ["a", "b", "c"]
-
-
-def test_close_twice(runner: CallbackRunner) -> None:
-    runner.close()
-    runner.close()
-
-
-def callback_threads() -> set[threading.Thread]:
-    return {one for one in threading.enumerate() if one.name == "corral-callbacks"}
-
-
-def test_a_runner_has_no_thread_before_its_first_sink(aborts: Aborts) -> None:
-    before = callback_threads()
-    runner = CallbackRunner()
-    assert callback_threads() == before
-    runner.close()  # nothing to wait for
-    assert callback_threads() == before
-
-
-def test_sinks_of_many_threads_share_one(aborts: Aborts) -> None:
-    before, runner, n = callback_threads(), CallbackRunner(), 8
-    together, seen = threading.Barrier(n), list[threading.Thread]()
-
-    def submit() -> None:
-        together.wait(PATIENCE_S)
-        runner.sink(lambda _: seen.append(threading.current_thread()), aborts)(text("a"))
-
-    callers = [threading.Thread(target=submit) for _ in range(n)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert len(callback_threads() - before) == 1
-    runner.close()
-    assert len(seen) == n
-    assert len(set(seen)) == 1
-    assert callback_threads() == before
-
-
-def test_a_sink_of_a_closed_runner_leaves_no_thread(runner: CallbackRunner, aborts: Aborts) -> None:
-    before = callback_threads()
-    runner.close()
-    runner.sink(lambda _: None, aborts)
-    for thread in callback_threads() - before:
-        thread.join(PATIENCE_S)
-    assert callback_threads() == before

@@ -31,6 +31,7 @@ from tests.unit.engine.harness import (
     running,
     start,
     start_together,
+    submit,
     until,
 )
 
@@ -66,7 +67,7 @@ def test_whoever_comes_goes_first_whatever_the_priority() -> None:
         asked = [first, replace(behind("second"), priority=-5), request("somebody")]
         inboxes = [inbox(one) for one in asked]
         for one, its in zip(asked, inboxes, strict=True):
-            engine.submit_callback(one, its)
+            submit(engine, one, its)
         backend.resume()
         for its in inboxes:
             its.wait()
@@ -175,10 +176,10 @@ def test_a_full_queue_in_the_background_is_nobody_elses() -> None:
     with running(backend, options(1, max_waiting=1)) as engine:
         patient = start(engine, *(behind(f"p{i}") for i in range(2)))
         with pytest.raises(QueueFullError):
-            engine.submit_callback(behind("too much"), Inbox())
+            submit(engine, behind("too much"), Inbox())
         others = start(engine, request("a"), request("b"))
         with pytest.raises(QueueFullError):
-            engine.submit_callback(request("c"), Inbox())
+            submit(engine, request("c"), Inbox())
         backend.resume()
         ended = [one.wait().reason for one in (*others, *patient)]
         assert set(ended) == {FinishReason.LENGTH}

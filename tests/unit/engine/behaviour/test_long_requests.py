@@ -21,6 +21,7 @@ from serve_app.errors import PromptTooLongError
 from serve_app.types import FinishReason, GenerationRequest, SequenceEnd, TokenDelta
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
+    Inbox,
     ask,
     continuation,
     endless,
@@ -28,6 +29,7 @@ from tests.unit.engine.harness import (
     request,
     running,
     start,
+    submit,
     until,
 )
 
@@ -67,7 +69,7 @@ def test_a_prompt_longer_than_a_share_has_the_cells_of_others(n_prompt: int) -> 
 
 def test_one_token_more_than_all_cells_is_refused() -> None:
     with running(pooled(), POOLED) as engine, pytest.raises(PromptTooLongError) as caught:
-        engine.submit_callback(request("long", letters(64)), print)
+        submit(engine, request("long", letters(64)), Inbox())
     assert caught.value.details == {"n_prompt_tokens": 64, "n_ctx": 64}
 
 

@@ -1,19 +1,13 @@
-"""Those who read streams, and callbacks."""
+"""Those who read streams."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
 
 from serve_app.engine import (
-    FinishReason,
-    TokenDelta,
     TokenStream,
 )
 from tests.unit.engine.harness import (
-    PATIENCE_S,
-    Inbox,
     SteppedBackend,
     WatchedBackend,
     ask,
@@ -23,65 +17,7 @@ from tests.unit.engine.harness import (
     read,
     request,
     running,
-    start,
 )
-
-
-def test_callback_that_raises_aborts_its_request_only(
-    after: Callable[[str], threading.Event],
-) -> None:
-    aborted = after("abort")
-    backend = SteppedBackend(n_slots=2)
-    calls: list[TokenDelta] = []
-
-    def fail(delta: TokenDelta) -> None:
-        calls.append(delta)
-        raise ValueError("scripted")
-
-    with running(backend) as engine:
-        engine.submit_callback(request("bad", max_tokens=None), fail)
-        backend.wait_for_batch()
-        backend.step()
-        assert aborted.wait(PATIENCE_S)
-        (neighbour,) = start(engine, request("good", "abc"))
-        backend.resume()
-        assert neighbour.wait().reason is FinishReason.LENGTH
-        assert engine.stats().requests.ended == {"abort": 1, "length": 1}
-    assert len(calls) == 1
-
-
-async def test_an_engine_without_callbacks_has_no_thread_for_them() -> None:
-    def threads() -> list[str]:
-        return [one.name for one in threading.enumerate() if one.name == "corral-callbacks"]
-
-    with running(WatchedBackend(n_slots=2)) as engine:
-        assert (await read(engine.submit(request("a")))).end.reason is FinishReason.LENGTH
-        assert threads() == []
-        (inbox,) = start(engine, request("b"))
-        inbox.wait()
-        assert threads() == ["corral-callbacks"]
-    assert threads() == []
-
-
-async def test_slow_callback_holds_up_no_stream() -> None:
-    go_on = threading.Event()
-    called = threading.Event()
-    slow = Inbox()
-
-    def wait(delta: TokenDelta) -> None:
-        called.set()
-        assert go_on.wait(PATIENCE_S)
-        slow(delta)
-
-    with running(WatchedBackend(n_slots=2)) as engine:
-        engine.submit_callback(request("slow"), wait)
-        assert called.wait(PATIENCE_S)
-        fast = await read(engine.submit(request("fast")))
-        assert fast.end.reason is FinishReason.LENGTH
-        assert slow.deltas == []
-        go_on.set()
-        slow.wait()
-    assert slow.token_ids == fast.token_ids
 
 
 def test_stream_of_a_closed_event_loop_is_aborted_and_harms_nobody() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.core.command_queue import CapacityVerdict, QueueCapacity
+from serve_app.engine.core.command_queue import QueueCapacity
 
-ACCEPTED, REFUSED = CapacityVerdict(True), CapacityVerdict(False)
+ACCEPTED, REFUSED = (True, None), (False, None)
 
 
 def filled(taken: str, running: str = "", *, n_places: int = 6, n_extra: int = 1) -> QueueCapacity:
@@ -26,21 +26,17 @@ def filled(taken: str, running: str = "", *, n_places: int = 6, n_extra: int = 1
     [
         pytest.param("a0 a1 a2 a3 a4", "", "a", ACCEPTED, id="not full"),
         pytest.param("a0 a1 a2 a3 a4 a5", "", "a", REFUSED, id="its own are the most"),
-        pytest.param("a0 a1 a2 a3 a4 a5", "", "b", CapacityVerdict(True, "a5"), id="a first one"),
-        pytest.param("a0 a1 a2 a3 b0 b1", "", "b", CapacityVerdict(True, "a3"), id="fewer by two"),
+        pytest.param("a0 a1 a2 a3 a4 a5", "", "b", (True, "a5"), id="a first one"),
+        pytest.param("a0 a1 a2 a3 b0 b1", "", "b", (True, "a3"), id="fewer by two"),
         pytest.param("a0 a1 a2 b0 b1 b2", "", "b", REFUSED, id="as many"),
         pytest.param("a0 a1 a2 b0 b1 c0", "", "b", REFUSED, id="it would have more"),
-        pytest.param(
-            "a0 a1 a2 b0 b1 c0", "", "c", CapacityVerdict(True, "a2"), id="of who has most"
-        ),
-        pytest.param(
-            "a0 a1 a2 a3 b0 b1", "a3 a2", "c", CapacityVerdict(True, "a1"), id="only who waits"
-        ),
+        pytest.param("a0 a1 a2 b0 b1 c0", "", "c", (True, "a2"), id="of who has most"),
+        pytest.param("a0 a1 a2 a3 b0 b1", "a3 a2", "c", (True, "a1"), id="only who waits"),
         pytest.param(
             "a0 a1 a2 a3 b0 b1",
             "a0 a1 a2 a3",
             "c",
-            CapacityVerdict(True, "b1"),
+            (True, "b1"),
             id="of the next greedy",
         ),
         pytest.param("a0 a1 a2 a3 a4 a5", "a0 a1 a2 a3 a4 a5", "b", ACCEPTED, id="an extra place"),
@@ -50,7 +46,9 @@ def filled(taken: str, running: str = "", *, n_places: int = 6, n_extra: int = 1
         pytest.param("a0 b0 c0 d0 e0 f0", "", "g", REFUSED, id="all have one"),
     ],
 )
-def test_who_gets_a_place(taken: str, running: str, client: str, verdict: CapacityVerdict) -> None:
+def test_who_gets_a_place(
+    taken: str, running: str, client: str, verdict: tuple[bool, str | None]
+) -> None:
     assert filled(taken, running).ask(client) == verdict
 
 
@@ -68,7 +66,7 @@ def test_one_that_gets_a_slot_in_the_same_moment_keeps_its_place() -> None:
     assert capacity.held == {"a": 5, "b": 1}
     capacity.started("a5", "a")
     assert capacity.held == {"a": 6, "b": 1}
-    assert capacity.ask("c") == CapacityVerdict(True, "a4")
+    assert capacity.ask("c") == (True, "a4")
     capacity.leave("a5", "a")
     assert capacity.held == {"a": 5, "b": 1}
 
@@ -96,16 +94,16 @@ def test_places_are_bounded_and_never_lost(events: list[tuple[str, int]]) -> Non
         client, request_id = "abcdef"[number], f"{'abcdef'[number]}{n}"
         chosen = list(live)[number % len(live)] if live else None
         if event == "arrive":
-            had, verdict = dict(capacity.held), capacity.ask(client)
+            had, (accepted, displaced) = dict(capacity.held), capacity.ask(client)
             if client not in had and max(had.values(), default=0) >= 2 and sum(had.values()) < 6:
-                assert verdict.accepted, "who has nothing is not refused beside who has several"
-            if verdict.displaced is not None:
-                assert verdict.displaced in live
-                assert verdict.displaced not in running
-                assert verdict.displaced not in ending
-                capacity.displace(verdict.displaced)
-                ending.append(verdict.displaced)
-            if verdict.accepted:
+                assert accepted, "who has nothing is not refused beside who has several"
+            if displaced is not None:
+                assert displaced in live
+                assert displaced not in running
+                assert displaced not in ending
+                capacity.displace(displaced)
+                ending.append(displaced)
+            if accepted:
                 capacity.take(request_id, client)
                 live[request_id] = client
                 assert capacity.held[client] <= max(capacity.held.values())
@@ -118,8 +116,8 @@ def test_places_are_bounded_and_never_lost(events: list[tuple[str, int]]) -> Non
             running.discard(chosen)
             ending = [one for one in ending if one != chosen]
         elif event == "end" and ending:
-            displaced = ending.pop(0)
-            capacity.leave(displaced, live.pop(displaced))
+            first = ending.pop(0)
+            capacity.leave(first, live.pop(first))
         assert sum(capacity.held.values()) == len(live) - len(ending)
         assert len(live) - len(ending) <= 4 + 2 + 2
     for request_id, client in live.items():

@@ -18,7 +18,7 @@ from serve_app.engine.pictures import PlacedTile
 from serve_app.llama.vision.positions import Tile
 from serve_app.types import SHARED_GROUP, GenerationRequest, Picture
 from tests.doubles.backend import FakeBackend
-from tests.unit.engine.harness import Inbox, endless, options, request, running
+from tests.unit.engine.harness import Inbox, endless, options, request, running, submit
 
 BUSY = None
 SlotState = tuple[list[int], int] | None
@@ -344,7 +344,7 @@ def test_what_was_published_does_not_change() -> None:
         for i in range(24):
             prompt = f"{'abc'[i % 3] * 20}{i}\n"
             inbox = Inbox()
-            engine.submit_callback(request(str(i), prompt, max_tokens=5 + 4 * i), inbox)
+            submit(engine, request(str(i), prompt, max_tokens=5 + 4 * i), inbox)
             held = engine.cached_prefixes()
             seen.append((held, [tuple(one.tokens) for one in held.prompts]))
             if i % 3 == 2:
@@ -360,7 +360,7 @@ def test_the_last_requests_are_named() -> None:
         for i in range(300):
             inbox = Inbox()
             params = SamplingParams(max_tokens=1)
-            engine.submit_callback(GenerationRequest(str(i), (1, 2), params), inbox)
+            submit(engine, GenerationRequest(str(i), (1, 2), params), inbox)
             inbox.wait()
         assert engine.cached_prefixes().taken == tuple(str(i) for i in range(44, 300))
 
