@@ -202,4 +202,3 @@ OllamaModelInfo = _schema(
     capabilities=list[str],
     modified_at=str,
 )
-OllamaModels = _schema("OllamaModels", models=list[Json])

@@ -17,14 +17,7 @@ from serve_app.ingress.anthropic.preparation import (
     CountTokensRequest,
     MessagesRequest,
 )
-from serve_app.ingress.batch.objects import (
-    BatchList,
-    BatchObject,
-    BatchRequest,
-    DeletedFile,
-    FileList,
-    FileObject,
-)
+from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.embeddings.preparation import (
     EmbeddingsRequest,
     LlamaEmbeddingRequest,
@@ -48,21 +41,21 @@ from serve_app.ingress.ollama.protocol import (
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
-from serve_app.ingress.openai.answers import ErrorResponse, InputTokens, ModelCard, ModelList
+from serve_app.ingress.openai.answers import ErrorResponse
 from serve_app.ingress.openai.preparation import ChatCompletionRequest, CompletionRequest
 from serve_app.ingress.openapi import response_schemas as d
 from serve_app.ingress.responses.preparation import ResponsesRequest
-from serve_app.ingress.versions.preparation import RollbackRequest, VersionList, WeightsRequest
+from serve_app.ingress.versions.preparation import RollbackRequest, WeightsRequest
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Route:
-    """The answers of one route's function."""
+    """The description of one route, as far as its function's types do not tell it."""
 
-    answer: Any
-    """The type of the answer; `str` is plain text, and None nothing but events."""
+    answer: Any = None
+    """The type of the answer, if the function returns a finished response; `bytes` is a file."""
     body: Any = None
     """The type of its body, if it has one. Workers read it, so FastAPI knows nothing of it."""
     example: Json | None = None
@@ -71,8 +64,6 @@ class Route:
     """Whether `stream` asks for server-sent events."""
     line: Any = None
     """The type of a line, if the answer comes as newline-delimited JSON unless `stream` is false."""
-    asks_engine: bool = True
-    """Whether it fails without one."""
     form: Json | None = None
     """The schema of its body, if that is a form."""
 
@@ -88,24 +79,20 @@ ROUTES = {
         streams=True,
     ),
     "chat_completions": Route(d.ChatCompletion, ChatCompletionRequest, _CHAT, streams=True),
-    "input_tokens": Route(InputTokens, ChatCompletionRequest, _CHAT),
+    "input_tokens": Route(body=ChatCompletionRequest, example=_CHAT),
     "responses": Route(
         d.Response,
         ResponsesRequest,
         {"input": "Tell me a story.", "max_output_tokens": 32},
         streams=True,
     ),
-    "response_input_tokens": Route(InputTokens, ResponsesRequest, {"input": "Tell me a story."}),
+    "response_input_tokens": Route(body=ResponsesRequest, example={"input": "Tell me a story."}),
     "get_response": Route(d.Response, streams=True),
-    "delete_response": Route(d.DeletedResponse, asks_engine=False),
-    "cancel_response": Route(d.Response, asks_engine=False),
-    "response_input_items": Route(d.ResponseItems, asks_engine=False),
+    "delete_response": Route(d.DeletedResponse),
+    "cancel_response": Route(d.Response),
+    "response_input_items": Route(d.ResponseItems),
     "messages": Route(d.AnthropicMessage, MessagesRequest, _CHAT, streams=True),
-    "count_tokens": Route(
-        dict[Literal["input_tokens"], int],
-        CountTokensRequest,
-        {"messages": [_ASKED]},
-    ),
+    "count_tokens": Route(body=CountTokensRequest, example={"messages": [_ASKED]}),
     "embeddings": Route(d.Embeddings, EmbeddingsRequest, {"input": ["A fox.", "A brave fox."]}),
     "embedding": Route(list[d.LlamaEmbedding], LlamaEmbeddingRequest, {"content": "A fox."}),
     "rerank": Route(
@@ -130,13 +117,9 @@ ROUTES = {
         },
         streams=True,
     ),
-    "tokenize": Route(
-        d.TokenList, TokenizeRequest, {"content": "A fox.", "with_pieces": True}, asks_engine=False
-    ),
-    "detokenize": Route(d.Content, DetokenizeRequest, {"tokens": [65, 66]}, asks_engine=False),
-    "apply_template": Route(
-        d.Prompt, ChatCompletionRequest, {"messages": [_ASKED]}, asks_engine=False
-    ),
+    "tokenize": Route(d.TokenList, TokenizeRequest, {"content": "A fox.", "with_pieces": True}),
+    "detokenize": Route(d.Content, DetokenizeRequest, {"tokens": [65, 66]}),
+    "apply_template": Route(d.Prompt, ChatCompletionRequest, {"messages": [_ASKED]}),
     "ollama_chat": Route(
         d.OllamaChat,
         OllamaChatRequest,
@@ -151,13 +134,8 @@ ROUTES = {
     ),
     "ollama_embed": Route(d.OllamaVectors, OllamaEmbedRequest, {"input": ["A fox."]}),
     "ollama_embeddings": Route(d.OllamaVector, OllamaEmbeddingsRequest, {"prompt": "A fox."}),
-    "ollama_show": Route(d.OllamaModelInfo, OllamaShowRequest, {}, asks_engine=False),
-    "ollama_tags": Route(d.OllamaModels, asks_engine=False),
-    "ollama_ps": Route(d.OllamaModels, asks_engine=False),
-    "ollama_version": Route(dict[Literal["version"], str], asks_engine=False),
+    "ollama_show": Route(d.OllamaModelInfo, OllamaShowRequest, {}),
     "create_file": Route(
-        FileObject,
-        asks_engine=False,
         form={
             "type": "object",
             "properties": {
@@ -168,51 +146,24 @@ ROUTES = {
             "required": ["file", "purpose"],
         },
     ),
-    "list_files": Route(FileList, asks_engine=False),
-    "get_file": Route(FileObject, asks_engine=False),
-    "get_file_content": Route(bytes, asks_engine=False),
-    "delete_file": Route(DeletedFile, asks_engine=False),
-    "create_batch": Route(BatchObject, BatchRequest, asks_engine=False),
-    "list_batches": Route(BatchList, asks_engine=False),
-    "get_batch": Route(BatchObject, asks_engine=False),
-    "cancel_batch": Route(BatchObject, asks_engine=False),
-    "list_models": Route(ModelList, asks_engine=False),
-    "get_model": Route(ModelCard, asks_engine=False),
-    "stats": Route(Json, asks_engine=False),
-    "explain": Route(Json, asks_engine=False),
-    "live": Route(None, asks_engine=False),
-    "health": Route(dict[Literal["status"], Literal["ok"]], asks_engine=False),
-    "props": Route(Json, asks_engine=False),
-    "metrics": Route(str, asks_engine=False),
-    "slots": Route(list[Json]),
-    "act_on_slot": Route(Json, SlotRequest),
-    "load_model": Route(dict[Literal["success"], bool], ModelRequest),
-    "unload_model": Route(dict[Literal["success"], bool], ModelRequest, asks_engine=False),
-    "change_weights": Route(VersionList, WeightsRequest, asks_engine=False),
-    "roll_back": Route(VersionList, RollbackRequest, asks_engine=False),
-    "lora_adapters": Route(list[Json], asks_engine=False),
-    "change_lora_adapters": Route(
-        dict[Literal["success"], bool], AdapterChange | list[LoraAdapter], asks_engine=False
-    ),
+    "get_file_content": Route(bytes),
+    "create_batch": Route(body=BatchRequest),
+    "live": Route(streams=True),
+    "act_on_slot": Route(body=SlotRequest),
+    "load_model": Route(body=ModelRequest),
+    "unload_model": Route(body=ModelRequest),
+    "change_weights": Route(body=WeightsRequest),
+    "roll_back": Route(body=RollbackRequest),
+    "change_lora_adapters": Route(body=AdapterChange | list[LoraAdapter]),
 }
-"""The routes by the names of the functions that answer them."""
+"""The routes by the names of the functions that answer them. FastAPI knows the others."""
 
-_OF_KEPT = ("get_response", "cancel_response", "response_input_items")
-
-_STATUSES = {
-    400: "The request is wrong: the same request will never work.",
-    401: "No API key, or none that is valid here.",
-    403: "Known, and not allowed: see the code.",
-    404: "No such model, request, file or batch.",
-    408: "The body came too slowly.",
-    413: "The body is too large.",
-    429: "The API key has used up what it may, or the queue is full.",
-    500: "The server failed to handle this request.",
-    501: "The model, or the configuration, has not what the request needs.",
-    503: "No engine is up, or one does not answer.",
-    507: "The folder for slots has no room.",
+_RETRY_AFTER = {
+    "Retry-After": {
+        "schema": {"type": "integer"},
+        "description": "Seconds to wait, if the same request may be answered then.",
+    }
 }
-_RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 _EVENTS = {
     "schema": {
         "type": "object",
@@ -246,9 +197,8 @@ def _described(app: FastAPI) -> Json:
     for route in app.routes:
         if not isinstance(route, APIRoute) or not route.include_in_schema:
             continue
-        method = min(route.methods or ())
-        operation = found["paths"][route.path_format][method.lower()]
-        about = ROUTES[route.name]
+        operation = found["paths"][route.path_format][min(route.methods or ()).lower()]
+        about = ROUTES.get(route.name, Route())
         if about.body is not None:
             operation["requestBody"] = _request_body(about, components["schemas"])
         elif about.form is not None:
@@ -256,10 +206,10 @@ def _described(app: FastAPI) -> Json:
             operation["requestBody"] = {"content": content, "required": True}
         if route.name != "health":
             operation["security"] = [{name: []} for name in _SECURITY] + [{}]
-        operation["responses"] = {
-            "200": {"description": "Success.", "content": _content(about, components["schemas"])},
-            **_errors(route, operation, components["schemas"]),
-        }
+        success = operation["responses"]["200"] | {"description": "Success."}
+        if about.answer is not None or about.streams:
+            success["content"] = _content(about, components["schemas"])
+        operation["responses"] = {"200": success, **_errors(route.path, components["schemas"])}
     return found
 
 
@@ -274,46 +224,25 @@ def _request_body(about: Route, schemas: Json) -> Json:
 
 
 def _content(about: Route, schemas: Json) -> Json:
-    if about.answer is str:
-        return {"text/plain": {"schema": {"type": "string"}}}
     if about.answer is bytes:
-        schema = {"type": "string", "format": "binary"}
-        return {"application/octet-stream": {"schema": schema}}
-    if about.answer is None:
-        return {"text/event-stream": _EVENTS}
-    content = {"application/json": {"schema": _schema(about.answer, schemas)}}
+        return {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    content = {}
+    if about.answer is not None:
+        content["application/json"] = {"schema": _schema(about.answer, schemas)}
     if about.line is not None:
         content["application/x-ndjson"] = {"schema": _schema(about.line, schemas)}
-    return content | {"text/event-stream": _EVENTS} if about.streams else content
+    return content | ({"text/event-stream": _EVENTS} if about.streams else {})
 
 
-def _errors(route: APIRoute, operation: Json, schemas: Json) -> Json:
-    """The errors that the route can give, by status."""
-    statuses = {500}
-    if route.name != "health":
-        statuses |= {401, 403, 429, 501}
-    if "requestBody" in operation:
-        statuses |= {408, 413}
-    if route.name == "act_on_slot":
-        statuses |= {507}
-    acting = ("cancel_batch", "delete_file", *_OF_KEPT)
-    asks = any(one["in"] == "query" for one in operation.get("parameters", ()))
-    if "requestBody" in operation or asks or route.name in acting:
-        statuses |= {400}
-    if "requestBody" in operation or operation.get("parameters"):
-        statuses |= {404}
-    if ROUTES[route.name].asks_engine:
-        statuses |= {503}
+def _errors(path: str, schemas: Json) -> Json:
+    """The errors, whose shape depends on the path. Their codes say what is wrong."""
     shapes = {"/v1/messages": AnthropicErrorResponse, "/api/": OllamaErrorResponse}
-    of_path = (shape for path, shape in shapes.items() if route.path.startswith(path))
+    of_path = (shape for prefix, shape in shapes.items() if path.startswith(prefix))
     schema = _schema(next(of_path, ErrorResponse), schemas)
+    content = {"headers": _RETRY_AFTER, "content": {"application/json": {"schema": schema}}}
     return {
-        str(status): {
-            "description": _STATUSES[status],
-            "content": {"application/json": {"schema": schema}},
-            **({"headers": _RETRY_AFTER} if status in (429, 503) else {}),
-        }
-        for status in sorted(statuses)
+        "4XX": {"description": "The request is wrong, or not allowed now.", **content},
+        "5XX": {"description": "The server cannot do what is asked for, or failed.", **content},
     }
 
 
