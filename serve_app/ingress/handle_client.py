@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +30,7 @@ from serve_app.errors import (
 from serve_app.ingress.adapters import AdapterControl
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.model_registry import Answers
+from serve_app.ingress.shared_looks import SharedLooks
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 from serve_app.routing import broadcast, reports
 from serve_app.store.shared_entries import fetching_replicas
@@ -45,46 +45,6 @@ from serve_app.types import (
     SlotAction,
     TokenDelta,
 )
-
-Answer = TypeVar("Answer")
-
-
-class SharedLooks(Generic[Answer]):
-    """Looks that are shared by all who ask the same question. Used in one event loop.
-
-    Callers that ask while a look is under way share the next one: no caller gets a state from
-    before its question. A question is looked into once in `every_s` seconds at most.
-    """
-
-    def __init__(self, look: Callable[[str], Awaitable[Answer]], every_s: float) -> None:
-        self._look, self._every_s = look, every_s
-        self._next: dict[str, asyncio.Future[Answer]] = {}
-        """The answers to questions whose next look has not begun."""
-        self._looking: dict[str, asyncio.Task[None]] = {}
-
-    async def ask(self, question: str = "") -> Answer:
-        """The result of a look that begins after this call. Raises what the look raises."""
-        answer = self._next.setdefault(question, asyncio.get_running_loop().create_future())
-        if question not in self._looking:
-            # In a context of its own: Serve cancels what a request has called when its client leaves.
-            self._looking[question] = asyncio.create_task(
-                self._look_on(question), context=contextvars.Context()
-            )
-        return await asyncio.shield(answer)
-
-    async def _look_on(self, question: str) -> None:
-        try:
-            while answer := self._next.pop(question, None):
-                began = time.monotonic()
-                try:
-                    answer.set_result(await self._look(question))
-                except Exception as error:
-                    answer.set_exception(error)
-                    answer.exception()  # where nobody waits for it any more, nobody is warned
-                await asyncio.sleep(began + self._every_s - time.monotonic())
-        finally:
-            del self._looking[question]
-
 
 _STATS_TIMEOUT_S = 2.0
 _SLOT_TIMEOUT_S = 60.0
@@ -130,7 +90,7 @@ class HandleClient:
             lambda _: asyncio.to_thread(fetching_replicas, *named), _LOOK_EVERY_S
         )
         self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
-        self._states: asyncio.Task[Any] | None = None
+        self._states = SharedLooks(lambda _: asyncio.to_thread(serve.status), _LOOK_EVERY_S)
         self._starting = FairSemaphore(_STARTING, _STARTING_EACH)
         self._following: set[asyncio.Task[None]] = set()
         """The followers of calls. A complete answer's follower ends by itself, a moment later."""
@@ -229,11 +189,9 @@ class HandleClient:
 
     async def replica_states(self) -> dict[str, int]:
         """The number of replicas in each state, by Serve's controller. Nothing if that is away, or late."""
-        if self._states is None or self._states.done():  # a thread that hangs is left alone
-            self._states = asyncio.create_task(asyncio.to_thread(serve.status))
         try:
             async with asyncio.timeout(_STATS_TIMEOUT_S):
-                status = await asyncio.shield(self._states)
+                status = await self._states.ask()
         except (RayError, TimeoutError):
             return {}
         application = status.applications.get(self._handle.app_name)

@@ -16,14 +16,15 @@ from serve_app.errors import EngineClosedError
 from serve_app.ingress.dashboard.snapshot import NOTHING, Board, Json, difference, without_requests
 from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.model_registry import ServedModel, families, present_shares
+from serve_app.ingress.shared_looks import SharedLooks
 
 PERIOD_S = 1.0
 """The seconds between two looks."""
 N_FRAMES = 60
 """The frames after which a viewer has to subscribe again: Serve stops no ingress replica while it has a
 request."""
-# How long the board is kept without viewers: one who comes back finds its rates and events.
 _LINGER_S = 10.0
+"""The board is kept for so long without viewers: one who comes back finds its rates and events."""
 MAX_VIEWERS = 64
 """The most viewers of one ingress replica at once."""
 
@@ -35,13 +36,11 @@ class Broadcaster:
 
     def __init__(self, models: Mapping[str, ServedModel], period_s: float = PERIOD_S) -> None:
         self._models = models
-        self._period_s = period_s
+        self._looks = SharedLooks(lambda _: self._look(), period_s)
         self._viewers: dict[object, str] = {}
         """Viewers and their owners, in the order in which they came."""
-        self._looking: asyncio.Task[None] | None = None
         self._board = Board()
-        self._looked = asyncio.Condition()
-        self._stopped = -_LINGER_S
+        self._looked_at = time.monotonic()
 
     async def frames(
         self, seen: Callable[[Json], Json] = dict, holder: str = ""
@@ -50,63 +49,31 @@ class Broadcaster:
         none after the application's end. A slow viewer gets all changes since its last frame in
         one. `seen` is what of a view is told. With more than `MAX_VIEWERS`, the first of the
         `holder` who has most is told no more."""
-        viewer = object()
-        looking = self._subscribe(viewer, holder)
+        viewer, before = object(), NOTHING
+        self._add(viewer, holder)
         try:
-            before = NOTHING
             for _ in range(N_FRAMES):
-                async with self._looked:
-                    await self._looked.wait_for(
-                        lambda: not self._is_told(viewer, looking) or self._board.view is not before  # noqa: B023
-                    )
-                if not self._is_told(viewer, looking):
+                after = await self._looks.ask()
+                if viewer not in self._viewers:
                     return
-                after = self._board.view
                 yield difference(seen(before), seen(after))
                 before = after
-        finally:
-            self._unsubscribe(viewer)
-
-    def _is_told(self, viewer: object, looking: asyncio.Task[None]) -> bool:
-        return viewer in self._viewers and self._looking is looking
-
-    def _subscribe(self, viewer: object, holder: str) -> asyncio.Task[None]:
-        self._viewers[viewer] = holder
-        if len(self._viewers) > MAX_VIEWERS:
-            held = Counter(self._viewers.values())
-            del self._viewers[max(self._viewers, key=lambda one: held[self._viewers[one]])]
-        if self._looking is None:
-            if time.monotonic() - self._stopped > _LINGER_S:
-                self._board = Board()
-            self._looking = asyncio.create_task(self._look_on())
-        return self._looking
-
-    def _unsubscribe(self, viewer: object) -> None:
-        self._viewers.pop(viewer, None)
-        if not self._viewers and self._looking is not None:
-            self._looking.cancel()
-            self._looking, self._stopped = None, time.monotonic()
-
-    async def _look_on(self) -> None:
-        """Look until the task is cancelled, or there is nothing to look at any more."""
-        try:
-            while True:
-                began = time.monotonic()
-                await self._look()
-                async with self._looked:
-                    self._looked.notify_all()
-                await asyncio.sleep(began + self._period_s - time.monotonic())
         except EngineClosedError:
             logger.info("The application stops; the broadcast ends.")
         except Exception:  # viewers subscribe again
             logger.exception("The replicas' statistics cannot be broadcast.")
         finally:
-            if self._looking is asyncio.current_task():  # and not the one after it
-                self._looking = None
-            async with self._looked:
-                self._looked.notify_all()
+            self._viewers.pop(viewer, None)
 
-    async def _look(self) -> None:
+    def _add(self, viewer: object, holder: str) -> None:
+        self._viewers[viewer] = holder
+        if len(self._viewers) > MAX_VIEWERS:
+            held = Counter(self._viewers.values())
+            del self._viewers[max(self._viewers, key=lambda one: held[self._viewers[one]])]
+
+    async def _look(self) -> Json:
+        if time.monotonic() - self._looked_at > _LINGER_S:
+            self._board = Board()
         engines = [model.engine for model in self._models.values()]
         states, found, fetching = await asyncio.gather(
             asyncio.gather(*(engine.replica_states() for engine in engines)),
@@ -122,6 +89,8 @@ class Broadcaster:
             dict(zip(self._models, fetching, strict=True)),
             self._more(),
         )
+        self._looked_at = time.monotonic()
+        return self._board.view
 
     def _more(self) -> dict[str, Json]:
         """The part of their model's requests that versions are given, and whether models on demand are
