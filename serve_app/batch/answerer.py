@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -28,7 +28,7 @@ from serve_app.errors import EngineFailedError, NotSupportedError
 from serve_app.folders import cache_folder
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
-from serve_app.ingress.batch.client import LineResponse, post
+from serve_app.ingress.batch.client import post
 from serve_app.ingress.batch.preparation import prefix_of
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import Answers, ModelFile, ModelInfo
@@ -38,6 +38,9 @@ from serve_app.progress import nowhere
 from serve_app.store.models import locate
 from serve_app.store.sharing import ClusterSharing
 from serve_app.types import FetchingReplica, ReplicaStats, RequestRecord, Size, SlotAction
+
+if TYPE_CHECKING:
+    import httpx2
 
 
 class LocalClient:
@@ -209,17 +212,17 @@ class Answerer:
         body = orjson.dumps(question.body)
         async with self._places:
             told = await self._asked(question.path, body)
-        answer: dict[str, Any] = orjson.loads(told.body)
-        return told.status, answer
+        answer: dict[str, Any] = orjson.loads(told.content)
+        return told.status_code, answer
 
-    async def _asked(self, path: str, body: bytes) -> LineResponse:
+    async def _asked(self, path: str, body: bytes) -> httpx2.Response:
         """The answer, when there is room for the request; or, after long, that there is none."""
         give_up_at = time.monotonic() + _PATIENCE_S
         while True:
             caller = Caller(request_id=uuid.uuid4().hex, is_batch_line=True)
             answer = await post(self._app, path, body, caller)
             self._end_if_broken()
-            if answer.status not in _BUSY or time.monotonic() > give_up_at:
+            if answer.status_code not in _BUSY or time.monotonic() > give_up_at:
                 return answer
             await asyncio.sleep(_PAUSE_S)
 

@@ -2,73 +2,33 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.ingress.access.auth import BATCH_LINE
 from serve_app.ingress.http.request_context import Caller
 
-logger = logging.getLogger("corral.ingress")
+if TYPE_CHECKING:
+    import httpx2
 
 
-@dataclass(frozen=True, slots=True)
-class LineResponse:
-    status: int
-    body: bytes
-    retry_after_s: float | None
-    is_json: bool = True
-
-
-async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> LineResponse:
+async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> httpx2.Response:
     """POST this JSON for that caller. Whatever the application raises is an answer with status 500.
     Cancelling this ends the request."""
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"x-request-id", caller.request_id.encode()),
-    ]
-    scope: Scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": headers,
-        "client": None,
-        "server": None,
-        "state": {},
-        BATCH_LINE: caller,
-    }
-    received = False
-    status, pieces, retry_after_s, is_json = 500, list[bytes](), None, False
+    import httpx2  # only who has batches needs it
 
-    async def receive() -> Message:
-        nonlocal received
-        if received:
-            return {"type": "http.disconnect"}
-        received = True
-        return {"type": "http.request", "body": body, "more_body": False}
+    async def answer_line(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "state": {}, BATCH_LINE: caller}, receive, send)
 
-    async def send(message: Message) -> None:
-        nonlocal status, retry_after_s, is_json
-        if message["type"] == "http.response.start":
-            status = message["status"]
-            fields = dict(message["headers"])
-            is_json = fields.get(b"content-type", b"").startswith(b"application/json")
-            seconds = fields.get(b"retry-after")
-            retry_after_s = float(seconds) if seconds is not None and seconds.isdigit() else None
-        elif message["type"] == "http.response.body":
-            pieces.append(message.get("body", b""))
+    headers = {"content-type": "application/json", "x-request-id": caller.request_id}
+    request = httpx2.Request("POST", f"http://batch{path}", headers=headers, content=body)
+    transport = httpx2.ASGITransport(answer_line, raise_app_exceptions=False)
+    answer = await transport.handle_async_request(request)
+    await answer.aread()
+    return answer
 
-    try:
-        await app(scope, receive, send)
-    except Exception:  # its answer has been sent, as an error
-        logger.exception("A batch's line failed")
-        status = max(status, 500)
-    return LineResponse(status, b"".join(pieces), retry_after_s, is_json)
+
+def retry_after_s(answer: httpx2.Response, default: float) -> float:
+    seconds = answer.headers.get("retry-after", "")
+    return float(seconds) if seconds.isdigit() else default

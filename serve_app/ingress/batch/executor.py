@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from starlette.types import ASGIApp
@@ -20,7 +20,7 @@ from serve_app.errors import CorralError, EngineClosedError, QueueFullError
 from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.access.bodies import BodyLimits, BodyReader
 from serve_app.ingress.batch import preparation
-from serve_app.ingress.batch.client import LineResponse, post
+from serve_app.ingress.batch.client import post, retry_after_s
 from serve_app.ingress.batch.journal import (
     EXPIRED,
     MOST_ERRORS,
@@ -35,6 +35,9 @@ from serve_app.ingress.batch.window import BatchPace, LineWindow
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.workers.pool import Workers
 from serve_app.types import account
+
+if TYPE_CHECKING:
+    import httpx2
 
 logger = logging.getLogger("corral.ingress")
 
@@ -420,16 +423,17 @@ class BatchExecution:
                 answer = await (asking if is_promoted else _unless(self._is_promoted, asking))
                 if answer is None:
                     continue
-                place.refused = answer.status in _BUSY
-            tries += answer.status >= 500 and not place.refused
-            is_final = answer.status < 500 or answer.status in _FINAL or tries >= _TRIES
+                status = answer.status_code
+                place.refused = status in _BUSY
+            tries += status >= 500 and not place.refused
+            is_final = status < 500 or status in _FINAL or tries >= _TRIES
             if is_final and not place.refused:
                 break
-            if is_promoted and answer.status == 429:
-                self._patient_until = time.time() + (answer.retry_after_s or _MOST_PAUSE_S)
-            await asyncio.sleep(min(answer.retry_after_s or 1.0, _MOST_PAUSE_S))
-        good = answer.status < 400
-        return LineResult(line.n, good, line_of(line.custom_id, _response(answer, request_id)))
+            if is_promoted and status == 429:
+                self._patient_until = time.time() + retry_after_s(answer, _MOST_PAUSE_S)
+            await asyncio.sleep(min(retry_after_s(answer, 1.0), _MOST_PAUSE_S))
+        result = line_of(line.custom_id, _response(answer, request_id))
+        return LineResult(line.n, status < 400, result)
 
     async def _write(self) -> None:
         """Write results as they come, until None comes."""
@@ -458,9 +462,7 @@ async def _left(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
     return left
 
 
-async def _unless(
-    is_promoted: Callable[[], bool], asking: Coroutine[Any, Any, LineResponse]
-) -> LineResponse | None:
+async def _unless(is_promoted: Callable[[], bool], asking: Coroutine[Any, Any, T]) -> T | None:
     """The answer; None if the batch is promoted before that."""
     task = asyncio.create_task(asking)
     try:
@@ -473,9 +475,9 @@ async def _unless(
         await asyncio.wait([task])
 
 
-def _response(answer: LineResponse, request_id: str) -> dict[str, Any]:
+def _response(answer: httpx2.Response, request_id: str) -> dict[str, Any]:
     """The answer as a field of a line. JSON is not read: lines break nowhere but between its values."""
-    body: Any = orjson.Fragment(answer.body.replace(b"\n", b" "))
-    if not answer.is_json:
-        body = answer.body.decode("utf-8", "replace")
-    return {"status_code": answer.status, "request_id": request_id, "body": body}
+    body: Any = answer.text
+    if answer.headers.get("content-type", "").startswith("application/json"):
+        body = orjson.Fragment(answer.content.replace(b"\n", b" "))
+    return {"status_code": answer.status_code, "request_id": request_id, "body": body}

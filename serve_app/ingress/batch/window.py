@@ -12,7 +12,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 
 FIRST = 8.0
 MAX_BYTES = 64 * 2**20
@@ -24,40 +26,17 @@ _PAUSE_S = 0.5
 
 @dataclass(slots=True)
 class LinePlace:
-    n_bytes: int
     refused: bool = False
     """Whether the engines had no room for the line."""
 
 
-@dataclass(slots=True)
-class _Owner:
-    """An owner whose lines are in the window or wait for it."""
-
-    spent_s: float
-    """The seconds that lines which have left were inside, all of them together."""
-    n_inside: int = 0
-    entered_s: float = 0.0
-    """The sum of the times at which those inside have entered."""
-    waiting: deque[tuple[asyncio.Future[float], int]] = field(default_factory=deque)
-    """The lines that wait, with their bytes."""
-
-    def due_s(self, now: float) -> float:
-        """The seconds that all of its lines were inside."""
-        return self.spent_s + self.n_inside * now - self.entered_s
-
-
 class LineWindow:
-    """The window of one event loop. Lines enter in turns by owner.
-
-    The next place is the owner's whose lines were inside for the least time. An owner that comes starts
-    with the least time of those who are there.
-    """
+    """The window of one event loop. The next place is the owner's that has fewest lines inside."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._size = min(FIRST, most)
-        self._n_inside = self._n_bytes = 0
-        self._owners: dict[str, _Owner] = {}
+        self._places = FairSemaphore(self.size, max_weight=MAX_BYTES)
         self._shrunk = float("-inf")
 
     @property
@@ -67,69 +46,22 @@ class LineWindow:
     @asynccontextmanager
     async def place(self, owner: str, n_bytes: int) -> AsyncIterator[LinePlace]:
         """Wait for a place for this owner's line, and keep it for as long as the block runs."""
-        line = LinePlace(n_bytes)
-        entered = await self._enter(owner, n_bytes)
+        line = LinePlace()
+        await self._places.enter(owner, n_bytes)
         try:
             yield line
         finally:
-            self._leave(owner, line, entered)
+            self._resize(was_refused=line.refused)
+            self._places.leave(owner, n_bytes)
 
-    async def _enter(self, owner: str, n_bytes: int) -> float:
+    def _resize(self, *, was_refused: bool) -> None:
         now = asyncio.get_running_loop().time()
-        if owner not in self._owners:
-            others = [other.due_s(now) for other in self._owners.values()]
-            self._owners[owner] = _Owner(min(others, default=0.0))
-        turn: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._owners[owner].waiting.append((turn, n_bytes))
-        self._admit()
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._leave(owner, LinePlace(n_bytes), turn.result())
-            else:
-                self._owners[owner].waiting.remove((turn, n_bytes))
-                self._forget(owner)
-            raise
-
-    def _admit(self) -> None:
-        now = asyncio.get_running_loop().time()
-        while self._n_inside < self.size:
-            waiting = [owner for owner in self._owners.values() if owner.waiting]
-            if not waiting:
-                return
-            owner = min(waiting, key=lambda owner: (owner.due_s(now), owner.n_inside))
-            turn, n_bytes = owner.waiting[0]
-            if self._n_inside and self._n_bytes + n_bytes > MAX_BYTES:
-                return
-            owner.waiting.popleft()
-            owner.n_inside += 1
-            owner.entered_s += now
-            self._n_inside += 1
-            self._n_bytes += n_bytes
-            turn.set_result(now)
-
-    def _leave(self, owner: str, line: LinePlace, entered: float) -> None:
-        now = asyncio.get_running_loop().time()
-        account = self._owners[owner]
-        account.n_inside -= 1
-        account.entered_s -= entered
-        account.spent_s += now - entered
-        self._n_inside -= 1
-        self._n_bytes -= line.n_bytes
-        if not line.refused:
-            has_been_refused = self._shrunk > float("-inf")
-            growth = 1 / self._size if has_been_refused else 1.0
-            self._size = min(self._most, self._size + growth)
+        if not was_refused:
+            has_shrunk = self._shrunk > float("-inf")
+            self._size = min(self._most, self._size + (1 / self._size if has_shrunk else 1.0))
         elif now >= self._shrunk + _PAUSE_S:
             self._size, self._shrunk = max(1.0, _SHRINK * self._size), now
-        self._forget(owner)
-        self._admit()
-
-    def _forget(self, owner: str) -> None:
-        account = self._owners[owner]
-        if not account.waiting and not account.n_inside:
-            del self._owners[owner]
+        self._places.n_places = self.size
 
 
 _LOOK_BACK_S = 10.0

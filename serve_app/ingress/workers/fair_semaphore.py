@@ -3,46 +3,59 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
 class FairSemaphore:
-    """A semaphore for `n_places` at once, of which each client has `most_each` at most. Those who wait
-    enter in turns by client, each client's in order.
+    """A semaphore for `n_places` at once, of which each client has `most_each` at most, and which have no
+    more than `max_weight` together; one alone may weigh more.
 
-    Event loop only.
+    The client that has fewest places enters next. Clients that have as many take turns, and each client's
+    tasks enter in order. Event loop only.
     """
 
-    def __init__(self, n_places: int, most_each: int | None = None) -> None:
-        self._n_free = n_places
-        self._most_each = n_places if most_each is None else most_each
+    def __init__(
+        self, n_places: int, most_each: int | None = None, max_weight: float = math.inf
+    ) -> None:
+        self.n_places = n_places
+        """May change. `leave` gives more places to those who wait."""
+        self._most_each = math.inf if most_each is None else most_each
+        self._max_weight = max_weight
         self._inside: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """The tasks that wait, by client. The client whose turn is next is first."""
+        self._weight = 0
+        self._waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}
+        """The tasks that wait, with their weights, by client. The client whose turn is next is first."""
 
-    def try_enter(self, client: str) -> bool:
+    def try_enter(self, client: str, weight: int = 0) -> bool:
         """Enter if that needs no waiting; whoever entered must `leave`."""
-        if not self._n_free or self._inside[client] >= self._most_each:
+        n_inside, weight_inside = self._inside.total(), self._weight + weight
+        is_full = n_inside >= self.n_places or self._inside[client] >= self._most_each
+        if is_full or (n_inside and weight_inside > self._max_weight):
             return False
-        self._n_free -= 1
         self._inside[client] += 1
+        self._weight = weight_inside
         return True
 
-    async def enter(self, client: str) -> None:
+    async def enter(self, client: str, weight: int = 0) -> None:
         """Wait for a place. Call `leave` after it; a cancelled call has not entered."""
-        if self.try_enter(client):
+        if not self._waiting and self.try_enter(client, weight):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
+        self._waiting.setdefault(client, deque()).append((turn, weight))
+        self._admit()
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.leave(client)
-            else:
-                self._forget(client, turn)
+                self.leave(client, weight)
+            elif (turn, weight) in (turns := self._waiting.get(client, deque())):
+                turns.remove((turn, weight))
+                if not turns:
+                    del self._waiting[client]
+                self._admit()  # a light one may have waited for it
             raise
 
     @asynccontextmanager
@@ -53,31 +66,29 @@ class FairSemaphore:
         finally:
             self.leave(client)
 
-    def leave(self, client: str) -> None:
+    def leave(self, client: str, weight: int = 0) -> None:
         """Gives the place to the next in turn."""
-        self._n_free += 1
+        self._weight -= weight
         self._inside[client] -= 1
         if not self._inside[client]:
             del self._inside[client]
-        for other, turns in list(self._waiting.items()):
-            while turns and turns[0].done():  # it was cancelled
-                turns.popleft()
-            if turns and not self.try_enter(other):
-                continue
-            del self._waiting[other]
-            if not turns:
-                continue
-            turns.popleft().set_result(None)
-            if turns:
-                self._waiting[other] = turns  # behind all other clients
-            return
+        self._admit()
 
-    def _forget(self, client: str, turn: asyncio.Future[None]) -> None:
-        turns = self._waiting.get(client, deque())
-        if turn in turns:
-            turns.remove(turn)
-            if not turns:
+    def _admit(self) -> None:
+        while clients := [one for one in self._waiting if self._inside[one] < self._most_each]:
+            client = min(clients, key=self._inside.__getitem__)
+            turns = self._waiting[client]
+            turn, weight = turns[0]
+            if not turn.done():  # else it was cancelled, which costs no turn
+                if not self.try_enter(client, weight):
+                    return
+                turn.set_result(None)
                 del self._waiting[client]
+            turns.popleft()
+            if turns:
+                self._waiting[client] = turns  # behind all other clients, if one has entered
+            else:
+                self._waiting.pop(client, None)
 
     def n_waiting(self, client: str) -> int:
         return len(self._waiting.get(client, ()))

@@ -43,13 +43,19 @@ async def enter(window: LineWindow, owner: str, order: list[str], n_bytes: int =
         await asyncio.sleep(0.01)
 
 
-async def test_the_owner_whose_lines_were_inside_for_the_least_time_is_next() -> None:
+async def test_owners_take_turns() -> None:
     window, order = LineWindow(1), list[str]()
     owners = ["many"] * 5 + ["single", "other", "single"]
     await asyncio.gather(*(enter(window, owner, order) for owner in owners))
-    assert sorted(order[1:3]) == ["other", "single"]
-    assert order[3:] != owners[3:]
-    assert order[-2:] == ["many", "many"]
+    assert order == ["many", "many", "single", "other", "many", "single", "many", "many"]
+
+
+async def test_the_owner_with_fewest_lines_inside_is_next() -> None:
+    window, order = LineWindow(3), list[str]()
+    async with window.place("slow", 1), window.place("slow", 1):
+        lines = [enter(window, owner, order) for owner in ["quick", "slow", "quick", "quick"]]
+        await asyncio.gather(*lines)
+    assert order == ["quick", "quick", "quick", "slow"], "slow lines do not take all places"
 
 
 async def test_an_owner_that_comes_is_not_paid_for_the_time_before() -> None:
