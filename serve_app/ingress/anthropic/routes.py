@@ -9,14 +9,13 @@ import uuid
 from typing import Annotated
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
-from serve_app.ingress.anthropic import preparation, serving
+from serve_app.ingress.anthropic import preparation
 from serve_app.ingress.anthropic.preparation import Messages
 from serve_app.ingress.anthropic.serving import MessageAnswer
 from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.preparation import PromptLength
-from serve_app.ingress.http import sse
 from serve_app.ingress.http.dependencies import ModelsArgument, prepared
 from serve_app.ingress.model_registry import find
 
@@ -36,11 +35,7 @@ async def messages(
     parser = generation.output_parser(model, message.chat)
     n_prompt = len(message.chat.prompt)
     answer = MessageAnswer(answer_id, model.id, n_prompt, parser, message.shows_reasoning)
-    deltas = await generation.start(model, started)
-    if plan.stream:
-        events = serving.events(answer, deltas)
-        return sse.EventStream(events, plan.sse_ping_interval, serving.PING)
-    return JSONResponse(await serving.collect(answer, deltas))
+    return await answer.respond(model, plan, started)
 
 
 @ROUTER.post("/v1/messages/count_tokens")

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from serve_app.errors import CorralError, PromptTooLongError
 from serve_app.ingress.generation import generation
-from serve_app.ingress.generation.generation import Deltas
+from serve_app.ingress.generation.answers import ProtocolAnswer
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import ErrorShape, cut
 from serve_app.prompt.output_parser import OutputParser
@@ -28,9 +28,10 @@ PING = sse.named(_PING)
 
 
 @dataclass
-class MessageAnswer:
+class MessageAnswer(ProtocolAnswer):
     """A message on its way."""
 
+    ping = PING
     id: str
     model: str
     n_prompt: int
@@ -51,7 +52,7 @@ class MessageAnswer:
         usage = usage_body(Usage(self.n_prompt, 0, 0))
         return [{"type": "message_start", "message": self._message(None, usage)}, _PING]
 
-    def events(self, delta: TokenDelta) -> list[Json]:
+    def events(self, index: int, delta: TokenDelta) -> list[Json]:
         """The events of a delta. Those of the last delta tell the end."""
         events: list[Json] = []
         for part in generation.parts(self.parser, delta):
@@ -73,9 +74,18 @@ class MessageAnswer:
             ]
         return events
 
-    def whole(self, end: SequenceEnd) -> Json:
-        """The message, when all of its events were made."""
+    def whole(self, sequences: Sequence[Sequence[TokenDelta]]) -> Json:
+        for delta in sequences[0]:
+            self.events(0, delta)
+        end = sequences[0][-1].end
+        assert end is not None
         return self._message(end, usage_body(end.usage))
+
+    def failed(self, error: CorralError) -> Json:
+        return error_body(error, error.status)
+
+    def written(self, event: Json) -> bytes:
+        return sse.named(event)
 
     def _said(self, kind: Literal["text", "thinking"], text: str) -> list[Json]:
         opening: list[Json] = []
@@ -197,24 +207,3 @@ def usage_body(usage: Usage) -> Json:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
-
-
-async def collect(answer: MessageAnswer, deltas: Deltas) -> Json:
-    """Read the sequence to its end."""
-    end: SequenceEnd | None = None
-    async for _, delta in deltas:
-        answer.events(delta)
-        end = delta.end
-    assert end is not None
-    return answer.whole(end)
-
-
-def events(answer: MessageAnswer, deltas: Deltas) -> AsyncIterator[bytes]:
-    """The sequence as server-sent events. A failure on the way is the last of them."""
-    return sse.events(
-        deltas,
-        lambda _, delta: answer.events(delta),
-        lambda error: error_body(error, error.status),
-        opening=answer.opening(),
-        write=sse.named,
-    )

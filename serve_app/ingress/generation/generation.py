@@ -132,13 +132,6 @@ class Deltas:
             await self._arrived.put((index, error))
 
 
-async def collected(deltas: Deltas, n: int) -> list[list[TokenDelta]]:
-    sequences: list[list[TokenDelta]] = [[] for _ in range(n)]
-    async for index, delta in deltas:
-        sequences[index].append(delta)
-    return sequences
-
-
 def output_parser(model: ServedModel, chat: Chat, *, in_pieces: bool = True) -> OutputParser:
     """The parser of one answer to this chat. In streams, calls come in pieces, if no tool takes a text that
     its arguments must be read for."""

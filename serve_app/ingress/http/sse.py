@@ -6,22 +6,14 @@ Source: the HTML standard, "Server-sent events".
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import orjson
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
-
-from serve_app.errors import CorralError
-from serve_app.ingress.generation.generation import Deltas
-from serve_app.ingress.http.errors import unexpected
-from serve_app.types import TokenDelta
-
-logger = logging.getLogger("corral.ingress")
 
 Json = dict[str, Any]
 
@@ -53,35 +45,6 @@ def obfuscation(text: str) -> Json:
     OpenAI has it: together they fill whole blocks of characters."""
     n_chars = -len(text) % _NOISE_CHARS
     return {"obfuscation": secrets.token_hex(_NOISE_CHARS // 2)[:n_chars]}
-
-
-async def events(
-    deltas: Deltas,
-    bodies: Callable[[int, TokenDelta], Iterable[Json]],
-    failed: Callable[[CorralError], Json],
-    *,
-    opening: Iterable[Json] = (),
-    closing: Callable[[], Iterable[bytes]] = tuple,
-    write: Callable[[Json], bytes] = data,
-) -> AsyncIterator[bytes]:
-    """The events of an answer, those that come together in one piece: `opening`, the `bodies` of each
-    sequence's deltas, and `closing`, which are written already. A failure on the way is the last event. The
-    deltas are closed at the end, whatever happens."""
-    try:
-        if begun := b"".join(map(write, opening)):
-            yield begun
-        async for index, delta in deltas:
-            if written := b"".join(map(write, bodies(index, delta))):
-                yield written
-        if ended := b"".join(closing()):
-            yield ended
-    except CorralError as error:
-        yield write(failed(error))
-    except Exception:
-        logger.exception("A stream failed")
-        yield write(failed(unexpected()))
-    finally:
-        await deltas.aclose()
 
 
 class EventStream(StreamingResponse):

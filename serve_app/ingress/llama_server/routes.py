@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve_app.errors import EngineUnavailableError, InvalidRequestError, NotSupportedError
 from serve_app.ingress.generation import generation
-from serve_app.ingress.http import request_context, sse
+from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import (
     ModelsArgument,
     operators_only,
@@ -28,7 +28,7 @@ from serve_app.ingress.llama_server import metrics as llama_metrics
 from serve_app.ingress.llama_server import preparation, serving
 from serve_app.ingress.llama_server.preparation import PreparedLlamaCompletion
 from serve_app.ingress.llama_server.protocol import MEDIA_MARKER, AdapterChange
-from serve_app.ingress.llama_server.serving import LlamaAnswer
+from serve_app.ingress.llama_server.serving import LlamaAnswer, LlamaChoice
 from serve_app.ingress.model_registry import Answers, ServedModel, find
 from serve_app.ingress.openai.serving import BUILD
 from serve_app.sampling import SamplingParams
@@ -188,7 +188,7 @@ async def _respond(models: Mapping[str, ServedModel], body: PreparedLlamaComplet
     model = find(models, plan.model)
     started = generation.requests(f"cmpl-{uuid.uuid4().hex}", plan)
     choices = [
-        LlamaAnswer(
+        LlamaChoice(
             index=i,
             prompt=body.prompt_texts[i // plan.n],
             n_prompt=len(request.prompt),
@@ -200,11 +200,7 @@ async def _respond(models: Mapping[str, ServedModel], body: PreparedLlamaComplet
         )
         for i, request in enumerate(started)
     ]
-    deltas = await generation.start(model, started)
-    if plan.stream:
-        return sse.EventStream(serving.events(choices, deltas), plan.sse_ping_interval)
-    answers = await serving.collect(choices, deltas)
-    return JSONResponse(answers if body.is_batch else answers[0])
+    return await LlamaAnswer(choices, body.is_batch).respond(model, plan, started)
 
 
 @ROUTER.post("/tokenize", response_model=None)

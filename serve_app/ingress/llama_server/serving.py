@@ -5,14 +5,12 @@ Source: llama.cpp, tools/server/README.md, "POST /completion".
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_app.ingress.generation import generation, sampling_fields
-from serve_app.ingress.generation.generation import Deltas
-from serve_app.ingress.http import sse
-from serve_app.ingress.http.errors import error_body
+from serve_app.ingress.generation import sampling_fields
+from serve_app.ingress.generation.answers import ProtocolAnswer
 from serve_app.ingress.llama_server.preparation import PreparedLlamaCompletion
 from serve_app.ingress.openai import logprobs
 from serve_app.ingress.openai.logprobs import Piece
@@ -24,7 +22,7 @@ Json = dict[str, Any]
 
 
 @dataclass
-class LlamaAnswer:
+class LlamaChoice:
     """A text on its way."""
 
     index: int
@@ -224,12 +222,17 @@ def generation_settings(
     }
 
 
-async def collect(choices: Sequence[LlamaAnswer], deltas: Deltas) -> list[Json]:
-    """Read all sequences to their ends."""
-    found = await generation.collected(deltas, len(choices))
-    return [choice.whole(own) for choice, own in zip(choices, found, strict=True)]
+@dataclass
+class LlamaAnswer(ProtocolAnswer):
+    """The answer to one prompt, or to several. Each sequence's last event has `stop`."""
 
+    choices: Sequence[LlamaChoice]
+    is_batch: bool
+    """Whether the answer is a list."""
 
-def events(choices: Sequence[LlamaAnswer], deltas: Deltas) -> AsyncIterator[bytes]:
-    """Sequences as server-sent events; each one's last has `stop`, or the stream's last is an error."""
-    return sse.events(deltas, lambda i, delta: choices[i].events(delta), error_body)
+    def whole(self, sequences: Sequence[Sequence[TokenDelta]]) -> Json | list[Json]:
+        bodies = [choice.whole(own) for choice, own in zip(self.choices, sequences, strict=True)]
+        return bodies if self.is_batch else bodies[0]
+
+    def events(self, index: int, delta: TokenDelta) -> list[Json]:
+        return self.choices[index].events(delta)

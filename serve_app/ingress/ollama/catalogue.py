@@ -6,15 +6,10 @@ Source: ollama, api/types.go, `ModelDetails`, `ListModelResponse`, `ShowResponse
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from gguf import LlamaFileType
 
-from serve_app.ingress.http.dependencies import Bodies
 from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.model_registry import ModelInfo, Models, find, full_name
 from serve_app.ingress.ollama.protocol import OllamaShowRequest
@@ -24,93 +19,8 @@ Json = dict[str, Any]
 
 _UNITS = ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0))
 """Ollama's: how many of them, and decimals of numbers that are not whole."""
-_FOR_EVER_S = 100 * 365 * 86400
-"""Models stay loaded; some clients cannot read a year of five digits."""
 _NUMBERS = frozenset({"general.file_type", "general.quantization_version", "general.alignment"})
 """The numbers of `general`: all else is text there, even if it looks like a number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A model."""
-
-    id: str
-    n_ctx: int
-    """Tokens that one request may have."""
-    n_bytes: int
-    n_params: int
-    digest: str
-    modified_at: float
-    """Unix time."""
-    metadata: Json
-    """The metadata of the model's file: texts, numbers and truth values."""
-    template: str
-    capabilities: tuple[str, ...]
-
-    @property
-    def _architecture(self) -> str:
-        return str(self.metadata.get("general.architecture", ""))
-
-    @property
-    def details(self) -> Json:
-        """`ModelDetails`."""
-        return {
-            "parent_model": "",
-            "format": "gguf",
-            "family": self._architecture,
-            "families": [self._architecture],
-            "parameter_size": human(self.n_params),
-            "quantization_level": _quantization(self.metadata.get("general.file_type")),
-        }
-
-    def _named(self, alias: str | None = None) -> Json:
-        name = full_name(alias or self.id)
-        return {
-            "name": name,
-            "model": name,
-            "size": self.n_bytes,
-            "digest": self.digest,
-            "details": self.details,
-        }
-
-    def listed(self, alias: str | None = None) -> Json:
-        """The model's entry in /api/tags, under this name."""
-        return {
-            **self._named(alias),
-            "modified_at": timestamp(self.modified_at),
-            "capabilities": list(self.capabilities),
-        }
-
-    def running(self) -> Json:
-        """The model's entry in /api/ps."""
-        expires_at = timestamp(time.time() + _FOR_EVER_S)
-        return {
-            **self._named(),
-            "expires_at": expires_at,
-            "size_vram": 0,
-            "context_length": self.n_ctx,
-        }
-
-    def shown(self) -> Json:
-        """The answer of /api/show. Clients take `context_length` for what a request may have, so it is no
-        more than that."""
-        own = f"{self._architecture}.context_length"
-        n_ctx = min(self.n_ctx, self.metadata.get(own, self.n_ctx))
-        parameters = f"{'num_ctx':<30} {self.n_ctx}"
-        return {
-            "modelfile": f"# {full_name(self.id)}\nFROM {self.id}\nPARAMETER num_ctx {self.n_ctx}\n",
-            "parameters": parameters,
-            "template": self.template,
-            "license": str(self.metadata.get("general.license", "")),
-            "details": self.details,
-            "model_info": {
-                **self.metadata,
-                "general.parameter_count": self.n_params,
-                own: n_ctx,
-            },
-            "capabilities": list(self.capabilities),
-            "modified_at": timestamp(self.modified_at),
-        }
 
 
 def human(number: int) -> str:
@@ -134,29 +44,46 @@ def named(models: Models, body: bytes) -> str:
     return find(models, request.name if request.model is None else request.model).id
 
 
-def describe(models: Models, nothing: bytes) -> list[Description]:
-    """Describe all models. Runs in a worker, as it reads files. Raises OSError if one is gone."""
-    return [_described(model) for model in models.values()]
+def describe(models: Models, nothing: bytes) -> dict[str, Json]:
+    """The fields that /api/tags, /api/ps and /api/show tell of the models, by their ids. Runs in a worker,
+    as it reads files. Raises OSError if one is gone."""
+    return {model.id: _described(model) for model in models.values()}
 
 
-def _described(model: ModelInfo) -> Description:
-    file = model.tokenizer.model
+def _described(model: ModelInfo) -> Json:
+    """Clients take `context_length` for what a request may have, so it is no more than that."""
+    file, n_ctx = model.tokenizer.model, model.n_ctx_slot
     metadata = {
         name: value_of(name, text)
         for name, text in sorted(file.metadata().items())
         if name not in ("general.name", "tokenizer.chat_template")
     }
-    return Description(
-        id=model.id,
-        n_ctx=model.n_ctx_slot,
-        n_bytes=file.n_bytes,
-        n_params=file.n_params,
-        digest=file.fingerprint().hex(),
-        modified_at=file.path.stat().st_mtime,
-        metadata=metadata,
-        template=model.tokenizer.chat_template or "",
-        capabilities=tuple(_capabilities(model)),
-    )
+    family = str(metadata.get("general.architecture", ""))
+    own_n_ctx: Any = metadata.get(f"{family}.context_length", n_ctx)
+    return {
+        "size": file.n_bytes,
+        "digest": file.fingerprint().hex(),
+        "details": {
+            "parent_model": "",
+            "format": "gguf",
+            "family": family,
+            "families": [family],
+            "parameter_size": human(file.n_params),
+            "quantization_level": _quantization(metadata.get("general.file_type")),
+        },
+        "modified_at": timestamp(file.path.stat().st_mtime),
+        "capabilities": _capabilities(model),
+        "context_length": n_ctx,
+        "modelfile": f"# {full_name(model.id)}\nFROM {model.id}\nPARAMETER num_ctx {n_ctx}\n",
+        "parameters": f"{'num_ctx':<30} {n_ctx}",
+        "template": model.tokenizer.chat_template or "",
+        "license": str(metadata.get("general.license", "")),
+        "model_info": {
+            **metadata,
+            "general.parameter_count": file.n_params,
+            f"{family}.context_length": min(n_ctx, own_n_ctx),
+        },
+    }
 
 
 def value_of(name: str, text: str) -> str | int | float | bool:
@@ -188,19 +115,3 @@ def _capabilities(model: ModelInfo) -> list[str]:
         "thinking": tokenizer.thinks,
     }
     return [name for name, has_it in found.items() if has_it]
-
-
-class Catalogue:
-    """The models' descriptions, which are made once. For one event loop."""
-
-    def __init__(self) -> None:
-        self._making = asyncio.Lock()
-        self._by_id: Mapping[str, Description] | None = None
-
-    async def all(self, bodies: Bodies) -> Mapping[str, Description]:
-        """The descriptions by the models' ids. Raises CorralError."""
-        async with self._making:
-            if self._by_id is None:
-                descriptions = await bodies.work(describe)
-                self._by_id = {description.id: description for description in descriptions}
-        return self._by_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -19,16 +19,15 @@ from serve_app.ingress.access.bodies import unread
 from serve_app.ingress.embeddings.preparation import ComputedVectors
 from serve_app.ingress.embeddings.routes import embed, n_tokens
 from serve_app.ingress.generation import generation
-from serve_app.ingress.http import request_context, sse
+from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import (
     BodiesArgument,
     ModelsArgument,
     prepared,
     written,
 )
-from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.model_registry import ServedModel, find, full_name
 from serve_app.ingress.ollama import catalogue, preparation, serving
-from serve_app.ingress.ollama.catalogue import Catalogue, Description
 from serve_app.ingress.ollama.preparation import OllamaGeneration, OllamaLoad, OllamaTexts
 from serve_app.ingress.ollama.serving import Kind, OllamaAnswer
 
@@ -87,11 +86,7 @@ async def _respond(
         list(body.chat.prompt) if body.has_context else None,
         began,
     )
-    deltas = await generation.start(model, started)
-    if not plan.stream:
-        return JSONResponse(await answer.whole(deltas))
-    lines = serving.events(answer, deltas)
-    return sse.EventStream(lines, plan.sse_ping_interval, serving.PING, serving.MEDIA_TYPE)
+    return await answer.respond(model, plan, started)
 
 
 @ROUTER.post("/api/embed", response_model=None)
@@ -132,28 +127,40 @@ VERSION = "0.32.15"
 """The version of Ollama whose API this is. Clients ask for a least one."""
 
 
-async def _descriptions(request: Request, bodies: BodiesArgument) -> Mapping[str, Description]:
+_FOR_EVER_S = 100 * 365 * 86400
+"""Models stay loaded; some clients cannot read a year of five digits."""
+_NAMED = ("size", "digest", "details")
+_LISTED = (*_NAMED, "modified_at", "capabilities")
+_SHOWN = (
+    *("modelfile", "parameters", "template", "license", "details", "model_info"),
+    *("capabilities", "modified_at"),
+)
+Descriptions = dict[str, dict[str, Any]]
+
+
+async def _descriptions(request: Request, bodies: BodiesArgument) -> Descriptions:
+    """The models' descriptions, which are made once."""
     state = request.app.state
-    if not hasattr(state, "ollama_catalogue"):
-        state.ollama_catalogue = Catalogue()
-    described: Mapping[str, Description] = await state.ollama_catalogue.all(bodies)
+    if not hasattr(state, "ollama_descriptions"):
+        state.ollama_descriptions = await bodies.work(catalogue.describe)
+    described: Descriptions = state.ollama_descriptions
     return described
 
 
-DescriptionsArgument = Annotated[Mapping[str, Description], Depends(_descriptions)]
+DescriptionsArgument = Annotated[Descriptions, Depends(_descriptions)]
+
+
+def _named(name: str, described: dict[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    name = full_name(name)
+    return {"name": name, "model": name, **{field: described[field] for field in fields}}
 
 
 @ROUTER.get("/api/tags")
 async def ollama_tags(models: ModelsArgument, described: DescriptionsArgument) -> dict[str, Any]:
     """The models that are served here by all of their names, the default first, Ollama's way."""
-    own = [described[model.id].listed() for model in models.values()]
-    others = [
-        described[model.id].listed(alias)
-        for model in models.values()
-        for alias in model.aliases
-        if alias != "*"
-    ]
-    return {"models": own + others}
+    aliases = [(name, model.id) for model in models.values() for name in model.aliases]
+    names = [(name, name) for name in models] + [entry for entry in aliases if entry[0] != "*"]
+    return {"models": [_named(name, described[model_id], _LISTED) for name, model_id in names]}
 
 
 @ROUTER.post("/api/show", response_model=None)
@@ -162,17 +169,19 @@ async def ollama_show(
     described: DescriptionsArgument,
 ) -> Response:
     """The details and capabilities of a model, Ollama's way."""
-    return JSONResponse(described[model_id].shown())
+    return JSONResponse({field: described[model_id][field] for field in _SHOWN})
 
 
 @ROUTER.get("/api/ps")
 async def ollama_ps(models: ModelsArgument, described: DescriptionsArgument) -> dict[str, Any]:
     """The models that have an engine now, Ollama's way."""
     answers = await asyncio.gather(*(model.engine.stats() for model in models.values()))
+    expires_at = serving.timestamp(time.time() + _FOR_EVER_S)
     return {
         "models": [
-            described[model.id].running()
-            for model, of_model in zip(models.values(), answers, strict=True)
+            _named(model_id, described[model_id], (*_NAMED, "context_length"))
+            | {"expires_at": expires_at, "size_vram": 0}
+            for model_id, of_model in zip(models, answers, strict=True)
             if of_model.found or of_model.missing
         ]
     }

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 from serve_app.errors import CorralError, ModelNotFoundError
 from serve_app.ingress.generation import generation
-from serve_app.ingress.generation.generation import Deltas
+from serve_app.ingress.generation.answers import ProtocolAnswer
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import ErrorShape, cut
 from serve_app.ingress.openai import logprobs
@@ -26,16 +26,7 @@ from serve_app.types import SequenceEnd, TokenDelta
 Json = dict[str, Any]
 Kind = Literal["chat", "generate"]
 
-MEDIA_TYPE = "application/x-ndjson"
-PING = b" "
-"""NDJSON has no comments, and readers fail at empty lines. Space before a value belongs to its line, and
-JSON allows it there."""
 _NS = 1_000_000_000
-
-
-def line(body: Json) -> bytes:
-    """A line of a stream."""
-    return sse.one_line(body) + b"\n"
 
 
 def timestamp(seconds: float | None = None) -> str:
@@ -81,8 +72,13 @@ def _envelope(kind: Kind, name: str, said: _Said) -> Json:
 
 
 @dataclass
-class OllamaAnswer:
-    """An answer on its way."""
+class OllamaAnswer(ProtocolAnswer):
+    """An answer on its way, whose events are lines of JSON."""
+
+    ping = b" "
+    """NDJSON has no comments, and readers fail at empty lines. Space before a value belongs to its line,
+    and JSON allows it there."""
+    media_type = "application/x-ndjson"
 
     kind: Kind
     name: str
@@ -97,7 +93,7 @@ class OllamaAnswer:
     """When the request came, by `time.perf_counter`."""
     _n_calls: int = 0
 
-    def lines(self, delta: TokenDelta) -> list[Json]:
+    def events(self, index: int, delta: TokenDelta) -> list[Json]:
         """The lines of a delta. The last line of an answer tells the end, and nothing else."""
         said = self._said(delta)
         lines = [_envelope(self.kind, self.name, said) | {"done": False}] if said else []
@@ -105,14 +101,18 @@ class OllamaAnswer:
             lines.append(_envelope(self.kind, self.name, _Said()) | self._end(delta.end))
         return lines
 
-    async def whole(self, deltas: Deltas) -> Json:
-        """The answer to a request without a stream. Raises CorralError."""
-        said, end = _Said(), None
-        async for _, delta in deltas:
-            said.add(self._said(delta))
-            end = delta.end
+    def whole(self, sequences: Sequence[Sequence[TokenDelta]]) -> Json:
+        said, end = _Said(), sequences[0][-1].end
         assert end is not None
+        for delta in sequences[0]:
+            said.add(self._said(delta))
         return _envelope(self.kind, self.name, said) | self._end(end)
+
+    def failed(self, error: CorralError) -> Json:
+        return error_body(error)
+
+    def written(self, event: Json) -> bytes:
+        return sse.one_line(event) + b"\n"
 
     def _said(self, delta: TokenDelta) -> _Said:
         said = _Said()
@@ -164,8 +164,3 @@ def error_body(error: CorralError) -> Json:
 
 
 ERRORS = {"/api/": ErrorShape(lambda error, _: error_body(error), full_status=503)}
-
-
-def events(answer: OllamaAnswer, deltas: Deltas) -> AsyncIterator[bytes]:
-    """The sequence line by line. A failure on the way is the last line."""
-    return sse.events(deltas, lambda _, delta: answer.lines(delta), error_body, write=line)

@@ -9,14 +9,13 @@ import uuid
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from serve_app.ingress.generation import generation
-from serve_app.ingress.generation.preparation import Generation, PromptLength
-from serve_app.ingress.http import sse
+from serve_app.ingress.generation.preparation import PromptLength
 from serve_app.ingress.http.dependencies import ModelsArgument, prepared
-from serve_app.ingress.model_registry import ServedModel, find
-from serve_app.ingress.openai import preparation, serving
+from serve_app.ingress.model_registry import find
+from serve_app.ingress.openai import preparation
 from serve_app.ingress.openai.answers import (
     InputTokens,
     ModelCard,
@@ -26,7 +25,6 @@ from serve_app.ingress.openai.answers import (
 )
 from serve_app.ingress.openai.preparation import PreparedChatCompletion, PreparedCompletion
 from serve_app.ingress.openai.serving import Answer, Choice
-from serve_app.types import GenerationRequest
 
 ROUTER = APIRouter()
 
@@ -54,8 +52,8 @@ async def completions(
         for i, echo in enumerate(completion.echoes)
         for j in range(n)
     ]
-    answer = Answer("text", answer_id, model.id, choices, n, completion.n_best, plan.timings)
-    return await _respond(model, plan, started, answer)
+    answer = Answer("text", answer_id, model.id, choices, plan, completion.n_best)
+    return await answer.respond(model, plan, started)
 
 
 @ROUTER.post("/v1/chat/completions", response_model=None)
@@ -84,10 +82,10 @@ async def chat_completions(
         )
         for i in range(plan.n)
     ]
-    answer = Answer("chat", answer_id, model.id, choices, plan.n, with_timings=plan.timings)
+    answer = Answer("chat", answer_id, model.id, choices, plan)
     if completion.verbose or request.app.state.verbose:
         answer.verbose = {"prompt": model.tokenizer.decode(completion.chat.prompt, special=True)}
-    return await _respond(model, plan, started, answer)
+    return await answer.respond(model, plan, started)
 
 
 @ROUTER.post("/v1/chat/completions/input_tokens")
@@ -110,17 +108,3 @@ async def list_models(models: ModelsArgument) -> ModelList:
 async def get_model(models: ModelsArgument, model_id: str) -> ModelCard:
     """The model with that name."""
     return card_of(models, model_id)
-
-
-async def _respond(
-    model: ServedModel, plan: Generation, started: list[GenerationRequest], answer: Answer
-) -> Response:
-    """Start the engine, and answer in the way the request asks for."""
-    answer.return_progress = plan.return_progress
-    answer.obfuscates = plan.obfuscates
-    answer.timings_per_token = plan.timings_per_token and plan.timings
-    deltas = await generation.start(model, started)
-    if not plan.stream:
-        return JSONResponse(answer.whole(await generation.collected(deltas, len(started))))
-    events = serving.events(answer, deltas, include_usage=plan.include_usage)
-    return sse.EventStream(events, plan.sse_ping_interval)

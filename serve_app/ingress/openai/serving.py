@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from serve_app import __version__
 from serve_app.ingress.generation import generation
-from serve_app.ingress.generation.generation import Deltas
+from serve_app.ingress.generation.answers import ProtocolAnswer
+from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.http import sse
-from serve_app.ingress.http.errors import error_body
 from serve_app.ingress.openai import logprobs
 from serve_app.ingress.openai.timings import (
     Running,
@@ -159,7 +159,7 @@ class Choice:
 
 
 @dataclass
-class Answer:
+class Answer(ProtocolAnswer):
     """An answer on its way: which endpoint asked, which model speaks."""
 
     kind: Literal["chat", "text"]
@@ -167,44 +167,42 @@ class Answer:
     model: str
     choices: list[Choice]
     """The choices of one prompt after those of another."""
-    n_per_prompt: int = 1
+    plan: Generation
     n_best: int | None = None
     """How many of a prompt's choices are given, if not all."""
-    with_timings: bool = False
-    """Whether the request asks for all of them."""
     verbose: Json | None = None
     """The content of `__verbose`."""
-    return_progress: bool = False
-    timings_per_token: bool = False
-    obfuscates: bool = False
-    """Whether pieces of a stream come with noise, so that their sizes do not show what they are."""
-    includes_usage: bool = False
-    """Whether a stream ends with the usage; then its other chunks have a null, as OpenAI's have."""
     created: int = field(default_factory=lambda: int(time.time()))
     _running: Running = field(default_factory=Running)
 
     def opening(self) -> list[Json]:
-        """The chunks before any text."""
         bodies = [choice.opening() for choice in self.choices]
         return [self._chunk(body) for body in bodies if body is not None]
 
-    def chunks(self, index: int, delta: TokenDelta) -> list[Json]:
-        """The chunks of one choice's delta."""
-        if not (self.return_progress or self.timings_per_token):
+    def closing(self) -> list[bytes]:
+        usage = [sse.data(self._usage_chunk())] if self.plan.include_usage else []
+        return [*usage, b"data: [DONE]\n\n"]
+
+    def events(self, index: int, delta: TokenDelta) -> list[Json]:
+        if not (self.plan.return_progress or self._times_tokens):
             return self._chunks(index, delta)
         self._running.saw(delta)
-        found = self._progress(index, delta) if self.return_progress else []
-        later = self._chunks(index, delta)
-        if self.timings_per_token and later and delta.end is None:
-            later[-1]["timings"] = self._running.told()
-        return found + later
+        progress = self._progress(index, delta) if self.plan.return_progress else []
+        chunks = self._chunks(index, delta)
+        if self._times_tokens and chunks and delta.end is None:
+            chunks[-1]["timings"] = self._running.told()
+        return progress + chunks
+
+    @property
+    def _times_tokens(self) -> bool:
+        return self.plan.timings_per_token and self.plan.timings
 
     def _progress(self, index: int, delta: TokenDelta) -> list[Json]:
         found = []
         for progress in delta.progress:
             chunk = self._chunk(self.choices[index].waiting())
             chunk["prompt_progress"] = prompt_progress(progress)
-            if self.timings_per_token:
+            if self._times_tokens:
                 chunk["timings"] = self._running.told(progress)
             found.append(chunk)
         return found
@@ -215,11 +213,10 @@ class Answer:
             chunks[-1] |= self._timings(delta.end) | self._verbose
         return chunks
 
-    def whole(self, deltas: Sequence[Sequence[TokenDelta]]) -> Json:
-        """The answer to a request without `stream`, from each choice's deltas."""
-        bodies = [choice.whole(own) for choice, own in zip(self.choices, deltas, strict=True)]
+    def whole(self, sequences: Sequence[Sequence[TokenDelta]]) -> Json:
+        bodies = [choice.whole(own) for choice, own in zip(self.choices, sequences, strict=True)]
         if self.n_best is not None:
-            bodies = self._best(bodies, deltas, self.n_best)
+            bodies = self._best(bodies, sequences, self.n_best)
         object_name = "chat.completion" if self.kind == "chat" else "text_completion"
         answer = self._envelope(object_name, bodies) | {"usage": self.usage()}
         return answer | self._timings(self.choices[0].end) | self._verbose
@@ -229,8 +226,8 @@ class Answer:
     ) -> list[Json]:
         """The answers with the highest log probability per token, of each prompt."""
         found = []
-        for start in range(0, len(bodies), self.n_per_prompt):
-            group = range(start, start + self.n_per_prompt)
+        for start in range(0, len(bodies), self.plan.n):
+            group = range(start, start + self.plan.n)
             ranked = sorted(group, key=lambda i: -_mean_logprob(deltas[i]))
             found += [bodies[i] for i in ranked[:n_best]]
         return [body | {"index": i} for i, body in enumerate(found)]
@@ -238,7 +235,7 @@ class Answer:
     def usage(self) -> Json:
         """All choices' tokens; a prompt counts once."""
         usages = [choice.end.usage for choice in self.choices if choice.end is not None]
-        firsts = usages[:: self.n_per_prompt]
+        firsts = usages[:: self.plan.n]
         n_prompt = sum(usage.prompt_tokens for usage in firsts)
         n_completion = sum(usage.completion_tokens for usage in usages)
         n_reasoning = sum(choice.n_reasoning for choice in self.choices)
@@ -252,7 +249,7 @@ class Answer:
             "completion_tokens_details": {"reasoning_tokens": min(n_reasoning, n_completion)},
         }
 
-    def usage_chunk(self) -> Json:
+    def _usage_chunk(self) -> Json:
         """The chunk that `stream_options.include_usage` asks for."""
         chunk = self._envelope(self._chunk_name, []) | {"usage": self.usage()}
         return chunk | self._timings(self.choices[0].end)
@@ -261,7 +258,7 @@ class Answer:
         """llama-server's, of one choice, and more if the request asks for it."""
         if end is None or len(self.choices) > 1:
             return {}
-        return {"timings": timings(end) if self.with_timings else llama_timings(end)}
+        return {"timings": timings(end) if self.plan.timings else llama_timings(end)}
 
     @property
     def _verbose(self) -> Json:
@@ -273,9 +270,9 @@ class Answer:
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._envelope(self._chunk_name, [choice])
-        if self.includes_usage:
+        if self.plan.include_usage:
             chunk["usage"] = None
-        return chunk | sse.obfuscation(_piece(choice)) if self.obfuscates else chunk
+        return chunk | sse.obfuscation(_piece(choice)) if self.plan.obfuscates else chunk
 
     def _envelope(self, object_name: str, choices: list[Json]) -> Json:
         return {
@@ -318,17 +315,3 @@ def _message(parts: list[str | Json]) -> Json:
     if calls:
         message |= {"content": text or None, "tool_calls": calls}
     return message
-
-
-def events(answer: Answer, deltas: Deltas, *, include_usage: bool) -> AsyncIterator[bytes]:
-    """The sequences as server-sent events. A failure on the way is the last event, in the shape of an
-    error; only a complete answer ends with [DONE]."""
-
-    answer.includes_usage = include_usage
-
-    def closing() -> list[bytes]:
-        usage = [sse.data(answer.usage_chunk())] if include_usage else []
-        return [*usage, b"data: [DONE]\n\n"]
-
-    opening = answer.opening()
-    return sse.events(deltas, answer.chunks, error_body, opening=opening, closing=closing)

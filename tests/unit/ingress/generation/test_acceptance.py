@@ -56,8 +56,10 @@ async def test_it_waits_for_every_sequence_and_loses_nothing_of_the_early_ones()
         engine.decided[request.id].set_result(None)
         await settle()
     assert starting.done()
-    found = await generation.collected(await starting, len(REQUESTS))
-    assert found == [HELLO] * 3
+    sequences: list[list[TokenDelta]] = [[] for _ in REQUESTS]
+    async for index, delta in await starting:
+        sequences[index].append(delta)
+    assert sequences == [HELLO] * 3
     assert engine.n_open == 0
 
 
