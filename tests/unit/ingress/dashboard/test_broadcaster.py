@@ -58,8 +58,10 @@ async def test_viewers_share_the_looks(looked_at: Engine, models: dict[str, Serv
         built = await anext(other)  # whole, too, although it came later
         assert built["replicas"]["r1"]["model"] == "m"
         for _ in range(5):
-            _, change = await asyncio.gather(anext(one), anext(other))
-            built = merged(built, change)
+            frames: tuple[dict[str, Any], dict[str, Any]] = await asyncio.gather(
+                anext(one), anext(other)
+            )
+            built = merged(built, frames[1])
         assert looked_at.n_looks - n_before == 6
     n_looks = looked_at.n_looks
     for _ in range(10):
