@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import re
 import subprocess
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from serve_app import sampling
+from serve_app.engine.core.engine_core import EngineCore
 from tests.clients.agents.agents import AGENTS
 from tests.documents import blocks as documents
 from tests.documents import options, schemas
@@ -33,6 +36,7 @@ units; their options are not checked."""
 EXCERPTS = {
     "README.md": "tests/e2e/server/test_documents.py compares it with the answers",
     "docs/develop/how-to.md": "test_the_example_of_a_declaration_is_the_code",
+    "docs/develop/scheduler.md": "test_the_step_of_the_schedulers_page_is_the_code",
     "docs/openvino.md": "tests/unit/engine/test_kernels.py compares it with the log line",
 }
 """Pages with one block without a language, and what checks it."""
@@ -86,6 +90,15 @@ def test_the_example_of_a_declaration_is_the_code() -> None:
         assert isinstance(meaning, ast.Constant)
         meaning.value = str(meaning.value)[:90]
     assert ast.dump(said) == ast.dump(there)
+
+
+def test_the_step_of_the_schedulers_page_is_the_code() -> None:
+    (text,) = [one.text for one in blocks(ROOT / "docs/develop/scheduler.md") if not one.language]
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(EngineCore.step))).body
+    assert isinstance(function, ast.FunctionDef)
+    code = function.body[1:]  # behind the docstring
+    assert [ast.dump(node) for node in ast.parse(text).body] == [ast.dump(node) for node in code]
+    assert len(text.splitlines()) == 15
 
 
 @pytest.mark.parametrize("text", of("sh"))
