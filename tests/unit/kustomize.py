@@ -1,4 +1,4 @@
-"""As much of `kubectl kustomize` as `cluster/kubernetes` uses: resources, components, JSON patches."""
+"""As much of `kubectl kustomize` as `cluster/` uses: resources, components, patches, ConfigMaps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def render(folder: Path) -> list[Document]:
 
 def _rendered(folder: Path, documents: list[Document]) -> list[Document]:
     said = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    known = {"apiVersion", "kind", "resources", "components", "patches"}
+    known = {"apiVersion", "kind", "resources", "components", "patches", "configMapGenerator"}
     assert said.keys() <= known, f"{folder}: {said.keys() - known}"
     documents = [*documents]
     for name in said.get("resources", ()):
@@ -27,6 +27,13 @@ def _rendered(folder: Path, documents: list[Document]) -> list[Document]:
             documents += _rendered(path, [])
         else:
             documents += yaml.safe_load_all(path.read_text())
+    for one in said.get("configMapGenerator", ()):
+        metadata = {"name": one["name"], "labels": one["options"]["labels"]}
+        data = {name: (folder / name).read_text() for name in one["files"]}
+        assert one["options"]["disableNameSuffixHash"]
+        documents.append(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+        )
     for name in said.get("components", ()):
         documents = _rendered(folder / name, documents)
     for patch in said.get("patches", ()):
@@ -53,8 +60,9 @@ def _changed(document: Document, steps: list[Document]) -> Document:
         for part in way:
             at = at[int(part)] if isinstance(at, list) else at[part]
         if isinstance(at, list):
-            assert (step["op"], last) == ("add", "-"), step
-            at.append(step["value"])
+            assert (step["op"], last == "-") in (("add", True), ("replace", False)), step
+            index = len(at) if last == "-" else int(last)
+            at[index : index + 1] = [step["value"]]
         else:
             assert step["op"] == "add" or (step["op"] == "replace" and last in at), step
             at[last] = step["value"]

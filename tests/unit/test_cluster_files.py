@@ -65,28 +65,11 @@ def test_what_is_served_is_valid_for_corral_and_for_serve(name: str) -> None:
     ServeDeploySchema.model_validate(parsed(name))
 
 
-def test_what_kubernetes_serves_is_the_same(tmp_path: Path) -> None:
-    inside = yaml.safe_load(rayservice()["spec"]["serveConfigV2"])
-    assert inside == parsed("serve_config.yaml")
-
-
-def test_a_replica_fits_a_worker_and_has_time_to_end() -> None:
-    """Numbers that two files, or two places, must agree on."""
+def test_a_systemd_worker_has_time_to_end() -> None:
     (app,) = parsed("serve_config.yaml")["applications"]
     deployment = app["args"]["models"][0]["deployment"]
-    (group,) = rayservice()["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    pod = group["template"]["spec"]
-    (container,) = pod["containers"]
-    cpus = deployment["ray_actor_options"]["num_cpus"]
-    assert container["resources"]["limits"]["cpu"] == str(cpus)
-    assert container["resources"]["limits"] == container["resources"]["requests"]
-    assert pod["terminationGracePeriodSeconds"] > deployment["graceful_shutdown_timeout_s"]
-    assert deployment["autoscaling_config"]["max_replicas"] <= group["maxReplicas"]
-    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert str(Path(app["args"]["ingress"]["api_key_file"]).parent) in mounts
-    stop = re.search(
-        r"TimeoutStopSec=(\d+)", (CLUSTER / "systemd/corral-worker.service").read_text()
-    )
+    unit = (CLUSTER / "systemd/corral-worker.service").read_text()
+    stop = re.search(r"TimeoutStopSec=(\d+)", unit)
     assert stop is not None
     assert int(stop[1]) > deployment["graceful_shutdown_timeout_s"]
 

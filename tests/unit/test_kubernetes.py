@@ -18,6 +18,9 @@ from tests.unit import kuberay
 from tests.unit.kustomize import Document, render
 
 FOLDER = Path(__file__).parents[2] / "cluster/kubernetes"
+COMPONENTS = [*sorted((FOLDER / "components").iterdir()), FOLDER.parent / "monitoring"]
+OPERATORS = ("PodMonitor", "PrometheusRule")
+"""Kinds of the Prometheus operator."""
 FOLDERS = [FOLDER / "base", *sorted((FOLDER / "overlays").iterdir())]
 every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
@@ -25,6 +28,10 @@ every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: fol
 def only(kind: str, documents: list[Document]) -> Document:
     (found,) = (document for document in documents if document["kind"] == kind)
     return found
+
+
+def render_file(name: str) -> list[Document]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
 
 
 def groups(documents: list[Document]) -> list[Document]:
@@ -36,11 +43,11 @@ def pods(documents: list[Document]) -> list[Document]:
     return [group["template"] for group in groups(documents)]
 
 
-def with_component(name: str, tmp_path: Path) -> list[Document]:
+def with_component(component: Path, tmp_path: Path) -> list[Document]:
     """The base with one component."""
-    for part in ("base", "components"):
-        shutil.copytree(FOLDER / part, tmp_path / part)
-    said = {"resources": ["../base"], "components": [f"../components/{name}"]}
+    for part in (FOLDER / "base", component):
+        shutil.copytree(part, tmp_path / part.name)
+    said = {"resources": ["../base"], "components": [f"../{component.name}"]}
     (tmp_path / "with").mkdir()
     (tmp_path / "with/kustomization.yaml").write_text(yaml.safe_dump(said))
     return render(tmp_path / "with")
@@ -59,7 +66,7 @@ def check(document: Document) -> None:
         kuberay.check({"apiVersion": "v1", "kind": "Service"} | document["spec"]["serveService"])
         for template in pods([document]):
             kuberay.check(as_pod(template))
-    elif kind != "PodMonitor":  # of the Prometheus operator
+    elif kind not in OPERATORS:
         kuberay.check(document)
 
 
@@ -67,10 +74,30 @@ def as_pod(template: Document) -> Document:
     return {"apiVersion": "v1", "kind": "Pod"} | template
 
 
-@pytest.mark.parametrize(
-    "component", sorted(path.name for path in (FOLDER / "components").iterdir())
-)
-def test_each_component_fits_the_base(component: str, tmp_path: Path) -> None:
+def test_the_base_needs_nothing_but_kuberay() -> None:
+    documents = render(FOLDER / "base")
+    assert {one["kind"] for one in documents} <= {
+        *("RayService", "NetworkPolicy", "PodDisruptionBudget"),
+    }
+    for pod in pods(documents):
+        models, keys = pod["spec"]["volumes"]
+        assert models == {"name": "models", "emptyDir": {}}
+        assert keys["secret"]["optional"] is True
+    (app,) = yaml.safe_load(only("RayService", documents)["spec"]["serveConfigV2"])["applications"]
+    assert app["args"]["models"][0]["source"] == {"builtin": True}  # nothing is downloaded
+    rules = only("NetworkPolicy", documents)["spec"]["ingress"]
+    assert app["args"]["ingress"]["allow_anonymous"]
+    assert all("from" in rule for rule in rules)
+
+
+def test_the_operators_alerts_are_prometheus_own() -> None:
+    folder = FOLDER.parent / "monitoring"
+    rule = yaml.safe_load((folder / "prometheus-rule.yaml").read_text())
+    assert rule["spec"] == yaml.safe_load((folder / "alerts.yml").read_text())
+
+
+@pytest.mark.parametrize("component", COMPONENTS, ids=lambda path: path.name)
+def test_each_component_fits_the_base(component: Path, tmp_path: Path) -> None:
     documents = with_component(component, tmp_path)
     assert documents != render(FOLDER / "base")
     for document in documents:
@@ -100,7 +127,7 @@ def test_the_check_finds_what_kuberay_does_not_take(path: tuple[Any, ...], value
 
 def test_the_check_finds_what_kubernetes_does_not_take() -> None:
     validator: Any = pytest.importorskip("kubernetes_validate")
-    documents = render(FOLDER / "overlays/small")
+    documents = [*render(FOLDER / "base"), *render_file("components/ingress/ingress.yaml")]
     wrong = copy.deepcopy(pods(documents)[0])
     wrong["spec"]["containers"][0]["livenessProbe"]["httpget"] = {}
     with pytest.raises(validator.ValidationError, match="httpget"):
@@ -128,18 +155,24 @@ def test_what_is_served_is_valid_and_fits_the_workers(folder: Path) -> None:
     assert deployment["autoscaling_config"]["max_replicas"] <= workers["maxReplicas"]
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     assert {"n_slots", "n_ctx_slot"} <= model["engine"].keys()  # the head does not have the file
+    stop_s = workers["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert stop_s > deployment["graceful_shutdown_timeout_s"]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    keys = app["args"]["ingress"].get("api_key_file", "/etc/corral/keys.yaml")
+    assert str(Path(keys).parent) in mounts
 
 
 @every_folder
 def test_names_and_labels_lead_to_what_is_there(folder: Path) -> None:
     documents = render(folder)
     labels = [pod["metadata"]["labels"] for pod in pods(documents)]
-    claim = only("PersistentVolumeClaim", documents)["metadata"]["name"]
+    claims = [d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"]
     policy = only("NetworkPolicy", documents)["spec"]
     budgets = [one for one in documents if one["kind"] == "PodDisruptionBudget"]
     service = only("RayService", documents)["spec"]["serveService"]
     for pod, label in zip(pods(documents), labels, strict=True):
-        assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
+        volume = pod["spec"]["volumes"][0]
+        assert claims == [v["claimName"] for k, v in volume.items() if k == "persistentVolumeClaim"]
         assert _selects(policy["podSelector"], label)
         assert _selects(policy["ingress"][0]["from"][0]["podSelector"], label)
     found = [
@@ -147,20 +180,17 @@ def test_names_and_labels_lead_to_what_is_there(folder: Path) -> None:
         for one in labels
     ]
     assert found == [["corral-head"], ["corral-workers"]]
-    names = {port["name"] for port in service["spec"]["ports"]}
-    for document in documents:
-        if document["kind"] == "Ingress":
-            (rule,) = document["spec"]["rules"]
-            (path,) = rule["http"]["paths"]
-            backend = path["backend"]["service"]
-            assert backend["name"] == service["metadata"]["name"]
-            assert backend["port"]["name"] in names
-        if document["kind"] == "PodMonitor":
-            assert all(_selects(document["spec"]["selector"], label) for label in labels)
-            (endpoint,) = document["spec"]["podMetricsEndpoints"]
-            for pod in pods(documents):
-                ports = {p["name"] for c in pod["spec"]["containers"] for p in c["ports"]}
-                assert endpoint["port"] in ports
+    (ingress,) = render_file("components/ingress/ingress.yaml")
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    backend = path["backend"]["service"]
+    assert backend["name"] == service["metadata"]["name"]
+    assert backend["port"]["name"] in {port["name"] for port in service["spec"]["ports"]}
+    (monitor,) = render_file("../monitoring/pod-monitor.yaml")
+    assert all(_selects(monitor["spec"]["selector"], label) for label in labels)
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    for pod in pods(documents):
+        ports = {p["name"] for c in pod["spec"]["containers"] for p in c["ports"]}
+        assert endpoint["port"] in ports
 
 
 def _selects(selector: Document, labels: dict[str, str]) -> bool:
@@ -169,7 +199,7 @@ def _selects(selector: Document, labels: dict[str, str]) -> bool:
 
 
 @every_folder
-def test_pods_are_unprivileged_and_only_port_8000_is_for_everybody(folder: Path) -> None:
+def test_pods_are_unprivileged_and_only_port_8000_is_opened_with_keys(folder: Path) -> None:
     documents = render(folder)
     for pod in pods(documents):
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
@@ -178,7 +208,11 @@ def test_pods_are_unprivileged_and_only_port_8000_is_for_everybody(folder: Path)
         assert {"livenessProbe", "readinessProbe"} <= container.keys()
     rules = only("NetworkPolicy", documents)["spec"]["ingress"]
     opened = [rule["ports"] for rule in rules if "from" not in rule]
-    assert [[port["port"] for port in ports] for ports in opened] == [[8000]]
+    config = yaml.safe_load(only("RayService", documents)["spec"]["serveConfigV2"])
+    has_keys = "api_key_file" in config["applications"][0]["args"]["ingress"]
+    assert [[port["port"] for port in ports] for ports in opened] == ([[8000]] if has_keys else [])
+    for pod in pods(documents):
+        assert pod["spec"]["volumes"][1]["secret"].get("optional", False) is not has_keys
 
 
 @every_folder
