@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from serve_app.config.schema import EngineConfig
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
+from serve_app.llama.cache_layout import CacheLayout, cache_layout
 from serve_app.llama.formats import CacheType, LoadMode, block_size, n_bytes
-from serve_app.llama.model import Model
+from serve_app.llama.model import N_BYTES, Model
 
 _MAX_DEFAULT_CTX = 4096
 _MIN_DEFAULT_CTX = 1024
@@ -26,18 +27,6 @@ _PROCESS_BYTES = 2**29
 # Most quantised ones it packs anew at the start, into memory of the process.
 _MAPPED_FILE_TYPES = ("0", "1", "32")
 _MAPPING_LOAD_MODES = ("auto", "mmap", "mlock", "mmap+mlock")
-# Of models whose files need not say it: one of how many layers sees everything, and the others a window.
-_FULL_LAYERS = {
-    "gemma2": 2,
-    "gpt-oss": 2,
-    "cohere2": 4,
-    "olmo2": 4,
-    "afmoe": 4,
-    "exaone-moe": 4,
-    "gemma3n": 5,
-    "gemma3": 6,
-    "plamo3": 8,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +45,31 @@ class ModelNeeds:
     window: int = 0
     """Tokens that some layers look back on."""
     window_share: float = 0.0
-    """The part of the layers that do; what is not known counts as seeing everything."""
-    recurrent_elements: int = 0
-    """Elements of one slot's recurrent layers, four bytes each."""
+    """The part of the cache's elements that these layers have."""
+    recurrent_bytes: int = 0
+    """Bytes of one slot's recurrent layers."""
     draft_bytes: int = 0
     """Bytes that a draft takes for one slot. A draft model's weights are among `weight_bytes`."""
 
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
-        """Read from a GGUF's metadata; the vocabulary is enough."""
+        """Read from a GGUF, whose weights may be missing. Without a word from llama.cpp, each layer has a cache
+        for every token."""
         weight_bytes = sum(path.stat().st_size for path in model.files)
         mapped = model.meta("general.file_type") in _MAPPED_FILE_TYPES
+        layout = None if model.meta(N_BYTES) is not None else cache_layout(model.path)
+        if layout is None:
+            layout = CacheLayout(model.cache_elements, (0, 0), 0, 0)
+        in_all = [a + b for a, b in zip(layout.full, layout.windowed, strict=True)]
         return cls(
             model.n_ctx_train,
-            model.cache_elements,
+            (in_all[0], in_all[1]),
             model.head_sizes,
             weight_bytes,
             mapped,
-            *_window_share(model),
-            _recurrent_elements(model),
+            layout.window,
+            sum(layout.windowed) / max(1, sum(in_all)),
+            layout.recurrent_bytes,
         )
 
     def with_draft(self, draft: ModelNeeds, n_ctx: int) -> ModelNeeds:
@@ -125,7 +120,7 @@ class CacheNeeds:
         per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
         windowed = per_token * needs.window_share
         n_window = needs.window + config.n_batch
-        of_slot = 4 * needs.recurrent_elements + needs.draft_bytes
+        of_slot = needs.recurrent_bytes + needs.draft_bytes
         return cls(per_token - windowed, windowed, n_window, of_slot)
 
     def n_bytes(self, n_slots: int, n_tokens: int) -> float:
@@ -301,25 +296,3 @@ def _fit(
         of_slot = max(1.0, cache.n_bytes(1, n_ctx_slot))
         n_slots = max(1, int(min(wanted_slots, room // of_slot - pinned)))
     return n_slots, n_ctx_slot
-
-
-def _window_share(model: Model) -> tuple[int, float]:
-    """The tokens of a model's sliding windows, and the part of its layers that have one; 0 if the file's
-    metadata do not say. A model of which only the vocabulary was read has these metadata."""
-    window = model.meta_int("attention.sliding_window", 0)
-    default = _FULL_LAYERS.get(model.meta("general.architecture") or "", 0)
-    each = model.meta_int("attention.sliding_window_pattern", default)
-    if window <= 0 or each <= 1:
-        return 0, 0.0
-    return window, 1 - model.n_layer // each / model.n_layer
-
-
-def _recurrent_elements(model: Model) -> int:
-    """Elements that recurrent layers keep of a sequence, as far as the metadata say it."""
-    n_layer = model.n_layer - model.n_cache_layers
-    if n_conv := model.meta_int("shortconv.l_cache", 0):
-        return n_layer * model.n_embd * (n_conv - 1)
-    inner, state = model.meta_int("ssm.inner_size", 0), model.meta_int("ssm.state_size", 0)
-    groups = 2 * model.meta_int("ssm.group_count", 0) * state
-    conv = max(0, model.meta_int("ssm.conv_kernel", 0) - 1) * (inner + groups)
-    return n_layer * (inner * state + conv)

@@ -1,0 +1,76 @@
+"""Sizes of a model's cache, as llama.cpp tells them: it makes a context without weights and memory."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import llama_cpp
+
+from serve_app.llama import library
+
+# Of the context that is asked for: with many cells, two decimals of a MiB are whole elements.
+_N_CTX, _N_SEQUENCES = 2**15, 64
+# As `llama_kv_cache` and `llama_memory_recurrent` log their sizes: keys and values, or the two states.
+_SIZE = re.compile(
+    r"^llama_(\w+): size = .*?\( *(\d+) cells,.*?: +([\d.]+) MiB, [VS] \(\w+\): +([\d.]+) MiB"
+)
+
+
+class CacheLayout(NamedTuple):
+    """The cache that a model needs."""
+
+    full: tuple[int, int]
+    """Elements of one token's keys and values in the layers that see everything."""
+    windowed: tuple[int, int]
+    """Elements of one token's keys and values in the layers with a window."""
+    window: int
+    """Tokens that these look back on."""
+    recurrent_bytes: int
+    """Bytes of one sequence in the recurrent layers."""
+
+
+def cache_layout(path: Path) -> CacheLayout | None:
+    """Read a GGUF file, whose weights may be missing. Takes tenths of a second. None if llama.cpp makes no
+    context of it, or one without a cache."""
+    library.init()
+    params = llama_cpp.llama_model_default_params()
+    params.no_alloc, params.n_gpu_layers = True, 0
+    params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+    with library.captured() as lines:
+        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        if not model:
+            return None
+        window = int(llama_cpp.llama_model_n_swa(model))
+        wanted = llama_cpp.llama_context_default_params()
+        wanted.n_ctx, wanted.n_seq_max, wanted.kv_unified = _N_CTX, _N_SEQUENCES, True
+        wanted.swa_full = False
+        wanted.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which takes the most
+        context = llama_cpp.llama_init_from_model(model, wanted)
+        if context:
+            llama_cpp.llama_free(context)
+        llama_cpp.llama_model_free(model)
+    return _parsed(lines, window)
+
+
+def _parsed(lines: list[str], window: int) -> CacheLayout | None:
+    full, windowed, recurrent_bytes, has_cache = [0, 0], [0, 0], 0.0, False
+    for line in lines:
+        if (size := _SIZE.match(line)) is None:
+            continue
+        n_cells = int(size[2])
+        n_bytes = [float(mib) * 2**20 / n_cells for mib in size.groups()[2:]]
+        has_cache = True
+        if size[1] == "memory_recurrent":
+            recurrent_bytes += sum(n_bytes)
+            continue
+        elements = windowed if window and n_cells < _N_CTX else full
+        for i, of_token in enumerate(n_bytes):
+            elements[i] += round(of_token / 2)
+    if not has_cache:
+        return None
+    return CacheLayout(
+        (full[0], full[1]), (windowed[0], windowed[1]), window, round(recurrent_bytes)
+    )
