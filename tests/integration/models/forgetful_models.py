@@ -144,3 +144,24 @@ FORGETFUL: dict[str, Callable[[Path], None]] = {
     "gemma3": write_gemma3,
 }
 """Writes a model of each kind."""
+
+
+def write_openelm(path: Path, heads_kv: Sequence[int]) -> None:
+    """As many layers as there are numbers of key heads: each layer has its own."""
+    writer, tensors = _begin(path, "openelm", len(heads_kv))
+    writer.add_feed_forward_length([_N_FF] * len(heads_kv))
+    writer.add_head_count([2 * n for n in heads_kv])
+    writer.add_head_count_kv(list(heads_kv))
+    writer.add_rope_freq_base(1e4)
+    writer.add_key_length(_HEAD_DIM)
+    writer.add_value_length(_HEAD_DIM)
+    tensors.ones("output_norm.weight", _N_EMBD)
+    for i, n_kv in enumerate(heads_kv):
+        layer = f"blk.{i}."
+        tensors.ones(layer + "attn_norm.weight", _N_EMBD)
+        tensors.draw(layer + "attn_qkv.weight", 4 * n_kv * _HEAD_DIM, _N_EMBD)
+        tensors.draw(layer + "attn_output.weight", _N_EMBD, 2 * n_kv * _HEAD_DIM)
+        tensors.ones(layer + "attn_q_norm.weight", _HEAD_DIM)
+        tensors.ones(layer + "attn_k_norm.weight", _HEAD_DIM)
+        _draw_feed_forward(tensors, layer)
+    finish(writer, tensors)
