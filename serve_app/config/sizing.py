@@ -53,8 +53,8 @@ class ModelNeeds:
 
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
-        """Read from a GGUF, whose weights may be missing. If llama.cpp tells no sizes, each layer counts as one
-        with a cache for every token."""
+        """Read from a GGUF, whose weights may be missing. If llama.cpp tells no sizes, each layer counts as
+        one with a cache for every token."""
         weight_bytes = sum(path.stat().st_size for path in model.files)
         mapped = model.meta("general.file_type") in _MAPPED_FILE_TYPES
         layout = None if model.meta(N_BYTES) is not None else cache_layout(model.path)

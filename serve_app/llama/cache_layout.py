@@ -44,11 +44,11 @@ def cache_layout(path: Path) -> CacheLayout | None:
         if not model:
             return None
         window = int(llama_cpp.llama_model_n_swa(model))
-        wanted = llama_cpp.llama_context_default_params()
-        wanted.n_ctx, wanted.n_seq_max, wanted.kv_unified = _N_CTX, _N_SEQUENCES, True
-        wanted.swa_full = False
-        wanted.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which takes the most
-        context = llama_cpp.llama_init_from_model(model, wanted)
+        sizes = llama_cpp.llama_context_default_params()
+        sizes.n_ctx, sizes.n_seq_max, sizes.kv_unified = _N_CTX, _N_SEQUENCES, True
+        sizes.swa_full = False
+        sizes.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which takes the most
+        context = llama_cpp.llama_init_from_model(model, sizes)
         if context:
             llama_cpp.llama_free(context)
         llama_cpp.llama_model_free(model)
