@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from serve_app.config.schema import EngineConfig
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
-from serve_app.llama.cache_layout import CacheLayout, cache_layout
+from serve_app.llama.cache_sizes import CacheSizes, cache_sizes
 from serve_app.llama.formats import CacheType, LoadMode, block_size, n_bytes
 from serve_app.llama.model import N_BYTES, Model
 
@@ -57,19 +57,19 @@ class ModelNeeds:
         one with a cache for every token."""
         weight_bytes = sum(path.stat().st_size for path in model.files)
         mapped = model.meta("general.file_type") in _MAPPED_FILE_TYPES
-        layout = None if model.meta(N_BYTES) is not None else cache_layout(model.path)
-        if layout is None:
-            layout = CacheLayout(model.cache_elements, (0, 0), 0, 0)
-        in_all = [a + b for a, b in zip(layout.full, layout.windowed, strict=True)]
+        sizes = None if model.meta(N_BYTES) is not None else cache_sizes(model.path)
+        if sizes is None:
+            sizes = CacheSizes(model.cache_elements, (0, 0), 0, 0)
+        in_all = [a + b for a, b in zip(sizes.full, sizes.windowed, strict=True)]
         return cls(
             model.n_ctx_train,
             (in_all[0], in_all[1]),
             model.head_sizes,
             weight_bytes,
             mapped,
-            layout.window,
-            sum(layout.windowed) / max(1, sum(in_all)),
-            layout.recurrent_bytes,
+            sizes.window,
+            sum(sizes.windowed) / max(1, sum(in_all)),
+            sizes.recurrent_bytes,
         )
 
     def with_draft(self, draft: ModelNeeds, n_ctx: int) -> ModelNeeds:

@@ -19,7 +19,7 @@ _SIZE = re.compile(
 )
 
 
-class CacheLayout(NamedTuple):
+class CacheSizes(NamedTuple):
     """The cache that a model needs."""
 
     full: tuple[int, int]
@@ -32,7 +32,7 @@ class CacheLayout(NamedTuple):
     """Bytes of one sequence in the recurrent layers."""
 
 
-def cache_layout(path: Path) -> CacheLayout | None:
+def cache_sizes(path: Path) -> CacheSizes | None:
     """Read a GGUF file, whose weights may be missing. Takes tenths of a second. None if llama.cpp makes no
     context of it, or one without a cache."""
     library.init()
@@ -44,18 +44,18 @@ def cache_layout(path: Path) -> CacheLayout | None:
         if not model:
             return None
         window = int(llama_cpp.llama_model_n_swa(model))
-        sizes = llama_cpp.llama_context_default_params()
-        sizes.n_ctx, sizes.n_seq_max, sizes.kv_unified = _N_CTX, _N_SEQUENCES, True
-        sizes.swa_full = False
-        sizes.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which takes the most
-        context = llama_cpp.llama_init_from_model(model, sizes)
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx, options.n_seq_max, options.kv_unified = _N_CTX, _N_SEQUENCES, True
+        options.swa_full = False
+        options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which takes the most
+        context = llama_cpp.llama_init_from_model(model, options)
         if context:
             llama_cpp.llama_free(context)
         llama_cpp.llama_model_free(model)
     return _parsed(lines, window)
 
 
-def _parsed(lines: list[str], window: int) -> CacheLayout | None:
+def _parsed(lines: list[str], window: int) -> CacheSizes | None:
     full, windowed, recurrent_bytes, has_cache = [0, 0], [0, 0], 0.0, False
     for line in lines:
         if (size := _SIZE.match(line)) is None:
@@ -71,6 +71,6 @@ def _parsed(lines: list[str], window: int) -> CacheLayout | None:
             elements[i] += round(of_token / 2)
     if not has_cache:
         return None
-    return CacheLayout(
+    return CacheSizes(
         (full[0], full[1]), (windowed[0], windowed[1]), window, round(recurrent_bytes)
     )

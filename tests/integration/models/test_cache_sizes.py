@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.config.sizing import ModelNeeds
-from serve_app.llama.cache_layout import CacheLayout, cache_layout
+from serve_app.llama.cache_sizes import CacheSizes, cache_sizes
 from serve_app.llama.model import Model
 from tests.integration.models import forgetful_models
 from tests.integration.models.forgetful_models import WINDOW
@@ -18,16 +18,19 @@ from tests.integration.models.forgetful_models import WINDOW
 
 def test_windows_and_recurrent_layers(tmp_path: Path) -> None:
     expected = {
-        "gemma3": CacheLayout((32, 32), (5 * 32, 5 * 32), WINDOW, 0),
-        "lfm2": CacheLayout((2 * 32, 2 * 32), (0, 0), 0, 2 * 4 * 64 * 2),
-        "mamba": CacheLayout((0, 0), (0, 0), 0, 2 * 4 * (128 * 16 + 128 * 3)),
+        "gemma3": CacheSizes((32, 32), (5 * 32, 5 * 32), WINDOW, 0),
+        "lfm2": CacheSizes((2 * 32, 2 * 32), (0, 0), 0, 2 * 4 * 64 * 2),
+        "mamba": CacheSizes((0, 0), (0, 0), 0, 2 * 4 * (128 * 16 + 128 * 3)),
     }
-    for name, layout in expected.items():
+    for name, sizes in expected.items():
         path = tmp_path / f"{name}.gguf"
         getattr(forgetful_models, f"write_{name}")(path)
-        *elements, recurrent_bytes = cache_layout(path) or ()
-        assert tuple(elements) == layout[:-1], name
-        assert recurrent_bytes == pytest.approx(layout.recurrent_bytes, abs=170)  # 0.01 MiB of 64
+        found = cache_sizes(path)
+        assert found is not None
+        assert found[:-1] == sizes[:-1], name
+        assert found.recurrent_bytes == pytest.approx(
+            sizes.recurrent_bytes, abs=170
+        )  # 0.01 MiB of 64
 
 
 @settings(max_examples=10, deadline=None)
@@ -54,12 +57,10 @@ def test_weights_may_be_missing(tmp_path: Path) -> None:
     path.write_bytes(whole[:n_head])
     with path.open("r+b") as file:
         file.truncate(len(whole))
-    assert (
-        cache_layout(path) == cache_layout(BUILTIN_MODEL) == CacheLayout((768, 768), (0, 0), 0, 0)
-    )
+    assert cache_sizes(path) == cache_sizes(BUILTIN_MODEL) == CacheSizes((768, 768), (0, 0), 0, 0)
 
 
 def test_a_file_without_weights_tells_nothing(tmp_path: Path) -> None:
     path = tmp_path / "none.gguf"
     path.write_bytes(b"GGUF")
-    assert cache_layout(path) is None
+    assert cache_sizes(path) is None
