@@ -31,11 +31,10 @@ async def messages(
     plan = message.chat.generation
     model = find(models, plan.model)
     answer_id = f"msg_{uuid.uuid4().hex}"
-    started = generation.requests(answer_id, plan)
     parser = generation.output_parser(model, message.chat)
     n_prompt = len(message.chat.prompt)
     answer = MessageAnswer(answer_id, model.id, n_prompt, parser, message.shows_reasoning)
-    return await answer.respond(model, plan, started)
+    return await answer.respond(model, plan, answer_id)
 
 
 @ROUTER.post("/v1/messages/count_tokens")

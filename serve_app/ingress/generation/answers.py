@@ -17,7 +17,7 @@ from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import error_body, unexpected
 from serve_app.ingress.http.sse import Json
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.types import GenerationRequest, TokenDelta
+from serve_app.types import TokenDelta
 
 logger = logging.getLogger("corral.ingress")
 
@@ -52,10 +52,10 @@ class ProtocolAnswer(ABC):
         """An event as it is sent."""
         return sse.data(event)
 
-    async def respond(
-        self, model: ServedModel, plan: Generation, requests: Sequence[GenerationRequest]
-    ) -> Response:
-        """Start the requests, and answer as the plan says. Raises CorralError if one is refused."""
+    async def respond(self, model: ServedModel, plan: Generation, answer_id: str) -> Response:
+        """Start the plan's requests, and answer as it says. Raises CorralError if one is refused, or is not
+        allowed to the caller of this task."""
+        requests = generation.requests(answer_id, plan)
         deltas = await generation.start(model, requests)
         if plan.stream:
             events, interval_s = self._stream(deltas), plan.sse_ping_interval

@@ -265,8 +265,9 @@ def sampling(model: ModelInfo, params: GenerationParams) -> SamplingParams:
 
 def chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
-    prompt, media = chat_with_media(model, body, prompt_field)
-    sampling = chat_sampling(model, body, prompt)
+    turns, prefill = _turns(model, body)
+    prompt, media = _with_attachments(model, body, turns, prefill, prompt_field)
+    sampling = chat_sampling(model, body, prompt, prefill)
     if body.may_think:
         sampling = dataclasses.replace(sampling, reasoning=_reasoning(model, body, prompt))
     return Chat(
@@ -274,7 +275,7 @@ def chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat
         body.tools_for_template() if body.parse_tool_calls else [],
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
         frozenset(tool.function.name for tool in body.offered_tools if tool.type == "custom"),
-        _prefill(body)[1],
+        prefill,
     )
 
 
@@ -296,31 +297,42 @@ def chat_with_media(
 ) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
     """The prompt that asks for the chat's next turn, with MEDIUM in the places of its pictures and sounds,
     and these. Raises InvalidRequestError, and MediaError for what the model neither sees nor hears."""
-    turns = _without_unread_results(model, body.conversation)
+    return _with_attachments(model, body, *_turns(model, body), prompt_field)
+
+
+def _with_attachments(
+    model: ModelInfo, body: ChatRequest, turns: Conversation, prefill: str, prompt_field: str
+) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
     attachments = [medium for turn in turns for medium in turn.attachments]
     for medium in attachments:
         check_medium(model, medium.is_sound, prompt_field)
-    urls = [medium.url for medium in attachments]
-    return with_media(model, chat_prompt(model, body), urls, prompt_field)
+    prompt = _rendered(model, body, turns, prefill, model.tokenizer.encode_chat)
+    return with_media(model, prompt, [medium.url for medium in attachments], prompt_field)
 
 
-def _without_unread_results(model: ModelInfo, turns: Conversation) -> Conversation:
-    """The turns without pictures and sounds in results of tools, if the model reads text only: an agent
-    that looks at a picture sends it with each later request, too."""
-    if model.media is not None or not any(turn.role == "tool" for turn in turns):
-        return turns
-    return [
-        dataclasses.replace(
-            turn,
-            parts=tuple(part if isinstance(part, str) else _LEFT_OUT for part in turn.parts),
-        )
-        if turn.role == "tool" and turn.attachments
-        else turn
-        for turn in turns
-    ]
-
-
+_PARTS = "\n\n"
+"""The text that llama-server puts between the parts of a message that is continued."""
 _LEFT_OUT = "[left out: this model reads text only]"
+
+
+def _turns(model: ModelInfo, body: ChatRequest) -> tuple[Conversation, str]:
+    """The turns that the model reads, and the beginning of the answer: the text of the assistant's last
+    turns, if these are continued."""
+    turns, texts = list(body.conversation), list[str]()
+    while body.continues and turns and turns[-1].role == "assistant" and not turns[-1].calls:
+        texts[:0] = [part for part in turns.pop().parts if isinstance(part, str)]
+    if model.media is None:
+        turns = [_without_pictures(turn) if turn.role == "tool" else turn for turn in turns]
+    if model.defaults.system_prompt and not any(turn.role == "system" for turn in turns):
+        turns.insert(0, Turn("system", (model.defaults.system_prompt,)))
+    return turns, _PARTS.join(texts)
+
+
+def _without_pictures(turn: Turn) -> Turn:
+    """A tool's result for a model that reads text only: an agent that looks at a picture sends it with each
+    later request, too."""
+    parts = (part if isinstance(part, str) else _LEFT_OUT for part in turn.parts)
+    return dataclasses.replace(turn, parts=tuple(parts)) if turn.attachments else turn
 
 
 def length(model: ModelInfo, body: ChatRequest, prompt_field: str) -> PromptLength:
@@ -336,18 +348,20 @@ def length(model: ModelInfo, body: ChatRequest, prompt_field: str) -> PromptLeng
 def chat_prompt(model: ModelInfo, body: ChatRequest) -> tuple[int, ...]:
     """The prompt that asks for the chat's next turn. The first medium is -1 there, the second -2. Raises
     InvalidRequestError."""
-    return _rendered(model, body, model.tokenizer.encode_chat)
+    return _rendered(model, body, *_turns(model, body), model.tokenizer.encode_chat)
 
 
 def chat_text(model: ModelInfo, body: ChatRequest) -> str:
-    return str(_rendered(model, body, model.tokenizer.render_chat))
+    return str(_rendered(model, body, *_turns(model, body), model.tokenizer.render_chat))
 
 
-def _rendered(model: ModelInfo, body: ChatRequest, render: Callable[..., T]) -> T:
-    turns, prefill = _prefill(body)
-    turns = _without_unread_results(model, turns)
-    if model.defaults.system_prompt and not any(turn.role == "system" for turn in turns):
-        turns = [Turn("system", (model.defaults.system_prompt,)), *turns]
+def _rendered(
+    model: ModelInfo,
+    body: ChatRequest,
+    turns: Conversation,
+    prefill: str,
+    render: Callable[..., T],
+) -> T:
     # Templates may leave out all but the contents.
     n_chars = sum(len(turn.text) for turn in turns) + len(prefill)
     refuse_far_too_long(model, "messages", n_chars)
@@ -361,31 +375,21 @@ def _rendered(model: ModelInfo, body: ChatRequest, render: Callable[..., T]) -> 
     )
 
 
-_PARTS = "\n\n"
-"""The text that llama-server puts between the parts of a message that is continued."""
-
-
-def _prefill(body: ChatRequest) -> tuple[Conversation, str]:
-    """The turns before an answer that the assistant's last turns begin, and their text; all turns and
-    nothing, if there are none."""
-    before, texts = list(body.conversation), list[str]()
-    while body.continues and before and before[-1].role == "assistant" and not before[-1].calls:
-        parts = before.pop().parts
-        texts[:0] = [part for part in parts if isinstance(part, str)]
-    return before, _PARTS.join(texts)
-
-
-def chat_sampling(model: ModelInfo, body: ChatRequest, prompt: Sequence[int]) -> SamplingParams:
+def chat_sampling(
+    model: ModelInfo, body: ChatRequest, prompt: Sequence[int], prefill: str = ""
+) -> SamplingParams:
     """The engine's parameters of the answer to this prompt. Raises InvalidRequestError."""
-    grammar = _chat_grammar(model, body, prompt)
+    grammar = _chat_grammar(model, body, prompt, may_think=body.may_think and not prefill)
     params = sampling(model, body)
     return params if grammar is None else dataclasses.replace(params, grammar=grammar)
 
 
-def _chat_grammar(model: ModelInfo, body: ChatRequest, prompt: Sequence[int]) -> str | None:
+def _chat_grammar(
+    model: ModelInfo, body: ChatRequest, prompt: Sequence[int], *, may_think: bool
+) -> str | None:
     """The grammar of calls and of the answer's schema, if the request or the model's format needs one."""
     dialect, constraint = model.tokenizer.dialect(prompt), body.constraint
-    if not body.may_think or _prefill(body)[1]:
+    if not may_think:
         dialect = dataclasses.replace(dialect, thinking=grammars.ThinkingPhase.NEVER)
     schema = constraint if constraint is not None and constraint.kind == "schema" else None
     tool_format = dialect.tool_format

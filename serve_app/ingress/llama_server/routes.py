@@ -16,7 +16,6 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve_app.errors import EngineUnavailableError, InvalidRequestError, NotSupportedError
-from serve_app.ingress.generation import generation
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import (
     ModelsArgument,
@@ -186,7 +185,6 @@ async def infill(
 async def _respond(models: Mapping[str, ServedModel], body: PreparedLlamaCompletion) -> Response:
     plan = body.generation
     model = find(models, plan.model)
-    started = generation.requests(f"cmpl-{uuid.uuid4().hex}", plan)
     choices = [
         LlamaChoice(
             index=i,
@@ -198,9 +196,10 @@ async def _respond(models: Mapping[str, ServedModel], body: PreparedLlamaComplet
             piece=model.tokenizer.piece,
             eog=sorted(model.tokenizer.model.eog_tokens),
         )
-        for i, request in enumerate(started)
+        for i, request in enumerate(plan.requests)
     ]
-    return await LlamaAnswer(choices, body.is_batch).respond(model, plan, started)
+    answer = LlamaAnswer(choices, body.is_batch)
+    return await answer.respond(model, plan, f"cmpl-{uuid.uuid4().hex}")
 
 
 @ROUTER.post("/tokenize", response_model=None)

@@ -76,7 +76,6 @@ async def _respond(
         return JSONResponse(serving.loaded(kind, body.name, body.reason))
     plan = body.chat.generation
     model = find(models, plan.model)
-    started = generation.requests(f"ollama-{uuid.uuid4().hex}", plan)
     answer = OllamaAnswer(
         kind,
         body.name,
@@ -86,7 +85,7 @@ async def _respond(
         list(body.chat.prompt) if body.has_context else None,
         began,
     )
-    return await answer.respond(model, plan, started)
+    return await answer.respond(model, plan, f"ollama-{uuid.uuid4().hex}")
 
 
 @ROUTER.post("/api/embed", response_model=None)

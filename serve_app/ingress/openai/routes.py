@@ -38,7 +38,6 @@ async def completions(
     plan, n = completion.generation, completion.generation.n
     model = find(models, plan.model)
     answer_id = f"cmpl-{uuid.uuid4().hex}"
-    started = generation.requests(answer_id, plan)
     piece = model.tokenizer.piece if completion.logprobs else None
     echoed = plan.sampling.prompt_logprobs
     choices = [
@@ -53,7 +52,7 @@ async def completions(
         for j in range(n)
     ]
     answer = Answer("text", answer_id, model.id, choices, plan, completion.n_best)
-    return await answer.respond(model, plan, started)
+    return await answer.respond(model, plan, answer_id)
 
 
 @ROUTER.post("/v1/chat/completions", response_model=None)
@@ -67,7 +66,6 @@ async def chat_completions(
     plan = completion.chat.generation
     model = find(models, plan.model)
     answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-    started = generation.requests(answer_id, plan)
     piece = model.tokenizer.piece if completion.logprobs else None
     choices = [
         Choice(
@@ -85,7 +83,7 @@ async def chat_completions(
     answer = Answer("chat", answer_id, model.id, choices, plan)
     if completion.verbose or request.app.state.verbose:
         answer.verbose = {"prompt": model.tokenizer.decode(completion.chat.prompt, special=True)}
-    return await answer.respond(model, plan, started)
+    return await answer.respond(model, plan, answer_id)
 
 
 @ROUTER.post("/v1/chat/completions/input_tokens")
