@@ -23,10 +23,8 @@ from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.generation.requests import (
     MOST_TOKENS,
     CacheSalt,
-    NamedSchema,
     NamedToolChoice,
     PingInterval,
-    ResponseFormat,
     TranslatedChat,
 )
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
@@ -82,12 +80,7 @@ class OutputFormat(RequestModel):
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
-    """The schema of the answer's text."""
-
-    def as_format(self) -> ResponseFormat:
-        """The format as OpenAI has it."""
-        schema = NamedSchema.model_validate({"schema": self.schema_})
-        return ResponseFormat(type="json_schema", json_schema=schema)
+    """The schema of the answer's text. An empty one is any object's."""
 
 
 class OutputConfig(RequestModel):
@@ -166,7 +159,7 @@ class CountTokensRequest(RequestModel):
             tools=[tool.as_tool() for tool in self.tools],
             tool_choice=choice.as_choice() if choice else None,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
-            response_format=None if answer is None else answer.as_format(),
+            json_schema=None if answer is None else answer.schema_ or {"type": "object"},
             reasoning_effort=self.output_config.effort if self.thinks else None,
             chat_template_kwargs={"enable_thinking": self.thinks},
             **self._sampling(),

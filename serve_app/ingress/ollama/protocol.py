@@ -18,9 +18,7 @@ from serve_app.ingress.generation.requests import (
     MAX_LOGPROBS,
     CacheSalt,
     GenerationParams,
-    NamedSchema,
     PingInterval,
-    ResponseFormat,
     TranslatedChat,
 )
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
@@ -233,6 +231,7 @@ class OllamaRequest(OllamaModelRequest):
         most = self.options.max_tokens
         return {
             "stream": self.streams,
+            "json_schema": self.schema_of_answer(),
             "max_tokens": most,
             "context_shift": self.shift if most is not None or not self.shift else None,
             "n_keep": self.options.num_keep,
@@ -245,15 +244,9 @@ class OllamaRequest(OllamaModelRequest):
 
     def as_chat(self, turns: list[Turn], tools: list[Tool], *, can_think: bool) -> TranslatedChat:
         """The request with these turns as OpenAI has it. Raises InvalidRequestError."""
-        schema, response_format = self.schema_of_answer(), None
-        if schema is not None:
-            response_format = ResponseFormat(
-                type="json_schema", json_schema=NamedSchema(name="format", schema=schema)
-            )
         return TranslatedChat(
             turns=turns,
             tools=tools,
-            response_format=response_format,
             logprobs=self.logprobs,
             top_logprobs=self.n_logprobs,
             chat_template_kwargs=self._template_kwargs(can_think),
@@ -262,7 +255,7 @@ class OllamaRequest(OllamaModelRequest):
 
     def as_completion(self) -> GenerationParams:
         """The request without a chat template as OpenAI has it, all but the prompt."""
-        return GenerationParams(json_schema=self.schema_of_answer(), **self.params())
+        return GenerationParams(**self.params())
 
     def _template_kwargs(self, can_think: bool) -> dict[str, Any]:
         """The variables for thinking, by the names that chat templates have for them."""

@@ -40,45 +40,26 @@ def _identity(kind: str) -> Json:
     return {"id": f"{kind}_{uuid.uuid4().hex}", "status": "completed"}
 
 
-class Part(RequestModel):
-    INERT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
-
-    type: Literal["input_text", "output_text"]
+class InputTextPart(RequestModel):
+    type: Literal["input_text"]
     text: str = ""
 
-    def told(self) -> Json:
-        of_answer: Json = {"annotations": [], "logprobs": []} if self.type == "output_text" else {}
-        return {"type": self.type, "text": self.text, **of_answer}
+
+class OutputTextPart(RequestModel):
+    type: Literal["output_text"]
+    text: str = ""
+    annotations: Any = Field(default=[])
+    logprobs: Any = Field(default=[])
 
 
 class InputImagePart(RequestModel):
-    INERT: ClassVar[frozenset[str]] = frozenset({"detail"})
     REFUSED: ClassVar[frozenset[str]] = frozenset({"file_id"})
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"file_id": (None,)}
 
     type: Literal["input_image"]
     image_url: str
     """A data URL: `data:image/png;base64,…`."""
-
-    def told(self) -> Json:
-        return {"type": self.type, "image_url": self.image_url, "detail": "auto"}
-
-
-class InputAudioPart(SoundPart):
-    def told(self) -> Json:
-        return self.model_dump()
-
-
-class ForeignItem(Foreign):
-    """A part or an item of a kind that Corral does not know: kept, and given back as it is."""
-
-    def told(self) -> Json:
-        return self.model_dump()
-
-
-def _kind_of_part(part: Any) -> str:
-    kind = known_kind("input_text", "output_text", "input_image", "input_audio")(part)
-    return "text" if kind.endswith("_text") else kind
+    detail: Any = "auto"
 
 
 def _parts(value: object) -> object:
@@ -101,11 +82,12 @@ def _part(part: object) -> object:
 
 
 AnyPart = Annotated[
-    Annotated[Part, Tag("text")]
+    Annotated[InputTextPart, Tag("input_text")]
+    | Annotated[OutputTextPart, Tag("output_text")]
     | Annotated[InputImagePart, Tag("input_image")]
-    | Annotated[InputAudioPart, Tag("input_audio")]
-    | Annotated[ForeignItem, Tag("foreign")],
-    Discriminator(_kind_of_part),
+    | Annotated[SoundPart, Tag("input_audio")]
+    | Annotated[Foreign, Tag("foreign")],
+    Discriminator(known_kind("input_text", "output_text", "input_image", "input_audio")),
 ]
 Parts = Annotated[
     list[AnyPart], BeforeValidator(_parts, json_schema_input_type=str | list[AnyPart])
@@ -117,7 +99,7 @@ def _canonical(parts: Sequence[AnyPart]) -> tuple[str | Attachment, ...]:
         Attachment(part.image_url)
         if isinstance(part, InputImagePart)
         else Attachment(part.url, is_sound=True)
-        if isinstance(part, InputAudioPart)
+        if isinstance(part, SoundPart)
         else part.text
         for part in parts
     )
@@ -142,8 +124,7 @@ class MessageItem(Item):
         return Turn.of(self.role, _canonical(self.content))
 
     def told(self) -> Json:
-        content = [part.told() for part in self.content]
-        return {**_identity("msg"), "type": self.type, "role": self.role, "content": content}
+        return {**_identity("msg"), **self.model_dump()}
 
 
 class CallItem(Item):
@@ -210,15 +191,10 @@ class CallOutputItem(Item):
         return Turn("tool", _canonical(self.output), call_id=self.call_id)
 
     def told(self) -> Json:
-        output: Any = [part.told() for part in self.output]
-        if len(self.output) == 1 and isinstance(self.output[0], Part):
-            output = self.output[0].text
-        return {
-            **_identity("fco"),
-            "type": self.type,
-            "call_id": self.call_id,
-            "output": output,
-        }
+        told = {**_identity("fco"), **self.model_dump()}
+        if len(self.output) == 1 and isinstance(self.output[0], InputTextPart | OutputTextPart):
+            told["output"] = self.output[0].text
+        return told
 
 
 class ReasoningText(RequestModel):
@@ -296,7 +272,7 @@ AnyItem = Annotated[
     | Annotated[CallItem, Tag("call")]
     | Annotated[CallOutputItem, Tag("output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[ForeignItem, Tag("foreign")],
+    | Annotated[Foreign, Tag("foreign")],
     Discriminator(_kind_of_item),
 ]
 Items = Annotated[
@@ -306,7 +282,7 @@ Items = Annotated[
 
 def kept(before: Sequence[Json], items: Iterable[AnyItem]) -> bytes:
     """A conversation as JSON, for `before` of the next response."""
-    new = [item.told() for item in items]
+    new = [item.model_dump() if isinstance(item, Foreign) else item.told() for item in items]
     return json.dumps([*before, *new], ensure_ascii=False, separators=(",", ":")).encode()
 
 
