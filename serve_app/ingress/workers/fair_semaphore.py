@@ -25,19 +25,24 @@ class FairSemaphore:
         self._most_each = math.inf if most_each is None else most_each
         self._max_weight = max_weight
         self._inside: Counter[str] = Counter()
-        self._weight = 0
+        self._n_inside = self._weight = 0
         self._waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}
         """The tasks that wait, with their weights, by client. The client whose turn is next is first."""
 
     def try_enter(self, client: str, weight: int = 0) -> bool:
         """Enter if that needs no waiting; whoever entered must `leave`."""
-        n_inside, weight_inside = self._inside.total(), self._weight + weight
-        is_full = n_inside >= self.n_places or self._inside[client] >= self._most_each
-        if is_full or (n_inside and weight_inside > self._max_weight):
+        is_full = self._n_inside >= self.n_places or self._inside[client] >= self._most_each
+        if is_full or (self._n_inside and self._weight + weight > self._max_weight):
             return False
-        self._inside[client] += 1
-        self._weight = weight_inside
+        self._count(client, 1, weight)
         return True
+
+    def _count(self, client: str, n: int, weight: int) -> None:
+        self._n_inside += n
+        self._weight += weight
+        self._inside[client] += n
+        if not self._inside[client]:
+            del self._inside[client]
 
     async def enter(self, client: str, weight: int = 0) -> None:
         """Wait for a place. Call `leave` after it; a cancelled call has not entered."""
@@ -68,10 +73,7 @@ class FairSemaphore:
 
     def leave(self, client: str, weight: int = 0) -> None:
         """Gives the place to the next in turn."""
-        self._weight -= weight
-        self._inside[client] -= 1
-        if not self._inside[client]:
-            del self._inside[client]
+        self._count(client, -1, -weight)
         self._admit()
 
     def _admit(self) -> None:
@@ -89,6 +91,10 @@ class FairSemaphore:
                 self._waiting[client] = turns  # behind all other clients, if one has entered
             else:
                 self._waiting.pop(client, None)
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
 
     def n_waiting(self, client: str) -> int:
         return len(self._waiting.get(client, ()))
