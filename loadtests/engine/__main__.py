@@ -74,7 +74,7 @@ class Settings:
 
     def options(self, sequences: int) -> EngineOptions:
         """The engine that fits; the other modes copy its sizes."""
-        return engine_options(sequences, self.prompt_tokens, self.max_tokens, self.threads)
+        return engine_options(sequences, self.prompt_tokens, self.max_tokens, threads=self.threads)
 
     def facts(self) -> dict[str, Any]:
         """The facts that the figures depend on."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from serve_app.engine import EngineOptions
 from serve_app.engine.options import KernelsName
@@ -37,7 +37,7 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.measure.process import RunFigures, RunnerProcess, engine_runner, text_tokens
+from serve_app.measure.process import MeasuredRun, RunnerProcess, engine_runner, text_tokens
 
 WARM_UP_TOKENS = 8
 MIB = 2**20
@@ -50,22 +50,21 @@ _HEADER = (
 
 
 def engine_options(
-    sequences: int, prompt_tokens: int, max_tokens: int, threads: int
+    sequences: int, prompt_tokens: int, max_tokens: int, **settings: Any
 ) -> EngineOptions:
-    """The engine that fits so many sequences, and measures nothing at its start."""
+    """The engine that fits so many sequences, with these settings, and measures nothing at its start."""
+    usual = {"flash_attn": True, "kv_unified": False}
     return EngineOptions(
         n_slots=sequences,
         n_ctx_slot=prompt_tokens + max_tokens + 1,
-        threads=threads,
-        flash_attn=True,
-        kv_unified=False,
         max_stall_s=None,
         speculate=False,
         profile_limit_s=0,
+        **(usual | settings),
     )
 
 
-def summary(runs: Sequence[RunFigures]) -> dict[str, float | None]:
+def summary(runs: Sequence[MeasuredRun]) -> dict[str, float | None]:
     """Medians over the runs; latencies over all their tokens, in milliseconds. None where unknown."""
     ttft = [s for run in runs for s in run.ttft_s]
     itl = [s for run in runs for s in run.itl_s]
@@ -87,7 +86,7 @@ def measure(
     args: argparse.Namespace, sequences: int, prompts: Prompts
 ) -> dict[str, dict[str, float | None]]:
     """The summary of each backend with so many sequences. Raises BenchmarkError."""
-    options = engine_options(sequences, args.prompt_tokens, args.max_tokens, args.threads)
+    options = engine_options(sequences, args.prompt_tokens, args.max_tokens, threads=args.threads)
     drawn = [
         [prompts.draw(args.prompt_tokens) for _ in range(sequences)] for _ in range(args.rounds + 1)
     ]
@@ -99,7 +98,7 @@ def measure(
             for name in args.backends
         }
 
-        def run(number: int, name: str) -> RunFigures:
+        def run(number: int, name: str) -> MeasuredRun:
             max_tokens = args.max_tokens if number else WARM_UP_TOKENS
             measured = processes[name].run(drawn[number], max_tokens)
             part = f"round {number}" if number else "warm-up"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenDelta
 from serve_app.engine.options import KernelsName
@@ -106,23 +106,6 @@ class MeasuredRun:
     def itl_s(self) -> list[float]:
         """Seconds between tokens that follow each other; 0 for two that came together."""
         return [b - a for times in self.arrivals_s for a, b in pairwise(times)]
-
-
-class RunFigures(Protocol):
-    """The figures of a run that tables show. Rates are in tokens per second, None where unknown."""
-
-    @property
-    def decode_tps(self) -> float | None: ...
-    @property
-    def whole_tps(self) -> float: ...
-    @property
-    def prefill_tps(self) -> float: ...
-    @property
-    def ttft_s(self) -> list[float]: ...
-    @property
-    def itl_s(self) -> list[float]: ...
-    @property
-    def peak_bytes(self) -> int: ...
 
 
 Runner = Callable[[Sequence[Prompt], int], MeasuredRun]

@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from serve_app import folders
-from serve_app.engine import EngineOptions
 from serve_app.llama import quantising
 from serve_app.measure import benchmark, quality
+from serve_app.measure.bench import WARM_UP_TOKENS, add_load_arguments, engine_options
 from serve_app.measure.benchmark import (
     BenchmarkError,
     Prompt,
@@ -59,7 +59,6 @@ AS_GIVEN = "as given"
 FORMATS = ("Q4_0", "Q4_K_M", "IQ4_XS", "Q8_0")
 """Formats whose weights llama.cpp repacks, so that it multiplies them faster."""
 MIB = 2**20
-_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +82,6 @@ class Variant:
 
     def __hash__(self) -> int:
         return hash(self.name)
-
-    def options(self, n_slots: int, n_ctx_slot: int, threads: int) -> EngineOptions:
-        """The engine that serves it, and measures nothing at its start. `threads` if the variant does not
-        say."""
-        base: dict[str, Any] = {"threads": threads, "flash_attn": True, "kv_unified": False}
-        return EngineOptions(
-            n_slots=n_slots,
-            n_ctx_slot=n_ctx_slot,
-            max_stall_s=None,
-            speculate=False,
-            profile_limit_s=0,
-            **(base | dict(self.settings)),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +127,13 @@ def measure(
     """The speed of each, in turns, so that a noisy machine is fair. `draw` gives a new prompt of so many
     tokens; `on_visit` is called after each visit. Raises BenchmarkError when one cannot be served."""
     opener = partial(engine_runner, "llama.cpp")
-    n_ctx_slot, most = load.prompt_tokens + load.max_tokens + 1, max(load.sequences)
+    most = max(load.sequences)
 
     def visit(_number: int, variant: Variant) -> dict[int, MeasuredRun]:
-        options = variant.options(most, n_ctx_slot, load.threads)
+        settings = {"threads": load.threads, **variant.settings}
+        options = engine_options(most, load.prompt_tokens, load.max_tokens, **settings)
         with RunnerProcess(variant.name, opener, variant.path, options) as process:
-            process.run([draw(load.prompt_tokens)], _WARM_UP_TOKENS)
+            process.run([draw(load.prompt_tokens)], WARM_UP_TOKENS)
             runs = {
                 n: process.run([draw(load.prompt_tokens) for _ in range(n)], load.max_tokens)
                 for n in load.sequences
@@ -258,21 +245,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's settings; `sequences` has the number of users, too."""
     parser = argparse.ArgumentParser(prog="corral tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add, numbers = parser.add_argument, listed(bounded(1, 64))
-    cores, folder = machine_of.read().n_cores, folders.cache_folder() / "tuned"
+    add, folder = parser.add_argument, folders.cache_folder() / "tuned"
     formats = listed(choice(*quantising.FORMATS))
     add("--model", type=Path, required=True, help="a GGUF file, best F16 or BF16")
     add("--formats", type=formats, default=FORMATS, help="the formats that are tried")
     users = "requests at once, for which the fastest is chosen"
     add("--users", type=bounded(1, 64), default=4, help=users)
-    others = "other numbers of requests at once, which the tables show"
-    add("--sequences", type=numbers, default=(1, 4, 16), help=others)
-    add("--prompt-tokens", type=bounded(1, 8192), default=128, help="tokens of each prompt")
-    generated = "tokens that each request generates"
-    add("--max-tokens", type=bounded(8, 4096), default=32, help=generated)
-    add("--rounds", type=bounded(1, 50), default=3, help="runs of each format and setting")
-    threads = "threads that compute; by default one for each core"
-    add("--threads", type=bounded(1, 512), default=cores, help=threads)
+    add_load_arguments(parser)
+    parser.set_defaults(sequences=(1, 4, 16), max_tokens=32, threads=machine_of.read().n_cores)
     add("--text", type=Path, default=None, help="a text like yours, for the perplexity")
     add("--windows", type=bounded(1, 1000), default=8, help="parts of the text that are read")
     worse = "how much higher the perplexity of the chosen format may be, as a part"

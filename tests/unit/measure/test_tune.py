@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from serve_app.measure import quality
+from serve_app.measure.bench import engine_options
 from serve_app.measure.quality import WINDOW, TextReading
 from serve_app.measure.tune import (
     AS_GIVEN,
@@ -53,7 +54,7 @@ def test_one_core_has_no_fewer_threads() -> None:
 
 
 def test_a_variants_engine() -> None:
-    options = Variant("Q4_0", SMALL.path, {"threads": 1, "kv_unified": True}).options(4, 17, 2)
+    options = engine_options(4, 8, 8, threads=1, kv_unified=True)
     assert (options.n_slots, options.n_ctx_slot, options.threads) == (4, 17, 1)
     assert (options.kv_unified, options.flash_attn, options.profile_limit_s) == (True, True, 0)
 
