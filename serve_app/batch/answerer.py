@@ -121,8 +121,6 @@ class PartSettings:
 
 
 class _Asked(NamedTuple):
-    """A line as it was read."""
-
     row: Any
     question: Question | str
     """The question, or a text that says what is wrong with the line."""

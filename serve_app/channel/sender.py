@@ -126,7 +126,6 @@ class Channel:
         return self._first_items() if report is None else report
 
     def _first_items(self) -> list[protocol.Item]:
-        """Take as many of the waiting items as one frame holds."""
         first, n_tokens = list[protocol.Item](), 0
         while self._pending and n_tokens < MOST_TOKENS:
             number = next(iter(self._pending))

@@ -108,10 +108,7 @@ class Engine:
 
     @classmethod
     def load(
-        cls,
-        path: str | os.PathLike[str],
-        options: EngineOptions,
-        report: Report = progress.nowhere,
+        cls, path: str | os.PathLike[str], options: EngineOptions, report: Report = progress.nowhere
     ) -> Engine:
         """An engine for a GGUF file; `report` is told how far its start is. Raises ConfigError if it cannot
         be loaded or does not fit."""
@@ -298,7 +295,6 @@ class Engine:
         return None
 
     def _check(self, request: GenerationRequest, *, is_expanded: bool) -> None:
-        """Raises InvalidRequestError for what cannot be served."""
         n_vocab = self._vocabulary.n_vocab
         if not self._backend.embeddings.shape.causal:
             raise InvalidRequestError("This model makes embeddings: it cannot generate.", "model")

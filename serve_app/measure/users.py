@@ -210,7 +210,6 @@ def with_body(ask: Ask, **fields: object) -> Ask:
 
 
 def _forget(history: list[tuple[str, str]], room: int) -> None:
-    """Drop the oldest turns until the rest has so few words."""
     while history and sum(len(f"{asked} {answer}".split()) for asked, answer in history) > room:
         del history[0]
 

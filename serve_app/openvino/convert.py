@@ -89,7 +89,6 @@ class ConvertedModels:
         return {path.name for path in folders if not path.name.startswith(".")}
 
     def _remove(self, name: str) -> None:
-        """Remove a model, unless somebody has it open."""
         with self._locks.alone(name.removesuffix(PART)) as held:
             folder = self.path / name
             if held is None or not folder.is_dir():

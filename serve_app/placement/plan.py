@@ -116,7 +116,6 @@ def _whole_or_fraction(machine: Machine, cpus: float) -> float:
 
 
 def _node_sizes(machine: Machine) -> list[int]:
-    """CPUs of each NUMA node, the largest first."""
     of_nodes: Counter[int | None] = Counter()
     for core in machine.topology.cores:
         of_nodes[core.node] += len(core.cpus)

@@ -185,7 +185,6 @@ class LoadedModel:
     # Serve gives every caller the same exception if this raises, so refusals are returned.
     @serve.batch
     async def _enter(self, entries: list[Entry]) -> list[CorralError | None]:
-        """Submit what arrived together in one go."""
         return self._engine.submit_to(entries)
 
     async def embed(
@@ -362,7 +361,6 @@ def _give_up(entering: asyncio.Future[Future[NDArray[np.float32]] | CorralError]
 
 
 def _log(request: GenerationRequest, end: SequenceEnd) -> None:
-    """Log a line for a request; Serve adds its `x-request-id`."""
     usage, spent = end.usage, end.timings
     if end.error is not None:
         logger.info("%s failed: %s", request.id, end.error)
@@ -384,7 +382,6 @@ def _log(request: GenerationRequest, end: SequenceEnd) -> None:
 def _prefixes(
     path: Path, system_prompts: Sequence[str], chat_template: str | None
 ) -> tuple[tuple[int, ...], ...]:
-    """The beginnings of chats with these system prompts, as tokens."""
     if not system_prompts:
         return ()
     tokenizer = Tokenizer(vocabulary_file(path), chat_template)

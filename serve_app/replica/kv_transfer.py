@@ -18,12 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.engine import Engine
 from serve_app.engine.kv_cache import packing
 from serve_app.engine.kv_cache.prefixes import Prefix
-from serve_app.engine.kv_cache.transfers import (
-    HotPrefix,
-    Payload,
-    RefusedPrefixError,
-    hottest,
-)
+from serve_app.engine.kv_cache.transfers import HotPrefix, Payload, RefusedPrefixError, hottest
 from serve_app.routing import broadcast
 
 logger = logging.getLogger("corral.replica")

@@ -88,7 +88,6 @@ def forbids_data_at_rest(config: Path) -> bool:
 
 
 def _at(document: Any, *names: str) -> Any:
-    """The value there; None if nothing does."""
     for name in names:
         document = document.get(name) if isinstance(document, Mapping) else None
     return document
@@ -124,7 +123,6 @@ def _haproxy() -> str | None:
 
 
 def _free_ports(n: int) -> list[int]:
-    """TCP ports on which nobody listens now."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(n)]
         for probe in probes:

@@ -170,8 +170,6 @@ class MissingPieces:
 
 
 class _Fetching:
-    """Fetches the pieces that are missing."""
-
     def __init__(
         self,
         origin: Origin,
@@ -220,7 +218,6 @@ class _Fetching:
         return start, min(self._file.n_bytes, start + PIECE_BYTES)
 
     def _from_node(self, holder: Holder, piece: int, part: int) -> bool:
-        """Copy a piece from a node. Whether it is here now."""
         self._enter()
         start, end = self._bounds(piece)
         at = start
@@ -317,7 +314,6 @@ def _check(origin: Origin, file: RemoteFile, part: Path, *, had_help: bool) -> N
 
 
 def _size(path: Path) -> int | None:
-    """The size in bytes; None if there is no such file."""
     try:
         return path.stat().st_size
     except OSError:

@@ -148,7 +148,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _n_bytes(folder: Path) -> int:
-    """Bytes of models and parts of models in a folder."""
     total = 0
     for path in _files(folder):
         with suppress(OSError):

@@ -170,7 +170,6 @@ class ClusterPeers(Peers):
             return self._upstream
 
     def _others(self) -> list[Holder]:
-        """The other nodes in the line that have not failed lately."""
         now = time.monotonic()
         return [
             holder
@@ -279,7 +278,6 @@ def chosen(others: list[Holder], number: int) -> Holder | None:
 
 
 def _read_header(holder: Holder, start: int, end: int) -> bytes | None:
-    """The bytes from a node; None if it does not give them."""
     try:
         answer = peer_on(holder.node).read.remote(holder.path, 0, start, end)
         data: bytes | None = ray.get(answer, timeout=_FIRST_READ_S)

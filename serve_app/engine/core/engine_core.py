@@ -199,7 +199,6 @@ class EngineCore:
         return True
 
     def _account(self, began: float) -> None:
-        """Begin the next step's budget, and learn how fast work gets done with all slots busy."""
         self.budget.begin()
         self.worked_at = time.monotonic()
         counts, (n_prompt, n_generated, sample_s) = self.counts, self._before

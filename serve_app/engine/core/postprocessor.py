@@ -36,7 +36,6 @@ class Outbox:
             self._deltas.append((sequence, delta))
 
     def _waits(self, sequence: Sequence, delta: TokenDelta) -> bool:
-        """Whether more is to be told with it."""
         if not sequence.request.told_together or delta.end is not None:
             return False
         return sequence.n_generated > 1 and len(delta.token_ids) < _TOGETHER
@@ -131,7 +130,6 @@ class Postprocessor:
             self._counts.context_shifts += 1
 
     def _check_draft(self, chunk: Chunk, n_taken: int, n_confirmed: int) -> None:
-        """Keep the rows of confirmed drafts, whose tokens were taken, and drop the others."""
         sequence, n_drafted, n_right = chunk.sequence, len(chunk.draft), min(n_taken, n_confirmed)
         sequence.advance(n_right)
         self._counts.drafts += 1

@@ -309,10 +309,7 @@ class Sequence:
         self._prompt_logprobs += map(self.sampler.score, rows, tokens)
 
     def accept(
-        self,
-        sampled: Iterable[Sampled],
-        vocabulary: Vocabulary,
-        n_ctx_slot: int,
+        self, sampled: Iterable[Sampled], vocabulary: Vocabulary, n_ctx_slot: int
     ) -> TokenDelta:
         """Take sampled tokens, up to the one that ends it, if one does: the delta carries the end then. A
         full context ends it unless that is to be shifted."""
@@ -371,10 +368,7 @@ class Sequence:
         self._packed = self._packed[: n_keep * TOKEN_BYTES]
 
     def finish(
-        self,
-        reason: FinishReason,
-        text: str = "",
-        error: CorralError | None = None,
+        self, reason: FinishReason, text: str = "", error: CorralError | None = None
     ) -> TokenDelta:
         """The terminal event, with any text that was held back. Once only."""
         self.state = SequenceState.FINISHED

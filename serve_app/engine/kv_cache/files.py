@@ -247,7 +247,6 @@ class DiskTier:
         return [path for _, path in sorted(aged, reverse=True)]
 
     def _read(self, path: Path, room_bytes: int) -> StoredPrefix | None:
-        """Read the prefix in a file."""
         prefix = read(path, self._key, room_bytes)
         if prefix is not None and path.name != self._name(prefix):
             raise RefusedFileError("it is not under its own name")

@@ -345,7 +345,6 @@ class KVCacheManager:
     # -- in a slot --------------------------------------------------------------------------------
 
     def _empty(self, slot: Slot) -> None:
-        """Store what an idle slot has, and drop it."""
         self.store(slot, slot.idle_tokens)
         self._contents.keep(slot, 0)
         slot.n_shared, slot.idle_tokens = 0, token_array()
@@ -375,7 +374,6 @@ class KVCacheManager:
             self._mark(slot, sequence.n_past)
 
     def _mark_end(self, slot: Slot) -> None:
-        """An idle slot's tokens are to be continued: make a checkpoint of where they end."""
         n_tokens = len(slot.idle_tokens)
         if slot.id not in self._backend.slots_with_pending_copy and self.checkpoints.is_worth(
             slot, n_tokens

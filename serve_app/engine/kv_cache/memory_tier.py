@@ -75,11 +75,7 @@ class MemoryTier:
         return self.n_bytes + n_bytes <= self._budget_bytes
 
     def put(
-        self,
-        group: str,
-        tokens: Tokens,
-        state: State,
-        checkpoints: tuple[Checkpoint, ...] = (),
+        self, group: str, tokens: Tokens, state: State, checkpoints: tuple[Checkpoint, ...] = ()
     ) -> None:
         """Keep a prefix; those of its group that it continues go, but for those of which it could give
         little; and then the least recently used of all, for room."""

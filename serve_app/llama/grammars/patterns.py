@@ -183,12 +183,7 @@ class Search:
         self._n_chars += 1
 
     def _closure(
-        self,
-        thread: _Thread,
-        passed: set[int],
-        *,
-        at_end: bool = False,
-        only_match: bool = False,
+        self, thread: _Thread, passed: set[int], *, at_end: bool = False, only_match: bool = False
     ) -> Iterator[_Thread]:
         """Where the thread gets without a character: at characters, or at the end of the expression. It
         does not go through steps that it, or a thread before it, has `passed`: those are more wanted, and a

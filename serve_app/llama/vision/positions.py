@@ -92,7 +92,6 @@ class Positions:
         self._spans: dict[int, Spans] = {}
 
     def __bool__(self) -> bool:
-        """Whether indices and positions differ somewhere."""
         return bool(self._spans)
 
     def of(self, seq_id: int, index: int) -> int:

@@ -63,9 +63,7 @@ class Batch:
 
 
 def plan_batch(
-    turns: Iterable[SequenceRows],
-    n_cells: int = 0,
-    slot_ends: Mapping[int, int] | None = None,
+    turns: Iterable[SequenceRows], n_cells: int = 0, slot_ends: Mapping[int, int] | None = None
 ) -> Batch:
     """Lay out each sequence's next tokens, and the drafted ones, ordered by slot. There is at least one
     turn, and only one if it is within a span; all have the same adapters; `n_cells` are in use, if the

@@ -47,7 +47,6 @@ class Accounts:
         return self._spent_s.get(client, 0.0)
 
     def __contains__(self, client: str) -> bool:
-        """Whether the client is active."""
         return client in self._n_active
 
     @property
@@ -125,7 +124,6 @@ class FairQueue:
         return self._waiting
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over the waiting sequences in the order of admission."""
         ahead_s: dict[str, float] = {}
         n_running = Counter(seq.request.account for seq in self._running)
         for sequence in self._running:
@@ -234,7 +232,6 @@ class PreemptionPolicy:
         running: SequenceOf[Sequence],
         cost_s: Callable[[Sequence], float | None],
     ) -> tuple[Sequence, float] | None:
-        """The client's newest sequence that may be preempted, and what that costs."""
         may = [
             seq
             for seq in running

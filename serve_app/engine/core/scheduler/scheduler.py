@@ -215,7 +215,6 @@ class Scheduler:
             self._budget.observe(seconds)
 
     def _depth(self, sequences: Iterable[Sequence]) -> float:
-        """Tokens that a row of these attends past."""
         depths = [sequence.n_past for sequence in sequences]
         return self.costs.attended(sum(depths) / len(depths), self._n_cells)
 
@@ -303,7 +302,6 @@ class Scheduler:
     # -- decoding ---------------------------------------------------------------------------------
 
     def _decode_turns(self, decoding: list[Sequence]) -> list[list[SequenceRows]]:
-        """The batches for the decoding sequences' next tokens."""
         if not decoding:
             return []
         n_past = self._depth(decoding)
@@ -346,7 +344,6 @@ class Scheduler:
         return [seq for seq in self._served if seq.n_pending > 1 and not seq.is_blocked]
 
     def _prompt_turns(self, decoding: list[list[SequenceRows]], now: float) -> list[SequenceRows]:
-        """The prompts that get on in this step, and by how many rows."""
         prompts = self._ready_prompts
         if not prompts:
             return []
