@@ -20,31 +20,22 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from serve_app.errors import ConfigError
 from serve_app.folders import sync
-from serve_app.locks import FolderLocks
+from serve_app.locks import GIB, PART, BoundedFolder
 from serve_app.openvino.gguf_model import converted_bytes, rounded, unreadable
 from serve_app.progress import Report, Stage, nowhere
 
 MODEL = "openvino_model.xml"
-PART = ".part"
-_GIB = 2**30
-_SPARE_BYTES = 2**29
 logger = logging.getLogger("corral.engine")
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertedModels:
-    """Converted models of this node. Processes share it; any thread may call."""
-
-    path: Path
-    max_bytes: int | None = None
-    """The most bytes of all models together; None for what the disk has room for."""
+class ConvertedModels(BoundedFolder):
+    """Converted models of this node."""
 
     def of(self, name: str) -> Path:
         """The model's file."""
@@ -52,56 +43,30 @@ class ConvertedModels:
 
     def open(self, name: str) -> bool:
         """Whether the model is here. It stays until this process ends then."""
-        return self._locks.share(name, self.of(name).is_file)
+        return self.locks.share(name, self.of(name).is_file)
 
     def alone(self, name: str) -> AbstractContextManager[int | None]:
         """The lock's descriptor if nobody else uses or makes this model. Nobody does then until the end,
         and until a process that got it has ended."""
-        return self._locks.alone(name)
+        return self.locks.alone(name)
 
     def make_room(self, name: str, n_bytes: int) -> Path:
         """An empty folder for a model of that size, which becomes the model's when it is renamed. Models
         that no process has open are deleted for it. Raises ConfigError if it is not enough, and OSError."""
         part = self.path / f"{name}{PART}"
-        with self._locks.alone(".room", wait=True):
+        with self.locks.alone(".room", wait=True):
             shutil.rmtree(part, ignore_errors=True)
-            removable = sorted(self._names() - {name}, key=self._locks.last_used, reverse=True)
-            while (lacking := self._lacking(n_bytes)) > 0:
-                if not removable:
-                    raise ConfigError(
-                        f"The model takes {n_bytes / _GIB:.2f} GiB when it is converted for OpenVINO: "
-                        f"{lacking / _GIB:.2f} GiB more than there is room for in {self.path}, beside the "
-                        "models that are in use. Make room, or set downloads.max_converted_gib."
-                    )
-                self._remove(removable.pop())
+            lacking = self.free(
+                self.names() - {name}, lambda: self.lacking(n_bytes, n_bytes, self.names())
+            )
+            if lacking > 0:
+                raise ConfigError(
+                    f"The model takes {n_bytes / GIB:.2f} GiB when it is converted for OpenVINO: "
+                    f"{lacking / GIB:.2f} GiB more than there is room for in {self.path}, beside the "
+                    "models that are in use. Make room, or set downloads.max_converted_gib."
+                )
             part.mkdir(parents=True)
         return part
-
-    def _lacking(self, n_bytes: int) -> int:
-        lacking = n_bytes + _SPARE_BYTES - shutil.disk_usage(self.path).free
-        if self.max_bytes is not None:
-            present = sum(_n_bytes(self.path / name) for name in self._names())
-            lacking = max(lacking, present + n_bytes - self.max_bytes)
-        return lacking
-
-    def _names(self) -> set[str]:
-        folders = (path for path in self.path.iterdir() if path.is_dir())
-        return {path.name for path in folders if not path.name.startswith(".")}
-
-    def _remove(self, name: str) -> None:
-        with self._locks.alone(name.removesuffix(PART)) as held:
-            folder = self.path / name
-            if held is None or not folder.is_dir():
-                return
-            n_bytes = _n_bytes(folder)
-            # Without its first file it is no model, even if this process is killed meanwhile.
-            (folder / MODEL).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
-        logger.info("%s was removed to make room: %.1f GiB.", name, n_bytes / _GIB)
-
-    @property
-    def _locks(self) -> FolderLocks:
-        return FolderLocks(self.path / ".locks")
 
 
 def finish(part: Path) -> None:
@@ -109,10 +74,6 @@ def finish(part: Path) -> None:
     for path in [*part.iterdir(), part]:
         sync(path)
     part.rename(part.with_name(part.name.removesuffix(PART)))
-
-
-def _n_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
 
 
 _LIMIT_S = 3600.0

@@ -122,7 +122,7 @@ def pinned(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
     name = _hub_name(source)
     if name is None:
         return source
-    return ModelSource(repo=str(hub.pinned(name, _folder(configured).names)))
+    return ModelSource(repo=str(hub.pinned(name, _folder(configured).listings)))
 
 
 def pinned_projector(source: ProjectorSource, configured: DownloadsConfig) -> ProjectorSource:
@@ -130,7 +130,7 @@ def pinned_projector(source: ProjectorSource, configured: DownloadsConfig) -> Pr
     name = _hub_name(source)
     if name is None:
         return source
-    projector = hub.projector(name, _folder(configured).names)
+    projector = hub.projector(name, _folder(configured).listings)
     if projector is None:
         raise ConfigError(f"{name.repo} holds no projector (mmproj).")
     return ProjectorSource(repo=str(projector))
@@ -167,7 +167,7 @@ def projector_beside(source: ModelSource, configured: DownloadsConfig) -> Projec
     if model is None or is_in_openvinos_format(source):
         return None
     wanted = HubName(model.repo, None, model.revision)
-    found = hub.projector(wanted, _folder(configured).names, model.choice)
+    found = hub.projector(wanted, _folder(configured).listings, model.choice)
     return None if found is None else ProjectorSource(repo=str(found))
 
 
@@ -207,7 +207,7 @@ def _folder(configured: DownloadsConfig) -> ModelsFolder:
 
 
 def _remote(source: ModelSource, configured: DownloadsConfig, sharing: Sharing) -> RemoteModel:
-    hub_name, names_folder = _hub_name(source), _folder(configured).names
+    hub_name, names_folder = _hub_name(source), _folder(configured).listings
     name = source.url if hub_name is None else str(hub_name)
     assert name is not None
     others = partial(sharing.listing, name)

@@ -21,8 +21,9 @@ pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 import openvino
 from gguf import GGMLQuantizationType as Kind
 
+from serve_app.locks import PART
 from serve_app.openvino import convert
-from serve_app.openvino.convert import PART, ConvertedModels, converted
+from serve_app.openvino.convert import ConvertedModels, converted
 from serve_app.openvino.gguf_model import converted_bytes
 from tests.integration.openvino.random_models import Made
 

@@ -24,7 +24,7 @@ from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
 from serve_app.llama.vision.senses import Senses, senses
 from serve_app.progress import Stage, nowhere
-from serve_app.store import download, folder, gguf_header
+from serve_app.store import download, gguf_header
 from serve_app.store.models import (
     locate,
     pinned,
@@ -242,7 +242,7 @@ def _until(condition: object) -> None:
 def test_a_full_disk_is_told_before(
     hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "SPARE_BYTES", 2**60)
+    monkeypatch.setattr(locks, "SPARE_BYTES", 2**60)
     with pytest.raises(ConfigError, match="more than there is room for"):
         locate(ONE, downloads, nowhere)
     assert hub.n_bytes["tiny-Q4_0.gguf"] == 0
