@@ -122,7 +122,7 @@ class CacheModeSwitcher(Guest):
         """The live sequences for which a slot has no room in the present kind of cache."""
         if not self._options.is_pooled:
             return []
-        live = (*self._scheduler.running, *self._waiting.unordered)
+        live = (*self._scheduler.running, *self._waiting.waiting)
         share = self._options.n_ctx_share
         longer = [seq for seq in live if len(seq.tokens) > share and not seq.finished]
         if longer:
@@ -160,7 +160,7 @@ class CacheModeSwitcher(Guest):
         running = self._scheduler.running
         if any(sequence.finished for sequence in running):
             return False
-        live = [*running, *self._waiting.unordered]
+        live = [*running, *self._waiting.waiting]
         streams = any(sequence.n_generated for sequence in live)
         cost_s = self._cost_s()
         if streams and cost_s > min(left_s, self._longest_pause_s):
@@ -175,7 +175,7 @@ class CacheModeSwitcher(Guest):
         return bool(coming) and self._traffic.regret_s() + saves_s > wanted_s
 
     def _is_news(self) -> bool:
-        waits = sum(one.prefix_pending is not None for one in self._waiting.unordered)
+        waits = sum(one.prefix_pending is not None for one in self._waiting.waiting)
         seen = (len(self._scheduler.running), len(self._waiting), waits, self._n_steps // _EVERY)
         before, self._looked_at = self._looked_at, seen
         return seen != before

@@ -64,8 +64,9 @@ def engine_options(
     )
 
 
-def summary(runs: Sequence[MeasuredRun]) -> dict[str, float | None]:
-    """Medians over the runs; latencies over all their tokens, in milliseconds. None where unknown."""
+def summary(runs: Sequence[Any]) -> dict[str, float | None]:
+    """Medians over the runs, which have the figures of a MeasuredRun; latencies over all their tokens, in
+    milliseconds. None where unknown."""
     ttft = [s for run in runs for s in run.ttft_s]
     itl = [s for run in runs for s in run.itl_s]
     return {

@@ -150,25 +150,6 @@ def disk_error(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{folder} cannot be written: {error}")
 
 
-class MissingPieces:
-    """Hands out the pieces that a download lacks, in their order. Any thread."""
-
-    def __init__(self, have: bytes) -> None:
-        """`have` has a byte for each piece, 1 if it is here."""
-        self._pieces = deque(piece for piece, is_done in enumerate(have) if not is_done)
-        self._changing = threading.Lock()
-
-    def next(self) -> int | None:
-        """The piece to fetch now; None if there is none left."""
-        with self._changing:
-            return self._pieces.popleft() if self._pieces else None
-
-    def put_back(self, piece: int) -> None:
-        """Hand a piece out again that did not come."""
-        with self._changing:
-            self._pieces.appendleft(piece)
-
-
 class _Fetching:
     def __init__(
         self,
@@ -183,7 +164,8 @@ class _Fetching:
         self._origin, self._file, self._on_bytes = origin, file, on_bytes
         self._part, self._pieces = part, pieces
         self._peers, self._stop = peers, stop
-        self._missing = MissingPieces(pieces.read_bytes())
+        have = enumerate(pieces.read_bytes())
+        self._missing = deque(piece for piece, is_done in have if not is_done)
         self._is_let_in = False
         self._entering = threading.Lock()
         self.had_help = False
@@ -201,7 +183,11 @@ class _Fetching:
                 one.result()
 
     def _work(self, part: int, done: int) -> None:
-        while not self._stop.is_set() and (piece := self._missing.next()) is not None:
+        while not self._stop.is_set():
+            try:
+                piece = self._missing.popleft()
+            except IndexError:
+                break
             holder = self._peers.upstream()
             if (
                 self._from_origin(piece, part)
@@ -211,7 +197,7 @@ class _Fetching:
                 os.fdatasync(part)
                 os.pwrite(done, _DONE, piece)
             else:
-                self._missing.put_back(piece)
+                self._missing.appendleft(piece)
 
     def _bounds(self, piece: int) -> tuple[int, int]:
         start = piece * PIECE_BYTES

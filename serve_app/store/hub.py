@@ -7,7 +7,6 @@ package: so the bytes are fetched here, through its sessions.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import time
@@ -27,10 +26,10 @@ from serve_app.store.remote import (
     UnreachableError,
     keep,
     kept,
+    listed,
     safe,
 )
 
-logger = logging.getLogger("corral.store")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK_BYTES = 2**20
 # Worth another try; Hugging Face's library waits as long as the server says.
@@ -135,19 +134,10 @@ def _listing(
     name: HubName, folder: Path, others: Callable[[], Listing | None] = lambda: None
 ) -> Listing:
     path = folder / f"{safe(name.repo)}@{safe(name.revision or 'main')}.json"
-    before = kept(path)
-    if before is not None and _COMMIT.fullmatch(name.revision or ""):
+    if _COMMIT.fullmatch(name.revision or "") and (before := kept(path)) is not None:
         return before  # which never changes
-    try:
-        listing = _ask(name)
-    except UnreachableError as error:
-        known = before or _in_library(name) or others()
-        if known is None:
-            raise
-        logger.warning("%s What it answered before is used.", error)
-        return known
-    for one in {path, path.with_name(f"{safe(name.repo)}@{listing['commit']}.json")}:
-        keep(one, listing)
+    listing = listed(path, lambda: _ask(name), lambda: _in_library(name), others)
+    keep(path.with_name(f"{safe(name.repo)}@{listing['commit']}.json"), listing)
     return listing
 
 

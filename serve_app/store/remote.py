@@ -102,6 +102,23 @@ def keep(path: Path, listing: Listing) -> None:
         part.replace(path)
 
 
+def listed(
+    path: Path, ask: Callable[[], Listing], *others: Callable[[], Listing | None]
+) -> Listing:
+    """The listing that `ask` gives, which is kept at that path. If the origin does not answer: what it
+    answered before, here or as the others know. Raises what `ask` raises."""
+    try:
+        listing = ask()
+    except UnreachableError as error:
+        before = kept(path) or next(filter(None, (ask_other() for ask_other in others)), None)
+        if before is None:
+            raise
+        logger.warning("%s. Its last answer is used.", str(error).rstrip("."))
+        return before
+    keep(path, listing)
+    return listing
+
+
 @dataclass(frozen=True, slots=True)
 class Holder:
     """A node that has a file, or downloads it."""
@@ -197,17 +214,12 @@ def find_url(
     first, *later = shards.names(url)
     file_system, path = _open_url(first)
     paths = [path, *(file_system._strip_protocol(other) for other in later)]
-    before = folder / f"{blake2b(url.encode(), digest_size=16).hexdigest()}.json"
-    try:
-        files = tuple(_described(file_system, path) for path in paths)
-    except UnreachableError as error:
-        listing = kept(before) or others()
-        if listing is None:
-            raise
-        logger.warning("%s. What it answered before is used.", error)
-        files = tuple(RemoteFile(**one) for one in listing["files"])
-    else:
-        keep(before, {"files": [asdict(file) for file in files]})
+    kept_at = folder / f"{blake2b(url.encode(), digest_size=16).hexdigest()}.json"
+
+    def ask() -> Listing:
+        return {"files": [asdict(_described(file_system, path)) for path in paths]}
+
+    files = tuple(RemoteFile(**file) for file in listed(kept_at, ask, others)["files"])
     return RemoteModel(path.rpartition("/")[2], files, UrlOrigin(file_system))
 
 

@@ -179,8 +179,7 @@ class Admission:
         behind = sorted((seq for seq in behind if not seq.finished), key=attrgetter("admitted_at"))
         if not behind:
             return
-        waiting = self._queue.unordered
-        ahead = [seq for seq in waiting if not (seq.request.background or seq.finished)]
+        ahead = [seq for seq in self._queue.waiting if not (seq.request.background or seq.finished)]
         n_lacking = len(ahead) - self._cache.table.n_idle
         if not all(map(self._cache.has_room, ahead)):
             n_lacking = max(1, n_lacking)

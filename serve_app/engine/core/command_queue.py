@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -38,32 +38,28 @@ class QueueCapacity:
     def __init__(self, n_places: int, n_extra: int) -> None:
         self._n_places = n_places
         self._n_extra = n_extra
-        self._held: Counter[str] = Counter()
+        self.held: Counter[str] = Counter()
+        """How many places each client has; only those that have one."""
         self._waiting: dict[str, str] = {}
         """The client of each request that never had a slot, in the order in which they came."""
         self._displaced: set[str] = set()
 
-    @property
-    def held(self) -> Mapping[str, int]:
-        """How many places each client has; only those that have one."""
-        return self._held
-
     def ask(self, client: str) -> tuple[bool, str | None]:
         """Whether the client's next request would get a place, and the request that is to end for it.
         Changes nothing."""
-        n_taken, n_own = self._held.total(), self._held[client]
+        n_taken, n_own = self.held.total(), self.held[client]
         if n_taken < self._n_places:
             return True, None
         newest = {owner: request_id for request_id, owner in self._waiting.items()}
-        greediest = max(newest, key=lambda owner: self._held[owner], default=None)
-        if greediest is not None and self._held[greediest] >= n_own + 2:
+        greediest = max(newest, key=lambda owner: self.held[owner], default=None)
+        if greediest is not None and self.held[greediest] >= n_own + 2:
             return True, newest[greediest]
-        several = max(self._held.values(), default=0) >= 2
+        several = max(self.held.values(), default=0) >= 2
         return n_own == 0 and several and n_taken < self._n_places + self._n_extra, None
 
     def take(self, request_id: str, client: str, *, may_be_displaced: bool = True) -> None:
         """Give a request a place."""
-        self._held[client] += 1
+        self.held[client] += 1
         if may_be_displaced:
             self._waiting[request_id] = client
 
@@ -77,7 +73,7 @@ class QueueCapacity:
         self._waiting.pop(request_id, None)
         if request_id in self._displaced:
             self._displaced.discard(request_id)
-            self._held[client] += 1
+            self.held[client] += 1
 
     def leave(self, request_id: str, client: str) -> None:
         """Free the place of a request that has ended."""
@@ -88,9 +84,9 @@ class QueueCapacity:
             self._free(client)
 
     def _free(self, client: str) -> None:
-        self._held[client] -= 1
-        if not self._held[client]:
-            del self._held[client]
+        self.held[client] -= 1
+        if not self.held[client]:
+            del self.held[client]
 
 
 class Command:

@@ -359,7 +359,7 @@ class EngineCore:
         return View(engine_stats(self, forecast), self._cached_prefixes(), forecast)
 
     def _cached_prefixes(self) -> CachedPrefixes:
-        requests = (sequence.request for sequence in self.queue.unordered)
+        requests = (sequence.request for sequence in self.queue.waiting)
         waiting = (CachedPrompt(request.content_group, request.given) for request in requests)
         adapters = frozenset(adapters_of(seq.request.content_group) for seq in self.live)
         return CachedPrefixes((*waiting, *self.cache.prompts), tuple(self._taken), adapters)

@@ -182,10 +182,6 @@ class Sequence:
         within = (span.start for span in self.spans if span.start < n_tokens < span.end)
         return next(within, n_tokens)
 
-    def stop_at(self, n_tokens: int) -> None:
-        """Have a checkpoint made there, too."""
-        self.stops = tuple(sorted({*self.stops, n_tokens}))
-
     @property
     def unscored(self) -> range:
         """Positions of the prompt whose logits are wanted, to tell how likely the next token there is."""

@@ -157,7 +157,8 @@ class KVCacheManager:
         sequence.prefix_pending = choice if isinstance(choice, PrefixPending) else None
         if isinstance(choice, PrefixPending):
             if self.checkpoints.needed and choice.slot.sequence is not None:
-                choice.slot.sequence.stop_at(choice.n_tokens)
+                stops = {*choice.slot.sequence.stops, choice.n_tokens}
+                choice.slot.sequence.stops = tuple(sorted(stops))
             return choice
         choice = replace(choice, n_cached=sequence.n_whole(choice.n_cached))
         lost, restore_s = self.table.loses(choice), 0.0

@@ -90,7 +90,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
     mode, threads = setup.mode, setup.threads
     n_running, n_waiting = (
         Counter(one.request.background for one in them)
-        for them in (core.scheduler.running, core.queue.unordered)
+        for them in (core.scheduler.running, core.queue.waiting)
     )
     return EngineStats(
         n_slots=options.n_slots,

@@ -87,7 +87,8 @@ class Backlog:
     def __init__(self, costs: CostModel, n_slots: int) -> None:
         self._costs = costs
         self._n_slots = n_slots
-        self._n_generated = _FIRST_GUESS
+        self.n_generated = _FIRST_GUESS
+        """Tokens that an answer has had of late."""
         self._pace = 1.0
         """Seconds of work, as measured at the start, that get done in a second with all slots busy."""
 
@@ -100,24 +101,19 @@ class Backlog:
             self._pace += weight * (done_s / seconds - self._pace)
 
     @property
-    def n_generated(self) -> float:
-        """Tokens that an answer has had of late."""
-        return self._n_generated
-
-    @property
     def _token_s(self) -> float:
         return self._costs.steps_s(self._n_slots, 0) / self._n_slots
 
     def ended(self, sequence: Sequence) -> None:
         """Learn from an answer's length."""
-        self._n_generated += _NEWEST * (sequence.n_generated - self._n_generated)
+        self.n_generated += _NEWEST * (sequence.n_generated - self.n_generated)
 
     def forecast(self, live: Iterable[Sequence]) -> Forecast:
         """The forecast over these sequences."""
         prompt_token_s, token_s = (
             seconds / self._pace for seconds in (self._costs.prompt_token_s, self._token_s)
         )
-        rates = self._n_slots, prompt_token_s, token_s, self._n_generated
+        rates = self._n_slots, prompt_token_s, token_s, self.n_generated
         parts, work = Forecast(*rates).parts_of, dict[str, float]()
         work_s = prefill_s = background_s = 0.0
         for sequence in live:

@@ -112,16 +112,12 @@ class FairQueue:
         self._cost = cost
         self.accounts = accounts
         """The measured seconds of each client."""
-        self._waiting: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        """The sequences that wait, in any order."""
         self._running: list[Sequence] = []
 
     def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def unordered(self) -> Iterable[Sequence]:
-        """The sequences that wait, in any order."""
-        return self._waiting
+        return len(self.waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
         ahead_s: dict[str, float] = {}
@@ -130,7 +126,7 @@ class FairQueue:
             client = sequence.request.account
             ahead_s[client] = ahead_s.get(client, 0.0) + sequence.outstanding_s
         ranked: list[tuple[_Rank, Sequence]] = []
-        had_slot_first = sorted(self._waiting, key=lambda seq: seq.trace.admitted is None)
+        had_slot_first = sorted(self.waiting, key=lambda seq: seq.trace.admitted is None)
         for arrival, sequence in enumerate(had_slot_first):
             client, request = sequence.request.account, sequence.request
             ahead = ahead_s.get(client, 0.0)
@@ -160,18 +156,18 @@ class FairQueue:
             most = _EXPECTED_TOKENS if most is None else min(most, _EXPECTED_TOKENS)
             sampling_s = most * sequence.sampling_cost.token_s
             sequence.expected_s = self._cost(sequence.n_prompt, most) + sampling_s
-            self._waiting.append(sequence)
+            self.waiting.append(sequence)
 
     def put_back(self, sequence: Sequence, *, for_another: bool = False) -> None:
         """Have a sequence wait that lost its slot: before everybody new because the cache was full, or
         when its client's turn comes, if it was preempted `for_another` client."""
         self._running.remove(sequence)
         sequence.preempted = for_another
-        self._waiting.append(sequence)
+        self.waiting.append(sequence)
 
     def admit(self, sequence: Sequence) -> None:
         """Take a sequence that got a slot out of the queue."""
-        self._waiting.remove(sequence)
+        self.waiting.remove(sequence)
         self._running.append(sequence)
 
     def charge(self, sequence: Sequence, seconds: float) -> None:
@@ -181,7 +177,7 @@ class FairQueue:
 
     def end(self, sequence: Sequence) -> None:
         """Forget a sequence that ended, with a slot or without."""
-        (self._waiting if sequence in self._waiting else self._running).remove(sequence)
+        (self.waiting if sequence in self.waiting else self._running).remove(sequence)
         self.accounts.leave(sequence.request.account)
 
 

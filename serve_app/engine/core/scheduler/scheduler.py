@@ -127,7 +127,8 @@ class Scheduler:
         """Whether a stream waits for its next token whose turn it is not."""
         self._n_prompting = 1
         """The turns that have prompts then: they share what a stream may wait for prompts."""
-        self._all_served = True
+        self.served_all = True
+        """Whether all could get on in the step that was planned last, or have their turns."""
         self._together: list[Sequence] = []
         """The sequences that take turns."""
         self._served: list[Sequence] = []
@@ -157,11 +158,6 @@ class Scheduler:
         """The sequences that have a slot, in the order in which they got it."""
         return tuple(self._running)
 
-    @property
-    def served_all(self) -> bool:
-        """Whether all could get on in the step that was planned last, or have their turns."""
-        return self._all_served
-
     def schedule(
         self, now: float, n_cells: int = 0, slot_ends: SlotEnds | None = None
     ) -> list[Batch]:
@@ -172,7 +168,7 @@ class Scheduler:
         self._n_cells = n_cells if self._mixed else 0
         self._slot_ends = slot_ends
         served = self._together = self._who_is_served(now)
-        self._all_served = len(served) == len(self._running)
+        self.served_all = len(served) == len(self._running)
         self._served = self.turns.choose(self._without_held(now), now)
         if self._served:
             self._budget.expect(self.turns.price_s(self._adapters))

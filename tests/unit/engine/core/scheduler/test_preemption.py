@@ -57,7 +57,7 @@ class Simulation:
         self.waiting.extend(sequence(name, n_tokens) for name in names)
 
     def n_live(self, client: str) -> int:
-        all_of_them = [*self.running, *self.waiting.unordered]
+        all_of_them = [*self.running, *self.waiting.waiting]
         return sum(one.request.client == client for one in all_of_them)
 
     def step(self) -> None:
