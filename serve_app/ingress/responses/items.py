@@ -191,10 +191,10 @@ class CallOutputItem(Item):
         return Turn("tool", _canonical(self.output), call_id=self.call_id)
 
     def told(self) -> Json:
-        told = {**_identity("fco"), **self.model_dump()}
+        item = {**_identity("fco"), **self.model_dump()}
         if len(self.output) == 1 and isinstance(self.output[0], InputTextPart | OutputTextPart):
-            told["output"] = self.output[0].text
-        return told
+            item["output"] = self.output[0].text
+        return item
 
 
 class ReasoningText(RequestModel):
