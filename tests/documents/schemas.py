@@ -23,6 +23,7 @@ from serve_app.types import FetchingReplica
 
 __all__ = ["ConfigError", "check_body", "check_curl", "check_json", "check_yaml"]
 _SECTIONS: Mapping[str, Callable[[Any], object]] = {
+    "defaults": schema.DefaultsConfig.model_validate,
     "engine": schema.EngineConfig.model_validate,
     "http_options": HTTPOptionsSchema.model_validate,
     "ingress": schema.IngressConfig.model_validate,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from serve_app.config.schema import EngineConfig
 from serve_app.config.sizing import ModelNeeds, resolve
+from serve_app.measure.users import CHAT_ANSWER, QUESTION, TOKENS_PER_WORD, Lengths
 from tests.documents.tables import table
 
 _GIB = 2**30
@@ -16,9 +18,11 @@ MACHINES = ((2, 4), (2, 8), (4, 16), (8, 16), (8, 32), (16, 64))
 """Physical cores and GiB of memory."""
 # Measured: two cores of an EPYC with AVX-512, 0.6B in Q4_K_M, `llama-batched-bench`, 16 sequences.
 _MEASURED_CORES, _MEASURED_PARAMETERS = 2, 0.6e9
-_MEASURED_DECODE, _MEASURED_PREFILL = 177.0, 450.0
-# A person who chats: new tokens of each prompt, tokens of an answer, seconds between questions.
-NEW_TOKENS, ANSWER_TOKENS, PERIOD_S = 250, 250, 120
+_MEASURED_ALONE, _MEASURED_TOGETHER, _MEASURED_PREFILL = 62.0, 177.0, 450.0
+PERIOD_S = 120
+"""Seconds between the questions of a person."""
+REASONING_TOKENS = 1000
+"""What a model that thinks writes before an answer."""
 LOAD = 0.7
 """The part of the time that the machine may be busy, so that queues stay short."""
 
@@ -62,8 +66,16 @@ SHAPES = (
 
 def sizes() -> str:
     """A row for each model on each machine with room for it."""
-    head = ("model", "cores", "memory", "slots", "longest request", "people")
-    return table(head, _rows())
+    head = (
+        "model",
+        "cores (vCPUs)",
+        "memory",
+        "slots",
+        "longest request",
+        "tokens/s alone",
+        "together",
+    )
+    return table((*head, "people", "if it thinks"), _rows())
 
 
 def _rows() -> Iterator[tuple[str, ...]]:
@@ -75,16 +87,35 @@ def _rows() -> Iterator[tuple[str, ...]]:
             options = resolve(EngineConfig(), shape.needs, cores=cores, memory_bytes=memory)
             yield (
                 shape.name,
-                str(cores),
+                f"{cores} ({2 * cores})",
                 f"{gib} GiB",
                 str(options.n_slots),
                 f"{options.n_ctx_slot:,}",
-                str(people(shape, cores) or "fewer than 1"),
+                _rounded(_MEASURED_ALONE * _scale(shape, cores)),
+                _rounded(_MEASURED_TOGETHER * _scale(shape, cores)),
+                str(people(shape, cores)),
+                str(people(shape, cores, REASONING_TOKENS) or "fewer than 1"),
             )
 
 
-def people(shape: Shape, cores: int) -> int:
-    """Who can chat at once, by the measured speed scaled to this many cores and parameters."""
-    scale = cores / _MEASURED_CORES * _MEASURED_PARAMETERS / shape.active_parameters
-    seconds = NEW_TOKENS / (_MEASURED_PREFILL * scale) + ANSWER_TOKENS / (_MEASURED_DECODE * scale)
+def people(shape: Shape, cores: int, n_reasoning: int = 0) -> int:
+    """Who can chat, by the measured speed scaled to this many cores and parameters: users of the kind `chat`,
+    as `corral capacity` has them."""
+    scale = _scale(shape, cores)
+    n_prompt = mean(QUESTION) * TOKENS_PER_WORD
+    n_answer = mean(CHAT_ANSWER) + n_reasoning
+    seconds = n_prompt / (_MEASURED_PREFILL * scale) + n_answer / (_MEASURED_TOGETHER * scale)
     return int(LOAD * PERIOD_S / seconds)
+
+
+def mean(lengths: Lengths) -> float:
+    """The mean of a log-normal distribution, whose ends are not cut off here."""
+    return lengths.median * math.exp(lengths.spread**2 / 2)
+
+
+def _scale(shape: Shape, cores: int) -> float:
+    return cores / _MEASURED_CORES * _MEASURED_PARAMETERS / shape.active_parameters
+
+
+def _rounded(speed: float) -> str:
+    return f"{speed:.1f}" if speed < 20 else f"{speed:,.0f}"
