@@ -99,8 +99,8 @@ def _rows() -> Iterator[tuple[str, ...]]:
 
 
 def people(shape: Shape, cores: int, n_reasoning: int = 0) -> int:
-    """Who can chat, by the measured speed scaled to this many cores and parameters: users of the kind `chat`,
-    as `corral capacity` has them."""
+    """Who can chat, by the measured speed scaled to this many cores and parameters: users of the kind
+    `chat`, as `corral capacity` has them."""
     scale = _scale(shape, cores)
     n_prompt = mean(QUESTION) * TOKENS_PER_WORD
     n_answer = mean(CHAT_ANSWER) + n_reasoning
