@@ -37,6 +37,7 @@ from typing import Any
 
 import yaml
 
+from serve_app.folders import cache_folder
 from serve_app.ingress.access.addresses import is_loopback
 
 HERE = Path(__file__).parent
@@ -163,6 +164,26 @@ def start_ray() -> None:
     ray.init("local", namespace="serve", include_dashboard=False)
 
 
+@contextmanager
+def discoverable(config: Path) -> Iterator[None]:
+    """Keep a file that tells Prometheus where this server's metrics are, as Ray's dashboard does. Its
+    folder lasts, and is the server's own, unlike Ray's."""
+    import ray
+
+    port = (yaml.safe_load(config.read_text()).get("http_options") or {}).get("port", 8000)
+    (node,) = ray.nodes()
+    target = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+    file = cache_folder() / "prometheus" / f"server-{port}.json"
+    with suppress(OSError):  # metrics are no reason not to serve
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps([{"labels": {"job": "corral"}, "targets": [target]}]))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()
+
+
 def _nothing(_node: Any, **_options: Any) -> None:
     """A stand-in for a method of Ray's that starts a process."""
 
@@ -205,9 +226,10 @@ def _serve(config: Path, events: int | None) -> None:
     import ray  # noqa: F401  # reads the environment
 
     _tell(events, "ray")
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1) as beside, ExitStack() as stack:
         importing = beside.submit(_import_serve)
         start_ray()
+        stack.enter_context(discoverable(config))
         importing.result()
         _tell(events, "logs", _session_folder())
         from ray import serve

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
 from loadtests.common import processes, servers
@@ -18,6 +19,7 @@ from tests.e2e.conftest import SETTINGS, START_TIMEOUT_S, short_folder, wait_unt
 
 RAY_TELLS_S = 60
 """Seconds in which Ray's agent of a node tries to tell a head that is gone that the raylet is gone, too."""
+EXPORT_TIMEOUT_S = 60
 CORRAL = [sys.executable, "-P", "-m", "serve_app.cli"]
 
 
@@ -106,6 +108,16 @@ def test_chat_ps_stats_and_top(server: Started) -> None:
     assert "...." in corral("top", "--frames", "1", "--url", server.url)
 
 
+def test_metrics_are_where_prometheus_is_told(server: Started) -> None:
+    file = server.folder / f"corral/prometheus/server-{server.port}.json"
+    ((target,),) = [one["targets"] for one in json.loads(file.read_text())]
+
+    def exported() -> str:
+        return httpx.get(f"http://{target}/metrics", timeout=10).text
+
+    wait_until(lambda: "ray_corral_slots_busy" in exported(), EXPORT_TIMEOUT_S, exported)
+
+
 def test_ray_is_started_without_what_one_machine_does_not_need(server: Started) -> None:
     for program in ("dashboard/dashboard.py", "autoscaler/v2/monitor.py", "_private/monitor.py"):
         assert not processes.tagged(server.folder, program)
@@ -123,6 +135,7 @@ def test_ctrl_c_ends_every_process(server: Started) -> None:
         servers.STOP_TIMEOUT_S,
         lambda: str(processes.tagged(server.folder, "")),
     )
+    assert not [*(server.folder / "corral/prometheus").iterdir()]
 
 
 @pytest.mark.long
