@@ -171,7 +171,7 @@ def discoverable(config: Path) -> Iterator[None]:
     import ray
 
     port = (yaml.safe_load(config.read_text()).get("http_options") or {}).get("port", 8000)
-    (node,) = ray.nodes()
+    (node,) = ray.nodes()  # type: ignore[no-untyped-call]
     target = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
     file = cache_folder() / "prometheus" / f"server-{port}.json"
     with suppress(OSError):  # metrics are no reason not to serve
