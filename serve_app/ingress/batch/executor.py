@@ -379,23 +379,18 @@ class BatchExecution:
             await writing
 
     async def _ask_all(self) -> None:
-        tasks: set[asyncio.Task[None]] = set()
+        asking: set[asyncio.Task[None]] = set()
         last: BatchLine | None = None
-        try:
+        async with asyncio.TaskGroup() as group:
             while page := await self._do(self._journal.unanswered, _PAGE, last):
                 for line in page:
                     await self._executor.room.wait()
-                    while len(tasks) >= self._executor.lines_each:
-                        tasks = await _left(tasks)
-                    tasks.add(asyncio.create_task(self._ask(line)))
+                    while len(asking) >= self._executor.lines_each:
+                        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+                    task = group.create_task(self._ask(line))
+                    asking.add(task)
+                    task.add_done_callback(asking.discard)
                 last = page[-1]
-            while tasks:
-                tasks = await _left(tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
 
     async def _ask(self, line: BatchLine) -> None:
         self._results.put_nowait(await self._result(line))
@@ -453,13 +448,6 @@ class BatchExecution:
     async def _count(self) -> None:
         self._counted = time.monotonic()
         await self._do(self._store.count, self._batch.id, *await self._do(self._journal.counts))
-
-
-async def _left(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in done:
-        task.result()
-    return left
 
 
 async def _unless(is_promoted: Callable[[], bool], asking: Coroutine[Any, Any, T]) -> T | None:
