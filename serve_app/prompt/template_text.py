@@ -75,39 +75,30 @@ class TemplateText(str):
         return TemplateText(super().__getitem__(key), self.origin[key])
 
     def join(self, pieces: Iterable[str]) -> TemplateText:
-        """`str.join`."""
         return TemplateText.joined(pieces, self)
 
     def lstrip(self, chars: str | None = None) -> TemplateText:
-        """`str.lstrip`."""
         return self[len(self) - len(super().lstrip(chars)) :]
 
     def rstrip(self, chars: str | None = None) -> TemplateText:
-        """`str.rstrip`."""
         return self[: len(super().rstrip(chars))]
 
     def strip(self, chars: str | None = None) -> TemplateText:
-        """`str.strip`."""
         return self.lstrip(chars).rstrip(chars)
 
     def removeprefix(self, prefix: str) -> TemplateText:
-        """`str.removeprefix`."""
         return self[len(self) - len(super().removeprefix(prefix)) :]
 
     def removesuffix(self, suffix: str) -> TemplateText:
-        """`str.removesuffix`."""
         return self[: len(super().removesuffix(suffix))]
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Any]:
-        """`str.split`."""
         return self._pieces(super().split(sep, maxsplit), sep)
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Any]:
-        """`str.rsplit`."""
         return self._pieces(super().rsplit(sep, maxsplit), sep)
 
     def splitlines(self, keepends: bool = False) -> list[Any]:
-        """`str.splitlines`."""
         return self._pieces(super().splitlines(keepends), None)
 
     def _pieces(self, texts: Sequence[str], sep: str | None) -> list[TemplateText]:
@@ -120,7 +111,6 @@ class TemplateText(str):
         return pieces
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> TemplateText:
-        """`str.replace`."""
         if not old:
             return TemplateText(super().replace(old, new, count))
         return TemplateText.joined(self.split(old, count), new)
@@ -129,19 +119,15 @@ class TemplateText(str):
         return TemplateText(text, self.origin if len(text) == len(self) else None)
 
     def upper(self) -> TemplateText:
-        """`str.upper`."""
         return self._same_places(super().upper())
 
     def lower(self) -> TemplateText:
-        """`str.lower`."""
         return self._same_places(super().lower())
 
     def title(self) -> TemplateText:
-        """`str.title`."""
         return self._same_places(super().title())
 
     def capitalize(self) -> TemplateText:
-        """`str.capitalize`."""
         return self._same_places(super().capitalize())
 
 

@@ -243,30 +243,16 @@ class Tokenizer:
         return (self._tool_template if calls else None) or self._template
 
     def encode_chat(
-        self,
-        conversation: Conversation,
-        tools: Sequence[Mapping[str, Any]] = (),
-        extra: Mapping[str, Any] | None = None,
-        thinks: bool = True,
-        *,
-        add_generation_prompt: bool = True,
-        prefill: str = "",
+        self, conversation: Conversation, *arguments: Any, **options: Any
     ) -> tuple[int, ...]:
-        """The tokens of a chat as `render_chat` writes it. Only the template's own control tokens
-        become control tokens; those in messages, tools, `extra` and `prefill` stay text. An attachment
-        becomes a negative token: -1 less its number in the conversation. Raises InvalidRequestError like
-        `render_chat`."""
+        """The tokens of a chat as `render_chat`, with these arguments, writes it. Only the template's
+        own control tokens become control tokens; those in messages, tools, `extra` and `prefill` stay text.
+        An attachment becomes a negative token: -1 less its number in the conversation. Raises
+        InvalidRequestError like `render_chat`."""
         marks = Marks()
         if any(turn.attachments for turn in conversation):
             conversation = [turn.marked(marks.next) for turn in conversation]
-        text = self.render_chat(
-            conversation,
-            tools,
-            extra,
-            thinks,
-            add_generation_prompt=add_generation_prompt,
-            prefill=prefill,
-        )
+        text = self.render_chat(conversation, *arguments, **options)
         begins_itself = self.bos and text.startswith(self.bos)
         begin = () if begins_itself else self.model.first_tokens
         return (*begin, *self._encode_parts(text, marks))

@@ -248,19 +248,10 @@ class PromptLength(msgspec.Struct, frozen=True, tag=True):
 
 
 def sampling(model: ModelInfo, params: GenerationParams) -> SamplingParams:
-    """The engine's parameters. Of a token that `logit_bias` names twice, the last counts. Raises
-    InvalidRequestError."""
+    """The engine's parameters. Raises InvalidRequestError."""
+    biases = params.biases(lambda text: model.tokenizer.tokenize(text, False, False))
     defaulted = params.sampling(model.defaults)
-    if params.token_bias is None:
-        return defaulted
-    logit_bias = defaulted.logit_bias
-    bias = dict(zip(logit_bias.tokens.tolist(), logit_bias.values.tolist(), strict=True))
-    for which, value in params.token_bias:
-        tokens = (
-            [which] if isinstance(which, int) else model.tokenizer.tokenize(which, False, False)
-        )
-        bias |= dict.fromkeys(tokens, float("-inf") if value is False else float(value))
-    return dataclasses.replace(defaulted, logit_bias=LogitBias.of(bias))
+    return dataclasses.replace(defaulted, logit_bias=LogitBias.of(biases)) if biases else defaulted
 
 
 def chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat:

@@ -7,7 +7,7 @@ Source: OpenAI's API reference, "Completions" and "Chat"; sampling parameters ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -21,7 +21,7 @@ from serve_app.ingress.http.request_model import RequestModel, name_ignored, nam
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect
-from serve_app.sampling import Api, LogitBias, SamplingParams, StopString, StopStrings, samplers_by
+from serve_app.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_CHOICES = 32
@@ -307,9 +307,20 @@ class GenerationParams(RequestModel):
         """How many tokens the request wants at most, as MaxTokens; None if it does not say."""
         return self.max_tokens if self.n_predict is None else self.n_predict
 
+    def biases(self, tokenize: Callable[[str], Iterable[int]]) -> dict[int, float]:
+        """The numbers that are added to logits. Of a token that is named twice, the last counts."""
+        biases = {
+            token: float("-inf") if bias == -100 else bias
+            for token, bias in (self.logit_bias or {}).items()
+        }
+        for which, value in self.token_bias or ():
+            tokens = [which] if isinstance(which, int) else tokenize(which)
+            biases |= dict.fromkeys(tokens, float("-inf") if value is False else float(value))
+        return biases
+
     def sampling(self, defaults: ModelDefaults) -> SamplingParams:
-        """The engine's parameters but for texts in `logit_bias`; what the request leaves open has the
-        model's defaults, or Corral's. Raises InvalidRequestError."""
+        """The engine's parameters but for `logit_bias`; what the request leaves open has the model's
+        defaults, or Corral's. Raises InvalidRequestError."""
         most = self.most_tokens
         most = defaults.max_tokens if most is None else most
         penalty = self.repetition_penalty
@@ -321,12 +332,6 @@ class GenerationParams(RequestModel):
         return SamplingParams(
             **values,
             samplers=None if self.samplers is None else samplers_by(self.samplers),
-            logit_bias=LogitBias.of(
-                {
-                    token: float("-inf") if bias == -100 else bias
-                    for token, bias in (self.logit_bias or {}).items()
-                }
-            ),
             max_tokens=None if most is None or most < 0 else most,
             grammar=self.matched(),
             logprobs=self.n_logprobs,

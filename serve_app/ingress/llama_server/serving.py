@@ -135,16 +135,9 @@ class LlamaChoice:
         return end.reason == FinishReason.LENGTH and used >= self.n_ctx_slot
 
     def _probabilities(self, delta: TokenDelta) -> list[Json]:
-        top = "top_probs" if self.sampling.post_sampling_probs else "top_logprobs"
-        return [
-            self._entry(token, found.logprob) | {top: [self._entry(*one) for one in found.top]}
-            for token, found in zip(delta.token_ids, delta.logprobs, strict=False)
-        ]
-
-    def _entry(self, token: int, logprob: float) -> Json:
-        piece = self.piece(token)
-        entry = {"id": token, "token": piece.decode(errors="replace"), "bytes": list(piece)}
-        return entry | logprobs.likelihood(logprob, shares=self.sampling.post_sampling_probs)
+        tokens = zip(delta.token_ids, delta.logprobs, strict=False)
+        shares = self.sampling.post_sampling_probs
+        return logprobs.entries(tokens, self.piece, shares=shares, with_ids=True)
 
     def _selected(self, answer: Json) -> Json:
         """Only the `response_fields`, if the request names some."""

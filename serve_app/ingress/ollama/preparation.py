@@ -219,7 +219,7 @@ def _untemplated(
     sampling = (
         preparation.chat_sampling(model, params, prompt)
         if isinstance(params, TranslatedChat)
-        else params.sampling(model.defaults)
+        else preparation.sampling(model, params)
     )
     sampling = dataclasses.replace(sampling, logprobs=request.n_logprobs)
     generation = preparation.generation(model, params, [prompt], 1, sampling, "prompt", media)

@@ -6,7 +6,7 @@ Source: OpenAI's API reference, `logprobs` of "Completions" and of "Chat".
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -23,30 +23,31 @@ class Piece(Protocol):
 
 
 def of_chat(delta: TokenDelta, piece: Piece, *, shares: bool = False) -> Json:
-    """A chat's: token by token; `shares` as for `likelihood`."""
+    """A chat's: token by token, without control tokens; `shares` as for `entries`."""
+    return {"content": entries(_shown(delta, piece), piece, shares=shares), "refusal": None}
+
+
+def entries(
+    tokens: Iterable[tuple[int, TokenLogprobs]],
+    piece: Piece,
+    *,
+    shares: bool,
+    with_ids: bool = False,
+) -> list[Json]:
+    """Each token with its log probability, and the likeliest ones; or, with `shares`, their probabilities,
+    as llama-server tells what was drawn from."""
 
     def entry(token: int, logprob: float) -> Json:
         written = piece(token)
-        return {
-            "token": _text(written),
-            **likelihood(logprob, shares=shares),
-            "bytes": list(written),
-        }
+        named = {"id": token} if with_ids else {}
+        likelihood = {"prob": math.exp(logprob)} if shares else {"logprob": logprob}
+        return {**named, "token": _text(written), **likelihood, "bytes": list(written)}
 
     top = "top_probs" if shares else "top_logprobs"
-    return {
-        "content": [
-            entry(token, found.logprob) | {top: [entry(*one) for one in found.top]}
-            for token, found in _shown(delta, piece)
-        ],
-        "refusal": None,
-    }
-
-
-def likelihood(logprob: float, *, shares: bool) -> Json:
-    """A token's log probability; or, with `shares`, its probability, as llama-server tells what was drawn
-    from."""
-    return {"prob": math.exp(logprob)} if shares else {"logprob": logprob}
+    return [
+        entry(token, found.logprob) | {top: [entry(*likely) for likely in found.top]}
+        for token, found in tokens
+    ]
 
 
 def of_text(delta: TokenDelta, piece: Piece, offset: int, *, every: bool = False) -> Json:
