@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import orjson
 
 from serve_app.ingress.batch.objects import LineError
 from serve_app.ingress.batch.preparation import BatchLine
+from serve_app.ingress.batch.store import transaction
 from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 
 EXPIRED = (
@@ -113,7 +113,7 @@ class BatchJournal:
         self, chunk: LineChunk, checked: Sequence[BatchLine], max_lines: int
     ) -> list[LineError]:
         """Keep the lines of a chunk, which have been checked. Returns what is wrong with them."""
-        with self._transaction():
+        with transaction(self._db):
             errors = [error for line in checked for error in self._note(chunk, line)]
             numbers = "SELECT n FROM lines ORDER BY n LIMIT 1 OFFSET ?"
             beyond = self._db.execute(numbers, (max_lines,)).fetchone()
@@ -175,7 +175,7 @@ class BatchJournal:
 
     def write(self, results: Sequence[LineResult]) -> None:
         """Put all results on the disk before this returns."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.executemany(
                 "INSERT OR IGNORE INTO answers VALUES (?, ?, ?)",
                 [(result.n, int(result.good), result.line) for result in results],
@@ -222,17 +222,6 @@ class BatchJournal:
             else:
                 path.unlink()
         return made
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
 
 
 def line_of(

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,19 @@ def is_full(error: Exception, folder: Path) -> bool:
     return code == sqlite3.SQLITE_FULL
 
 
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """A transaction that begins at once, and is rolled back if the block fails."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
 class BatchStore:
     """The store in a folder. Any thread of any process; each call is a transaction.
 
@@ -140,18 +153,11 @@ class BatchStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        db = sqlite3.connect(self.folder / "batches.sqlite", timeout=_BUSY_S, isolation_level=None)
-        db.row_factory = sqlite3.Row
-        try:
-            db.execute("BEGIN IMMEDIATE")
-            yield db
-            db.execute("COMMIT")
-        except BaseException:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-            raise
-        finally:
-            db.close()
+        path = self.folder / "batches.sqlite"
+        with closing(sqlite3.connect(path, _BUSY_S, isolation_level=None)) as db:
+            db.row_factory = sqlite3.Row
+            with transaction(db):
+                yield db
 
     # -- files ------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ Control", SIGCOMM 1988).
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -89,16 +88,15 @@ class BatchPace:
         self._n_left = n_left
         self._best = 0.0
         """Lines a second."""
-        self._seen = deque([(now, n_left)])
+        self._since = now, n_left
+        """The beginning of the time that is measured, and the lines that were left then."""
 
     def answered(self, n: int, now: float) -> None:
         self._n_left -= n
-        self._seen.append((now, self._n_left))
-        while len(self._seen) > 2 and self._seen[1][0] <= now - _LOOK_BACK_S:
-            self._seen.popleft()
-        since, before = self._seen[0]
-        if now - since >= _LOOK_BACK_S:
-            self._best = max(self._best, (before - self._n_left) / (now - since))
+        began, n_before = self._since
+        if now - began >= _LOOK_BACK_S:
+            self._best = max(self._best, (n_before - self._n_left) / (now - began))
+            self._since = now, self._n_left
 
     def runs_out(self, now: float) -> bool:
         """Whether the deadline is nearer than the last answer would be at that pace."""
