@@ -68,11 +68,11 @@ def build_api(
     """The application that serves these models; the first is the default.
 
     The workers read bodies; without them, this process does. `sse_ping_interval_s` counts for streams whose
-    requests do not say otherwise; see EventStream. `open_requests` counts those that are answered. `runs`
-    makes responses that are kept; without it, this process alone keeps some. Without `batches` there are
-    none; they are worked on from the application's start on, as its lifespan. `versions` changes the
-    weights of models that have several. Raises ConfigError for a key file that cannot be used, and OSError
-    for a folder.
+    requests do not say otherwise; see EventStream. `open_requests` counts those that are answered.
+    `responses` makes responses that are kept; without it, this process alone keeps some. Without `batches`
+    there are none; they are worked on from the application's start on, as its lifespan. `versions` changes
+    the weights of models that have several. Raises ConfigError for a key file that cannot be used, and
+    OSError for a folder.
     """
     workers = workers or InProcess(models)
     fetch = Fetcher(access.picture_hosts).fetch if access.picture_hosts else None

@@ -177,9 +177,7 @@ class HandleClient:
         response: Any = self._handle.embed.remote(texts, client, key, background)
         try:
             async with _translated():
-                vectors: NDArray[np.float32] | CorralError = await response
-                if isinstance(vectors, CorralError):
-                    raise vectors
+                vectors: NDArray[np.float32] = _succeeded(await response)
             return vectors
         finally:
             _leave(response)
@@ -218,18 +216,15 @@ class HandleClient:
 
     async def media_tokens(self, sizes: Sequence[Size]) -> int:
         async with self._loading(), _translated():
-            answer: int | CorralError = await self._handle.media_tokens.remote(sizes)
-        if isinstance(answer, CorralError):
-            raise answer
-        return answer
+            n_tokens: int = _succeeded(await self._handle.media_tokens.remote(sizes))
+        return n_tokens
 
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:
         arguments = "act_on_slot", replica_id, action, slot_id, name
-        answer = await broadcast.ask_one(self._handle, *arguments, timeout_s=_SLOT_TIMEOUT_S)
-        if isinstance(answer, CorralError):
-            raise answer
+        asking = broadcast.ask_one(self._handle, *arguments, timeout_s=_SLOT_TIMEOUT_S)
+        answer = _succeeded(await asking)
         if not isinstance(answer, SlotAction):
             raise EngineUnavailableError(f"The replica {replica_id} does not answer.")
         return answer
@@ -243,6 +238,13 @@ class HandleClient:
         running &= broadcast.running(self._handle)
         missing = tuple(sorted(running - {answer.replica_id for answer in found}))
         return Answers(tuple(answer for answer in found if not isinstance(answer, Asleep)), missing)
+
+
+def _succeeded(answer: Any) -> Any:
+    """The answer of a replica, which returns the CorralErrors that it would raise."""
+    if isinstance(answer, CorralError):
+        raise answer
+    return answer
 
 
 async def _follow(response: Any, call: IncomingCall) -> None:

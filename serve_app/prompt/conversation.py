@@ -44,6 +44,11 @@ class PastCall:
     call_id: str = ""
     """The client's name of the call; empty if the protocol has none."""
 
+    @classmethod
+    def of(cls, name: str, arguments: object, call_id: str = "") -> Self:
+        """A call whose arguments may be any JSON value: clients send them as they are."""
+        return cls(name, json_text(arguments), call_id)
+
     @property
     def value(self) -> Any:
         """The arguments as an object if they are one, and else as the text that they are."""
@@ -106,6 +111,11 @@ class Turn:
 Conversation = Sequence[Turn]
 
 
+def json_text(value: object) -> str:
+    """The text itself, or the value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def in_tags(role: str, *parts: str | Attachment) -> tuple[str | Attachment, ...]:
     """The content of a role that a template does not take, as it stands in a user's turn."""
     tag = _NO_TAG.sub("_", role)[:64]
@@ -136,4 +146,4 @@ def text_of(value: object) -> str:
     texts = list(texts_in(value))
     if texts or value in (None, "", [], {}):
         return "\n".join(texts)
-    return json.dumps(value, ensure_ascii=False)
+    return json_text(value)

@@ -9,7 +9,6 @@ Source: Anthropic's API reference, "Messages" and "Tools".
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -136,9 +135,7 @@ class ToolUseBlock(Block):
 
     def as_call(self) -> PastCall:
         """The call in the canonical form."""
-        is_text = isinstance(self.input, str)
-        arguments = self.input if is_text else json.dumps(self.input, ensure_ascii=False)
-        return PastCall(self.name, arguments, self.id)
+        return PastCall.of(self.name, self.input, self.id)
 
 
 class ToolResultBlock(Block):

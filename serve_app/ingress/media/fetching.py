@@ -72,7 +72,7 @@ class Fetcher:
         """`hosts` are names, `*.example` for all below one, `*` for all. Tests have their own `resolve`
         and `may_reach`."""
         self._hosts = [host.lower() for host in hosts]
-        self._resolve = resolve or _Resolver().resolve
+        self._resolve = resolve or _addresses
         self._may_reach = may_reach
         self._max_s = max_s
         self._places = FairSemaphore(N_AT_ONCE, most_each=N_EACH)
@@ -198,14 +198,12 @@ async def _read(answer: httpx2.Response, max_bytes: int) -> bytes:
     return bytes(data)
 
 
-class _Resolver:
-    """The system's. It may take long, so it has threads of its own."""
+_THREADS = ThreadPoolExecutor(4, "corral-names")
+"""The threads of the system's resolver, which may take long."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(4, "corral-names")
 
-    async def resolve(self, host: str, port: int) -> list[str]:
-        infos: list[Any] = await asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        )
-        return [str(address[0]).partition("%")[0] for *_, address in infos]
+async def _addresses(host: str, port: int) -> list[str]:
+    infos: list[Any] = await asyncio.get_running_loop().run_in_executor(
+        _THREADS, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    )
+    return [str(address[0]).partition("%")[0] for *_, address in infos]

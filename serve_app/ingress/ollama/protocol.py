@@ -5,7 +5,6 @@ Source: ollama, api/types.go, docs/api.md, and docs/modelfile.mdx, "Valid Parame
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,11 +48,7 @@ class OllamaCall(RequestModel):
 
     def as_call(self) -> PastCall:
         """The call in the canonical form."""
-        arguments = self.function.arguments
-        text = (
-            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        )
-        return PastCall(self.function.name, text, self.id or "")
+        return PastCall.of(self.function.name, self.function.arguments, self.id or "")
 
 
 class OllamaMessage(RequestModel):

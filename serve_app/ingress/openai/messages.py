@@ -5,7 +5,6 @@ Source: OpenAI's API reference, "Chat".
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,7 +21,7 @@ from pydantic import (
 
 from serve_app.ingress.generation.tools import refuse_media
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
-from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of
+from serve_app.prompt.conversation import Attachment, PastCall, Turn, json_text, text_of
 
 
 class TextPart(RequestModel):
@@ -123,7 +122,7 @@ class FunctionCall(RequestModel):
     @field_validator("arguments", mode="before")
     @classmethod
     def _as_text(cls, value: object) -> object:
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return json_text(value)
 
 
 class MessageToolCall(BaseModel):

@@ -27,13 +27,9 @@ from serve_app.ingress.http.request_model import Foreign, RequestModel, known_ki
 from serve_app.ingress.openai.messages import SoundPart
 from serve_app.ingress.openai.tools import CUSTOM_INPUT
 from serve_app.ingress.responses.tools import CallForm
-from serve_app.prompt.conversation import Attachment, PastCall, Turn, texts_in
+from serve_app.prompt.conversation import Attachment, PastCall, Turn, json_text, texts_in
 
 Json = dict[str, Any]
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _identity(kind: str) -> Json:
@@ -148,7 +144,7 @@ class CallItem(Item):
     @field_validator("arguments", "input", mode="before")
     @classmethod
     def _as_text(cls, value: object) -> object:
-        return value if isinstance(value, str) else _json(value)
+        return json_text(value)
 
     @field_validator("action", "operation", mode="before")
     @classmethod
@@ -159,7 +155,7 @@ class CallItem(Item):
         """The call in the canonical form: of the function that stands for the tool."""
         form = CallForm.of_item(self.type, self.name, self.namespace)
         said = {"custom": {CUSTOM_INPUT: self.input}, "apply_patch": self.operation}
-        arguments = _json(said.get(form.kind, self.action))
+        arguments = json_text(said.get(form.kind, self.action))
         return PastCall(
             form.function, self.arguments if form.kind == "function" else arguments, self.call_id
         )

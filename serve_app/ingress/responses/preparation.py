@@ -302,7 +302,7 @@ def _record(body: bytes) -> tuple[StoredRequest, list[memoryview], bytes]:
     return StoredRequest.unpacked(pieces[0]), pieces[1:], body[start:]
 
 
-def answer_to(models: Mapping[str, M], request: StoredRequest, **options: bool) -> ResponseAnswer:
+def answer_to(models: Mapping[str, M], request: StoredRequest, **options: Any) -> ResponseAnswer:
     """The answer to a kept request, before any output. Raises ResponseNotFoundError if its model is no
     more."""
     try:

@@ -137,7 +137,7 @@ async def responses(
         deltas = await generation.start(model, [request])
         entries = _logged(deltas, made, owner, responses if fields["store"] else None)
     if wanted.stream:
-        return sse.EventStream(serving.events(answer, entries), wanted.sse_ping_interval)
+        return sse.EventStream(answer.stream(entries, answer.take), wanted.sse_ping_interval)
     return JSONResponse(await serving.collect(answer, entries))
 
 
@@ -167,11 +167,12 @@ async def get_response(
     if not stream:
         return written(await bodies.work(preparation.stored, *preparation.record(stored)))
     request = StoredRequest.unpacked(stored.stored_request)
-    answer = preparation.answer_to(models, request, obfuscates=include_obfuscation)
+    answer = preparation.answer_to(
+        models, request, obfuscates=include_obfuscation, after=starting_after
+    )
     with responses.open_requests.entered(request_context.current().holder):
         pass  # a refusal has a status here
-    entries = _held(responses, response_id)
-    return sse.EventStream(serving.events(answer, entries, starting_after))
+    return sse.EventStream(answer.stream(_held(responses, response_id), answer.take))
 
 
 @ROUTER.delete("/v1/responses/{response_id}", response_model=None)

@@ -6,15 +6,13 @@ Source: OpenAI's API reference, "Responses" and its streaming events.
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 from serve_app.errors import CorralError
 from serve_app.ingress.generation import generation
+from serve_app.ingress.generation.answers import EventAnswer
 from serve_app.ingress.http import sse
-from serve_app.ingress.http.errors import unexpected
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.openai.timings import Running, prompt_progress, timings
 from serve_app.ingress.responses.items import reasoning_fields
@@ -25,8 +23,6 @@ from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
-
-logger = logging.getLogger("corral.ingress")
 
 
 class _TextForm(NamedTuple):
@@ -46,7 +42,7 @@ _SUMMARY = _TextForm(
 """The types of the texts that items have."""
 
 
-class ResponseAnswer:
+class ResponseAnswer(EventAnswer):
     """A response on its way."""
 
     def __init__(
@@ -56,9 +52,11 @@ class ResponseAnswer:
         *,
         timings_per_token: bool = False,
         obfuscates: bool = False,
+        after: int = -1,
     ) -> None:
-        """`obfuscates`: whether pieces come with noise, so that their sizes do not show what they are."""
-        self._request = request
+        """`obfuscates`: whether pieces come with noise, so that their sizes do not show what they are. Of a
+        stream, the events behind the number `after` are sent."""
+        self._request, self._after = request, after
         self._tokenizer = model.tokenizer
         self._parser = model.tokenizer.output_parser(
             request.prompt_end, request.tools, request.thinks, in_pieces=True
@@ -94,6 +92,9 @@ class ResponseAnswer:
         events = [self._event(name, response=response) for name in names]
         begun = response | {"status": "in_progress"}
         return [*events, self._event("in_progress", response=begun)]
+
+    def written(self, event: Json) -> bytes:
+        return sse.named(event) if event["sequence_number"] > self._after else b""
 
     def take(self, entry: Event) -> list[Json]:
         """The events of what came of it."""
@@ -294,26 +295,3 @@ async def collect(answer: ResponseAnswer, entries: AsyncIterator[Event]) -> Json
             raise entry.error
         answer.take(entry)
     return answer.whole()
-
-
-async def events(
-    answer: ResponseAnswer, entries: AsyncGenerator[Event], after: int = -1
-) -> AsyncIterator[bytes]:
-    """The response as server-sent events, those behind that number; the last one tells the whole
-    response, or what failed. The entries are closed at the end, whatever happens."""
-
-    def written(events: Iterable[Json]) -> bytes:
-        return b"".join(sse.named(one) for one in events if one["sequence_number"] > after)
-
-    async with aclosing(entries):
-        if begun := written(answer.opening()):
-            yield begun
-        try:
-            async for entry in entries:
-                if found := written(answer.take(entry)):
-                    yield found
-        except CorralError as error:
-            yield written([answer.failed(error)])
-        except Exception:
-            logger.exception("A stream failed")
-            yield written([answer.failed(unexpected())])
