@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from operator import attrgetter
 
 from serve_app.engine.backends.base import Backend
@@ -22,37 +23,29 @@ from serve_app.types import FinishReason
 logger = logging.getLogger("corral.engine")
 
 
+@dataclass(eq=False)
 class Admission:
     """Moves sequences from the queue into slots, and back where another client's turn has come or
     the cache is full. Background requests give their slots back to any other request. Decoder
     thread only."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        cache: KVCacheManager,
-        scheduler: Scheduler,
-        queue: FairQueue,
-        budget: StepBudget,
-        counts: Counts,
-        outbox: Outbox,
-    ) -> None:
-        self._backend = backend
-        self._cache = cache
-        self._scheduler = scheduler
-        self._queue = queue
-        self._budget = budget
-        self._counts = counts
-        self._outbox = outbox
+    _backend: Backend
+    _cache: KVCacheManager
+    _scheduler: Scheduler
+    _queue: FairQueue
+    _budget: StepBudget
+    _counts: Counts
+    _outbox: Outbox
+    _paused: bool = False
+    """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
+    _background_paused: bool = False
+    """Whether nothing in the background is admitted until a sequence ends."""
+    changed: bool = False
+    """Whether a sequence has got a slot or lost one since this was last set to False."""
+
+    def __post_init__(self) -> None:
         self._preemption_policy = PreemptionPolicy()
-        n_slots = sum(not slot.pinned for slot in cache.table.slots)
-        self._anticipation = Anticipation(n_slots)
-        self._paused = False
-        """Whether nothing is admitted until a sequence ends: the cache was full, and one lost its slot."""
-        self._background_paused = False
-        """Whether nothing in the background is admitted until a sequence ends."""
-        self.changed = False
-        """Whether a sequence has got a slot or lost one since this was last set to False."""
+        self._anticipation = Anticipation(sum(not slot.pinned for slot in self._cache.table.slots))
 
     def enqueue(self, sequences: SequenceOf[Sequence]) -> None:
         """Have new sequences wait."""

@@ -33,27 +33,19 @@ class BatchResult:
     sample_s: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class BatchRunner:
     """Has the backend compute one batch, learns what it took, and charges it. Decoder thread only."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        costs: CostModel,
-        progress: Progress,
-        command_queue: CommandQueue,
-        queue: FairQueue,
-        scheduler: Scheduler,
-    ) -> None:
-        """`command_queue` cancels a batch that nobody waits for, and `queue` charges clients."""
-        self._backend = backend
-        self._costs = costs
-        self._progress = progress
-        self._command_queue = command_queue
-        self._queue = queue
-        self._scheduler = scheduler
-        self._adapters: Adapters = ()
-        """The adapters of the last batch."""
+    _backend: Backend
+    _costs: CostModel
+    _progress: Progress
+    _command_queue: CommandQueue
+    """The queue that cancels a batch which nobody waits for."""
+    _queue: FairQueue
+    _scheduler: Scheduler
+    _adapters: Adapters = ()
+    """The adapters of the last batch."""
 
     def run(self, batch: Batch) -> BatchResult:
         """Decode a batch, and sample behind it. Raises what `Backend.decode` raises if it is broken."""

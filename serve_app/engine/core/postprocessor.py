@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from serve_app.engine.backends.base import Vocabulary
 from serve_app.engine.core.batch_runner import BatchResult
@@ -58,26 +59,17 @@ class Outbox:
         return taken
 
 
+@dataclass(slots=True, eq=False)
 class Postprocessor:
     """Books the rows of a computed batch, and gives sequences their sampled tokens. Decoder thread only."""
 
-    def __init__(
-        self,
-        options: EngineOptions,
-        vocabulary: Vocabulary,
-        cache: KVCacheManager,
-        outbox: Outbox,
-        counts: Counts,
-        latencies: Latencies,
-        scheduler: Scheduler,
-    ) -> None:
-        self._options = options
-        self._vocabulary = vocabulary
-        self._cache = cache
-        self._outbox = outbox
-        self._counts = counts
-        self._latencies = latencies
-        self._scheduler = scheduler
+    _options: EngineOptions
+    _vocabulary: Vocabulary
+    _cache: KVCacheManager
+    _outbox: Outbox
+    _counts: Counts
+    _latencies: Latencies
+    _scheduler: Scheduler
 
     def apply(self, result: BatchResult) -> None:
         """Give each sequence of a batch that was computed its part of the result."""

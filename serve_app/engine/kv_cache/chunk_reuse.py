@@ -6,6 +6,7 @@ Source: llama.cpp, `n_cache_reuse` in tools/server/server-context.cpp.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from serve_app.engine.backends.base import Backend
@@ -60,14 +61,14 @@ def _find(tokens: bytes, chunk: bytes, start: int) -> int:
     return place // TOKEN_BYTES if place >= 0 else -1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ChunkReuse:
     """Cuts slots for requests with `n_cache_reuse`. Models with a window or recurrent layers cannot be cut,
     nor those with positions of several dimensions: nothing happens there. Decoder thread only."""
 
-    def __init__(self, backend: Backend, table: SlotTable, contents: SlotContents) -> None:
-        self._backend = backend
-        self._table = table
-        self._contents = contents
+    _backend: Backend
+    _table: SlotTable
+    _contents: SlotContents
 
     def wanted(self, sequence: Sequence, tokens: bytes) -> int:
         """The slot that the sequence's request asks for; or the idle one that can be cut to have most of

@@ -190,13 +190,13 @@ def _least_missed(checkpoints: tuple[Checkpoint, ...]) -> Checkpoint:
     return min(zip(gaps[:-1], checkpoints, strict=False), key=lambda one: one[0])[1]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SlotContents:
     """Saves, fills and cuts slots, each with its checkpoints. Decoder thread only."""
 
-    def __init__(self, backend: Backend, checkpoints: Checkpoints, copies: CopyBudget) -> None:
-        self.checkpoints = checkpoints
-        self._backend = backend
-        self._copies = copies
+    _backend: Backend
+    checkpoints: Checkpoints
+    _copies: CopyBudget
 
     def n_bytes(self, slot: Slot, n_tokens: int) -> int:
         """The bytes that storing a slot with so many tokens would take."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -97,27 +97,19 @@ def hottest(
     return sorted(chosen, key=lambda offer: -offer.n_begun)
 
 
+@dataclass(slots=True, eq=False)
 class PrefixExchange:
     """Exports what slots and the memory tier have, and imports into that tier. Decoder thread only."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        table: SlotTable,
-        memory_tier: MemoryTier,
-        contents: SlotContents,
-        copies: CopyBudget,
-    ) -> None:
-        self._backend = backend
-        self._table = table
-        self._memory_tier = memory_tier
-        self._contents = contents
-        self._copies = copies
-        self.begun: deque[Prefix] = deque(maxlen=_BEGUN_KEPT)
-        """The last prompts that got a slot."""
-        self.transferred: Counter[str] = Counter()
-        """The amounts sent to other engines and received from them, by the names of
-        `EngineStats`."""
+    _backend: Backend
+    _table: SlotTable
+    _memory_tier: MemoryTier
+    _contents: SlotContents
+    _copies: CopyBudget
+    begun: deque[Prefix] = field(default_factory=lambda: deque(maxlen=_BEGUN_KEPT))
+    """The last prompts that got a slot."""
+    transferred: Counter[str] = field(default_factory=Counter)
+    """The amounts sent to other engines and received from them, by the names of `EngineStats`."""
 
     @property
     def held(self) -> list[tuple[Prefix, int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serve_app.engine.core.sequence import Sequence
@@ -97,6 +98,7 @@ class _Rank(NamedTuple):
     arrival: int
 
 
+@dataclass(slots=True, eq=False)
 class FairQueue:
     """The sequences that wait for a slot. A client is what requests name; all that name none are one, and
     what a client has in the background is another one.
@@ -108,13 +110,12 @@ class FairQueue:
     request does not wait for all of another's.
     """
 
-    def __init__(self, cost: Cost, accounts: Accounts) -> None:
-        self._cost = cost
-        self.accounts = accounts
-        """The measured seconds of each client."""
-        self.waiting: list[Sequence] = []
-        """The sequences that wait, in any order."""
-        self._running: list[Sequence] = []
+    _cost: Cost
+    accounts: Accounts
+    """The measured seconds of each client."""
+    waiting: list[Sequence] = field(default_factory=list)
+    """The sequences that wait, in any order."""
+    _running: list[Sequence] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -191,8 +192,7 @@ class PreemptionPolicy:
     Background requests are preempted only for each other here; for all others always.
     """
 
-    def __init__(self) -> None:
-        self._quiet_until = 0.0
+    _quiet_until = 0.0
 
     def find(
         self,
