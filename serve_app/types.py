@@ -110,7 +110,6 @@ class Sound(msgspec.Struct, frozen=True, tag=True):
 
 
 Medium = Picture | Sound
-"""A part of a prompt that is no text."""
 
 
 def account(client: str, *, background: bool) -> str:
@@ -137,7 +136,6 @@ class GenerationRequest:
     """First tokens that a context shift keeps, one at least; -1: the prompt; None: the engine's options
     say."""
     http_id: str = ""
-    """The `x-request-id` of the HTTP request that it belongs to."""
     generated: tuple[int, ...] = ()
     """The first tokens of the answer, which other replicas began and could not end: their text is
     delivered."""
@@ -272,7 +270,6 @@ class FetchingReplica:
     replica_id: str
     node_id: str
     stage: str
-    """The present stage, as `serve_app.progress.Stage.name`."""
     done: float
     from_origin_bytes: int = 0
     from_nodes_bytes: int = 0
@@ -310,7 +307,6 @@ class Sampled(NamedTuple):
 
     token: int
     logprobs: TokenLogprobs | None = None
-    """If the request wants them."""
     complete: bool = False
     """Whether its grammar allows nothing after it."""
 
@@ -342,7 +338,6 @@ class TokenDelta:
     end: SequenceEnd | None = None
     """Set on the last delta only."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """The log probabilities of each of `token_ids`, if the request wants them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """The log probabilities of each of the prompt's tokens but for the first, if the request wants them.
     They come with the first generated token, or with the end if there is none."""

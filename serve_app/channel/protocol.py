@@ -100,7 +100,6 @@ def _tls(protocol: int) -> ssl.SSLContext | None:
 Item = tuple[int, TokenDelta | None]
 """The number of a call, and what came for it: None says that the engine has taken the request."""
 WELCOME = b"+"
-"""A listener's answer to a Hello that it accepts."""
 MOST_HELLO_BYTES = 1024
 _LENGTH = struct.Struct("<I")
 _BYTES = (b"\xc4", b"\xc5", b"\xc6")

@@ -54,7 +54,6 @@ class Texts:
     ) -> None:
         self.tokens = tokens
         self.background = background
-        """Whether nobody waits for the texts."""
         self.account = account(client, background=background)
         self.future: Future[Vectors] = Future()
         self._vectors: dict[int, NDArray[np.float64]] = {}

@@ -42,15 +42,12 @@ class PlacedTile:
     there."""
 
     start: int
-    """The index of the tile's first token."""
     tile: Tile
     medium: Medium
     number: int
-    """The index of the tile among its medium's tiles."""
     key: bytes
     """Tells it from all others with other embeddings."""
     embeddings: NDArray[np.float32] | None = field(default=None, repr=False)
-    """The embeddings, as long as they are needed."""
 
     @property
     def end(self) -> int:
@@ -177,7 +174,6 @@ _PATIENCE_S = 0.005
 
 
 Running = Callable[[], Sequence[EngineSequence]]
-"""The sequences that have a slot, in the order in which they got it."""
 
 
 class TileEmbeddings:

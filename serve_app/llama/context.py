@@ -85,7 +85,6 @@ class Adapter:
             )
         self.pointer: Any = found
         self.address = ctypes.cast(found, ctypes.c_void_p).value or 0
-        """The address, which tells the pointer from others."""
         self.n_bytes = self.path.stat().st_size
 
     @cached_property
@@ -111,7 +110,6 @@ class ContextOptions:
 
     n_seq_max: int
     n_ctx_slot: int
-    """The most tokens of a sequence."""
     n_ctx_share: int | None = None
     """The cells of a sequence in a split cache; None: `n_ctx_slot`."""
     n_batch: int

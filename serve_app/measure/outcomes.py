@@ -28,11 +28,9 @@ class StreamedAnswer:
     tokens: int
     """Generated ones: as the server counts them, or, if it does not, the number of pieces."""
     counted: bool
-    """Whether the server said how many."""
     prompt_tokens: int | None
     cached_tokens: int | None
     error: str | None
-    """Why the answer is not complete."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -148,7 +146,6 @@ class Outcome:
     start_s: float
     """When it was sent, or, of an open loop, should have been: since the epoch."""
     wall_s: float
-    """The time from `start_s` to the end."""
     end: str
     """The kind of end, one of ENDS: answered in full; refused with 429; left by its user; anything else."""
     reason: str

@@ -109,7 +109,6 @@ class MeasuredRun:
 
 
 Runner = Callable[[Sequence[Prompt], int], MeasuredRun]
-"""Runs the prompts, that many tokens each."""
 Opener = Callable[[Path, EngineOptions], Runner]
 """Opens a model with the sizes of an engine, for as long as its process lives."""
 

@@ -102,7 +102,6 @@ class MeasuredSpeed:
     """Medians of all rounds."""
 
     prefill_tps: float
-    """Prompt tokens a second, with the most sequences."""
     decode_tps: Mapping[int, float]
     """Generated tokens a second while all decode, by the number of sequences."""
     whole_s: Mapping[int, tuple[float, ...]]

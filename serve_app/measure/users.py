@@ -63,7 +63,6 @@ class Ask:
     path: str
     body: dict[str, Any]
     think_s: float
-    """The pause before it is sent."""
     leave_after_s: float | None = None
     """When the user hangs up, if the answer is not complete by then."""
     read_pause_s: float = 0.0
@@ -97,7 +96,6 @@ class Setting:
     n_ctx: int
     """Tokens that a prompt and its answer may have together."""
     think_s: float
-    """The median pause of somebody who reads and writes, in seconds."""
 
     def words(self, max_tokens: int) -> int:
         """How long a prompt may be beside an answer of so many tokens."""

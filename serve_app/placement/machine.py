@@ -26,7 +26,6 @@ class PhysicalCore:
     cpus: tuple[int, ...]
     """Hyper-threads that this process may run on, ascending, by the kernel's and taskset(1)'s numbers."""
     node: int | None
-    """The NUMA node, if the kernel tells."""
 
 
 @dataclass(frozen=True, slots=True)

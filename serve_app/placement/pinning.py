@@ -55,7 +55,6 @@ class CorePinning:
     lease: CoreLease | None
     """The cores that the process is pinned to; None if it runs wherever the kernel puts it."""
     report: str
-    """A line about the pinning, with the reason if there is no lease."""
     cpus_before: tuple[int, ...] = ()
 
     @property

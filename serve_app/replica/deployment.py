@@ -57,7 +57,6 @@ MOST_ENTERING = 16
 """Requests that are submitted in one turn of the event loop: the heaviest takes 20 ms, and Serve's health
 checks have their turns in between."""
 Entry = tuple[GenerationRequest, Callable[[TokenDelta], None]]
-"""A request, and where its deltas go."""
 
 
 @cache

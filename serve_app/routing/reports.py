@@ -73,7 +73,6 @@ class ReplicaConnection:
         self._reports = reports
         self.replica_id = replica_id
         self.newest: tuple[Report, float] | None = None
-        """The newest report, and when it came."""
 
     def take(self, report: bytes) -> None:
         """Take a change of the last report."""

@@ -47,9 +47,7 @@ class Report:
     """Measured seconds of a prompt token, and of a generated one with all slots busy; 0 if unknown."""
     token_s: float = 0.0
     answer_tokens: float = 128.0
-    """Tokens that an answer has on average."""
     blocks: frozenset[int] = frozenset()
-    """Held prefixes; see `serve_app.routing.blocks`."""
     requests: frozenset[int] = frozenset()
     """Hashes of the requests that came last: which of them the figures include."""
     n_background: int = 0
@@ -74,7 +72,6 @@ class RoutedPrompt:
     background: bool = False
     """Whether it waits for all others, who do not notice it."""
     turn: int = 0
-    """The hash of its adapters; see `serve_app.routing.blocks.turn_key`."""
 
 
 @dataclass(slots=True)

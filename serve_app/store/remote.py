@@ -64,7 +64,6 @@ class RemoteModel:
     """All files of a model, the one to open first."""
 
     label: str
-    """Name for people, the same for other versions."""
     files: tuple[RemoteFile, ...]
     origin: Origin
     commit: str = ""

@@ -109,7 +109,6 @@ class EngineCore:
         self.changed = False
         """Whether, since the last view, anything has changed but the number of tokens."""
         self.delivered: Callable[[], None] = lambda: None
-        """Called when a step's deltas have been handed out."""
         self.worked_at = time.monotonic()
         """The time when the last step ended, or the backend was open."""
         self.guests = make_guests(self)

@@ -24,7 +24,6 @@ class Guest:
     """
 
     counts: Mapping[str, int] = MappingProxyType({})
-    """The guest's own counters, for `EngineStats`."""
 
     @property
     def has_work(self) -> bool:

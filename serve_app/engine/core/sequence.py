@@ -96,7 +96,6 @@ class Sequence:
     ) -> None:
         self.request = request
         self.spans = spans
-        """The spans of its prompt, in order."""
         self._borders = tuple(index for span in spans for index in (span.start, span.end))
         self.constraint = constraint
         self.id = request.id
@@ -127,7 +126,6 @@ class Sequence:
         """Seconds that the decoder worked for it, and those that it was to work in all."""
         self.expected_s = 0.0
         self.sampling_cost = SamplingCost()
-        """The time that picking a token takes with parameters of its kind."""
         self.preempted = False
         """Whether it waits because it was preempted for another client's request."""
         self.trace = Trace()

@@ -23,7 +23,6 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self.stop: str | None = None
-        """The stop string that was found."""
 
     def push(self, piece: bytes) -> str:
         """Add one token's bytes; returns the text that is now certain."""

@@ -49,7 +49,6 @@ class StoredPrefix:
     group: str
     """The cache group of the prompts that may start from it."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """The checkpoints of the slot, the shortest first."""
 
     @property
     def key(self) -> Prefix:

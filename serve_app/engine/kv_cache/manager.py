@@ -95,7 +95,6 @@ class KVCacheManager:
         self._contents = SlotContents(backend, self.checkpoints, self.copies)
         self._chunk_reuse = ChunkReuse(backend, table, self._contents)
         self.exchange = PrefixExchange(backend, table, memory_tier, self._contents, self.copies)
-        """The exchange of prefixes with other engines."""
 
     def pin(self, n_batch: int, slot_id: int | None = None) -> None:
         """Compute what is pinned, everywhere or in one slot."""

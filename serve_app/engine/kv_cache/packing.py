@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 TOKEN_BYTES = 4
-"""The bytes of a packed token."""
 _CHUNK_BYTES = 4096 * TOKEN_BYTES
 
 Tokens = Sequence[int] | bytes

@@ -26,7 +26,6 @@ class Slot:
     and keeps their cached tokens."""
 
     id: int
-    """The `seq_id`."""
     idle_tokens: TokenArray = field(default_factory=token_array)
     """The tokens in the cache while the slot is idle. Nobody changes this array: other tokens are
     another one."""
@@ -38,11 +37,9 @@ class Slot:
     last_used: int = 0
     """Counts releases: the smallest is the least recently used; 0 was never used."""
     group: str = ""
-    """The cache group of its tokens."""
     spare: bool = False
     """Whether a request in the background left `idle_tokens`: nobody is likely to go on from there."""
     _packed: tuple[TokenArray | None, bytes] = field(default=(None, b""), compare=False)
-    """Idle tokens, and the same packed."""
 
     @property
     def idle(self) -> bool:
@@ -156,7 +153,6 @@ class PrefixPending:
     n_tokens: int
     """How long that will be."""
     sequence: Sequence | None = field(default=None, compare=False)
-    """The sequence that it is computed for."""
 
 
 Resumable = Callable[[Slot, int, bool], int]

@@ -188,7 +188,6 @@ class Payload:
     """A prefix on its way to another engine, whose process may be another one."""
 
     key: bytes
-    """The key of all that its state depends on: see `key_of`."""
     prefix: Prefix
     state: NDArray[np.uint8]
     checkpoints: tuple[tuple[int, NDArray[np.uint8]], ...] = ()

@@ -68,7 +68,6 @@ class Span(NamedTuple):
     """A tile in a sequence."""
 
     start: int
-    """The index of the tile's first token."""
     n_tokens: int
     n_positions: int
 

@@ -35,7 +35,6 @@ class Forecast:
     work_by_client: Mapping[str, float] = field(default_factory=dict)
     """The work of each account: of clients, and of what each has in the background."""
     background_s: float = 0.0
-    """The background's part of the backlog, in all."""
 
     def work_of(self, sequences: Iterable[Sequence]) -> float:
         """Seconds until these have ended, if there were no others."""

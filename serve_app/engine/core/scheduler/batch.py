@@ -45,11 +45,8 @@ class Batch:
     n_cells: int
     """Tokens of all sequences in the cache, if it is unified; else 0."""
     decodes: bool
-    """Whether decoding sequences are in it."""
     prefills: bool
-    """Whether prompts are."""
     adapters: Adapters = ()
-    """All its sequences have these."""
     span: PromptSpan | None = None
     """The span that its rows belong to: then there is nothing else in it."""
     fillers: tuple[tuple[int, int], ...] = ()

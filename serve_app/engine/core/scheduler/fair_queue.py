@@ -112,7 +112,6 @@ class FairQueue:
 
     _cost: Cost
     accounts: Accounts
-    """The measured seconds of each client."""
     waiting: list[Sequence] = field(default_factory=list)
     """The sequences that wait, in any order."""
     _running: list[Sequence] = field(default_factory=list)

@@ -108,7 +108,6 @@ class Scheduler:
         Without anything measured or without a bound, only `n_batch` limits the prompts. `cancellable` says
         whether a batch in the background ends when a request comes."""
         self.costs = costs or CostModel(Profile())
-        """The costs that steps are planned by."""
         self._n_batch = n_batch
         self._budget = budget or StepBudget()
         self.turns = Turns()
@@ -136,9 +135,7 @@ class Scheduler:
         self._in_background = False
         """Whether nobody waits for any of them, and the step can be cancelled."""
         self._has_news = False
-        """Whether a sequence came since the last step."""
         self._planned = 0.0
-        """The time when the last step was planned."""
         self._seen_ahead = -math.inf
         """The time when a sequence ran last that is not in the background."""
 
