@@ -228,8 +228,7 @@ class NoRoomError(QueueFullError):
 
 
 class MediaError(RequestError, status=500, type="server_error", is_final=True):
-    """A message has a part that is no text: for llama-server, and so for its clients, a failure of the
-    server."""
+    """A message has a part that is no text: for llama-server's clients, a failure of the server."""
 
 
 class NotSupportedError(RequestError, status=501, type="not_supported_error"):

@@ -92,8 +92,7 @@ class FolderLocks:
 
     @contextmanager
     def alone(self, name: str, *, wait: bool = False) -> Iterator[int | None]:
-        """The lock's descriptor: nobody else uses the part until the end. None if somebody does, unless
-        `wait`."""
+        """The lock's descriptor: nobody else uses the part until the end. None if somebody does."""
         try:
             descriptor = lock(self._path(name), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

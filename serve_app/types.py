@@ -133,12 +133,10 @@ class GenerationRequest:
     """Whether it goes on when its context is full, with its oldest tokens dropped, if it has
     `max_tokens`; None: as the engine's options say."""
     n_keep: int | None = None
-    """First tokens that a context shift keeps, one at least; -1: the prompt; None: the engine's options
-    say."""
+    """First tokens that a context shift keeps; -1: the prompt; None: as the engine's options say."""
     http_id: str = ""
     generated: tuple[int, ...] = ()
-    """The first tokens of the answer, which other replicas began and could not end: their text is
-    delivered."""
+    """The first tokens of the answer, which other replicas began: their text is delivered."""
     n_failovers: int = 0
     """The number of replicas that began the request and could not end it."""
     failed_over_s: float = 0.0
@@ -153,9 +151,8 @@ class GenerationRequest:
     return_progress: bool = False
     """Whether its stream tells how far its prompt is computed."""
     cache_group: str = ""
-    """The requests that share prefixes in the KV cache: a request may start from what requests of its group
-    left there, and from nothing else. Empty for all that come without API keys and without a
-    `cache_salt`."""
+    """The requests that share prefixes in the KV cache: nothing else is a start for them. Empty for all
+    that come without API keys and without a `cache_salt`."""
     background: bool = False
     """Whether nobody waits for it: it gets what all others leave, whatever its `priority`."""
     told_together: bool = False
@@ -196,14 +193,12 @@ GAP_BOUNDARIES_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
-"""The ends of the buckets of gaps between tokens, each inclusive, as Prometheus has it; longer ones are
-last."""
+"""The ends of the buckets of gaps between tokens, each inclusive, as in Prometheus; longer are last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where one request's time went, in seconds; the first three make up the time in the engine that ended
-    it."""
+    """Where one request's time went, in seconds; the first three are those of the engine that ended it."""
 
     queue_s: float
     """The time from submit to a slot."""
@@ -225,8 +220,7 @@ class Timings:
     n_resumed: int = 0
     """The generated tokens that are from these replicas."""
     gaps: tuple[tuple[int, float], ...] = ()
-    """The gaps between two tokens: for each bucket of GAP_BOUNDARIES_S, their number, and their seconds in
-    all."""
+    """The gaps between two tokens: their number and seconds for each bucket of GAP_BOUNDARIES_S."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,8 +403,7 @@ class ReplicaStats:
     numa_node: int | None = None
     """The NUMA node that has all of them, if one has."""
     latencies: dict[str, dict[float, int]] = field(default_factory=dict)
-    """The latencies of the last five minutes: how many first tokens (`ttft_s`, from the arrival here) and
-    gaps between tokens (`itl_s`) took up to so many seconds, and more than the bound before; bounds are
-    10% apart."""
+    """The latencies of the last five minutes: how many first tokens (`ttft_s`) and gaps (`itl_s`) took up
+    to so many seconds, and more than the bound before; bounds are 10% apart."""
     placement: str = ""
     """Why it is there, why there are so many replicas, and the memory that these divide."""

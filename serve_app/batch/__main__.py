@@ -75,8 +75,7 @@ def resolved(args: argparse.Namespace) -> ResolvedModel:
 
 
 def connect() -> float:
-    """Connect to Ray: a cluster's, or one of this process alone, which says only what goes wrong; its
-    CPUs."""
+    """Connect to a cluster's Ray, or to one of this process alone that only tells errors; its CPUs."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     import ray
 

@@ -37,9 +37,8 @@ _SCHEMA = pyarrow.schema(
 
 
 class Parts(FileBasedDatasource):
-    """Parts of the files, but for those that are done. A row has the part's name, its lines, and how many
-    bytes of the input were read for it. A file is read once, from its beginning to its end, and little of
-    it is in memory."""
+    """Parts of the files, but for those that are done. A row has the part's name, its lines, and the bytes
+    that were read for it. A file is read once, and little of it is in memory."""
 
     def __init__(self, files: Mapping[str, int], n_lines: int, done: Set[str]) -> None:
         """`files` are paths and their numbers; a part has `n_lines` lines, the last one of a file fewer."""

@@ -84,9 +84,8 @@ def client_tls() -> ssl.SSLContext | None:
 
 
 def _tls(protocol: int) -> ssl.SSLContext | None:
-    """The TLS context for either side of a connection, as Ray's own connections have it. Both sides show a
-    certificate of the cluster's authority, whatever host it names. Source: Ray's documentation, "TLS
-    authentication"."""
+    """The TLS context for either side, as Ray's own connections have it: both show a certificate of the
+    cluster's authority, whatever host it names. Source: Ray's documentation, "TLS authentication"."""
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return None
     context = ssl.SSLContext(protocol)

@@ -20,8 +20,7 @@ from serve_app.types import FinishReason, SequenceEnd, TokenDelta
 logger = logging.getLogger("corral.replica")
 
 MOST_TOKENS = 4096
-"""The most tokens of a frame, beside those of its last call: what has piled up for a slow reader comes in
-several frames."""
+"""The most tokens of a frame, beside its last call's: what has piled up comes in several frames."""
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -90,8 +89,7 @@ class Channel:
             call.set_result(end)
 
     def report(self, body: bytes) -> bool:
-        """Send what the replica says of itself. False if the reader is behind or gone: a newer one is
-        worth more."""
+        """Send what the replica says of itself. False if the reader is behind, or gone."""
         with self._lock:
             if self._is_blocked or self._is_broken:
                 return False

@@ -46,8 +46,7 @@ _FIRST_SLOWDOWN, _NEWEST, _MOST_CHANGE = 2.0, 0.2, 2.0
 
 
 class Texts:
-    """The texts of a request, and the way to their vectors. Cancelling `future` spares what was not yet
-    computed."""
+    """The texts of a request. Cancelling `future` spares what was not yet computed."""
 
     def __init__(
         self, tokens: Sequence[tuple[int, ...]], client: str = "", *, background: bool = False

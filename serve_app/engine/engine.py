@@ -110,8 +110,7 @@ class Engine:
     def load(
         cls, path: str | os.PathLike[str], options: EngineOptions, report: Report = progress.nowhere
     ) -> Engine:
-        """An engine for a GGUF file; `report` is told how far its start is. Raises ConfigError if it cannot
-        be loaded or does not fit."""
+        """An engine for a GGUF file; `report` is told of its start. Raises ConfigError."""
         return cls(lambda: open_backend(path, options, report), options)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
@@ -148,8 +147,7 @@ class Engine:
         return outcome
 
     def submit_many(self, requests: Sequence[GenerationRequest]) -> list[TokenStream | CorralError]:
-        """Start several requests so that the same step sees them all; each succeeds or is refused
-        for itself."""
+        """Start several requests so that one step sees them all; each is accepted or refused for itself."""
         streams = [TokenStream(partial(self.abort, request.id)) for request in requests]
         refusals = self.submit_to(list(zip(requests, (s.push for s in streams), strict=True)))
         return [refusal or stream for refusal, stream in zip(refusals, streams, strict=True)]
@@ -180,8 +178,7 @@ class Engine:
         return [refusal or next(entered) or one.future for one, refusal in pairs]
 
     def abort(self, request_id: str) -> None:
-        """End a request, waiting or running; its slot is free within one step. Idempotent; an
-        unknown id is ignored."""
+        """End a request; its slot is free within one step. Idempotent; an unknown id is ignored."""
         self._loop.abort(request_id)
 
     def explain(self, name: str) -> list[RequestRecord]:
@@ -190,9 +187,8 @@ class Engine:
         return self._loop.explain(name)
 
     def media_tokens(self, sizes: Sequence[Size]) -> int:
-        """How many tokens media of these sizes have in a prompt. The first time, a sound takes some tenths
-        of a second for each half minute: submitting it then does not. Raises
-        InvalidRequestError."""
+        """How many tokens media of these sizes have in a prompt. A sound takes some tenths of a second for
+        each half minute, the first time. Raises InvalidRequestError."""
         pictures = self._backend.pictures
         if pictures is None:
             raise InvalidRequestError("This model reads text only: it has no projector.", "model")
@@ -205,8 +201,7 @@ class Engine:
         return self._loop.stats
 
     def latencies(self) -> dict[str, dict[float, int]]:
-        """Histograms of first tokens' times (`ttft_s`) and of gaps between tokens (`itl_s`): see
-        `Latencies.recent`."""
+        """Histograms of `ttft_s` and of gaps between tokens (`itl_s`): see `Latencies.recent`."""
         return self._loop.core.latencies.recent()
 
     def cached_prefixes(self) -> CachedPrefixes:

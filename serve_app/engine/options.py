@@ -69,27 +69,23 @@ class EngineOptions:
     cache_ram_bytes: int = 0
     """Memory for prefixes that lost their slot; 0 keeps none."""
     n_checkpoints: int = 3
-    """Checkpoints of a slot, for models with layers that have a window or are recurrent; 0 makes
-    none."""
+    """Checkpoints of a slot, for models with windows or recurrent layers; 0 makes none."""
     checkpoint_ram_bytes: int = 2**30
     """Memory for those of all slots."""
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     load_mode: LoadMode = "auto"
     backend: BackendName = "llama.cpp"
-    """The library whose kernels compute the model; `auto` takes those that are measured to be
-    faster."""
+    """The library that computes the model; `auto` takes the one that is measured to be faster."""
     max_converted_bytes: int | None = None
-    """The most bytes of all models that are converted for OpenVINO on this node; None for what the
-    disk has room for."""
+    """The most bytes of models that are converted for OpenVINO; None for what the disk has room for."""
     max_stall_s: float | None = 0.25
     """Longest time that a running sequence should wait between two tokens because of others'
     prompts; None sets no bound."""
     speculate: bool = True
     """Whether to draft tokens from a sequence's own text, where that is measured to pay."""
     context_shift: bool = False
-    """Whether a sequence that has filled its context goes on with its oldest tokens dropped, if its
-    request does not say."""
+    """Whether a full context drops its oldest tokens and goes on, if the request does not say."""
     n_keep: int = 0
     """First tokens that a context shift keeps, if the request does not say; -1: all of the prompt."""
     embedding_pooling: EmbeddingPooling | None = None

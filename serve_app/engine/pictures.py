@@ -38,8 +38,7 @@ _NEGATIVE = np.int32(-(2**31))
 
 @dataclass(slots=True)
 class PlacedTile:
-    """A tile of a picture or sound, and where it stands in a prompt. Decoder thread only, once
-    there."""
+    """A tile of a picture or sound, and its place in a prompt. Decoder thread only, once there."""
 
     start: int
     tile: Tile

@@ -168,8 +168,7 @@ class Context:
             params.pooling_type = _POOLINGS[options.pooling]
         self._params = params
         self.slots_with_pending_copy: set[int] = set()
-        """Sequences that llama.cpp reads or writes with the next decode: until then, nobody may save or
-        restore them."""
+        """Sequences that the next decode reads or writes: not to be saved or restored before."""
         self._cancelled = ctypes.create_string_buffer(2)
         self._make(flash_attn=options.flash_attn, kv_unified=options.kv_unified)
 
@@ -342,8 +341,7 @@ class Context:
         self._cancelled[0] = bytes([cancelled])
 
     def logits(self, row: int) -> NDArray[np.float32]:
-        """The logits of a row of the last decoded batch that asked for them, by token id: a view, good
-        until the next `decode`."""
+        """The logits of a row of the last batch that asked for them: a view, until the next `decode`."""
         pointer = _logits_of_row(self.pointer, row)
         address = ctypes.addressof(pointer.contents)
         if address not in self._views:

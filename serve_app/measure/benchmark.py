@@ -31,8 +31,7 @@ class BenchmarkError(Exception):
 
 
 class Prompts:
-    """Random prompts, the same for the same vocabulary and seed. No two begin alike, as a cache would
-    like."""
+    """Random prompts, the same for the same vocabulary and seed. No two begin alike."""
 
     def __init__(self, vocabulary: Sequence[int], seed: int = SEED) -> None:
         self._vocabulary = vocabulary
@@ -159,9 +158,8 @@ def in_turns(
     *,
     warm_up: bool = True,
 ) -> list[dict[Way, Measured]]:
-    """Each round's results by way, in the order of `ways`. `measure(number, way)` is called for every
-    way in the rounds 1 to `n_rounds`, and before them in round 0, which is to warm up and is left out.
-    Raises what it raises."""
+    """Each round's results by way. `measure(number, way)` is called for every way in the rounds 1 to
+    `n_rounds`, and before them in round 0, to warm up. Raises what it raises."""
     found = []
     for number in range(0 if warm_up else 1, n_rounds + 1):
         measured = {way: measure(number, way) for way in turns(ways, number)}

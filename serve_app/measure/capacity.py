@@ -95,8 +95,7 @@ class Crowd:
         self.outcomes: list[Outcome] = []
 
     async def run(self, users: int) -> float:
-        """Let so many users ask for `run_s` seconds, and abort what is not complete then; the seconds that
-        passed."""
+        """Let so many users ask for `run_s` seconds, and abort the rest; returns the seconds spent."""
         began = time.perf_counter()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._load.run_s), asyncio.TaskGroup() as group:
@@ -156,8 +155,7 @@ class Crowd:
 
 
 async def drive(url: str, load: UserLoad, users: int) -> tuple[list[Outcome], float]:
-    """Put the load on the server: how all requests ended, and its seconds. Raises LoadError without a
-    model."""
+    """Put the load on the server: how requests ended, and its seconds. Raises LoadError without a model."""
     key = os.environ.get("CORRAL_API_KEY")
     # A connection for each request, so that none is sent twice where a kept one was closed.
     headers = {"Connection": "close"} | ({"Authorization": f"Bearer {key}"} if key else {})

@@ -63,8 +63,7 @@ class Reader:
         return "".join(self._texts)
 
     def feed(self, when: float, read: bytes) -> int:
-        """Take the next bytes, with their time; gives the number of new pieces. Raises ValueError without
-        JSON."""
+        """Take the next bytes, with their time; returns the number of new pieces. Raises ValueError."""
         self._end_s = when
         before = len(self._pieces)
         for data in self._events(read):
@@ -182,9 +181,8 @@ def heard(answer: StreamedAnswer) -> dict[str, Any]:
 
 
 def figures(outcomes: Sequence[Outcome], wall_s: float, slo: Slo) -> dict[str, float | None]:
-    """The users' figures in `wall_s` seconds; None where nothing was measured. A goodput counts the
-    complete answers that meet the SLO, `good_share` their share of all requests that their users
-    did not leave."""
+    """The users' figures in `wall_s` seconds; None where nothing was measured. A goodput counts complete
+    answers that meet the SLO, `good_share` their share of all requests that users did not leave."""
     good = sum(outcome.meets(slo) for outcome in outcomes)
     stayed = sum(outcome.end != ABORTED for outcome in outcomes)
     done = [o for o in outcomes if o.end == COMPLETE]

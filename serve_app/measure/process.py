@@ -29,8 +29,7 @@ _opened: Any = None
 
 
 def started(open_one: Callable[..., object], *arguments: object) -> ProcessPoolExecutor:
-    """A new process that calls this first; what is submitted runs on its one thread, with the result
-    `opened()`."""
+    """A new process that calls this first, for `opened()`; what is submitted runs on its one thread."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, context, _open, (partial(open_one, *arguments),))
 
@@ -187,8 +186,7 @@ class Arrivals:
 def all_arrivals(
     engine: Engine, requests: Sequence[GenerationRequest], timeout_s: float
 ) -> list[list[float]]:
-    """When each token of each request was told. Raises a refusal, an error that ends one, and
-    TimeoutError."""
+    """When each token of each request was told. Raises refusals, errors of requests, and TimeoutError."""
     sinks = [Arrivals() for _ in requests]
     deadline = time.monotonic() + timeout_s
     for refusal in engine.submit_to(list(zip(requests, sinks, strict=True))):

@@ -74,8 +74,7 @@ User = Generator[Ask, str, None]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A log-normal distribution of whole numbers, cut off at both ends; `spread` is the logarithms'
-    deviation."""
+    """A log-normal distribution of whole numbers, cut off at both ends; `spread` is of the logarithms."""
 
     median: int
     spread: float

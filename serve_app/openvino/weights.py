@@ -53,8 +53,7 @@ class Quantised:
 
 
 def is_rounded(kind: Kind) -> bool:
-    """Whether `quantised` rounds these weights to 8 bits: fewer than 32 share a scale, or they are from a
-    table."""
+    """Whether `quantised` rounds to 8 bits: fewer than 32 share a scale, or there is a table."""
     return kind not in (*_PLAIN, Kind.BF16, *_GRIDS)
 
 
@@ -80,8 +79,7 @@ def floats(data: NDArray[np.generic], kind: Kind) -> NDArray[np.float16] | Float
 
 
 def quantised(data: Bytes, kind: Kind) -> Quantised:
-    """The matrix with these rows of bytes. Raises NotImplementedError for formats that the gguf package
-    cannot read."""
+    """The matrix with these rows. Raises NotImplementedError for formats that gguf cannot read."""
     block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
     n_rows = max(1, _AT_ONCE // (data.shape[1] // n_bytes * block))
     parts = [_part(data[at : at + n_rows], kind) for at in range(0, len(data), n_rows)]

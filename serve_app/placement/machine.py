@@ -168,8 +168,7 @@ def total_memory(root: Path = _ROOT) -> int:
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Bytes that this process can still take: the least of the machine's and what its cgroups' limits
-    leave."""
+    """Bytes that this process can still take, of the machine's and of its cgroups' limits."""
     headrooms = (limit - used for limit, used in _memory_limits(root))
     bounds = [_machine_memory(root, "MemAvailable:"), *_cpuset_memory(root), *headrooms]
     return max(0, min(bounds))

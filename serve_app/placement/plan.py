@@ -31,8 +31,7 @@ class Share:
 
 
 def shares(machine: Machine, n_models: int) -> list[Share]:
-    """A share of the machine for each model, all of which fit on it: whole NUMA nodes if there are
-    enough."""
+    """A share of the machine for each model, all of which fit: whole NUMA nodes if there are enough."""
     if machine.quota is not None:
         return _of_quota(machine, machine.quota, n_models)
     sizes = _node_sizes(machine)

@@ -67,8 +67,7 @@ def prepare_process(*, keeps_texts: bool) -> None:
 
 
 class LoadedModel:
-    """A loaded model's engine. Its methods run in the replica's event loop; decoding has a thread of its
-    own."""
+    """A loaded model's engine. Its methods run in the replica's event loop; decoding has its thread."""
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         prepare_process(keeps_texts=model.data_at_rest)
@@ -290,8 +289,7 @@ class LoadedModel:
         return await self._kv_transfer.take(target, sent)
 
     async def attach(self, address: Address) -> bool:
-        """Tell that ingress from now on what this replica holds. Whether it can be reached; if not, it
-        asks again."""
+        """Tell that ingress from now on what this replica holds. Returns whether it can be reached."""
         try:
             await self._reporting.attach(address)
         except ChannelBrokenError:
@@ -307,8 +305,7 @@ class LoadedModel:
         return pressure(engine.stats(), with_background=scales)
 
     def check_health(self) -> None:
-        """Serve asks every few seconds. The process ends if the engine failed or hangs; metrics follow as
-        often."""
+        """Serve asks every few seconds. Ends the process if the engine failed or hangs."""
         try:
             self._engine.check_health()
         except EngineFailedError as error:

@@ -147,16 +147,14 @@ class KVTransfer:
         return [] if payload is None else [await asyncio.to_thread(ray.put, payload)]
 
     async def lacks(self, asker: str, prefixes: list[Prefix]) -> TransferTarget | None:
-        """Return, as the target, which of these prefixes are not here, and the bytes that there is room
-        for."""
+        """Return, as the target, which of these prefixes are not here, and the room for them."""
         if asker == self._id:
             return None
         lacks = await asyncio.to_thread(self._prefixes.lacks, prefixes)
         return TransferTarget(self._id, self._prefixes.key, lacks, self._prefixes.budget_bytes // 2)
 
     async def take(self, target: str, sent: list[Any]) -> int | None:
-        """Store, as the target, a whole prefix from a replica that ends. Returns the bytes that are
-        kept."""
+        """Store, as the target, a whole prefix from a replica that ends. Returns the bytes kept."""
         if target != self._id:
             return None
         tally = TransferTally("Received", "from")
@@ -235,8 +233,7 @@ def plan_pull(
 def plan_push(
     offered: Sequence[HotPrefix], targets: Iterable[TransferTarget]
 ) -> list[tuple[HotPrefix, str]]:
-    """Offered prefixes that all targets lack, the hottest first, each with the target that has the most
-    room."""
+    """Offered prefixes that all targets lack, the hottest first, each with the target with most room."""
     lacks, room = [True] * len(offered), dict[str, int]()
     for target in targets:
         lacks = [all(both) for both in zip(lacks, target.lacks, strict=True)]

@@ -55,8 +55,7 @@ class Residency:
     """
 
     def __init__(self, folder: Path, name: str, most: int) -> None:
-        """The process waits under that name, which no other has. Raises OSError for a folder that it may
-        not use."""
+        """The process waits under that name, which no other has. Raises OSError for another's folder."""
         make_private(folder)
         self._places = [folder / f"place-{number}" for number in range(most)]
         self._ticket = folder / f"waiting-{quote(name, safe='')}"

@@ -55,8 +55,7 @@ class Reporter:
 
 
 def pressure(stats: EngineStats, *, with_background: bool = False) -> dict[str, float]:
-    """The figures for `serve_app.routing.autoscaling`; background requests count if they may add
-    replicas."""
+    """The figures for autoscaling, background requests left out unless they may add replicas."""
     queue = stats.queue
     backlog_s, n_requests = queue.backlog_s, queue.running + queue.waiting
     if with_background:

@@ -23,9 +23,8 @@ _CPU = 0.6
 
 
 def engine_pressure(backlog_s: float, slots: float, cells: float) -> float:
-    """How many replicas one replica's work would fill as they should be: the seconds until all would be
-    done, the requests that run or wait for each slot, and the part of the KV cache that running
-    requests take."""
+    """How many replicas one replica's work would fill: the seconds until all would be done, requests for
+    each slot, and the part of the KV cache that running requests take."""
     return max(backlog_s / _BACKLOG_S, slots / _SLOTS, cells / _CELLS)
 
 

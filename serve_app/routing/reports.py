@@ -35,8 +35,7 @@ _decoder = msgspec.msgpack.Decoder(Change)
 
 
 def change(before: Report | None, after: Report) -> bytes | None:
-    """The change from one report to the other; all of it if there was none before. None if they are
-    equal."""
+    """The change between two reports, or all of the second; None if they are equal."""
     if before == after:
         return None
     figures, added, removed = {}, {}, {}

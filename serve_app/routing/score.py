@@ -97,8 +97,7 @@ class TTFTForecast:
 
     @property
     def cost_s(self) -> float:
-        """The cost that decides: tokens that are computed, though held elsewhere, take time from next
-        requests."""
+        """The cost that decides: tokens that are computed, though held elsewhere, take others' time."""
         return self.ttft_s + _OTHERS * (self.missing_s + self.turns_s)
 
 
@@ -255,7 +254,6 @@ class Fleet(Generic[ReplicaT]):
 
 
 def slot_wait_s(work_s: float, n_live: int, n_slots: int) -> float:
-    """Seconds until a slot is free behind `n_live` requests, which end one by one, all of them in
-    `work_s`."""
+    """Seconds until a slot is free behind `n_live` requests that end one by one, all in `work_s`."""
     n_before = n_live - n_slots + 1
     return work_s * n_before / n_live if n_before > 0 else 0.0

@@ -95,9 +95,8 @@ def _at(document: Any, *names: str) -> Any:
 
 
 def haproxy_settings(folder: Path, *, keys: bool = False) -> dict[str, str]:
-    """`haproxy.env` for one of several servers of a machine: its files in this folder, ports that nobody
-    uses, and no more connections than this process may have files. With `keys`, each may send so many
-    requests a second."""
+    """`haproxy.env` for one of several servers of a machine: files in this folder, free ports, and no more
+    connections than this process may have files. `keys` bounds the requests of a key."""
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     rate = str(KEY_RATE * (os.cpu_count() or 1)) if keys else ""
     settings = environment_of("haproxy.env") | {

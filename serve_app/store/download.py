@@ -101,8 +101,7 @@ def fetch(
 def _fetched(
     origin: Origin, file: RemoteFile, folder: Path, on_bytes: OnBytes, sharing: Sharing
 ) -> bool:
-    """Whether the file is there; False if other nodes may have damaged it. Raises like `fetch`, and
-    OSError."""
+    """Whether the file is there; False if other nodes may have damaged it. Raises as `fetch`."""
     part, pieces = _beside(folder, file)
     reserve(folder, file)
     stop = threading.Event()
@@ -225,8 +224,7 @@ class _Fetching:
                 self._is_let_in = True
 
     def _from_origin(self, piece: int, part: int) -> bool:
-        """Download a piece. Whether it is here; if not, another node asks the origin, or the download
-        stops."""
+        """Whether a piece has come; if not, another node asks the origin, or the download stops."""
         start, end = self._bounds(piece)
         at, failures = start, 0
         while at < end and not self._stop.is_set():

@@ -62,9 +62,8 @@ class ModelsFolder(BoundedFolder):
             time.sleep(_LOOK_EVERY_S)
 
     def make_room(self, model: RemoteModel) -> None:
-        """Reserve what the model takes. Files that no process has open are deleted for it, the
-        least recently used first. The caller is alone with the model. Raises ConfigError if it is
-        not enough, and OSError."""
+        """Reserve what the model takes. Files that no process has open are deleted for it, the least
+        recently used first. The caller is alone with the model. Raises ConfigError, and OSError."""
         folder = self.of(model)
         folder.mkdir(parents=True, exist_ok=True)
         with self.locks.alone(".room", wait=True):

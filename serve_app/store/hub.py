@@ -119,8 +119,7 @@ def in_library_cache(name: HubName, model: RemoteModel) -> Path | None:
 
 
 def _is_same(path: Path, file: RemoteFile) -> bool:
-    """Whether the path holds the file, judged by its size, and by the sum that the library names its files
-    by."""
+    """Whether the path holds the file, by its size, and by the sum that the library names its files by."""
     with suppress(OSError):
         blob = path.resolve(strict=True)
         named = re.fullmatch(r"[0-9a-f]{64}", blob.name) is not None

@@ -45,10 +45,9 @@ logger = logging.getLogger("corral.store")
 def locate(
     source: ModelSource, configured: DownloadsConfig, report: Report, sharing: Sharing = ALONE
 ) -> Path:
-    """The model's file, the first one of its shards, or its graph in OpenVINO's format, on this node;
-    downloaded first if it has to be, as long as that takes: `report` is told how far it is. Other nodes
-    give what they have of it, and get what is here. It stays there while this process lives. Raises
-    ConfigError."""
+    """The model's file, the first of its shards, or its graph in OpenVINO's format, on this node, where it
+    stays while this process lives; downloaded first if it has to be: `report` is told how far it is. Other
+    nodes give what they have of it, and get what is here. Raises ConfigError."""
     if source.builtin:
         return _in_package(source)
     if source.path is not None:
@@ -70,10 +69,9 @@ def locate(
 
 
 def vocabulary(source: ModelSource, configured: DownloadsConfig, sharing: Sharing = ALONE) -> Path:
-    """A file with the model's metadata and vocabulary: the model's own if it is here for the taking, or one
-    that has a hole where the weights would be. Its first megabytes come from another node, or from the
-    origin. It can be opened with `vocab_only`. A model in OpenVINO's format gets such a file. Raises
-    ConfigError."""
+    """A file with the model's metadata and vocabulary, to be opened with `vocab_only`: the model's own if
+    it is here, or one with a hole where the weights would be, whose first megabytes come from another node,
+    or from the origin. A model in OpenVINO's format gets such a file. Raises ConfigError."""
     if source.builtin:
         return _in_package(source)
     if source.path is not None:
@@ -220,8 +218,7 @@ def _remote(source: ModelSource, configured: DownloadsConfig, sharing: Sharing) 
 
 
 def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report, sharing: Sharing) -> None:
-    """Have all of it here, and open. One process of this node downloads; the others wait, and go on if it
-    dies."""
+    """Have all of it here, and open. One process of this node downloads; the others wait for it."""
     progress = _Progress(model, folder, report)
     while not folder.open(model):
         with folder.alone(model) as mine:
@@ -313,8 +310,7 @@ def _local(model: RemoteModel, name: HubName | None, folder: ModelsFolder) -> Pa
 def _reader(
     model: RemoteModel, file: RemoteFile, local: Path | None, sharing: Sharing
 ) -> gguf_header.Read:
-    """Reads of a file: here, from another node, or from its origin, tried again when the connection
-    breaks."""
+    """Reads of a file: here, from another node, or from its origin, tried again when that breaks off."""
     origin = model.origin
 
     def read_here(start: int, end: int) -> bytes:

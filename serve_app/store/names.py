@@ -41,8 +41,7 @@ def is_hub_url(text: str) -> bool:
 
 
 def parse(text: str) -> HubName:
-    """`OWNER/NAME`, maybe with `:QUANT` or `:FILE.gguf`, `@REVISION`, and `hf.co/` before it. Raises
-    ConfigError."""
+    """`OWNER/NAME`, maybe with `:QUANT` or `:FILE.gguf`, `@REVISION`, `hf.co/`. Raises ConfigError."""
     match = _NAME.fullmatch(_HOSTS.sub("", text).rstrip("/"))
     if match is None or (match["early"] and match["late"]):
         raise ConfigError(

@@ -207,9 +207,8 @@ class UrlOrigin:
 def find_url(
     url: str, folder: Path, others: Callable[[], Listing | None] = lambda: None
 ) -> RemoteModel:
-    """The file there, with its other shards if it is the first of several. The listing is kept in
-    that folder, in case the server does not answer later; `others` may know one, too. Raises
-    ConfigError."""
+    """The file there, with its other shards if it is the first. The listing is kept in that folder, in case
+    the server does not answer later; `others` may know one, too. Raises ConfigError."""
     first, *later = shards.names(url)
     file_system, path = _open_url(first)
     paths = [path, *(file_system._strip_protocol(other) for other in later)]

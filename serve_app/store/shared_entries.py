@@ -114,8 +114,7 @@ class LoadedAdapters:
         )
 
     def add(self, model_id: str, config: AdapterConfig, version: str) -> LoadedAdapter:
-        """Have one more adapter, for all. Raises InvalidRequestError for a name that is taken, or too
-        many."""
+        """Have one more adapter, for all. Raises InvalidRequestError for a taken name, or too many."""
         self._check_room(model_id, config.id)
         content = {"config": config.model_dump(mode="json", exclude_unset=True), "version": version}
         number = self._entries.add(model_id, content)

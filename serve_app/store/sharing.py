@@ -190,8 +190,7 @@ class ClusterPeers(Peers):
                 self._wait(holder)
 
     def _wait(self, holder: Holder) -> None:
-        """Give a node time to get a piece. Its progress is this node's: the next one in the line sees
-        that."""
+        """Give a node time to get a piece. Its progress is this node's, for the next one in the line."""
         self._stop.wait(_LOOK_EVERY_S)
         age_s: float | None = self._ask(holder.node, "age", holder.path)
         if age_s is None or age_s > STALL_S:
@@ -267,8 +266,7 @@ class ClusterPeers(Peers):
 
 
 def chosen(others: list[Holder], number: int) -> Holder | None:
-    """The node that a node copies from: the last one before it, or else the last one with the whole file.
-    Pure."""
+    """The node to copy from: the last one before, or else the last one with the whole file. Pure."""
     before = [holder for holder in others if holder.number < number]
     return max(
         before or [holder for holder in others if holder.is_whole],

@@ -25,9 +25,8 @@ logger = logging.getLogger("corral.engine")
 
 @dataclass(eq=False)
 class Admission:
-    """Moves sequences from the queue into slots, and back where another client's turn has come or
-    the cache is full. Background requests give their slots back to any other request. Decoder
-    thread only."""
+    """Moves sequences into slots, and back where another client's turn has come or the cache is full.
+    Background requests give their slots back to any other request. Decoder thread only."""
 
     _backend: Backend
     _cache: KVCacheManager
@@ -55,9 +54,8 @@ class Admission:
                 self._anticipation.came(sequence.request.client)
 
     def admit(self) -> list[Sequence]:
-        """Move waiting sequences into idle slots, in the order that is fair to their clients; one
-        that waits for a prefix, or for room, lets others pass. Returns those that have got their first
-        slot."""
+        """Move waiting sequences into idle slots, in the order that is fair to clients; whoever waits for
+        a prefix, or for room, lets others pass. Returns those that have got their first slot."""
         self._budget.reserved_s = 0.0
         for sequence in self._scheduler.running:
             sequence.n_awaited = 0
@@ -181,8 +179,7 @@ class Admission:
             self._preempt(sequence, for_another=True, stored=is_stored)
 
     def _preempt_fairly(self) -> None:
-        """Preempt one sequence for another client's request, if that is fair and pays; those in the
-        background always."""
+        """Preempt a sequence for another client's request if that is fair and pays."""
         self._preempt_background()
         if self._queue.accounts.active < 2 or self._cache.table.has_idle:
             return
@@ -192,9 +189,8 @@ class Admission:
             self._preempt(sequence, for_another=True)
 
     def _is_held_back(self, sequence: Sequence) -> bool:
-        """Whether the slots that are idle are for others, who will probably be back at once.
-        Background requests may have them, since they give them back, unless the cache was too small
-        for them."""
+        """Whether the slots that are idle are for others, who will probably be back at once. Background
+        requests may have them, unless the cache was too small for them: they give them back."""
         client, running = sequence.request.client, self._scheduler.running
         if sequence.request.background:
             return self._background_paused

@@ -45,8 +45,7 @@ class QueueCapacity:
         self._displaced: set[str] = set()
 
     def ask(self, client: str) -> tuple[bool, str | None]:
-        """Whether the client's next request would get a place, and the request that is to end for it.
-        Changes nothing."""
+        """Whether the client's next request would get a place, and the request that would end for it."""
         n_taken, n_own = self.held.total(), self.held[client]
         if n_taken < self._n_places:
             return True, None
@@ -164,8 +163,7 @@ class CommandQueue:
         self._cancels_all = self._is_cancelled = False
 
     def submit(self, sequences: list[Sequence], forecast: Forecast) -> list[CorralError | None]:
-        """Any thread: accept the sequences or say, for each, why not. The forecast is of what was there
-        before."""
+        """Any thread: accept sequences or say, for each, why not; `forecast` is of those before."""
         with self._changed:
             refusals = [self._accept(sequence, forecast) for sequence in sequences]
             self._update_cancel()
@@ -305,8 +303,7 @@ class CommandQueue:
             self._changed.notify()
 
     def take(self, wait_s: float | None) -> PendingCommands:
-        """Decoder thread: take what has arrived; sleep until something has, for `wait_s` at most.
-        None waits for ever."""
+        """Decoder thread: take what has come; sleep until something has, `wait_s` at most (None: ever)."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending, wait_s)
             pending, self._pending = self._pending, PendingCommands(self._pending.deadline)

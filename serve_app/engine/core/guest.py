@@ -42,8 +42,7 @@ class Guest:
         """Look at the batches that are about to be computed."""
 
     def after_step(self, core: EngineCore, step_s: float, *, idle: bool) -> None:
-        """Work after a step, which took `step_s` and has delivered its tokens. `idle` steps computed
-        nothing."""
+        """Work after a step of `step_s` that has delivered its tokens; an `idle` step computed nothing."""
 
     def at_rest(self, core: EngineCore) -> None:
         """Do one piece of work while there are no requests."""
@@ -58,5 +57,4 @@ class Guest:
         """End all that this guest holds."""
 
     def close(self, core: EngineCore, *, healthy: bool) -> None:
-        """Free everything; nothing is called afterwards. The backend is still open, and works if
-        `healthy`."""
+        """Free everything, as the last call. The backend is still open, and works if `healthy`."""

@@ -97,15 +97,13 @@ class DecoderLoop:
         self._command_queue.run_between_steps(command)
 
     def run(self, work: Callable[[KVCacheManager], Any]) -> Any:
-        """Have work on the KV cache done between two steps; waits for its result. Not for the decoder
-        thread."""
+        """Have work on the KV cache done between two steps, and wait for it. Not for the decoder thread."""
         command = Command(work)
         self.run_between_steps(command)
         return command.future.result()
 
     def abort(self, request_id: str) -> None:
-        """End a request, waiting or running, before the next step. A batch for nobody else is cancelled.
-        Idempotent."""
+        """End a request before the next step. A batch for nobody else is cancelled. Idempotent."""
         self._command_queue.abort(request_id)
 
     def drain(self, timeout_s: float) -> None:

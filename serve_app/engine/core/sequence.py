@@ -153,8 +153,7 @@ class Sequence:
 
     @property
     def n_to_stop(self) -> int:
-        """Pending tokens until others can start from its slot, a checkpoint is to be made, or a span begins
-        or ends."""
+        """Pending tokens until others can start there, a checkpoint is due, or a span begins or ends."""
         stops = (stop - self.n_past for stop in (*self.stops, self.n_awaited, *self._borders))
         return min((n for n in stops if n > 0), default=self.n_pending)
 

@@ -68,9 +68,8 @@ def deepest(checkpoints: Iterable[Checkpoint], n_most: int) -> Checkpoint | None
 
 
 class Checkpoints:
-    """The checkpoints of all slots: `n_per_slot` at most, and no more than `budget_bytes` in all,
-    where those used last stay. There are none, and none are needed, if the backend does not forget.
-    Decoder thread only."""
+    """The checkpoints of all slots: `n_per_slot` at most, and `budget_bytes` in all, where those used last
+    stay. None are needed if the backend does not forget. Decoder thread only."""
 
     def __init__(self, backend: Backend, n_per_slot: int = 0, budget_bytes: int = 0) -> None:
         self._backend = backend

@@ -69,8 +69,7 @@ def key_of(fingerprint: bytes) -> bytes:
 
 
 def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
-    """The prefix in a file, None if its state takes more than `room_bytes`. Raises RefusedFileError,
-    OSError."""
+    """The prefix in a file; None if its state is larger. Raises RefusedFileError and OSError."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise RefusedFileError("it is not a file")
@@ -101,8 +100,7 @@ def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
 
 
 def _checkpoints(table: bytes, states: memoryview, n_tokens: int) -> tuple[Checkpoint, ...]:
-    """Reads the checkpoints of a file. Raises RefusedFileError if they are none of so many
-    tokens."""
+    """Reads a file's checkpoints. Raises RefusedFileError if they are none of so many tokens."""
     marks, at = list[Checkpoint](), 0
     for n, size in _CHECKPOINT.iter_unpack(table):
         marks.append(Checkpoint(n, bytes(states[at : at + size])))
@@ -121,8 +119,7 @@ def size_of(prefix: StoredPrefix) -> int:
 
 
 def write(path: Path, key: bytes, prefix: StoredPrefix) -> int:
-    """Make a file, whole or not at all, which nobody but the owner can read; returns its bytes. Raises
-    OSError."""
+    """Make a file, whole or not at all, that only the owner can read; returns its bytes. Raises OSError."""
     group, tokens, marks = prefix.group.encode(), packed(prefix.tokens), prefix.checkpoints
     n_states = prefix.n_bytes - len(prefix.state)
     sizes = (len(prefix.tokens), len(prefix.state), len(group), len(marks), n_states)

@@ -225,9 +225,8 @@ class KVCacheManager:
             self._put(slot, tokens)
 
     def store(self, slot: Slot, tokens: TokenArray, beside_s: float = 0.0) -> None:
-        """Save a slot's first tokens, unless there are none, or the store has them, or they are not
-        really there yet, or streams would wait too long for it, and for `beside_s` seconds of other
-        copies."""
+        """Save a slot's first tokens, unless the store has them, they are not really there yet, or streams
+        would wait too long for that and for `beside_s` seconds of other copies."""
         if not tokens:
             return
         n_bytes = self._contents.n_bytes(slot, len(tokens))
@@ -304,14 +303,12 @@ class KVCacheManager:
     # -- when somebody asks -----------------------------------------------------------------------
 
     def save(self, slot_id: int) -> StoredPrefix:
-        """Stores the tokens of an idle slot. Raises InvalidRequestError, EngineUnavailableError
-        like all of these."""
+        """Stores the tokens of an idle slot. Raises InvalidRequestError, EngineUnavailableError."""
         slot = self._at_rest(slot_id)
         return self._contents.save(slot, slot.idle_tokens)
 
     def restore(self, slot_id: int, prefix: StoredPrefix) -> None:
-        """Have a prefix in an idle slot, for the cache group that it was saved of; what is lost by
-        that is stored first."""
+        """Have a prefix in an idle slot, for its cache group; what is lost by that is stored first."""
         slot = self._at_rest(slot_id)
         if len(prefix.tokens) > self.table.room:
             raise InvalidRequestError(

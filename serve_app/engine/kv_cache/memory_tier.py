@@ -18,9 +18,8 @@ _ENOUGH = 0.75
 
 
 class MemoryTier:
-    """The prefixes used last whose states fit into `budget_bytes`. With `forgets`, a state is good
-    for all of its tokens, or for a checkpoint of it, but not for anything between. Decoder thread
-    only."""
+    """The prefixes used last whose states fit into `budget_bytes`. With `forgets`, a state is good for all
+    of its tokens, or for a checkpoint of it, and nothing between. Decoder thread only."""
 
     def __init__(
         self,
@@ -35,8 +34,7 @@ class MemoryTier:
         self._forgets = forgets
         self._disk_tier = disk_tier
         self._entries = OrderedDict[Prefix, tuple[StoredPrefix, CachedPrompt]]()
-        """The prefixes, the least recently used first. To make a `CachedPrompt` of each takes longer than
-        to list them."""
+        """The least recently used first. To make a `CachedPrompt` takes longer than to list it."""
         self._sorted: list[Prefix] = []
         self._prompts: tuple[CachedPrompt, ...] | None = None
         self.n_bytes = 0
@@ -58,8 +56,7 @@ class MemoryTier:
         return self._prompts
 
     def wants(self, group: str, tokens: Tokens, n_bytes: int) -> bool:
-        """Whether to keep a state of that size for these tokens: it fits, and they cannot be had from
-        another one of the group."""
+        """Whether to keep such a state of these tokens: it fits, and no other one of the group has them."""
         prefix = Prefix(group, packed(tokens))
         stored = bool(self._sorted[beginning(self._sorted, prefix)])
         if stored and self._forgets:
@@ -119,8 +116,7 @@ class MemoryTier:
         return self._entries[key][0]
 
     def _best(self, prompt: Prefix) -> tuple[int, StoredPrefix | None]:
-        """The part of a prompt that can be had from the prefix that gives most of it without those
-        behind."""
+        """What the best prefix can give of a prompt without the tokens behind."""
         usable = (
             (_resumable(stored, n_shared(prompt, key) // TOKEN_BYTES), stored)
             for key, (stored, _) in self._entries.items()

@@ -57,8 +57,7 @@ def n_matching(run: bytes, tokens: bytes, start: int, end: int) -> int:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first items two sequences of a type share: found by halving, as comparing slices is
-    fast."""
+    """How many first items two sequences share, by halving: to compare slices is fast."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -27,8 +27,7 @@ class Slot:
 
     id: int
     idle_tokens: TokenArray = field(default_factory=token_array)
-    """The tokens in the cache while the slot is idle. Nobody changes this array: other tokens are
-    another one."""
+    """The cached tokens of an idle slot. Nobody changes this array: other tokens are another one."""
     sequence: Sequence | None = None
     pinned: bool = False
     """Whether it only keeps `idle_tokens`, for others to copy."""
@@ -135,8 +134,7 @@ class SlotChoice:
     stored: bool = False
     """Whether they come from outside the slots."""
     n_known: int = field(default=0, compare=False)
-    """First tokens of the prompt that slots have, or will have, whether it can start from there or
-    not."""
+    """First tokens of the prompt that slots have, or will have, even if it cannot start from there."""
 
     @property
     def in_place(self) -> bool:
@@ -156,8 +154,7 @@ class PrefixPending:
 
 
 Resumable = Callable[[Slot, int, bool], int]
-"""The number of first tokens that a prompt could start from, of those that it shares with a slot: in that
-slot (True), or in a copy."""
+"""The number of shared first tokens that a prompt could start from: in that slot (True) or in a copy."""
 
 
 class SlotTable:
@@ -198,8 +195,7 @@ class SlotTable:
     # -- what is there ----------------------------------------------------------------------------
 
     def shared(self, group: str, prompt: bytes, n_most: int) -> list[int]:
-        """The number of the first `n_most` tokens of a cache group's prompt that each slot has, or will
-        have."""
+        """How many of the first `n_most` tokens of a group's prompt each slot has, or will have."""
         return [
             slot.n_shared_with(prompt, n_most) if slot.serves(group) else 0 for slot in self.slots
         ]
@@ -245,8 +241,7 @@ class SlotTable:
         return max((shared[slot.id] for slot in slots), default=0)
 
     def slot_ends(self) -> dict[int, int]:
-        """The tokens in the cache of every slot that has room for one more, and could drop it again:
-        none within a picture."""
+        """The cached tokens of slots that have room for one more and could drop it again."""
         ends = {
             slot.id: len(slot.idle_tokens) if slot.sequence is None else slot.sequence.n_past
             for slot in self.slots

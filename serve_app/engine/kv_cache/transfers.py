@@ -45,9 +45,8 @@ class HotPrefix:
 def begun_with(
     prompts: Iterable[Prefix], held: Iterable[tuple[Prefix, int]], least: int
 ) -> list[HotPrefix]:
-    """Prompts, and what several of one cache group have in common, as far as a slot or a store of the
-    group holds it: those that at least so many prompts began with. `held` come with the bytes of
-    their states."""
+    """Prompts, and what several of a cache group have in common, as far as the group holds it, if at least
+    so many prompts began with it. `held` come with the bytes of their states."""
     begun, holders = sorted(prompts), sorted(held)
     known = [prefix for prefix, _ in holders]
     found = set(begun) | {prefix.cut(n_shared(prefix, other)) for prefix, other in pairwise(begun)}
@@ -113,8 +112,7 @@ class PrefixExchange:
 
     @property
     def held(self) -> list[tuple[Prefix, int]]:
-        """The prefixes that prompts could start from now, each with the bytes of its state, saved
-        or not."""
+        """The prefixes that prompts could start from now, each with the bytes of its state."""
         in_slots = (
             (
                 Prefix(slot.group, slot.packed(slot.n_past)),
@@ -217,8 +215,7 @@ class PrefixTransfer:
         return [prefix for prefix, _ in self._run(lambda cache: cache.exchange.held)]
 
     def lacks(self, prefixes: Sequence[Prefix]) -> list[bool]:
-        """A flag for each of these beginnings of prompts: whether the engine would have to compute some of
-        it."""
+        """Whether the engine would have to compute some of it, for each of these prefixes."""
         held = self.held()
         return [not any(one.serves(wanted) for one in held) for wanted in prefixes]
 

@@ -21,11 +21,9 @@ from serve_app.llama.grammars.patterns import Search, compiled
 from serve_app.sampling import Triggers
 
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000)
-"""A quarter of llguidance's own: one token of an expression that blows up takes 0.15 s with these, and
-streams wait for it."""
+"""A quarter of llguidance's own: a token of an expression that blows up then takes 0.15 s."""
 KEPT_BYTES = 2**14
-"""Texts of the grammars that are kept compiled may have so many bytes together. Compiled, they take four
-hundred times as much."""
+"""Bytes of the texts of grammars that are kept compiled, which takes four hundred times as much."""
 
 
 class Constraint:

@@ -86,8 +86,7 @@ def why_unusable(path: Path, n_embd: int) -> str | None:
 
 
 def _is_known(kind: str) -> bool:
-    """llama.cpp looks at the kind before it misses anything else in a file. Its complaints are not logged:
-    the file is ours."""
+    """llama.cpp looks at the kind first. Its complaints are not logged: the file is made here."""
     from llama_cpp import mtmd_cpp  # whose library takes memory
 
     said: list[bytes] = []

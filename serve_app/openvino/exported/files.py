@@ -30,8 +30,7 @@ def is_graph(path: Path) -> bool:
 
 
 def folder_of(path: Path) -> Path:
-    """The folder of the model that the path means, if that is in OpenVINO's format: the path's own, or its
-    graph's."""
+    """The folder of the model at that path, if it is in OpenVINO's format: the path, or its graph's."""
     return path.parent if is_graph(path) else path
 
 

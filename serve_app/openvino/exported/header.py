@@ -86,8 +86,7 @@ def header_of_graph(path: Path) -> Path:
 
 
 def hyperparameters_of(folder: Path) -> Hyperparameters:
-    """The sizes of the model in that folder. Raises ConfigError, with the reason as the rest of a
-    sentence."""
+    """The sizes of the model there. Raises ConfigError, with the reason as the rest of a sentence."""
     return Hyperparameters.of(_json(folder / CONFIG))
 
 
@@ -101,8 +100,7 @@ def _key(contents: Mapping[str, bytes], n_weight_bytes: int) -> str:
 
 
 def _make(contents: Mapping[str, bytes], n_weight_bytes: int, path: Path) -> None:
-    """Whole or not at all. One caller at a time for each path: what another one left when it was killed is
-    deleted."""
+    """Whole or not at all. One caller at a time: what another one left when it was killed is deleted."""
     folder = path.with_suffix(".part")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -119,8 +117,7 @@ def _make(contents: Mapping[str, bytes], n_weight_bytes: int, path: Path) -> Non
 
 
 def _fill(folder: Path, n_weight_bytes: int, path: Path) -> None:
-    """Write the header and prove it. Raises ConfigError, with the reason as the rest of a sentence, and
-    OSError."""
+    """Write the header and prove it. Raises ConfigError with the rest of a sentence, and OSError."""
     for name in (GENERATION, TOKENIZER_CONFIG):
         _json(folder / name)
     sizes = hyperparameters_of(folder)
@@ -159,8 +156,7 @@ def _write(
 
 
 def _prove(folder: Path, vocabulary: TokenizerVocabulary, path: Path) -> None:
-    """Raises ConfigError unless llama.cpp's tokens are those of the tokenizer, and end where the model's
-    answers do."""
+    """Raises ConfigError unless llama.cpp's tokens are the tokenizer's, and end where answers do."""
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
@@ -177,8 +173,7 @@ def _prove(folder: Path, vocabulary: TokenizerVocabulary, path: Path) -> None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; nothing if there is none. Raises ConfigError, with the reason as the rest of a
-    sentence."""
+    """The object in a file, empty without one. Raises ConfigError with the rest of a sentence."""
     if not path.is_file():
         return {}
     try:

@@ -124,8 +124,7 @@ def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> 
 
 
 def _refuse_windows(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for layers that look back on some tokens only. Qwen's name a window that they do
-    not use."""
+    """Raises ConfigError for layers with a window. Qwen's configurations name one that is not used."""
     has_window = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     if has_window or "sliding_attention" in (config.get("layer_types") or ()):
         raise ConfigError("it has layers with a sliding window")
@@ -134,8 +133,7 @@ def _refuse_windows(config: Mapping[str, Any]) -> None:
 def _rotary(
     config: Mapping[str, Any], head: int, n_ctx_train: int
 ) -> tuple[Rotary, NDArray[np.float32] | None]:
-    """How positions turn, and the divisors of the frequencies. Newer exporters write one object, older ones
-    two values."""
+    """How positions turn, and the frequencies' divisors: one object, or two values of older exporters."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -162,8 +160,7 @@ def _rotary(
 def _divisors(
     frequencies: NDArray[np.float32], factor: float, low: float, high: float, n_ctx_train: int
 ) -> NDArray[np.float32]:
-    """Llama 3.1's: 1 for pairs that turn often in the context of training, `factor` for those that do not,
-    and something in between."""
+    """Llama 3.1's divisors: 1 for pairs that turn often in the context of training, up to `factor`."""
     n_turns = n_ctx_train * frequencies.astype(np.float64) / (2 * math.pi)
     part = np.clip((n_turns - low) / (high - low), 0, 1)
     return (1 / ((1 - part) / factor + part)).astype(np.float32)

@@ -143,8 +143,7 @@ def _unknown(step: object) -> ConfigError:
 
 
 def _tokens(tokenizer: Json, n_vocab: int) -> list[str]:
-    """The names of tokens by id. Models have more places than tokens, of which each gets a name that no
-    text has."""
+    """The names of tokens by id. Models have more places than tokens: these get names that no text has."""
     ids = dict(tokenizer["model"]["vocab"])
     ids |= {one["content"]: one["id"] for one in tokenizer.get("added_tokens") or ()}
     if max(ids.values()) >= n_vocab:

@@ -39,9 +39,8 @@ class BlockTables:
         return len(self._free)
 
     def extend(self, more: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Make room for so many tokens more of these sequences. Returns the blocks that are to be copied
-        first, each with the block that is written then. Raises CacheFullError, and changes nothing, if
-        there are too few blocks."""
+        """Make room for so many tokens more of these sequences. Returns the blocks that are to be copied,
+        each with its copy. Raises CacheFullError, and changes nothing, if there are too few."""
         if self._n_needed(more) > len(self._free):
             raise CacheFullError("The KV cache has no room for this batch.")
         copies = []

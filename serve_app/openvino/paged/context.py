@@ -198,8 +198,7 @@ class PagedContext:
         return found.reshape(-1, found.shape[-1])
 
     def cancel(self, cancelled: bool) -> None:
-        """Any thread: have the `decode` that runs, and those to come, end early; or, with False, have them
-        compute again."""
+        """Any thread: have every `decode` end early, or compute again with False."""
         if cancelled:
             self._cancelled.set()
             if (request := self._request) is not None:
@@ -213,8 +212,7 @@ class PagedContext:
         self._caches = {}
 
     def logits(self, row: int) -> NDArray[np.float32]:
-        """The logits of a row of the last decoded batch that asked for them, by token id: a view, good
-        until the next `decode`."""
+        """The logits of a row of the last batch that asked for them: a view, until the next `decode`."""
         found: NDArray[np.float32] = self._logits[self._outputs[row]]
         return found
 
@@ -234,9 +232,8 @@ class PagedContext:
         self._tables.share(source, target)
 
     def pretend(self, seq_id: int, n_tokens: int) -> None:
-        """Give an empty sequence so many tokens, without computing them: which ones does not matter to a
-        measurement of time. They are written, as all of the memory that nobody wrote is a single page.
-        Raises CacheFullError."""
+        """Give an empty sequence so many tokens without computing them, for measurements of time. They are
+        written, as memory that nobody wrote is a single page. Raises CacheFullError."""
         self._tables.extend({seq_id: n_tokens})
         blocks = self._tables.blocks(seq_id)
         for cache in self._caches.values():

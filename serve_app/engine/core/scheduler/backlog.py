@@ -62,8 +62,7 @@ class Forecast:
     def place_free_s(
         self, client: str, live: Mapping[str, int], arrived: Iterable[Sequence]
     ) -> int:
-        """Whole seconds after which one of the client's requests should have ended, or one of anybody's if
-        it has none; 1 at least."""
+        """Whole seconds, at least 1, until a request of the client should have ended, or anybody's."""
         n_own = live.get(client) or max(live.values(), default=1)
         n_ahead = {other: min(n, n_own) for other, n in live.items()}
         n_ends = n_own if client in live else sum(n_ahead.values())

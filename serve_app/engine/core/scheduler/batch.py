@@ -28,8 +28,7 @@ class Chunk:
     """The sequence's own tokens; drafted ones come on top."""
     draft: tuple[int, ...]
     sample_row: int | None
-    """Index of the row to sample from, when this chunk completes the sequence's tokens. Those of drafted
-    tokens follow it."""
+    """Index of the row to sample from, when the chunk completes the tokens; drafted ones follow it."""
     scored: range
     """Indices of the rows that tell how likely the prompt's next tokens are; none if nobody asked."""
 

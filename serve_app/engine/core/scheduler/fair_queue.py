@@ -19,8 +19,7 @@ from typing import NamedTuple
 from serve_app.engine.core.sequence import Sequence
 
 Cost = Callable[[int, int], float]
-"""The cost of so many prompt tokens and so many generated ones, in seconds, or in any unit if
-nothing was measured."""
+"""The cost of prompt tokens and generated tokens: seconds, or any unit if nothing was measured."""
 # Generated tokens that a request is taken to cost before it has ended.
 _EXPECTED_TOKENS = 128
 # After a preemption, the next one may so many times later as that took: slots change hands for a tenth of
@@ -89,8 +88,7 @@ class _Rank(NamedTuple):
     background: bool
     """Whether nobody waits for it."""
     is_new: bool
-    """A request that lost its slot because the cache was full, or with another engine, goes before
-    all others."""
+    """False for a request that lost its slot to a full cache, or with another engine: it goes first."""
     priority: int
     due_s: float
     n_running: int

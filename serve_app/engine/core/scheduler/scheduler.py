@@ -42,8 +42,7 @@ class DraftPlanner(Protocol):
         the cache is unified, so that all slots are computed together."""
 
     def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
-        """Learn from a draft of which the first `n_accepted` tokens were right; returns whether a draft
-        model proposed it."""
+        """Learn how many tokens of a draft were right; returns whether a draft model proposed it."""
 
 
 class Turns:
@@ -113,8 +112,7 @@ class Scheduler:
         self.turns = Turns()
         """The turns of sequences with different adapters; a guest may replace them."""
         self.drafts: DraftPlanner | None = None
-        """The planner of drafts, if a guest is one. It may have passes of its own, which run while a step
-        is planned."""
+        """The planner of drafts, if a guest is one. Its own passes may run while a step is planned."""
         self._mixed = mixed
         self._cancellable = cancellable
         self._n_cells = 0
@@ -158,10 +156,9 @@ class Scheduler:
     def schedule(
         self, now: float, n_cells: int = 0, slot_ends: SlotEnds | None = None
     ) -> list[Batch]:
-        """Plan the next step: empty if nothing runs. `now` is on the clock of `Trace.submitted`;
-        `n_cells` are in use, if the cache is unified. `slot_ends` tells, where it is wanted, the tokens in
-        the cache of each slot that has room for one more and could drop it again; None if that does not
-        matter."""
+        """Plan the next step: empty if nothing runs. `now` is on the clock of `Trace.submitted`; `n_cells`
+        are in use, if the cache is unified. `slot_ends` tells, unless it does not matter, the cached
+        tokens of each slot that has room for one more and could drop it again."""
         self._n_cells = n_cells if self._mixed else 0
         self._slot_ends = slot_ends
         served = self._together = self._who_is_served(now)
@@ -399,8 +396,7 @@ class Scheduler:
         beside_s: float,
         stretches: bool,
     ) -> int:
-        """How many of a prompt's next rows to compute in a step of `within_s`, of which the rest takes
-        `beside_s`; 0 if none fit."""
+        """How many next rows of a prompt fit into a step of `within_s` whose rest takes `beside_s`."""
         within_s -= beside_s
         if stretches and self.costs.prefill_s(n_beside + n_rows, depth) <= _STRETCH * within_s:
             return n_rows
@@ -419,8 +415,7 @@ class Scheduler:
     def _most_urgent_first(
         self, prompts: list[Sequence], n_slots: Mapping[str, int], now: float
     ) -> list[Sequence]:
-        """The prompts in the order of how long they have waited for how long they need. A client's slots
-        share what it may hurry."""
+        """The prompts, the longest wait for its need first. A client's slots share what it may hurry."""
 
         def urgency(sequence: Sequence) -> float:
             needs_s = self.costs.prefill_s(sequence.n_pending, self._depth([sequence]))
