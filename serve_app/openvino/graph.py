@@ -107,7 +107,9 @@ class _Graph:
 
     def _attention(self, block: str, layer: int, hidden: Node) -> Node:
         n, n_kv, head = self._n_head, self._n_head_kv, self._head
-        order = self._order if self._kind.interleaved else None
+        # Neighbours that turn together become halves of a head that do.
+        interleaved = np.arange(head).reshape(-1, 2).T.reshape(-1)
+        order = interleaved if self._kind.interleaved else None
         query = self._heads(f"{block}attn_q", self._product(f"{block}attn_q", hidden, order), n)
         key = self._heads(f"{block}attn_k", self._product(f"{block}attn_k", hidden, order), n_kv)
         value = self._heads(f"{block}attn_v", self._product(f"{block}attn_v", hidden), n_kv)
@@ -161,12 +163,6 @@ class _Graph:
         root = op.sqrt(op.add(mean, op.constant(np.float32(self._epsilon))))
         normed = op.multiply(values, op.divide(op.constant(np.float32(1)), root))
         return op.multiply(normed, op.constant(self._model.vector(f"{name}.weight")))
-
-    @property
-    def _order(self) -> NDArray[np.intp]:
-        """Rows of a head whose neighbours turn together, so that its halves do."""
-        pairs = np.arange(self._head).reshape(-1, 2)
-        return pairs.T.reshape(-1)
 
     def _product(self, name: str, values: Node, order: NDArray[np.intp] | None = None) -> Node:
         """Times the matrix of that name, with its bias if it has one; `order` is that of a head's rows."""

@@ -123,18 +123,19 @@ class Checkpoints:
 
     def is_due(self, slot: Slot, n_past: int, stops: Iterable[int]) -> bool:
         """Whether to make one of a slot that has so many tokens now."""
-        if not self.needed or not self._n_per_slot:
-            return False
-        found = self.deepest(slot.id, n_past)
-        n_since = n_past - (found.n_tokens if found else 0)
+        n_since = self._n_since(slot, n_past)
         return n_since > 0 and (n_past in stops or n_since >= _BLOCK)
 
     def is_worth(self, slot: Slot, n_past: int) -> bool:
         """Whether one would save something where a slot is left that has so many tokens."""
+        return self._n_since(slot, n_past) >= _LEAST
+
+    def _n_since(self, slot: Slot, n_past: int) -> int:
+        """The tokens behind the slot's deepest checkpoint; 0 if none are made."""
         if not (self.needed and self._n_per_slot):
-            return False
+            return 0
         found = self.deepest(slot.id, n_past)
-        return n_past - (found.n_tokens if found else 0) >= _LEAST
+        return n_past - (found.n_tokens if found else 0)
 
     def make(self, slot_id: int, n_tokens: int) -> None:
         """Keep what a slot is now, with so many tokens. It must be settled."""

@@ -79,8 +79,10 @@ class MemoryTier:
         key = Prefix(group, packed(tokens))
         prefix = StoredPrefix(token_array(key.tokens), state, group, checkpoints)
         for other in [one for one in self._sorted if one.group == group]:
-            begins = key.tokens.startswith(other.tokens)
-            if begins and self._replaces(prefix, n_tokens(other.tokens)):
+            n = n_tokens(other.tokens)
+            if key.tokens.startswith(other.tokens) and (
+                not self._forgets or _resumable(prefix, n) >= _ENOUGH * n
+            ):
                 self._drop(other)
         self._keep(prefix)
         if self._disk_tier:
@@ -124,10 +126,6 @@ class MemoryTier:
         )
         n_best, best = max(usable, key=lambda found: found[0], default=(0, None))
         return n_best, best if n_best else None
-
-    def _replaces(self, prefix: StoredPrefix, n_tokens: int) -> bool:
-        """Whether another one with its first tokens is needed no more."""
-        return not self._forgets or _resumable(prefix, n_tokens) >= _ENOUGH * n_tokens
 
     def n_known(self, group: str, prompt: Tokens) -> int:
         """How many of the prompt's first tokens prefixes of its group begin with."""

@@ -283,7 +283,11 @@ class SlotTable:
         idle = [slot for slot in self.slots if slot.idle]
         idle = [slot for slot in idle if slot.id == slot_id] or idle
         fits = self._fitting(group)
-        in_place = max(idle, key=lambda slot: (_worth(slot, here[slot.id]), *fits(slot)))
+        worth = {
+            slot.id: here[slot.id] if 2 * here[slot.id] >= len(slot.idle_tokens) else 0
+            for slot in idle
+        }
+        in_place = max(idle, key=lambda slot: (worth[slot.id], *fits(slot)))
         source = max(self.slots, key=lambda slot: ready[slot.id])
         best = max(here[in_place.id], ready[source.id])
         comer = max(self.slots, key=lambda slot: coming[slot.id])
@@ -355,10 +359,6 @@ class SlotTable:
         return max(
             (one for one in self.slots if one.idle and one.idle_tokens), key=_age, default=None
         )
-
-
-def _worth(slot: Slot, n_shared: int) -> int:
-    return n_shared if 2 * n_shared >= len(slot.idle_tokens) else 0
 
 
 def _age(slot: Slot) -> tuple[int, int]:

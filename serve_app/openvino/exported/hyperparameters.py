@@ -58,7 +58,10 @@ class Hyperparameters:
         kind = config.get("model_type")
         if kind not in _ARCHITECTURES:
             raise ConfigError(f"the architecture {kind} is not known")
-        _refuse_windows(config)
+        # Qwen's configurations name a window that they do not use.
+        window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+        if window is not None or "sliding_attention" in (config.get("layer_types") or ()):
+            raise ConfigError("it has layers with a sliding window")
         n_embd, n_head = _count(config, "hidden_size"), _count(config, "num_attention_heads")
         head = _count(config, "head_dim", n_embd // n_head)
         n_ctx_train = _count(config, "max_position_embeddings")
@@ -121,13 +124,6 @@ def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> 
     if type(count) is not int or not 0 < count <= _MOST:
         raise ConfigError(f"{name} in its config.json is not a size: {count}")
     return count
-
-
-def _refuse_windows(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for layers with a window. Qwen's configurations name one that is not used."""
-    has_window = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
-    if has_window or "sliding_attention" in (config.get("layer_types") or ()):
-        raise ConfigError("it has layers with a sliding window")
 
 
 def _rotary(

@@ -145,7 +145,9 @@ def name_parts(model: openvino.Model, frequencies: NDArray[np.float32], n_vocab:
     rounded = _constant(model, frequencies)
     exact = op.constant(frequencies.reshape(rounded.get_output_shape(0)))
     exact.set_friendly_name(FREQUENCIES)
-    for source in _as_floats(rounded):
+    users = [one.get_node() for one in rounded.output(0).get_target_inputs()]
+    converted = [one.output(0) for one in users if one.get_type_name() == "Convert"]
+    for source in converted or [rounded.output(0)]:
         for user in source.get_target_inputs():
             user.replace_source_output(exact.output(0))
 
@@ -180,12 +182,6 @@ def _constant(model: openvino.Model, frequencies: NDArray[np.float32]) -> Any:
         ):
             return node
     raise ConfigError("its rotary frequencies are not those of its config.json")
-
-
-def _as_floats(constant: Any) -> list[Any]:
-    users = [one.get_node() for one in constant.output(0).get_target_inputs()]
-    converted = [one.output(0) for one in users if one.get_type_name() == "Convert"]
-    return converted or [constant.output(0)]
 
 
 # -- memory of mapped files -----------------------------------------------------------------------

@@ -36,10 +36,6 @@ class Forecast:
     """The work of each account: of clients, and of what each has in the background."""
     background_s: float = 0.0
 
-    def work_of(self, sequences: Iterable[Sequence]) -> float:
-        """Seconds until these have ended, if there were no others."""
-        return sum(self.parts_of(sequences))
-
     def parts_of(self, sequences: Iterable[Sequence]) -> tuple[float, float]:
         """Seconds for what is missing of these sequences' prompts, and for their answers."""
         n_prompt, answers_s = 0, 0.0
@@ -75,7 +71,7 @@ class Forecast:
         work = dict(self.work_by_client)
         for sequence in arrived:
             client = sequence.request.account
-            work[client] = work.get(client, 0.0) + self.work_of([sequence])
+            work[client] = work.get(client, 0.0) + sum(self.parts_of([sequence]))
         return sum(work.get(client, 0.0) * n / live[client] for client, n in counts.items())
 
 

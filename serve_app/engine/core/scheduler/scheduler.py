@@ -311,8 +311,9 @@ class Scheduler:
         return groups
 
     def _plan(self, turns: list[SequenceRows]) -> Batch:
-        fills = bool(self.costs) and not turns[0].draft
-        ends = self._slot_ends() if fills and self._slot_ends and _has_gaps(turns) else None
+        has_gaps = _span(turn.sequence for turn in turns) > len(turns)
+        fills = bool(self.costs) and not turns[0].draft and has_gaps
+        ends = self._slot_ends() if fills and self._slot_ends else None
         return plan_batch(turns, self._n_cells, ends)
 
     def _split(self, decoding: list[Sequence], n_past: float) -> tuple[int, ...]:
@@ -408,9 +409,7 @@ class Scheduler:
         n_past = self._depth(turn.sequence for turn in turns)
         if turns[0].draft or self._mixed or self._slot_ends is None:
             return self.costs.verify_s(len(turns), len(turns[0].draft), n_past)
-        return self.costs.decode_s(
-            turns[-1].sequence.slot_id - turns[0].sequence.slot_id + 1, n_past
-        )
+        return self.costs.decode_s(_span(turn.sequence for turn in turns), n_past)
 
     def _most_urgent_first(
         self, prompts: list[Sequence], n_slots: Mapping[str, int], now: float
@@ -436,10 +435,6 @@ def _in_fair_parts(prompts: list[Sequence], n_slots: Mapping[str, int]) -> list[
             parts.append(seq)
         n_rows[seq.request.account] += seq.n_pending
     return parts
-
-
-def _has_gaps(turns: list[SequenceRows]) -> bool:
-    return turns[-1].sequence.slot_id - turns[0].sequence.slot_id >= len(turns)
 
 
 def _span(sequences: Iterable[Sequence]) -> int:
