@@ -24,19 +24,7 @@ from typing import Any, get_args
 
 from serve_app.engine import EngineOptions
 from serve_app.engine.options import KernelsName
-from serve_app.measure.benchmark import (
-    BenchmarkError,
-    Prompts,
-    bounded,
-    choice,
-    in_turns,
-    listed,
-    machine,
-    machine_line,
-    percentile,
-    table,
-    usable_cores,
-)
+from serve_app.measure import benchmark
 from serve_app.measure.process import MeasuredRun, RunnerProcess, engine_runner, text_tokens
 
 WARM_UP_TOKENS = 8
@@ -71,9 +59,9 @@ def summary(runs: Sequence[Any]) -> dict[str, float | None]:
     itl = [s for run in runs for s in run.itl_s]
     return {
         **{name: _median([getattr(run, name) for run in runs]) for name in RATES},
-        "ttft_p50_ms": 1000 * percentile(ttft, 50),
-        "itl_p50_ms": 1000 * percentile(itl, 50) if itl else None,
-        "itl_p99_ms": 1000 * percentile(itl, 99) if itl else None,
+        "ttft_p50_ms": 1000 * benchmark.percentile(ttft, 50),
+        "itl_p50_ms": 1000 * benchmark.percentile(itl, 50) if itl else None,
+        "itl_p99_ms": 1000 * benchmark.percentile(itl, 99) if itl else None,
         "peak_mib": max(run.peak_bytes for run in runs) / MIB,
     }
 
@@ -84,7 +72,7 @@ def cell(value: float | None) -> str:
 
 
 def measure(
-    args: argparse.Namespace, sequences: int, prompts: Prompts
+    args: argparse.Namespace, sequences: int, prompts: benchmark.Prompts
 ) -> dict[str, dict[str, float | None]]:
     """The summary of each backend with so many sequences. Raises BenchmarkError."""
     options = engine_options(sequences, args.prompt_tokens, args.max_tokens, threads=args.threads)
@@ -110,7 +98,7 @@ def measure(
             )
             return measured
 
-        rounds = in_turns(args.backends, args.rounds, run)
+        rounds = benchmark.in_turns(args.backends, args.rounds, run)
     return {name: summary([by_name[name] for by_name in rounds]) for name in args.backends}
 
 
@@ -121,14 +109,14 @@ def report(results: Mapping[int, Mapping[str, Mapping[str, float | None]]]) -> s
         for n, by_name in results.items()
         for name, figures in by_name.items()
     ]
-    return table(_HEADER, rows)
+    return benchmark.table(_HEADER, rows)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="corral bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file")
-    backends = listed(choice(*get_args(KernelsName)))
+    backends = benchmark.listed(benchmark.choice(*get_args(KernelsName)))
     compared = "the backends that are compared"
     parser.add_argument("--backends", type=backends, default=("llama.cpp",), help=compared)
     add_load_arguments(parser)
@@ -138,26 +126,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the load: sequences, lengths, rounds, threads."""
-    add, numbers = parser.add_argument, listed(bounded(1, 64))
+    add, numbers = parser.add_argument, benchmark.listed(benchmark.bounded(1, 64))
     sequences = "how many run at once, in each run"
     add("--sequences", type=numbers, default=(1, 2, 4, 8, 16), help=sequences)
-    add("--prompt-tokens", type=bounded(1, 8192), default=128, help="tokens of each prompt")
+    tokens = "tokens of each prompt"
+    add("--prompt-tokens", type=benchmark.bounded(1, 8192), default=128, help=tokens)
     generated = "tokens that each sequence generates"
-    add("--max-tokens", type=bounded(WARM_UP_TOKENS, 4096), default=64, help=generated)
-    add("--rounds", type=bounded(1, 50), default=3, help="runs of each")
+    add("--max-tokens", type=benchmark.bounded(WARM_UP_TOKENS, 4096), default=64, help=generated)
+    add("--rounds", type=benchmark.bounded(1, 50), default=3, help="runs of each")
     threads = "threads that compute; by default one for each core"
-    add("--threads", type=bounded(1, 512), default=usable_cores(), help=threads)
+    add("--threads", type=benchmark.bounded(1, 512), default=benchmark.usable_cores(), help=threads)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    facts = machine(args.model, args.threads)
-    prompts = Prompts(text_tokens(args.model))
+    facts = benchmark.machine(args.model, args.threads)
+    prompts = benchmark.Prompts(text_tokens(args.model))
     try:
         results = {n: measure(args, n, prompts) for n in args.sequences}
-    except BenchmarkError as error:
+    except benchmark.BenchmarkError as error:
         sys.exit(str(error))
-    print(f"{machine_line(facts)}; medians of {args.rounds} rounds\n\n{report(results)}")
+    print(f"{benchmark.machine_line(facts)}; medians of {args.rounds} rounds\n\n{report(results)}")
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
 

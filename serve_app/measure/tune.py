@@ -37,20 +37,6 @@ from serve_app import folders
 from serve_app.llama import quantising
 from serve_app.measure import benchmark, quality
 from serve_app.measure.bench import WARM_UP_TOKENS, add_load_arguments, engine_options
-from serve_app.measure.benchmark import (
-    BenchmarkError,
-    Prompt,
-    Prompts,
-    bounded,
-    choice,
-    in_turns,
-    listed,
-    machine,
-    machine_line,
-    of_each,
-    ratios,
-    spread,
-)
 from serve_app.measure.process import MeasuredRun, RunnerProcess, engine_runner, text_tokens
 from serve_app.measure.quality import TextReading
 from serve_app.placement import machine as machine_of
@@ -120,7 +106,7 @@ class MeasuredSpeed:
 def measure(
     variants: Sequence[Variant],
     load: TuneLoad,
-    draw: Callable[[int], Prompt],
+    draw: Callable[[int], benchmark.Prompt],
     on_visit: Callable[[], None],
 ) -> dict[Variant, MeasuredSpeed]:
     """The speed of each, in turns, so that a noisy machine is fair. `draw` gives a new prompt of so many
@@ -140,7 +126,7 @@ def measure(
         on_visit()
         return runs
 
-    rounds = in_turns(variants, load.rounds, visit, warm_up=False)
+    rounds = benchmark.in_turns(variants, load.rounds, visit, warm_up=False)
     return {
         variant: MeasuredSpeed(
             prefill_tps=statistics.median(runs[most].prefill_tps for runs in visits),
@@ -151,7 +137,7 @@ def measure(
             whole_s={n: tuple(runs[n].wall_s for runs in visits) for n in load.sequences},
             peak_bytes=max(run.peak_bytes for runs in visits for run in runs.values()),
         )
-        for variant, visits in of_each(rounds)
+        for variant, visits in benchmark.of_each(rounds)
     }
 
 
@@ -220,12 +206,12 @@ def _speed_header(load: TuneLoad, users: int) -> tuple[str, ...]:
 def _speed_cells(
     speed: MeasuredSpeed, baseline: MeasuredSpeed, load: TuneLoad, users: int
 ) -> Sequence[str]:
-    times = ratios(speed.whole_s[users], baseline.whole_s[users]) or []
+    times = benchmark.ratios(speed.whole_s[users], baseline.whole_s[users]) or []
     return (
         f"{speed.prefill_tps:.0f}",
         *(f"{speed.decode_tps[n]:.1f}" for n in load.sequences),
         f"{speed.peak_bytes / MIB:.0f}",
-        spread(times),
+        benchmark.spread(times),
     )
 
 
@@ -245,15 +231,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="corral tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add, folder = parser.add_argument, folders.cache_folder() / "tuned"
-    formats = listed(choice(*quantising.FORMATS))
+    formats = benchmark.listed(benchmark.choice(*quantising.FORMATS))
     add("--model", type=Path, required=True, help="a GGUF file, best F16 or BF16")
     add("--formats", type=formats, default=FORMATS, help="the formats that are tried")
     users = "requests at once, for which the fastest is chosen"
-    add("--users", type=bounded(1, 64), default=4, help=users)
+    add("--users", type=benchmark.bounded(1, 64), default=4, help=users)
     add_load_arguments(parser)
     parser.set_defaults(sequences=(1, 4, 16), max_tokens=32, threads=machine_of.read().n_cores)
     add("--text", type=Path, default=None, help="a text like yours, for the perplexity")
-    add("--windows", type=bounded(1, 1000), default=8, help="parts of the text that are read")
+    add(
+        "--windows",
+        type=benchmark.bounded(1, 1000),
+        default=8,
+        help="parts of the text that are read",
+    )
     worse = "how much higher the perplexity of the chosen format may be, as a part"
     add("--worse", type=float, default=0.03, help=worse)
     add("--folder", type=Path, default=folder, help="where the made files stay")
@@ -268,13 +259,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     users, threads = args.users, args.threads
     load = TuneLoad(args.sequences, args.prompt_tokens, args.max_tokens, args.rounds, threads)
-    facts = machine(args.model, threads)
+    facts = benchmark.machine(args.model, threads)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
 
     def timed(title: str, variants: Sequence[Variant]) -> dict[Variant, MeasuredSpeed]:
         task = progress.add_task(title, total=len(variants) * load.rounds)
-        prompts = Prompts(text_tokens(args.model))
+        prompts = benchmark.Prompts(text_tokens(args.model))
         return measure(variants, load, prompts.draw, lambda: progress.advance(task))
 
     try:
@@ -292,10 +283,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             best = fastest(by_format, users, eligible(readings, args.worse))
             others = ways(best, threads, machine_of.read().n_cpus)
             by_way = timed(f"ways to serve {best.format}", others)
-    except (BenchmarkError, ValueError, OSError) as error:
+    except (benchmark.BenchmarkError, ValueError, OSError) as error:
         sys.exit(str(error))
     chosen = fastest(by_way, users, others)
-    print(f"{machine_line(facts)}; medians of {load.rounds} rounds\n")
+    print(f"{benchmark.machine_line(facts)}; medians of {load.rounds} rounds\n")
     print(formats_table(by_format, readings, load, users), end="\n\n")
     print(f"{best.format}, served in other ways:\n\n{ways_table(by_way, load, users)}\n")
     print(advice(chosen, is_given=chosen.path == args.model))

@@ -18,14 +18,6 @@ from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import ConfigError
 from serve_app.locks import is_locked, lock, make_private
 from serve_app.placement import machine, plan
-from serve_app.placement.machine import (
-    Machine,
-    PhysicalCore,
-    Topology,
-    list_cpus,
-    oversubscription,
-    own_cpus,
-)
 
 logger = logging.getLogger("corral.replica")
 
@@ -85,7 +77,7 @@ class CpuPlacement:
 
 
 def place_on_cpus(
-    model: ResolvedModel, reserved: float, here: Machine | None = None
+    model: ResolvedModel, reserved: float, here: machine.Machine | None = None
 ) -> CpuPlacement:
     """A replica's place on its node, by default this one, and its threads, with so many reserved CPUs.
     Before anything starts threads: they inherit the place. Raises ConfigError for more threads than CPUs,
@@ -93,9 +85,9 @@ def place_on_cpus(
     here = here or machine.read()
     n_cores = plan.n_cores(here, reserved)
     most = max(model.threads or n_cores, model.options.threads_batch or 0)
-    complaint = oversubscription(
+    complaint = machine.oversubscription(
         most,
-        own_cpus(here, reserved),
+        machine.own_cpus(here, reserved),
         "all that this replica may use (affinity mask, CPU quota, num_cpus)",
     )
     if complaint and not model.allow_oversubscription:
@@ -113,7 +105,9 @@ def place_on_cpus(
     return CpuPlacement(pinning, n_cores, reason, _computing(pinning, max(most, n_cores)))
 
 
-def _pinning(model: ResolvedModel, reserved: float, here: Machine, *, spread: bool) -> CorePinning:
+def _pinning(
+    model: ResolvedModel, reserved: float, here: machine.Machine, *, spread: bool
+) -> CorePinning:
     numa = model.options.numa
     if numa is not None and len(here.topology.nodes) == 1:
         logger.info("Model %s: engine.numa has no effect: there is one NUMA node.", model.id)
@@ -131,16 +125,16 @@ def _computing(pinning: CorePinning, threads: int) -> tuple[int, ...] | None:
     return alone if alone != pinning.cores and 0 < threads <= len(alone) else None
 
 
-def _reason(here: Machine, pinning: CorePinning, reserved: float) -> str:
+def _reason(here: machine.Machine, pinning: CorePinning, reserved: float) -> str:
     if here.quota is not None:
         n_all = len(here.topology.cpus)
         return f"its part of a CPU quota of {here.quota:g} cores, on {n_all} that others use too"
-    n_cpus = own_cpus(here, reserved) if pinning.cores is None else len(pinning.cores)
+    n_cpus = machine.own_cpus(here, reserved) if pinning.cores is None else len(pinning.cores)
     return f"one for each physical core of its {n_cpus} CPU{'s' * (n_cpus > 1)}"
 
 
 def pin(
-    reserved: float, folder: Path, here: Machine | None = None, *, spread: bool = False
+    reserved: float, folder: Path, here: machine.Machine | None = None, *, spread: bool = False
 ) -> CorePinning:
     """Lease as many CPUs as are reserved for this process and pin all its threads to them; those that
     start later inherit that. Default: of this machine. For `spread`, see `choose`. Memory follows:
@@ -171,7 +165,7 @@ def pin(
         node = f" of NUMA node {lease.numa_node}"
     elif len(here.topology.nodes) > 1:
         node = f" of several NUMA nodes (no node has {len(lease.cpus)} free)"
-    where = f"{list_cpus(lease.cpus)}{node}"
+    where = f"{machine.list_cpus(lease.cpus)}{node}"
     return CorePinning(lease, f"pinned to cores {where}, which no other replica uses", before)
 
 
@@ -197,7 +191,9 @@ def default_folder() -> Path:
     return base / "cores"
 
 
-def take(topology: Topology, n: int, folder: Path, *, spread: bool = False) -> CoreLease | None:
+def take(
+    topology: machine.Topology, n: int, folder: Path, *, spread: bool = False
+) -> CoreLease | None:
     """Lease `n` CPUs as `choose` says; None if fewer are free. Processes that take at the same time do it
     one after the other. Raises OSError if the folder is not ours alone, or cannot be used."""
     make_private(folder)
@@ -216,7 +212,7 @@ def take(topology: Topology, n: int, folder: Path, *, spread: bool = False) -> C
 
 
 def choose(
-    topology: Topology, free: Set[int], n: int, *, spread: bool = False
+    topology: machine.Topology, free: Set[int], n: int, *, spread: bool = False
 ) -> tuple[int, ...] | None:
     """`n` of the free CPUs, ascending, or None. Pure.
 
@@ -238,9 +234,9 @@ def choose(
     return tuple(sorted(preferred[:n])) if len(preferred) >= n else None
 
 
-def _idle(cores: Sequence[PhysicalCore], free: Set[int]) -> list[PhysicalCore]:
+def _idle(cores: Sequence[machine.PhysicalCore], free: Set[int]) -> list[machine.PhysicalCore]:
     return [core for core in cores if free >= {*core.cpus}]
 
 
-def _n_free(cores: Sequence[PhysicalCore], free: Set[int]) -> int:
+def _n_free(cores: Sequence[machine.PhysicalCore], free: Set[int]) -> int:
     return sum(cpu in free for core in cores for cpu in core.cpus)

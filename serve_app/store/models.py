@@ -13,15 +13,7 @@ from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
-from serve_app.openvino.exported.files import (
-    FILES,
-    GRAPH,
-    SMALL_FILES,
-    WEIGHTS,
-    folder_of,
-    is_graph,
-    missing,
-)
+from serve_app.openvino.exported import files as exported
 from serve_app.openvino.exported.header import header_of, vocabulary_file
 from serve_app.progress import Report, Stage
 from serve_app.store import download, gguf_header, hub, names
@@ -83,7 +75,7 @@ def vocabulary(source: ModelSource, configured: DownloadsConfig, sharing: Sharin
         with folder.reading(model, lambda: None):
             local = _local(model, _hub_name(source), folder)
             folder.vocabularies(model).mkdir(parents=True, exist_ok=True)
-            if is_graph(Path(model.files[0].name)):
+            if exported.is_graph(Path(model.files[0].name)):
                 return _header(model, local, folder, sharing)
             return _hollow(model, local, folder, sharing)
     except OSError as error:
@@ -108,10 +100,10 @@ def _header(model: RemoteModel, local: Path | None, folder: ModelsFolder, sharin
     if local is None:
         local = folder.vocabularies(model)
         for file in model.files:
-            if file.name in SMALL_FILES:
+            if file.name in exported.SMALL_FILES:
                 download.fetch(model.origin, file, local, lambda *_: None, sharing)
     sizes = {file.name: file.n_bytes for file in model.files}
-    return header_of(local, sizes[WEIGHTS])
+    return header_of(local, sizes[exported.WEIGHTS])
 
 
 def pinned(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
@@ -136,8 +128,8 @@ def pinned_projector(source: ProjectorSource, configured: DownloadsConfig) -> Pr
 
 def n_bytes(path: Path) -> int:
     """Bytes of all files of a model, by the path that `locate` gave. Raises ConfigError, OSError."""
-    if is_graph(path):
-        return path.stat().st_size + path.with_name(WEIGHTS).stat().st_size
+    if exported.is_graph(path):
+        return path.stat().st_size + path.with_name(exported.WEIGHTS).stat().st_size
     return shards.n_bytes(path)
 
 
@@ -145,9 +137,9 @@ def is_in_openvinos_format(source: ModelSource) -> bool:
     """Whether a pinned source is a model in OpenVINO's format."""
     if source.path is not None:
         path = source.path.expanduser()
-        return is_graph(path) or (path / GRAPH).is_file()
+        return exported.is_graph(path) or (path / exported.GRAPH).is_file()
     wanted = _hub_name(source)
-    return wanted is not None and wanted.choice == GRAPH
+    return wanted is not None and wanted.choice == exported.GRAPH
 
 
 def names_a_file(source: ModelSource) -> bool:
@@ -172,14 +164,16 @@ def projector_beside(source: ModelSource, configured: DownloadsConfig) -> Projec
 def _at(path: Path) -> Path:
     """The model's file, or its graph in that folder. Raises ConfigError unless all files of it are here."""
     path = path.expanduser()
-    if path.is_dir() or is_graph(path):
-        folder = folder_of(path)
-        if lacking := missing(name for name in FILES if (folder / name).is_file()):
+    if path.is_dir() or exported.is_graph(path):
+        folder = exported.folder_of(path)
+        if lacking := exported.missing(
+            name for name in exported.FILES if (folder / name).is_file()
+        ):
             raise ConfigError(
                 f"source.path: the folder {folder} lacks {', '.join(lacking)}, which a model in OpenVINO's "
                 "format has. Of a GGUF model, name the file"
             )
-        return folder / GRAPH
+        return folder / exported.GRAPH
     for name in shards.names(path.name):
         if not path.with_name(name).is_file():
             raise ConfigError(f"source.path: there is no file {path.with_name(name)} on this node")

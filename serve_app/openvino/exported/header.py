@@ -22,16 +22,7 @@ from serve_app.folders import cache_folder
 from serve_app.llama import library
 from serve_app.llama.model import N_BYTES, N_PARAMS, Model
 from serve_app.locks import FolderLocks
-from serve_app.openvino.exported.files import (
-    CONFIG,
-    GENERATION,
-    SMALL_FILES,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    WEIGHTS,
-    is_graph,
-    trusted,
-)
+from serve_app.openvino.exported import files as exported
 from serve_app.openvino.exported.hyperparameters import Hyperparameters
 from serve_app.openvino.exported.vocabulary import TokenizerVocabulary, check_tokens, read
 
@@ -49,7 +40,7 @@ _SAMPLING = {
 def vocabulary_file(path: Path) -> Path:
     """The file that has the vocabulary of the model at that path: its header if it is a graph, otherwise
     the model's own. Raises ConfigError."""
-    return header_of_graph(path) if is_graph(path) else path
+    return header_of_graph(path) if exported.is_graph(path) else path
 
 
 def header_of(folder: Path, n_weight_bytes: int) -> Path:
@@ -58,7 +49,7 @@ def header_of(folder: Path, n_weight_bytes: int) -> Path:
     takes seconds. Raises ConfigError."""
     headers = cache_folder() / "openvino-headers"
     try:
-        small = (folder / name for name in SMALL_FILES)
+        small = (folder / name for name in exported.SMALL_FILES)
         # Read once, as a header is made of what its name tells.
         contents = {file.name: file.read_bytes() for file in small if file.is_file()}
         path = headers / f"{_key(contents, n_weight_bytes)}.gguf"
@@ -79,7 +70,7 @@ def header_of(folder: Path, n_weight_bytes: int) -> Path:
 def header_of_graph(path: Path) -> Path:
     """The header of a model that is here whole, by the path of its graph."""
     try:
-        n_bytes = path.with_name(WEIGHTS).stat().st_size
+        n_bytes = path.with_name(exported.WEIGHTS).stat().st_size
     except OSError as error:
         raise ConfigError(f"The model in {path.parent} has no weights: {error}.") from None
     return header_of(path.parent, n_bytes)
@@ -87,7 +78,7 @@ def header_of_graph(path: Path) -> Path:
 
 def hyperparameters_of(folder: Path) -> Hyperparameters:
     """The sizes of the model there. Raises ConfigError, with the reason as the rest of a sentence."""
-    return Hyperparameters.of(_json(folder / CONFIG))
+    return Hyperparameters.of(_json(folder / exported.CONFIG))
 
 
 def _key(contents: Mapping[str, bytes], n_weight_bytes: int) -> str:
@@ -118,11 +109,11 @@ def _make(contents: Mapping[str, bytes], n_weight_bytes: int, path: Path) -> Non
 
 def _fill(folder: Path, n_weight_bytes: int, path: Path) -> None:
     """Write the header and prove it. Raises ConfigError with the rest of a sentence, and OSError."""
-    for name in (GENERATION, TOKENIZER_CONFIG):
+    for name in (exported.GENERATION, exported.TOKENIZER_CONFIG):
         _json(folder / name)
     sizes = hyperparameters_of(folder)
-    vocabulary = read(_json(folder / TOKENIZER), sizes.n_vocab)
-    with trusted("one of its files"):
+    vocabulary = read(_json(folder / exported.TOKENIZER), sizes.n_vocab)
+    with exported.trusted("one of its files"):
         _write(folder, sizes, vocabulary, n_weight_bytes, path)
         _prove(folder, vocabulary, path)
 
@@ -134,7 +125,7 @@ def _write(
     n_weight_bytes: int,
     path: Path,
 ) -> None:
-    generation = _json(folder / GENERATION)
+    generation = _json(folder / exported.GENERATION)
     writer = GGUFWriter(path, sizes.architecture)
     try:
         writer.add_uint64(N_BYTES, n_weight_bytes)
@@ -162,11 +153,11 @@ def _prove(folder: Path, vocabulary: TokenizerVocabulary, path: Path) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"it needs the package {error.name}: install corral[openvino]") from None
     model = Model(path, vocab_only=True)
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(folder / exported.TOKENIZER))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     check_tokens(model, tokenizer, composes=vocabulary.composes)
-    ends = _json(folder / GENERATION).get("eos_token_id")
+    ends = _json(folder / exported.GENERATION).get("eos_token_id")
     for token in ends if isinstance(ends, list) else [ends]:
         if token is not None and token not in model.eog_tokens:
             raise ConfigError(f"llama.cpp would not end an answer at its token {token}")

@@ -16,20 +16,8 @@ from serve_app.errors import ConfigError, DecodeCancelledError, DecodeError
 from serve_app.llama.formats import Row
 from serve_app.llama.model import Model
 from serve_app.llama.sampling.candidates import Candidates
-from serve_app.openvino.paged import shifts
+from serve_app.openvino.paged import compiling, shifts
 from serve_app.openvino.paged.blocks import BLOCK, BlockTables
-from serve_app.openvino.paged.compiling import (
-    CACHES,
-    EMBEDDED,
-    KEYS,
-    LOGITS,
-    SAMPLED,
-    VECTORS,
-    CacheType,
-    compiled,
-    forgetting,
-    read,
-)
 
 _ALIGNMENT = 64
 _LENGTH = 8
@@ -46,7 +34,7 @@ class PagedOptions:
     n_texts: int = 0
     n_text_blocks: int = 0
     frequencies: NDArray[np.float32] | None = None
-    cache_type: CacheType = "f16"
+    cache_type: compiling.CacheType = "f16"
 
 
 class PagedContext:
@@ -63,9 +51,11 @@ class PagedContext:
         n_blocks, n_text_blocks = options.n_blocks, options.n_text_blocks
         self._weights = path.with_suffix(".bin")
         self.n_parameter_bytes = self._weights.stat().st_size
-        graph = read(path, options.frequencies, model.n_vocab)  # which has the file mapped
-        with forgetting(self._weights):
-            executable, self._frequencies = compiled(
+        graph = compiling.read(
+            path, options.frequencies, model.n_vocab
+        )  # which has the file mapped
+        with compiling.forgetting(self._weights):
+            executable, self._frequencies = compiling.compiled(
                 path, graph, options.threads, options.cache_type
             )
         self._request: openvino.InferRequest | None = executable.create_infer_request()
@@ -73,7 +63,7 @@ class PagedContext:
             self._caches = {
                 one.any_name: self._cache(self._request, one, n_blocks + n_text_blocks)
                 for one in executable.inputs
-                if one.any_name.startswith(CACHES)
+                if one.any_name.startswith(compiling.CACHES)
             }
         except MemoryError:
             raise ConfigError(
@@ -118,7 +108,7 @@ class PagedContext:
     def warm_up(self) -> None:
         """Compute a row and forget it. For it, the kernels put the weights into an order of their own, so
         the file's pages are not needed any more."""
-        with forgetting(self._weights):
+        with compiling.forgetting(self._weights):
             self.decode([(0, 0, 0, True)])
         self.truncate(0, 0)
 
@@ -126,7 +116,9 @@ class PagedContext:
         """Compute a forward pass; blocks for its length, without the GIL. Raises CacheFullError, and
         changes nothing, if there are no blocks for the rows; DecodeCancelledError after `cancel(True)`, and
         another DecodeError if they cannot be computed: the cache is then as it was."""
-        self._logits, self._outputs = self._pass(rows, self._tables, SAMPLED, LOGITS)
+        self._logits, self._outputs = self._pass(
+            rows, self._tables, compiling.SAMPLED, compiling.LOGITS
+        )
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """A vector for each row, from a pass over texts. Text 0 is kept until a row at position 0 begins
@@ -134,7 +126,7 @@ class PagedContext:
         if any(position == 0 and text == 0 for _, position, text, _ in rows):
             self._texts.truncate(0, 0)
         try:
-            vectors, outputs = self._pass(rows, self._texts, EMBEDDED, VECTORS)
+            vectors, outputs = self._pass(rows, self._texts, compiling.EMBEDDED, compiling.VECTORS)
             return vectors[[outputs[i] for i in range(len(rows))]]
         finally:
             for text in {row[2] for row in rows} - {0}:
@@ -169,8 +161,8 @@ class PagedContext:
             "block_indices": np.array([block for table in blocks for block in table], np.int32),
             "block_indices_begins": _begins([len(table) for table in blocks]),
             "max_context_len": np.array(longest, np.int32),
-            SAMPLED: np.empty(0, np.int64),
-            EMBEDDED: np.empty(0, np.int64),
+            compiling.SAMPLED: np.empty(0, np.int64),
+            compiling.EMBEDDED: np.empty(0, np.int64),
             chosen: np.array(wanted, np.int64),
         }
         try:
@@ -252,7 +244,7 @@ class PagedContext:
         new = self._tables.blocks(seq_id)[n_stay // BLOCK :]
         for name, cache in self._caches.items():
             cells = shifts.cells_of(cache[old])[places[n_stay:]]
-            if name.startswith(KEYS):
+            if name.startswith(compiling.KEYS):
                 cells = shifts.turned_back(cells, n_before[n_stay:], self._frequencies)
             cache[new] = shifts.blocks_of(cells)
 
