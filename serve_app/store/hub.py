@@ -17,18 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.errors import ConfigError
-from serve_app.store import names
+from serve_app.store import names, remote
 from serve_app.store.names import HubName
-from serve_app.store.remote import (
-    Listing,
-    RemoteFile,
-    RemoteModel,
-    UnreachableError,
-    keep,
-    kept,
-    listed,
-    safe,
-)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK_BYTES = 2**20
@@ -44,7 +34,7 @@ class HubOrigin:
     def __init__(self, repo: str, commit: str) -> None:
         self._repo, self._commit = repo, commit
 
-    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+    def read(self, file: remote.RemoteFile, start: int, end: int) -> Iterator[bytes]:
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.errors import HfHubHTTPError
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]  # it exports them lazily
@@ -69,21 +59,21 @@ class HubOrigin:
                 raise
             raise ConfigError(_refusal(self._repo, self._commit, error)) from None
 
-    def is_current(self, file: RemoteFile) -> bool:
+    def is_current(self, file: remote.RemoteFile) -> bool:
         return True  # a commit never changes
 
 
 def find(
-    name: HubName, folder: Path, others: Callable[[], Listing | None] = lambda: None
-) -> RemoteModel:
+    name: HubName, folder: Path, others: Callable[[], remote.Listing | None] = lambda: None
+) -> remote.RemoteModel:
     """The model's files. The repository's listing is kept in that folder, in case the server does
     not answer later; `others` may know one, too. Raises ConfigError, UnreachableError if the repository
     cannot be asked and was not before."""
     listing = _listing(name, folder, others)
-    files = {one["path"]: RemoteFile(**one) for one in listing["files"]}
+    files = {one["path"]: remote.RemoteFile(**one) for one in listing["files"]}
     model = tuple(files[path] for path in names.parts_of(files, name))
     commit = listing["commit"]
-    return RemoteModel(name.repo, model, HubOrigin(name.repo, commit), commit)
+    return remote.RemoteModel(name.repo, model, HubOrigin(name.repo, commit), commit)
 
 
 def files(name: HubName, folder: Path) -> list[str]:
@@ -105,7 +95,7 @@ def projector(name: HubName, folder: Path, beside: str | None = None) -> HubName
     return None if found is None else HubName(name.repo, found, listing["commit"])
 
 
-def in_library_cache(name: HubName, model: RemoteModel) -> Path | None:
+def in_library_cache(name: HubName, model: remote.RemoteModel) -> Path | None:
     """The first file, if Hugging Face's own cache on this node holds all of them whole."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -118,7 +108,7 @@ def in_library_cache(name: HubName, model: RemoteModel) -> Path | None:
     return paths[0]
 
 
-def _is_same(path: Path, file: RemoteFile) -> bool:
+def _is_same(path: Path, file: remote.RemoteFile) -> bool:
     """Whether the path holds the file, by its size, and by the sum that the library names its files by."""
     with suppress(OSError):
         blob = path.resolve(strict=True)
@@ -130,33 +120,33 @@ def _is_same(path: Path, file: RemoteFile) -> bool:
 
 
 def _listing(
-    name: HubName, folder: Path, others: Callable[[], Listing | None] = lambda: None
-) -> Listing:
-    path = folder / f"{safe(name.repo)}@{safe(name.revision or 'main')}.json"
-    if _COMMIT.fullmatch(name.revision or "") and (before := kept(path)) is not None:
+    name: HubName, folder: Path, others: Callable[[], remote.Listing | None] = lambda: None
+) -> remote.Listing:
+    path = folder / f"{remote.safe(name.repo)}@{remote.safe(name.revision or 'main')}.json"
+    if _COMMIT.fullmatch(name.revision or "") and (before := remote.kept(path)) is not None:
         return before  # which never changes
-    listing = listed(path, lambda: _ask(name), lambda: _in_library(name), others)
-    keep(path.with_name(f"{safe(name.repo)}@{listing['commit']}.json"), listing)
+    listing = remote.listed(path, lambda: _ask(name), lambda: _in_library(name), others)
+    remote.keep(path.with_name(f"{remote.safe(name.repo)}@{listing['commit']}.json"), listing)
     return listing
 
 
-def _ask(name: HubName) -> Listing:
+def _ask(name: HubName) -> remote.Listing:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         info = _info(name)
     except HfHubHTTPError as error:
         if error.response.status_code in _BUSY:
-            raise UnreachableError(f"{name.repo}: {_first_line(error)}") from None
+            raise remote.UnreachableError(f"{name.repo}: {_first_line(error)}") from None
         raise ConfigError(_refusal(name.repo, name.revision, error)) from None
     except HFValidationError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:  # no network: each version of the library has its own kinds
-        raise UnreachableError(
+        raise remote.UnreachableError(
             f"Hugging Face cannot be reached for the files of {name.repo} ({_first_line(error)})."
         ) from None
     files = [
-        RemoteFile(
+        remote.RemoteFile(
             sibling.rfilename,
             sibling.size or 0,
             sibling.lfs.sha256 if sibling.lfs else None,
@@ -185,7 +175,7 @@ def _info(name: HubName) -> Any:
     return api.model_info(name.repo, revision=name.revision, files_metadata=True)
 
 
-def _in_library(name: HubName) -> Listing | None:
+def _in_library(name: HubName) -> remote.Listing | None:
     from huggingface_hub import snapshot_download
 
     try:
@@ -193,7 +183,7 @@ def _in_library(name: HubName) -> Listing | None:
     except Exception:  # there is none
         return None
     files = [
-        RemoteFile(path.relative_to(snapshot).as_posix(), path.stat().st_size)
+        remote.RemoteFile(path.relative_to(snapshot).as_posix(), path.stat().st_size)
         for path in sorted(snapshot.rglob("*"))
         if names.is_known(path.relative_to(snapshot).as_posix())
     ]
