@@ -356,37 +356,15 @@ EXTRA = ("infill", "adaptive_p")
 """Samplers that are used only if a request names them; the last one draws, wherever it stands."""
 
 
-_OTHER_NAMES = {
-    "top-k": "top_k",
-    "top-p": "top_p",
+_NAMES = {name.replace("_", ""): name for name in (*CHAIN, *EXTRA)} | {
     "nucleus": "top_p",
     "typical": "typ_p",
-    "typical_p": "typ_p",
-    "typical-p": "typ_p",
-    "typ-p": "typ_p",
+    "typicalp": "typ_p",
     "typ": "typ_p",
-    "min-p": "min_p",
     "temp": "temperature",
-    "top-n-sigma": "top_n_sigma",
-    "topk": "top_k",
-    "topp": "top_p",
-    "minp": "min_p",
-    "typp": "typ_p",
-    "topnsigma": "top_n_sigma",
 }
-_LETTERS = {
-    "e": "penalties",
-    "d": "dry",
-    "s": "top_n_sigma",
-    "k": "top_k",
-    "y": "typ_p",
-    "p": "top_p",
-    "m": "min_p",
-    "x": "xtc",
-    "t": "temperature",
-    "i": "infill",
-    "a": "adaptive_p",
-}
+"""The samplers by their names and other names, without hyphens and underscores."""
+_LETTERS = dict(zip("edskypmxtia", (*CHAIN, *EXTRA), strict=True))
 
 
 def samplers_by(names: str | Sequence[str]) -> tuple[str, ...]:
@@ -397,7 +375,8 @@ def samplers_by(names: str | Sequence[str]) -> tuple[str, ...]:
     common/sampling.cpp.
     """
     if isinstance(names, str):
-        samplers = [_LETTERS.get(letter, "") for letter in names]
+        samplers = [_LETTERS.get(letter) for letter in names]
     else:
-        samplers = [_OTHER_NAMES.get(name.lower(), name.lower()) for name in names]
-    return tuple(name for name in samplers if name in CHAIN or name in EXTRA)
+        plain = (name.lower().replace("-", "").replace("_", "") for name in names)
+        samplers = [_NAMES.get(name) for name in plain]
+    return tuple(name for name in samplers if name is not None)
