@@ -23,35 +23,23 @@ logger = logging.getLogger("corral.replica")
 _EVERY_S = 1.0
 
 
-class Reporter:
-    """Makes one replica's reports. Used in its event loop."""
-
-    def __init__(self) -> None:
-        self._inventory = Inventory()
-        self._last: tuple[EngineStats, CachedPrefixes, Report] | None = None
-
-    def report(self, stats: EngineStats, cached_prefixes: CachedPrefixes) -> Report:
-        """The report; the same object for the same arguments, as an idle engine has nothing new to say."""
-        last = self._last
-        if last is not None and last[0] is stats and last[1] is cached_prefixes:
-            return last[2]
-        queue, costs = stats.queue, stats.costs
-        report = Report(
-            n_slots=stats.n_slots,
-            n_live=queue.running + queue.waiting,
-            work_s=queue.backlog_s,
-            prefill_s=queue.prefill_backlog_s,
-            prompt_token_s=costs.prompt_token_s,
-            token_s=costs.token_s,
-            answer_tokens=costs.answer_tokens,
-            n_background=queue.background_running + queue.background_waiting,
-            background_s=queue.background_backlog_s,
-            blocks=frozenset(self._inventory.blocks(cached_prefixes.prompts)),
-            requests=frozenset(map(request_key, cached_prefixes.taken)),
-            turns=frozenset(map(turn_key, cached_prefixes.adapters)),
-        )
-        self._last = stats, cached_prefixes, report
-        return report
+def report_of(stats: EngineStats, cached_prefixes: CachedPrefixes, inventory: Inventory) -> Report:
+    """A replica's report; `inventory` keeps the blocks of the prompts that were in its last one."""
+    queue, costs = stats.queue, stats.costs
+    return Report(
+        n_slots=stats.n_slots,
+        n_live=queue.running + queue.waiting,
+        work_s=queue.backlog_s,
+        prefill_s=queue.prefill_backlog_s,
+        prompt_token_s=costs.prompt_token_s,
+        token_s=costs.token_s,
+        answer_tokens=costs.answer_tokens,
+        n_background=queue.background_running + queue.background_waiting,
+        background_s=queue.background_backlog_s,
+        blocks=frozenset(inventory.blocks(cached_prefixes.prompts)),
+        requests=frozenset(map(request_key, cached_prefixes.taken)),
+        turns=frozenset(map(turn_key, cached_prefixes.adapters)),
+    )
 
 
 def pressure(stats: EngineStats, *, with_background: bool = False) -> dict[str, float]:
@@ -80,7 +68,7 @@ class Reporting:
     def __init__(self, engine: Engine, channels: Channels) -> None:
         self._engine = engine
         self._channels = channels
-        self._reporter = Reporter()
+        self._inventory = Inventory()
         self._said: dict[Channel, Report] = {}
 
     async def attach(self, address: Address) -> None:
@@ -107,7 +95,8 @@ class Reporting:
                 self._tell(channel, report)
 
     def _report(self) -> Report:
-        return self._reporter.report(self._engine.stats(), self._engine.cached_prefixes())
+        engine = self._engine
+        return report_of(engine.stats(), engine.cached_prefixes(), self._inventory)
 
     def _tell(self, channel: Channel, report: Report) -> None:
         body = change(self._said.get(channel), report)

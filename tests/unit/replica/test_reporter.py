@@ -7,8 +7,9 @@ from typing import Any
 
 from serve_app.engine import CachedPrefixes, EngineStats, SlotStats
 from serve_app.engine.metrics.stats import CachedPrompt
-from serve_app.replica.reporting import Reporter, pressure
-from serve_app.routing.blocks import chain, request_key, turn_key
+from serve_app.replica.reporting import pressure, report_of
+from serve_app.routing.blocks import Inventory, chain, request_key, turn_key
+from serve_app.routing.reports import change
 from serve_app.routing.score import Report
 from serve_app.types import SHARED_GROUP, AdapterUse
 from tests.doubles.backend import FakeBackend
@@ -25,7 +26,7 @@ def stats_with(**changed: Any) -> EngineStats:
 
 
 def blocks_of(cached_prefixes: CachedPrefixes) -> set[int]:
-    return set(Reporter().report(stats_with(), cached_prefixes).blocks)
+    return set(report_of(stats_with(), cached_prefixes, Inventory()).blocks)
 
 
 def test_an_engine_holds_prompts_that_wait_run_and_have_ended() -> None:
@@ -83,9 +84,8 @@ def test_a_report_says_how_fast_and_how_busy() -> None:
         token_s=0.005,
         answer_tokens=40.0,
     )
-    said = Reporter().report(
-        stats, CachedPrefixes((CachedPrompt("mine", tuple(range(64))),), ("x",))
-    )
+    prefixes = CachedPrefixes((CachedPrompt("mine", tuple(range(64))),), ("x",))
+    said = report_of(stats, prefixes, Inventory())
     held, taken = frozenset(chain(range(64), "mine")), frozenset([request_key("x")])
     assert said == Report(4, 5, 7.5, 1.5, 0.002, 0.005, 40.0, held, taken)
 
@@ -98,7 +98,7 @@ def test_adapters_are_told_as_long_as_requests_have_them() -> None:
         backend.hold()
         (inbox,) = start(engine, asked)
         until(lambda: engine.cached_prefixes().taken == ("a",))
-        said = Reporter().report(engine.stats(), engine.cached_prefixes())
+        said = report_of(engine.stats(), engine.cached_prefixes(), Inventory())
         assert said.turns == {turn_key("\0legal=1.0")}
         backend.resume()
         inbox.wait()
@@ -106,11 +106,11 @@ def test_adapters_are_told_as_long_as_requests_have_them() -> None:
 
 
 def test_an_engine_that_rests_has_nothing_new_to_say() -> None:
-    reporter, stats, cached_prefixes = Reporter(), stats_with(), CachedPrefixes((), ("x",))
-    first = reporter.report(stats, cached_prefixes)
-    assert reporter.report(stats, cached_prefixes) is first
-    assert reporter.report(changed_stats(stats, running=1), cached_prefixes) != first
-    assert reporter.report(stats, CachedPrefixes()) != first
+    stats, prefixes, inventory = stats_with(), CachedPrefixes((), ("x",)), Inventory()
+    first = report_of(stats, prefixes, inventory)
+    assert change(first, report_of(stats, prefixes, inventory)) is None
+    assert change(first, report_of(changed_stats(stats, running=1), prefixes, inventory))
+    assert change(first, report_of(stats, CachedPrefixes(), inventory))
 
 
 def test_pressure_counts_only_the_cells_of_running_requests() -> None:
