@@ -74,11 +74,10 @@ class MessageAnswer(ProtocolAnswer):
             ]
         return events
 
-    def whole(self, sequences: Sequence[Sequence[TokenDelta]]) -> Json:
-        for delta in sequences[0]:
-            self.events(0, delta)
-        end = sequences[0][-1].end
+    def whole(self, sequences: Sequence[TokenDelta]) -> Json:
+        end = sequences[0].end
         assert end is not None
+        self.events(0, sequences[0])
         return self._message(end, usage_body(end.usage))
 
     def failed(self, error: CorralError) -> Json:

@@ -69,8 +69,8 @@ class ProtocolAnswer(EventAnswer, ABC):
     media_type = "text/event-stream"
 
     @abstractmethod
-    def whole(self, sequences: Sequence[Sequence[TokenDelta]]) -> Any:
-        """The body of an answer without a stream, from the deltas of each sequence."""
+    def whole(self, sequences: Sequence[TokenDelta]) -> Any:
+        """The body of an answer without a stream. All deltas of a sequence are one."""
 
     @abstractmethod
     def events(self, index: int, delta: TokenDelta) -> Iterable[Json]:
@@ -84,7 +84,7 @@ class ProtocolAnswer(EventAnswer, ABC):
         if plan.stream:
             events = self.stream(deltas, lambda item: self.events(*item))
             return sse.EventStream(events, plan.sse_ping_interval, self.ping, self.media_type)
-        sequences: list[list[TokenDelta]] = [[] for _ in requests]
+        sequences = [TokenDelta("", ())] * len(requests)
         async for index, delta in deltas:
-            sequences[index].append(delta)
+            sequences[index] = sequences[index].then(delta)
         return JSONResponse(self.whole(sequences))

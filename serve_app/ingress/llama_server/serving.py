@@ -39,16 +39,14 @@ class LlamaChoice:
     _n_tokens: int = 0
     _running: Running = field(default_factory=Running)
 
-    def whole(self, deltas: Sequence[TokenDelta]) -> Json:
+    def whole(self, delta: TokenDelta) -> Json:
         """The answer to a request without `stream`."""
-        end = deltas[-1].end
-        assert end is not None
-        self._text = [delta.text for delta in deltas]
-        tokens = [token for delta in deltas for token in delta.token_ids]
-        answer = self._final("".join(self._text), tokens if self.asked.return_tokens else [], end)
-        probabilities = [entry for delta in deltas for entry in self._probabilities(delta)]
-        if probabilities:
-            answer["completion_probabilities"] = probabilities
+        assert delta.end is not None
+        self._text = [delta.text]
+        tokens = list(delta.token_ids) if self.asked.return_tokens else []
+        answer = self._final(delta.text, tokens, delta.end)
+        if delta.logprobs:
+            answer["completion_probabilities"] = self._probabilities(delta)
         return self._selected(answer)
 
     def events(self, delta: TokenDelta) -> list[Json]:
@@ -223,7 +221,7 @@ class LlamaAnswer(ProtocolAnswer):
     is_batch: bool
     """Whether the answer is a list."""
 
-    def whole(self, sequences: Sequence[Sequence[TokenDelta]]) -> Json | list[Json]:
+    def whole(self, sequences: Sequence[TokenDelta]) -> Json | list[Json]:
         bodies = [choice.whole(own) for choice, own in zip(self.choices, sequences, strict=True)]
         return bodies if self.is_batch else bodies[0]
 

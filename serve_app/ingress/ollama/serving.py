@@ -50,13 +50,6 @@ class _Said:
     def __bool__(self) -> bool:
         return bool(self.text or self.thinking or self.calls or self.logprobs)
 
-    def add(self, later: _Said) -> None:
-        """Go on with this."""
-        self.text += later.text
-        self.thinking += later.thinking
-        self.calls += later.calls
-        self.logprobs += later.logprobs
-
 
 def _envelope(kind: Kind, name: str, said: _Said) -> Json:
     line: Json = {"model": name, "created_at": timestamp()}
@@ -101,12 +94,10 @@ class OllamaAnswer(ProtocolAnswer):
             lines.append(_envelope(self.kind, self.name, _Said()) | self._end(delta.end))
         return lines
 
-    def whole(self, sequences: Sequence[Sequence[TokenDelta]]) -> Json:
-        said, end = _Said(), sequences[0][-1].end
+    def whole(self, sequences: Sequence[TokenDelta]) -> Json:
+        end = sequences[0].end
         assert end is not None
-        for delta in sequences[0]:
-            said.add(self._said(delta))
-        return _envelope(self.kind, self.name, said) | self._end(end)
+        return _envelope(self.kind, self.name, self._said(sequences[0])) | self._end(end)
 
     def failed(self, error: CorralError) -> Json:
         return error_body(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,20 +59,13 @@ class Choice:
     _begun: bool = False
     """Whether the prompt's log probabilities were told."""
 
-    def whole(self, deltas: Sequence[TokenDelta]) -> Json:
+    def whole(self, delta: TokenDelta) -> Json:
         """The choice of an answer without `stream`."""
-        self.end = deltas[-1].end
-        all_at_once = TokenDelta(
-            "".join(delta.text for delta in deltas),
-            tuple(token for delta in deltas for token in delta.token_ids),
-            self.end,
-            tuple(found for delta in deltas for found in delta.logprobs),
-            tuple(found for delta in deltas for found in delta.prompt_logprobs),
-        )
-        parts = self._split(all_at_once)
+        self.end = delta.end
+        parts = self._split(delta)
         if self.kind == "chat":
-            return self._body({"message": _message(parts)}, all_at_once)
-        return self._body({"text": self.echo + all_at_once.text}, all_at_once)
+            return self._body({"message": _message(parts)}, delta)
+        return self._body({"text": self.echo + delta.text}, delta)
 
     def opening(self) -> Json | None:
         """The first event, before any text: in a chat, it has the role."""
@@ -213,7 +206,7 @@ class Answer(ProtocolAnswer):
             chunks[-1] |= self._timings(delta.end) | self._verbose
         return chunks
 
-    def whole(self, sequences: Sequence[Sequence[TokenDelta]]) -> Json:
+    def whole(self, sequences: Sequence[TokenDelta]) -> Json:
         bodies = [choice.whole(own) for choice, own in zip(self.choices, sequences, strict=True)]
         if self.n_best is not None:
             bodies = self._best(bodies, sequences, self.n_best)
@@ -221,9 +214,7 @@ class Answer(ProtocolAnswer):
         answer = self._envelope(object_name, bodies) | {"usage": self.usage()}
         return answer | self._timings(self.choices[0].end) | self._verbose
 
-    def _best(
-        self, bodies: list[Json], deltas: Sequence[Sequence[TokenDelta]], n_best: int
-    ) -> list[Json]:
+    def _best(self, bodies: list[Json], deltas: Sequence[TokenDelta], n_best: int) -> list[Json]:
         """The answers with the highest log probability per token, of each prompt."""
         found = []
         for start in range(0, len(bodies), self.plan.n):
@@ -296,8 +287,8 @@ def _piece(choice: Json) -> str:
     return f"{delta.get('content') or ''}{delta.get('reasoning_content', '')}{calls}"
 
 
-def _mean_logprob(deltas: Iterable[TokenDelta]) -> float:
-    found = [one.logprob for delta in deltas for one in delta.logprobs]
+def _mean_logprob(delta: TokenDelta) -> float:
+    found = [token.logprob for token in delta.logprobs]
     return sum(found) / len(found) if found else float("-inf")
 
 
