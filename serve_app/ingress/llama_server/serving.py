@@ -53,7 +53,8 @@ class LlamaChoice:
         """The events of a delta: how far its prompt is, its text, and at the end what there is to tell of
         the whole."""
         self._running.saw(delta)
-        events = [self._progress(one) for one in delta.progress] if self._tells_progress else []
+        tells_progress = self.asked.generation.return_progress
+        events = [self._progress(one) for one in delta.progress] if tells_progress else []
         self._text.append(delta.text)
         self._n_tokens += len(delta.token_ids)
         if delta.logprobs:
@@ -63,10 +64,6 @@ class LlamaChoice:
         if delta.end is not None:
             events.append(self._selected(self._final("", [], delta.end)))
         return events
-
-    @property
-    def _tells_progress(self) -> bool:
-        return self.asked.generation.return_progress
 
     def _progress(self, progress: PromptProgress) -> Json:
         fields = {"prompt_progress": prompt_progress(progress)}
