@@ -43,6 +43,8 @@ LEFT_OUT: Mapping[str, str] = {
     f"curl {YOURS}/lora-adapters": "needs an adapter's file; tests/e2e/cluster loads some",
     "docker": "needs a registry",
     "export": "is for shells of several machines",
+    "ollama": "is another server's command",
+    "open-webui": "is a client; tests/clients runs it",
     "kubectl": "needs a Kubernetes cluster; tests/unit/test_kubernetes.py renders the files",
     "locust": "measures for minutes; tests/integration/loadtests measure",
     "cd": "is for the reader's shell",

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from serve_app.application import rollout
 from serve_app.config.schema import (
+    DefaultsConfig,
     DeploymentConfig,
     EngineConfig,
     IngressConfig,
@@ -65,6 +66,20 @@ def test_every_field_is_in_a_table(section: type[BaseModel], prefix: str) -> Non
     if section is IngressConfig:
         names -= {"deployment"}
     assert [n for n in names if not re.search(rf"^\|.*`{prefix}{n}`", DOCS, re.M)] == []
+
+
+def test_every_field_that_a_page_names_exists() -> None:
+    sections = {
+        "engine": EngineConfig,
+        "ingress": IngressConfig,
+        "defaults": DefaultsConfig,
+        "downloads": DownloadsConfig,
+    }
+    named = set(re.findall(rf"`({'|'.join(sections)})\.(\w+)(?=[`:.])", DOCS))
+    assert len(named) > 60
+    assert [
+        f"{name}.{field}" for name, field in named if field not in sections[name].model_fields
+    ] == []
 
 
 @pytest.mark.parametrize("section", [section for section, _ in configuration.SECTIONS.values()])

@@ -90,3 +90,43 @@ def test_the_first_chat_says_what_readme_says(server: Corral, folder: Path) -> N
     page = ROOT / "README.md"
     (expected,) = [block.text for block in blocks.blocks(page) if block.language == ""]
     assert run([sys.executable, "-c"], folder, blocks.programs(page), server) == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "typed", "expected"),
+    [
+        ("chat", [], "What is the capital of Portugal?\n", "The capital of Portugal is Lisbon."),
+        (
+            "tools",
+            [],
+            "",
+            'get_weather({"city": "Lisbon"}) = {"city": "Lisbon", "weather": "sunny"',
+        ),
+        ("extract", [], "Ana likes apples.", "["),
+        ("search", ["a red apple"], "a red apple\na train\n", "1.00 a red apple"),
+        ("many", [], "List three fruits.\nHello!\n", "List three fruits. -> 1."),
+    ],
+)
+def test_examples(
+    program: str, arguments: list[str], typed: str, expected: str, server: Corral, folder: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / f"docs/examples/{program}.py", *arguments],
+        input=typed,
+        env=os.environ | {"CORRAL_URL": server.url},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+def test_every_example_is_run_and_listed() -> None:
+    names = {path.stem for path in (ROOT / "docs/examples").glob("*.py")}
+    (mark,) = [m for m in test_examples.pytestmark if m.name == "parametrize"]  # type: ignore[attr-defined]
+    assert names == {case[0] for case in mark.args[1]}
+    page = (ROOT / "docs/clients.md").read_text()
+    assert all(f"(examples/{name}.py)" in page for name in names)
