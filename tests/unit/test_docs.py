@@ -69,7 +69,7 @@ def test_every_field_is_in_a_table(section: type[BaseModel], prefix: str) -> Non
 
 
 def test_every_field_that_a_page_names_exists() -> None:
-    sections = {
+    sections: dict[str, type[BaseModel]] = {
         "engine": EngineConfig,
         "ingress": IngressConfig,
         "defaults": DefaultsConfig,
