@@ -122,21 +122,23 @@ class Engine:
         """A key that tells this vocabulary from others."""
         return self._vocabulary.vocabulary_key
 
-    def prepare(self, sampling: SamplingParams) -> None:
-        """Compile a request's grammar, and find the breakers of DRY, which `submit` does else, and may take
-        a second. Raises InvalidRequestError for those that cannot be used."""
-        self._constraint(sampling)
-        self._dry_sampler(sampling)
+    def prepare(self, request: GenerationRequest) -> object:
+        """Compile a request's grammar, and make the samplers that look at its prompt. `submit` does that
+        else, and it may take a second. They are kept as long as the result. Raises InvalidRequestError for
+        what cannot be used."""
+        return self._constraint(request.sampling), self._history(request)
 
     def _constraint(self, sampling: SamplingParams) -> Constraint | None:
         if sampling.grammar is None:
             return None
         return self._vocabulary.constraint(sampling.grammar, sampling.triggers)
 
-    def _dry_sampler(self, sampling: SamplingParams) -> object:
-        if not sampling.counts_repeats:
+    def _history(self, request: GenerationRequest) -> object:
+        sampling = request.sampling
+        if not (sampling.penalises or sampling.counts_repeats):
             return None
-        return self._vocabulary.dry_sampler(sampling, self.options.n_ctx_slot)
+        words = [token for token in request.given if token >= 0]  # and no pictures
+        return self._vocabulary.history(sampling, self.options.n_ctx_slot, words)
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Start a request. Raises InvalidRequestError, PromptTooLongError, QueueFullError,
@@ -242,7 +244,7 @@ class Engine:
             request, tiles = self._seen(request)
             self._check(request, is_expanded=bool(tiles))
             sequence = EngineSequence(request, sink, self._constraint(request.sampling), tiles)
-            sequence.shared_sampler = self._dry_sampler(request.sampling)
+            sequence.history = self._history(request)
             sequence.resume(self._vocabulary, self.options)
             return sequence
         except InvalidRequestError as error:

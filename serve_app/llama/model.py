@@ -22,7 +22,7 @@ from serve_app.llama import library, long_runs, shards
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint, LazyConstraint
 from serve_app.llama.grammars.grammar_tokenizer import grammar_tokenizer, is_delimiter
-from serve_app.llama.sampling.dry import DrySamplers, SharedSampler
+from serve_app.llama.sampling.history import Histories, History
 from serve_app.sampling import SamplingParams, Triggers
 
 _CONTROL_KINDS = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -145,7 +145,7 @@ class Model:
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._constraints = threading.Lock()
         self._compiled = CompiledGrammars(self._compile)
-        self._dry_samplers = DrySamplers(self._vocab, self._all_pieces)
+        self._histories = Histories(self._vocab, self.n_vocab, self._all_pieces)
         self._read_metadata()
         self._read_vocabulary()
 
@@ -453,10 +453,11 @@ class Model:
             raise InvalidRequestError(f"The grammar takes too much: {probe.fault.splitlines()[0]}")
         return made
 
-    def dry_sampler(self, params: SamplingParams, n_ctx_slot: int) -> SharedSampler:
-        """The sampler with DRY's breakers that those of sequences are copies of. A new one takes tenths of
-        a second. Raises InvalidRequestError for breakers that are in too many tokens."""
-        return self._dry_samplers.sampler(params, n_ctx_slot)
+    def history(
+        self, params: SamplingParams, n_ctx_slot: int, prompt: Sequence[int]
+    ) -> History | None:
+        """The samplers that look at last tokens, told of this prompt; see `Histories.history`."""
+        return self._histories.history(params, n_ctx_slot, prompt)
 
     def _all_pieces(self) -> list[bytes]:
         return [self._read_piece(token, True) for token in range(self.n_vocab)]

@@ -146,8 +146,6 @@ class LoadedModel:
             self._refuse_strange_tokens(vocabulary_key)
             await self._adapters.have(request.adapters)
             channel = await self._channels.to(address)
-            if request.sampling.grammar is not None or request.sampling.counts_repeats:
-                await asyncio.to_thread(self._engine.prepare, request.sampling)
             if sizes := [one.size for one in request.media if isinstance(one, Sound)]:
                 await asyncio.to_thread(self._engine.media_tokens, sizes)
             end = await self._run(request, channel, number)
@@ -170,7 +168,12 @@ class LoadedModel:
         """How it ended. Raises CorralError if it is refused or its channel breaks."""
         call = channel.open_call(number)
         try:
+            prepared = None
+            sampling = request.sampling
+            if sampling.grammar is not None or sampling.penalises or sampling.counts_repeats:
+                prepared = await asyncio.to_thread(self._engine.prepare, request)
             refusal = await self._enter((request, partial(channel.push, number)))
+            del prepared  # the sequence has it now
             if refusal is not None:
                 raise refusal
             channel.push(number, None)

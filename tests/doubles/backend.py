@@ -60,7 +60,7 @@ class FakeVocabulary:
         """There is none."""
         raise InvalidRequestError("A scripted vocabulary has no grammars.", "grammar")
 
-    def dry_sampler(self, params: SamplingParams, n_ctx_slot: int) -> object:
+    def history(self, params: SamplingParams, n_ctx_slot: int, prompt: Sequence[int]) -> object:
         """Nothing: scripts have no samplers."""
         return None
 

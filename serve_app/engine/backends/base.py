@@ -53,9 +53,9 @@ class Vocabulary(Protocol):
     def constraint(self, grammar: str, triggers: Triggers | None = None) -> Constraint:
         """A constraint that keeps a sequence to a grammar. Raises InvalidRequestError for a bad grammar."""
 
-    def dry_sampler(self, params: SamplingParams, n_ctx_slot: int) -> object:
-        """The sampler that those of sequences with these parameters are copies of. Callers share it
-        as long as one of them keeps it. Raises InvalidRequestError for breakers that cost too much."""
+    def history(self, params: SamplingParams, n_ctx_slot: int, prompt: Sequence[int]) -> object:
+        """The samplers that look at last tokens, told of this prompt, for sequences to copy. Callers share
+        them as long as one keeps them. Raises InvalidRequestError for breakers that cost too much."""
 
 
 class Sampler(Protocol):

@@ -129,8 +129,8 @@ class Sequence:
         self.preempted = False
         """Whether it waits because it was preempted for another client's request."""
         self.trace = Trace()
-        self.shared_sampler: object = None
-        """Keeps the sampler that its own copies when the sequence is admitted: a new one takes long."""
+        self.history: object = None
+        """The samplers that its own are copies of when the sequence is admitted: new ones take long."""
         self._sampler: Sampler | None = None
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._text = Detokenizer(request.sampling.stop)
@@ -256,7 +256,7 @@ class Sequence:
         """Give it a slot with `room` for so many tokens, whose cache already holds its first `n_cached`
         tokens. It gets its sampler the first time, and keeps it when it is preempted."""
         if sampler is not None:
-            self._sampler, self.n_cached = sampler, n_cached
+            self._sampler, self.n_cached, self.history = sampler, n_cached, None
         self.trace.admit()
         self.slot_id, self.n_past, self._slot_room = slot_id, n_cached, room
         self.state = SequenceState.PREFILL

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +12,8 @@ from numpy.typing import NDArray
 
 from serve_app.llama import library
 from serve_app.llama.sampling.candidates import Candidates
-from serve_app.llama.sampling.dry import SharedSampler, last_n
 from serve_app.llama.sampling.source import LogitsSource
-from serve_app.sampling import PARAMETERS, SamplingParams
+from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
 
@@ -36,14 +34,11 @@ class Adjustments:
         self, context: LogitsSource, params: SamplingParams, prompt: Sequence[int]
     ) -> None:
         self._bias = _Bias(context, params)
-        self._tokens = np.empty(0, np.intp)
+        history = context.model.history(params, context.n_ctx_slot, prompt)
+        self._by_history: Any = None if history is None else history.copy()
+        self._tokens = np.empty(0, np.intp) if history is None else history.tokens
         """The tokens that were among the last ones at any time."""
-        self._known = set[int]()
-        self._by_history = list[Any]()
-        if params.penalises or params.counts_repeats:
-            last = tuple(prompt[-_window(context, params) :])
-            self._by_history = _told.copies(context, params, last)
-            self._concern(last)
+        self._known = set[int]() if history is None else set(history.known)
 
     def __bool__(self) -> bool:
         """Whether any token is concerned yet."""
@@ -58,8 +53,7 @@ class Adjustments:
             try:
                 if tokens.size:
                     candidates = Candidates(tokens, before)
-                    for one in self._by_history:
-                        candidates.apply(one)
+                    candidates.apply(self._by_history)
                     logits[tokens] = candidates.logits
                 yield
             finally:
@@ -67,22 +61,18 @@ class Adjustments:
 
     def accept(self, token: int) -> None:
         """The token was picked: the penalties look at it from now on."""
-        for sampler in self._by_history:
-            _accept(sampler, token)
-        if self._by_history:
-            self._concern([token])
-
-    def _concern(self, tokens: Sequence[int]) -> None:
-        new = sorted(set(tokens) - self._known)
-        if new:
-            self._known.update(new)
-            self._tokens = np.append(self._tokens, np.array(new, np.intp))
+        if self._by_history is None:
+            return
+        _accept(self._by_history, token)
+        if token not in self._known:
+            self._known.add(token)
+            self._tokens = np.append(self._tokens, token)
 
     def close(self) -> None:
         """Free llama.cpp's part. Idempotent."""
-        for one in self._by_history:
-            llama_cpp.llama_sampler_free(one)
-        self._by_history = []
+        if self._by_history is not None:
+            llama_cpp.llama_sampler_free(self._by_history)
+        self._by_history = None
 
 
 class _Bias:
@@ -118,69 +108,3 @@ class _Bias:
             yield
         finally:
             logits[self._where] = before
-
-
-class _Told(threading.local):
-    """The samplers that were told of the last long prompt. The next answer to it copies them: to tell them
-    of 30,000 tokens takes 20 ms, and a request may have 32 answers. Each thread has its own."""
-
-    def __init__(self) -> None:
-        self._model: object = None
-        self._key: tuple[object, ...] = ()
-        self._samplers: list[SharedSampler] = []
-
-    def copies(
-        self, context: LogitsSource, params: SamplingParams, last: tuple[int, ...]
-    ) -> list[Any]:
-        """Samplers by these parameters for one sequence, told of these last tokens."""
-        key = (context.n_ctx_slot, *(getattr(params, name) for name in _READ), last)
-        if self._model is context.model and self._key == key:
-            return [sampler.copy() for sampler in self._samplers]
-        made = (_penalties(context, params), _dry(context, params))
-        samplers = [sampler for sampler in made if sampler]
-        for token in last:
-            for sampler in samplers:
-                _accept(sampler, token)
-        if len(last) > _MANY_TOLD:
-            clones = map(llama_cpp.llama_sampler_clone, samplers)
-            self._model, self._key = context.model, key
-            self._samplers = list(map(SharedSampler, clones))
-        return samplers
-
-
-_READ = ("samplers", "mirostat", *(one.name for one in PARAMETERS if one.name.startswith("dry_")))
-_READ += tuple(one.name for one in PARAMETERS if one.sampler == "penalties")
-"""The parameters that decide which samplers there are, and what they do."""
-_MANY_TOLD = 1024
-_told = _Told()
-
-
-def _penalties(context: LogitsSource, params: SamplingParams) -> Any:
-    """llama.cpp's sampler; None if it would change nothing."""
-    if not params.penalises:
-        return None
-    return llama_cpp.llama_sampler_init_penalties(
-        context.model.n_vocab,
-        _last_n(context, params.repeat_last_n),
-        params.repeat_penalty,
-        params.frequency_penalty,
-        params.presence_penalty,
-    )
-
-
-def _dry(context: LogitsSource, params: SamplingParams) -> Any:
-    """llama.cpp's sampler; None if it would change nothing."""
-    if not params.counts_repeats:
-        return None
-    return context.model.dry_sampler(params, context.n_ctx_slot).copy()
-
-
-def _window(context: LogitsSource, params: SamplingParams) -> int:
-    """How many last tokens any of them looks at."""
-    asked = [params.repeat_last_n] if params.penalises else []
-    asked += [params.dry_penalty_last_n] if params.counts_repeats else []
-    return max(_last_n(context, n) for n in asked)
-
-
-def _last_n(context: LogitsSource, n: int) -> int:
-    return last_n(n, context.n_ctx_slot)

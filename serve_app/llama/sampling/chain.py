@@ -43,6 +43,10 @@ class Chain:
     def __init__(self, params: SamplingParams, model: Model) -> None:
         self._cut, links, n_cut = _parts(params, model)
         self._orders = model.n_vocab > cuts.SMALL and _sorts(params)
+        self._sees_banned = params.typical_p < 1 or bool(
+            {"infill", "adaptive_p"} & set(params.samplers or ())
+        )
+        """Whether a token that is banned changes what is drawn."""
         self._remembers = not params.mirostat and "adaptive_p" in (params.samplers or ())
         self._n_top = (params.logprobs or 0) if params.post_sampling_probs else None
         needs_logits = self._orders or self._remembers or self._n_top is not None
@@ -59,7 +63,7 @@ class Chain:
         cut = self._cut(logits)
         is_cut = cut is not None
         if cut is None and self._orders:
-            cut = cuts.ordered(logits)
+            cut = cuts.ordered(logits, whole=self._sees_banned)
         if cut is None:
             return self._pick_of_all(logits)
         n = cut.n_kept

@@ -109,12 +109,16 @@ def none(_logits: Logits) -> Cut | None:
     return None
 
 
-def ordered(logits: Logits) -> Cut | None:
-    """All tokens, highest first. llama.cpp takes several times as long to sort them."""
-    tokens = np.argsort(-logits)
-    if not math.isfinite(logits[tokens[0]]):
-        return None
-    return Cut(tokens, logits[tokens], tokens.size, ordered=True)
+def ordered(logits: Logits, *, whole: bool = False) -> Cut | None:
+    """All tokens, highest first. llama.cpp takes several times as long to sort them. If most are banned, as
+    by a grammar, these are left out, unless the `whole` vocabulary counts."""
+    allowed = logits > -np.inf
+    if not whole and 0 < np.count_nonzero(allowed) <= _WORTH * logits.size:
+        tokens, found = _sorted(logits, np.flatnonzero(allowed))
+    else:
+        tokens = np.argsort(-logits)
+        found = logits[tokens]
+    return Cut(tokens, found, tokens.size, ordered=True) if math.isfinite(found[0]) else None
 
 
 def greedy(logits: Logits) -> Cut | None:

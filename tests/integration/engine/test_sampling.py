@@ -16,7 +16,7 @@ from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model
 from serve_app.llama.sampler import SequenceSampler
-from serve_app.llama.sampling import adjustments
+from serve_app.llama.sampling import history
 from serve_app.prompt.grammars import from_regex
 from serve_app.sampling import LogitBias, SamplingParams
 from tests.doubles.whole_chain import WholeChain
@@ -127,7 +127,6 @@ def test_breakers_are_looked_for_once_and_samplers_share_nothing_else(
     params = SamplingParams(
         temperature=0, dry_multiplier=100, dry_sequence_breakers=breakers, dry_penalty_last_n=32
     )
-    shared = context.model.dry_sampler(params, N_CTX_SLOT)
     repeated = [97, 98, 99, 100, 97, 98, 99]  # 100 would repeat four tokens
     decode(context, [5], 0)
     logits = context.logits(0)
@@ -137,7 +136,6 @@ def test_breakers_are_looked_for_once_and_samplers_share_nothing_else(
         assert sampler.sample(0).token == token
         sampler.close()
     assert scans == [3]
-    assert context.model.dry_sampler(params, N_CTX_SLOT) is shared
 
 
 def test_breakers_that_are_in_too_many_tokens_are_refused(
@@ -147,8 +145,8 @@ def test_breakers_that_are_in_too_many_tokens_are_refused(
     letters = tuple("etaoinsrhldcumfp")
     params = SamplingParams(dry_multiplier=1, dry_sequence_breakers=letters)
     with pytest.raises(InvalidRequestError, match="Use fewer or rarer strings"):
-        context.model.dry_sampler(params, N_CTX_SLOT)
-    context.model.dry_sampler(SamplingParams(dry_multiplier=1), N_CTX_SLOT)
+        context.model.history(params, N_CTX_SLOT, PROMPT)
+    assert context.model.history(SamplingParams(dry_multiplier=1), N_CTX_SLOT, PROMPT)
 
 
 def test_samplers_count_once_and_compare_few(context: Context) -> None:
@@ -171,29 +169,32 @@ def test_samplers_count_once_and_compare_few(context: Context) -> None:
     sampler.close()
 
 
-def test_the_next_answer_to_a_long_prompt_copies_what_the_first_was_told(
+def test_a_prompt_is_told_to_samplers_before_its_answers_begin(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To tell samplers of 30,000 tokens takes 20 ms, and a request may have 32 answers."""
+    """To tell samplers of 30,000 tokens takes 20 ms, and a request may have 32 answers, which the thread
+    that decodes begins."""
     told: list[int] = []
 
     def accept(sampler: Any, token: int) -> None:
         told.append(token)
         llama_cpp.llama_sampler_accept(sampler, token)
 
-    monkeypatch.setattr(adjustments, "_accept", accept)
-    monkeypatch.setattr(adjustments, "_MANY_TOLD", 8)
+    monkeypatch.setattr(history, "_accept", accept)
     params = SamplingParams(
         seed=3, repeat_penalty=1.3, repeat_last_n=-1, dry_multiplier=2, dry_penalty_last_n=-1
     )
     prompt = [token % 7 + 5 for token in range(40)]
     decode(context, [5, 6, 7], 0)
+    shared = context.model.history(params, N_CTX_SLOT, prompt)
+    assert told == prompt
     picked = []
     for _ in range(3):
         sampler = SequenceSampler(context, params, prompt)
         picked.append([sampler.sample(0).token for _ in range(4)])
         sampler.close()
     assert picked[1] == picked[2] == picked[0]
-    assert len(told) == 2 * len(prompt) + 3 * 2 * 4
+    assert told == prompt
+    assert context.model.history(params, N_CTX_SLOT, prompt) is shared
     SequenceSampler(context, replace(params, repeat_penalty=1.4), prompt).close()
-    assert len(told) == 4 * len(prompt) + 3 * 2 * 4
+    assert told == 2 * prompt

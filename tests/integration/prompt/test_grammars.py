@@ -146,7 +146,7 @@ def test_an_expression_that_blows_up_is_refused(
     monkeypatch.setattr("serve_app.llama.model.LIMITS", limits)
     grammar = grammars.from_regex("([a-z]{1,50}x){50}", "regex")
     with pytest.raises(InvalidRequestError, match="takes too much"):
-        engine.prepare(SamplingParams(grammar=grammar))
+        engine.prepare(GenerationRequest("a", (5,), SamplingParams(grammar=grammar)))
 
 
 async def test_what_is_no_grammar_is_refused(engine: Engine) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from serve_app.llama.sampler import SequenceSampler
 from serve_app.llama.sampling import chain, cuts
 from serve_app.llama.sampling.candidates import Candidates
+from serve_app.llama.sampling.history import Histories
 from serve_app.sampling import LogitBias, SamplingParams
 from tests.doubles.whole_chain import WholeChain
 
@@ -122,7 +123,8 @@ class Row:
 
     @property
     def context(self) -> Any:
-        model = SimpleNamespace(n_vocab=self.n, eog_tokens=self.eog_tokens)
+        history = Histories(None, self.n, list).history
+        model = SimpleNamespace(n_vocab=self.n, eog_tokens=self.eog_tokens, history=history)
         return SimpleNamespace(
             n_ctx_slot=N_CTX_SLOT, model=model, logits=lambda _row: self.values, pick=self.pick
         )

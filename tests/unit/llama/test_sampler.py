@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from serve_app.llama.sampler import SequenceSampler
 from serve_app.llama.sampling.candidates import Candidates
+from serve_app.llama.sampling.history import Histories
 from serve_app.sampling import CHAIN, PARAMETERS, LogitBias, SamplingParams
 
 LOGITS = np.array([4.0, 3.5, 2.0, 1.0, 0.5, 0.0, -1.0, -6.0], np.float32)
@@ -42,7 +43,11 @@ def sampler(params: SamplingParams, logits: NDArray[np.float32] = LOGITS) -> Seq
 
     context: Any = SimpleNamespace(
         n_ctx_slot=16,
-        model=SimpleNamespace(n_vocab=len(logits), eog_tokens=()),
+        model=SimpleNamespace(
+            n_vocab=len(logits),
+            eog_tokens=(),
+            history=Histories(None, len(logits), list).history,
+        ),
         logits=lambda _row: logits,
         pick=pick,
     )
