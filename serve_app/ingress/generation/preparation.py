@@ -113,12 +113,15 @@ def text_beginning(prompt: str | Sequence[int | str]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Generation:
-    """A prepared body: the engine's requests, and how they are answered."""
+    """A prepared body: the prompts, the engine's request for each, and how they are answered."""
 
     model: str
-    requests: tuple[GenerationRequest, ...]
-    """The answers to generate, the first prompt's first. The ingress adds what it knows of the caller."""
+    request: GenerationRequest
+    """The engine's request for each answer. The ingress adds the prompt, and what it knows of the caller:
+    a long prompt or logit bias is there once, however many answers there are."""
+    prompts: tuple[tuple[int, ...], ...]
     n: int
+    """The answers to each prompt."""
     stream: bool
     include_usage: bool
     obfuscates: bool
@@ -131,11 +134,11 @@ class Generation:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        return self.requests[0].prompt
+        return self.prompts[0]
 
     @property
     def sampling(self) -> SamplingParams:
-        return self.requests[0].sampling
+        return self.request.sampling
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,11 +199,8 @@ def generation(
     )
     return Generation(
         model=model.id,
-        requests=tuple(
-            dataclasses.replace(request, prompt=prompt, sampling=_reseeded(sampling, number))
-            for prompt in prompts
-            for number in range(n)
-        ),
+        request=request,
+        prompts=tuple(prompts),
         n=n,
         stream=params.stream,
         include_usage=options is not None and options.include_usage,
@@ -212,13 +212,6 @@ def generation(
         cache_salt=params.cache_salt if params.cache_prompt else uuid.uuid4().hex,
         sse_ping_interval=params.sse_ping_interval,
     )
-
-
-def _reseeded(sampling: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of a prompt's answer with this number. Answers to one prompt differ."""
-    if sampling.seed is None or number == 0:
-        return sampling
-    return dataclasses.replace(sampling, seed=sampling.seed + number)
 
 
 def _adapters(model: ModelInfo, params: GenerationParams) -> Adapters:

@@ -117,7 +117,7 @@ class LlamaParams(GenerationParams):
 
     return_tokens: bool = False
     """Whether to give the generated token ids."""
-    response_fields: list[str] | None = None
+    response_fields: Annotated[list[str], Field(max_length=256)] | None = None
     """Only these fields of the answer; `a/b` is the field b of a, put beside the others."""
     grammar_lazy: bool = False
     """Whether the text is free until one of `grammar_triggers` appears, with which the grammar begins."""

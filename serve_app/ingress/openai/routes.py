@@ -46,7 +46,7 @@ async def completions(
             "text",
             piece,
             echo=echo,
-            prompt=plan.requests[i * n].prompt if echoed else (),
+            prompt=plan.prompts[i] if echoed else (),
         )
         for i, echo in enumerate(completion.echoes)
         for j in range(n)

@@ -149,5 +149,5 @@ def test_models_that_are_made_for_it(
         assert np.linalg.norm(found, axis=1) == pytest.approx([1, 1], abs=1e-5)
         with pytest.raises(openai.BadRequestError, match="it cannot generate"):
             client.completions.create(model="bert", prompt="the fox")
-        with pytest.raises(openai.BadRequestError, match="Use /v1/rerank"):
+        with pytest.raises(openai.InternalServerError, match="Use /v1/rerank"):
             client.embeddings.create(model="ranker", input=texts)
