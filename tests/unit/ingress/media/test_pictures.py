@@ -138,7 +138,7 @@ def test_pictures_stand_in_the_prompt_in_their_order(ask: Ask) -> None:
     assert min(prompt) == MEDIUM
     words = TOKENIZER.decode(prompt[prompt.index(MEDIUM) :])
     assert "What?" in words
-    assert found.requests[0].media == (
+    assert found.request.media == (
         Picture.of(bytes(RED) * 48, 8, 6),
         Picture.of(bytes(BLUE) * 16, 4, 4),
     )
@@ -160,7 +160,7 @@ def test_users_cannot_write_places() -> None:
     content = "<__media__> 123456789012<0>"
     body = {"messages": [{"role": "user", "content": content}]}
     made = openai.chat(SEEING, json.dumps(body).encode()).chat
-    assert made.generation.requests[0].media == ()
+    assert made.generation.request.media == ()
     assert content in TOKENIZER.decode(made.prompt, special=True)
 
 

@@ -86,16 +86,16 @@ def test_sounds_stand_in_the_prompt_in_their_order(ask: Any) -> None:
     found = ask(HEARING, wav(0.5), wav(0.25))
     prompt = found.prompt
     assert prompt.count(MEDIUM) == 2
-    assert [one.size for one in found.requests[0].media] == [
+    assert [one.size for one in found.request.media] == [
         (SAMPLE_RATE // 2,),
         (SAMPLE_RATE // 4,),
     ]
-    assert len({one.key for one in found.requests[0].media}) == 2
+    assert len({one.key for one in found.request.media}) == 2
 
 
 def test_a_tone_is_the_same_at_any_rate_and_in_stereo() -> None:
     for data in (wav(1), wav(1, channels=2), wav(1, 48_000), wav(1, 44_100, 2)):
-        (sound,) = of_openai(HEARING, data).requests[0].media
+        (sound,) = of_openai(HEARING, data).request.media
         assert isinstance(sound, Sound)
         samples = np.frombuffer(sound.samples, np.float32)
         assert len(samples) == pytest.approx(SAMPLE_RATE, abs=2)
@@ -105,7 +105,7 @@ def test_a_tone_is_the_same_at_any_rate_and_in_stereo() -> None:
 
 
 def test_mp3_is_heard() -> None:
-    (sound,) = of_openai(HEARING, MP3_FRAME * 20).requests[0].media
+    (sound,) = of_openai(HEARING, MP3_FRAME * 20).request.media
     assert sound.size[0] == pytest.approx(20 * 1152 * SAMPLE_RATE / 44_100, rel=0.1)
 
 
@@ -113,7 +113,7 @@ def test_the_file_tells_what_it_is_and_data_urls_are_taken() -> None:
     data = base64.b64encode(wav()).decode()
     one = {"type": "input_audio", "input_audio": {"data": f"data:audio/x-wav;base64,{data}"}}
     made = openai.chat(HEARING, asked(one, part(wav(), "mp3")))
-    first, second = made.chat.generation.requests[0].media
+    first, second = made.chat.generation.request.media
     assert first == second
 
 
@@ -146,7 +146,7 @@ def test_bad_ones_are_refused_by_name(name: str) -> None:
 
 def test_their_seconds_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "MAX_S", 1.0)
-    assert len(of_openai(HEARING, wav(0.4), wav(0.4)).requests[0].media) == 2
+    assert len(of_openai(HEARING, wav(0.4), wav(0.4)).request.media) == 2
     with pytest.raises(InvalidRequestError, match=r"Sound 3 of 3: .* left"):
         of_openai(HEARING, *[wav(0.4)] * 3)
 
