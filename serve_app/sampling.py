@@ -268,7 +268,7 @@ class SamplingParams:
     mirostat: int = parameter(
         0,
         "1 or 2: that version of Mirostat draws, after the temperature and in the place of all other "
-        "samplers.",
+        "samplers. The 16,384 most likely tokens are looked at.",
         Interval(ge=0, le=2),
     )
     mirostat_tau: float = parameter(

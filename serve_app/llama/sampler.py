@@ -93,8 +93,7 @@ class SequenceSampler:
         distribution is the same."""
         token = self._draw(row)
         if not constraint.take(token):
-            logits = self._context.logits(row)
-            token = self._chain.pick(np.where(constraint.allowed(), logits, np.float32(-np.inf)))
+            token = self._chain.pick(self._context.logits(row), constraint.allowed())
             if not constraint.take(token):
                 why = constraint.fault or "all that it allows is banned"
                 raise ConstraintError(f"No token fits the grammar: {why}.")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from serve_app.engine import SamplingParams
 
-_MOST_TYPICAL = 16_384
+_MOST_SORTED = 16_384
 _ENTRY = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
@@ -86,8 +86,8 @@ def _drawing(n_vocab: int, params: SamplingParams) -> Iterator[llama_cpp.llama_s
         return
     yield llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma)
     yield llama_cpp.llama_sampler_init_top_k(params.top_k)
-    if params.typical_p < 1 and n_vocab > _MOST_TYPICAL:
-        yield llama_cpp.llama_sampler_init_top_k(_MOST_TYPICAL)
+    if params.typical_p < 1 and n_vocab > _MOST_SORTED:
+        yield llama_cpp.llama_sampler_init_top_k(_MOST_SORTED)
     yield llama_cpp.llama_sampler_init_typical(params.typical_p, 1)
     yield llama_cpp.llama_sampler_init_top_p(params.top_p, 1)
     yield llama_cpp.llama_sampler_init_min_p(params.min_p, 1)

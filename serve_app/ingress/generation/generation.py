@@ -12,7 +12,6 @@ from serve_app.ingress.generation.preparation import Chat, Generation, PromptLen
 from serve_app.ingress.http import request_context
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.prompt.output_parser import OutputParser, Part
-from serve_app.sampling import SamplingParams
 from serve_app.types import Accepted, GenerationRequest, TokenDelta
 
 
@@ -26,31 +25,23 @@ async def n_tokens(models: Mapping[str, ServedModel], length: PromptLength) -> i
 def requests(answer_id: str, generation: Generation) -> list[GenerationRequest]:
     """The requests of all answers, the first prompt's first. The caller is charged. Raises KeyLimitError,
     RateLimitError or PermissionDeniedError for what the caller may not."""
-    n, n_requests = generation.n, len(generation.prompts) * generation.n
     caller = request_context.current()
     caller.check_priority(generation.request.priority)
-    caller.ask_for(n_requests)
+    caller.ask_for(generation.n_answers)
     caller.admit(generation.prompts)
     return [
         dataclasses.replace(
             generation.request,
-            id=f"{answer_id}.{i}" if n_requests > 1 else answer_id,
-            prompt=generation.prompts[i // n],
-            sampling=_reseeded(generation.sampling, i % n),
+            id=f"{answer_id}.{i}" if generation.n_answers > 1 else answer_id,
+            prompt=generation.prompts[i // generation.n],
+            sampling=generation.sampling_of(i),
             http_id=caller.request_id,
             client=caller.client(generation.user),
             cache_group=caller.cache_group(generation.cache_salt),
             background=caller.is_background,
         )
-        for i in range(n_requests)
+        for i in range(generation.n_answers)
     ]
-
-
-def _reseeded(sampling: SamplingParams, number: int) -> SamplingParams:
-    """The parameters of a prompt's answer with this number. Answers to one prompt differ."""
-    if sampling.seed is None or number == 0:
-        return sampling
-    return dataclasses.replace(sampling, seed=sampling.seed + number)
 
 
 async def start(model: ServedModel, requests: Sequence[GenerationRequest]) -> Deltas:

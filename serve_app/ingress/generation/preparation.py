@@ -140,6 +140,17 @@ class Generation:
     def sampling(self) -> SamplingParams:
         return self.request.sampling
 
+    @property
+    def n_answers(self) -> int:
+        return len(self.prompts) * self.n
+
+    def sampling_of(self, number: int) -> SamplingParams:
+        """The parameters of the answer with this number. Answers to one prompt differ."""
+        seed, number = self.sampling.seed, number % self.n
+        if seed is None or number == 0:
+            return self.sampling
+        return dataclasses.replace(self.sampling, seed=seed + number)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chat:

@@ -189,14 +189,14 @@ async def _respond(models: Mapping[str, ServedModel], body: PreparedLlamaComplet
         LlamaChoice(
             index=i,
             prompt=body.prompt_texts[i // plan.n],
-            n_prompt=len(request.prompt),
+            n_prompt=len(plan.prompts[i // plan.n]),
             n_ctx_slot=model.n_ctx_slot,
             asked=body,
-            sampling=request.sampling,
+            sampling=plan.sampling_of(i),
             piece=model.tokenizer.piece,
             eog=sorted(model.tokenizer.model.eog_tokens),
         )
-        for i, request in enumerate(plan.requests)
+        for i in range(plan.n_answers)
     ]
     answer = LlamaAnswer(choices, body.is_batch)
     return await answer.respond(model, plan, f"cmpl-{uuid.uuid4().hex}")

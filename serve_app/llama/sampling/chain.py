@@ -28,8 +28,8 @@ _RANDOM_SEED = 0xFFFFFFFF
 # As llama.cpp has it: above, XTC leaves nothing out.
 _MOST_THRESHOLD = 0.5
 # The likeliest candidates, which these samplers get at most. Infill compares each with each, which takes
-# minutes for a vocabulary; typical sorts by another order, which takes 20 ms.
-_MOST_INFILL, _MOST_TYPICAL = 128, 16_384
+# minutes for a vocabulary; typical sorts by another order, which takes 20 ms; Mirostat adds up all.
+_MOST_INFILL, _MOST_SORTED = 128, 16_384
 # The samplers that sort, or may.
 _SORTING = {"top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"}
 # Tokens that Mirostat 1 estimates with: llama-server's number.
@@ -55,15 +55,24 @@ class Chain:
         self._first = _chain(links[:n_cut])
         self._others = _chain(links[n_cut:])
         self._room = Room(_FEW)
+        self._order: Cut | None = None
+        """All tokens in the order of the logits that the last token was picked by."""
         self.drawn: TokenLogprobs | None = None
         """The probabilities with which the last token was drawn, if the request wants to know."""
 
-    def pick(self, logits: Logits) -> int:
-        """A token by these logits, which stay as they are. It takes one number of the seed's."""
-        cut = self._cut(logits)
+    def pick(self, logits: Logits, allowed: NDArray[np.bool_] | None = None) -> int:
+        """A token by these logits, which stay as they are. It takes one number of the seed's. `allowed`
+        bans other tokens than these. The logits are then those of the last pick, whose order still holds.
+        """
+        banned = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
+        order, self._order = self._order, None
+        cut, logits = self._cut(banned), banned
         is_cut = cut is not None
         if cut is None and self._orders:
-            cut = cuts.ordered(logits, whole=self._sees_banned)
+            if order is None or allowed is None:
+                cut = self._order = cuts.ordered(logits, whole=self._sees_banned)
+            else:
+                cut = order.among(allowed, whole=self._sees_banned)
         if cut is None:
             return self._pick_of_all(logits)
         n = cut.n_kept
@@ -88,6 +97,7 @@ class Chain:
 
     def accept(self, token: int) -> None:
         """The token is the next one of the text."""
+        self._order = None
         if self._remembers:
             llama_cpp.llama_sampler_accept(self._others, token)
 
@@ -132,9 +142,9 @@ def _parts(
     if params.temperature <= 0 and params.typical_p >= 1 and not _is_unusual(params):
         return cuts.none if is_small else cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
     if _is_unusual(params):
-        links, begins_with_top_k = _unusual(params, model)
-        if begins_with_top_k and not is_small:
-            return partial(cuts.top_k, k=params.top_k, whole=True), links, 1
+        links, k = _unusual(params, model)
+        if k and not is_small:
+            return partial(cuts.top_k, k=k, whole=True), links, 1
         return cuts.none, links, 0
     links = _links(params, model)
     if params.temperature <= 0 or params.top_n_sigma > 0 or (params.top_k > 0 and is_small):
@@ -142,10 +152,13 @@ def _parts(
     if params.top_k > 0:
         return partial(cuts.top_k, k=params.top_k, whole=params.typical_p < 1), links, 1
     if params.typical_p < 1:
-        return cuts.none, links, 0
+        return (cuts.none, links, 0) if is_small else (_LIKELIEST, links, 1)
     if mass < 1:
         return partial(cuts.top_p, mass=mass, share=share), links, 1
     return partial(cuts.min_p, share=share) if share > 0 else cuts.none, links, 0
+
+
+_LIKELIEST = partial(cuts.top_k, k=_MOST_SORTED, whole=True)
 
 
 def _links(params: SamplingParams, model: Model) -> list[llama_cpp.llama_sampler_p]:
@@ -155,8 +168,8 @@ def _links(params: SamplingParams, model: Model) -> list[llama_cpp.llama_sampler
     if params.top_k > 0:
         links.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
     if params.typical_p < 1:
-        if model.n_vocab > _MOST_TYPICAL:
-            links.append(llama_cpp.llama_sampler_init_top_k(_MOST_TYPICAL))
+        if model.n_vocab > _MOST_SORTED:
+            links.append(llama_cpp.llama_sampler_init_top_k(_MOST_SORTED))
         links.append(llama_cpp.llama_sampler_init_typical(params.typical_p, 1))
     if params.top_p < 1:
         links.append(llama_cpp.llama_sampler_init_top_p(params.top_p, 1))
@@ -188,12 +201,13 @@ def _sorts(params: SamplingParams) -> bool:
         names = CHAIN if params.samplers is None else params.samplers
         return bool(params.mirostat or set(names) & _SORTING)
     if params.top_k > 0:
-        return params.top_k > _MOST_TYPICAL
+        return params.top_k > _MOST_SORTED
     return params.typical_p < 1 or params.top_p < 1
 
 
-def _unusual(params: SamplingParams, model: Model) -> tuple[list[llama_cpp.llama_sampler_p], bool]:
-    """The samplers in the order that is asked for, and the draw; and whether `top_k` is the first of them.
+def _unusual(params: SamplingParams, model: Model) -> tuple[list[llama_cpp.llama_sampler_p], int]:
+    """The samplers in the order that is asked for, and the draw; and how many tokens `top_k` keeps if it is
+    the first of them, else 0.
 
     Source: llama.cpp, `common_sampler_init` in common/sampling.cpp.
     """
@@ -205,7 +219,10 @@ def _unusual(params: SamplingParams, model: Model) -> tuple[list[llama_cpp.llama
             if params.mirostat == 1
             else llama_cpp.llama_sampler_init_mirostat_v2(seed, tau, eta)
         )
-        return [llama_cpp.llama_sampler_init_temp(params.temperature), draw], False
+        links = [llama_cpp.llama_sampler_init_temp(params.temperature), draw]
+        if model.n_vocab <= _MOST_SORTED:
+            return links, 0
+        return [llama_cpp.llama_sampler_init_top_k(_MOST_SORTED), *links], _MOST_SORTED
     keep, delta = max(1, params.min_keep), params.dynatemp_range
     makers: dict[str, Callable[[], llama_cpp.llama_sampler_p]] = {
         "top_n_sigma": lambda: llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma),
@@ -226,10 +243,10 @@ def _unusual(params: SamplingParams, model: Model) -> tuple[list[llama_cpp.llama
     # Each once: each may go over the whole vocabulary, and the request says how many there are.
     asked = dict.fromkeys(CHAIN if params.samplers is None else params.samplers)
     names = [name for name in asked if name in makers]
-    links: list[Any] = []
+    links = list[Any]()
     most = {"infill": _MOST_INFILL}
-    if params.typical_p < 1 and model.n_vocab > _MOST_TYPICAL:
-        most["typ_p"] = _MOST_TYPICAL
+    if params.typical_p < 1 and model.n_vocab > _MOST_SORTED:
+        most["typ_p"] = _MOST_SORTED
     for name in names:
         if name in most:
             links.append(llama_cpp.llama_sampler_init_top_k(most[name]))
@@ -239,7 +256,7 @@ def _unusual(params: SamplingParams, model: Model) -> tuple[list[llama_cpp.llama
         links.append(llama_cpp.llama_sampler_init_adaptive_p(target, decay, seed))
     else:
         links.append(llama_cpp.llama_sampler_init_dist(seed))
-    return links, params.top_k > 0 and names[:1] == ["top_k"]
+    return links, max(0, params.top_k) if names[:1] == ["top_k"] else 0
 
 
 def _seed(params: SamplingParams) -> int:

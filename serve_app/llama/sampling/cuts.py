@@ -52,6 +52,18 @@ class Cut(NamedTuple):
         only known to the sort that llama.cpp uses."""
         return int((self.logits == self.logits[self.tokens == token]).sum()) > 1
 
+    def among(self, allowed: NDArray[np.bool_], *, whole: bool) -> Cut | None:
+        """The candidates that are allowed, and with `whole` the others behind them, with -inf."""
+        is_allowed = allowed[self.tokens]
+        tokens, logits = self.tokens[is_allowed], self.logits[is_allowed]
+        if not tokens.size or not math.isfinite(logits[0]):
+            return None
+        if whole:
+            others = self.tokens[~is_allowed]
+            tokens = np.concatenate((tokens, others))
+            logits = np.concatenate((logits, np.full(others.size, -np.inf, np.float32)))
+        return Cut(tokens, logits, tokens.size, self.ordered)
+
     @property
     def has_ties(self) -> bool:
         """Whether the order of the candidates is in doubt."""
@@ -64,9 +76,11 @@ def highest(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
 
     The n-th highest of the highest ones of n parts is at most the n-th highest of all.
     """
-    sizes = _folds(logits.size, n)
-    if sizes is None or n <= 0:
+    if not 0 < n <= _WORTH * logits.size:
         return None
+    sizes = _folds(logits.size, n)
+    if sizes is None:
+        return _partitioned(logits, n)
     folds, again = sizes
     width = logits.size // folds
     folded = logits[: folds * width].reshape(folds, width)
@@ -82,6 +96,15 @@ def highest(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
     if folds * width < logits.size:
         rest = np.flatnonzero(logits[folds * width :] >= bound) + folds * width
         tokens = np.concatenate((tokens, rest))
+    return _sorted(logits, tokens, n)
+
+
+def _partitioned(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
+    """The n highest logits and their tokens, as `highest` gives them."""
+    if not math.isfinite(logits.max()):
+        return None
+    bound = np.partition(logits, logits.size - n)[logits.size - n]
+    tokens = np.flatnonzero(logits > bound if bound == -np.inf else logits >= bound)
     return _sorted(logits, tokens, n)
 
 

@@ -27,6 +27,7 @@ PARAMS = {
     "default": SamplingParams(),
     "greedy": SamplingParams(temperature=0),
     "no top_k": SamplingParams(top_k=0),
+    "top_k of all": SamplingParams(top_k=10**6, top_p=0.9),
     "typical": SamplingParams(typical_p=0.8),
     "penalties": SamplingParams(repeat_penalty=1.4, presence_penalty=0.5, repeat_last_n=-1),
     "banned": SamplingParams(logit_bias=LogitBias.of(dict.fromkeys(range(0, N_VOCAB, 3), -5.0))),

@@ -237,6 +237,19 @@ def test_llama_cpp_need_not_sort_a_vocabulary(name: str, monkeypatch: pytest.Mon
     assert seen == [True]
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+@pytest.mark.parametrize("n", [40, 5000, 16_384, 30_000])
+def test_the_highest_are_those_of_a_sort(shape: Callable[..., Logits], n: int) -> None:
+    logits = shape(np.random.default_rng(2), N_LARGE)
+    highest = cuts.highest(logits, n)
+    assert highest is not None
+    tokens, found = highest
+    n_allowed = int((logits > -np.inf).sum())
+    assert found.tolist() == np.sort(logits)[::-1][: min(n, n_allowed)].tolist()
+    assert np.array_equal(logits[tokens], found)
+    assert np.unique(tokens).size == tokens.size
+
+
 @pytest.mark.parametrize("params", [{}, {"top_k": 0, "top_p": 1, "min_p": 0}], ids=["few", "all"])
 def test_the_probabilities_that_a_token_was_drawn_with(params: dict[str, Any]) -> None:
     row = Row(N_LARGE)
