@@ -90,7 +90,7 @@ class Cost:
 
 
 class Pace:
-    """How long a fixed piece of work takes, which is of the kind that samplers do."""
+    """The time that a fixed piece of work takes, of the kind that samplers do."""
 
     def __init__(self) -> None:
         self._values = np.random.default_rng(1).random(150_000, np.float32)

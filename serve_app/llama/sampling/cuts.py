@@ -137,11 +137,15 @@ def ordered(logits: Logits, *, whole: bool = False) -> Cut | None:
     by a grammar, these are left out, unless the `whole` vocabulary counts."""
     allowed = logits > -np.inf
     if not whole and 0 < np.count_nonzero(allowed) <= _WORTH * logits.size:
-        tokens, found = _sorted(logits, np.flatnonzero(allowed))
+        tokens, highest_first = _sorted(logits, np.flatnonzero(allowed))
     else:
         tokens = np.argsort(-logits)
-        found = logits[tokens]
-    return Cut(tokens, found, tokens.size, ordered=True) if math.isfinite(found[0]) else None
+        highest_first = logits[tokens]
+    return (
+        Cut(tokens, highest_first, tokens.size, ordered=True)
+        if math.isfinite(highest_first[0])
+        else None
+    )
 
 
 def greedy(logits: Logits) -> Cut | None:
