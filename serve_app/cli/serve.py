@@ -32,6 +32,7 @@ from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.screen import Screen, Served
 from serve_app.errors import ConfigError
 from serve_app.progress import Stage
+from serve_app.start import preflight
 
 _LOOK_EVERY_S = 0.2
 _LOG_BYTES, _LOG_FILES = 10 * 2**20, 5
@@ -52,6 +53,8 @@ class Stopped(Exception):  # noqa: N818
 
 def run(options: ServeOptions, config: Path | None, console: Console, *, verbose: bool) -> int:
     """Serve until Ctrl-C or SIGTERM; the exit status. Raises ConfigError for what cannot be served."""
+    if (reason := preflight.missing()) is not None:
+        raise ConfigError(reason)
     folder = Path(tempfile.mkdtemp(prefix="corral-run-"))
     try:
         if config is None:

@@ -39,6 +39,7 @@ import yaml
 
 from serve_app.folders import cache_folder
 from serve_app.ingress.access.addresses import is_loopback
+from serve_app.start import preflight
 
 HERE = Path(__file__).parent
 _HAPROXY = "RAY_SERVE_HAPROXY_"
@@ -198,6 +199,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.events is not None:
         threading.Thread(target=_watch_parent, daemon=True).start()
+    if (reason := preflight.missing()) is not None:
+        _tell(args.events, "failed", reason)
+        sys.exit(1)
     with prepared(args.config):
         _serve(args.config, args.events)
 
