@@ -85,8 +85,8 @@ class Model:
     """An open model. Immutable: any thread may call. Freed when nobody holds it any more.
 
     `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk: milliseconds
-    and megabytes, enough to tokenize. `delimiters` are texts that structure answers: where one is a
-    control token, and the chat template has it, the token's text is shown. Raises ConfigError when
+    and megabytes, enough to tokenize. `delimiters` tells which texts structure the answers that a chat
+    template asks for: where such a text is a control token, it is shown. Raises ConfigError when
     the file is missing, llama.cpp cannot load it, or the model has an encoder besides its decoder.
     """
 
@@ -96,7 +96,7 @@ class Model:
         *,
         vocab_only: bool = False,
         load_mode: LoadMode = "auto",
-        delimiters: Iterable[str] = (),
+        delimiters: Callable[[str], Iterable[str]] = lambda _: (),
         on_loaded: Callable[[float], None] | None = None,
         own_layers: bool = False,
     ) -> None:
@@ -141,13 +141,13 @@ class Model:
         if not self._vocab:
             raise ConfigError(f"{self.path} holds no vocabulary.")
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
-        self._delimiters = tuple(delimiters)
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._constraints = threading.Lock()
         self._compiled = CompiledGrammars(self._compile)
         self._histories = Histories(self._vocab, self.n_vocab, self._all_pieces)
         self._read_metadata()
         self._read_vocabulary()
+        self._shown = self._shown_by(delimiters)
 
     # -- metadata ---------------------------------------------------------------------------------
 
@@ -407,11 +407,11 @@ class Model:
         (token,) = self.tokenize(control, add_special=False, parse_special=True)
         return bool(llama_cpp.llama_vocab_get_attr(self._vocab, token) & side)
 
-    @functools.cached_property
-    def _shown(self) -> frozenset[int]:
-        template = f"{self.chat_template} {self.tool_chat_template}"
-        found = (self.delimiter_token(text) for text in self._delimiters if text in template)
-        return frozenset(token for token in found if token is not None)
+    def _shown_by(self, delimiters: Callable[[str], Iterable[str]]) -> frozenset[int]:
+        templates = filter(None, (self.chat_template, self.tool_chat_template))
+        texts = {text for template in templates for text in delimiters(template)}
+        tokens = (self.delimiter_token(text) for text in texts)
+        return frozenset(token for token in tokens if token is not None)
 
     def delimiter_token(self, text: str) -> int | None:
         """The one token that stands for the text, and not for its characters; grammars write it otherwise

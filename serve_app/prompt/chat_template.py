@@ -49,14 +49,17 @@ _DATES = {"datetime": "%b %d %Y", "date_string": "%d %b %Y"}
 class Template(ABC):
     """A chat template of any kind. Any thread."""
 
-    tool_format = tool_calls.GENERIC
-    """How it asks for calls, or how they are asked for if it does not, or not in a known way."""
     reasoning_tags: output_parser.ReasoningTags | None = None
     """The tags around its model's reasoning, if it has any that is not on a channel."""
     thinks = False
     """Whether its model may think before it answers."""
     names: frozenset[str] = frozenset()
     """The variables that it reads."""
+
+    @functools.cached_property
+    def tool_format(self) -> tool_calls.ToolFormat:
+        """How it asks for calls, or how they are asked for if it does not, or not in a way that shows."""
+        return tool_calls.GENERIC
 
     @functools.cached_property
     def caps(self) -> TemplateCaps:
@@ -103,10 +106,11 @@ class ChatTemplate(Template):
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"The model's chat template is not valid: {error}") from error
-        self.tool_format = (
+        self._known_format = (
             tool_calls.detect(source) if names & {"tools", "functions"} else None
         ) or tool_calls.GENERIC
-        has_channels = self.tool_format.has_channels
+        self._eos = eos
+        has_channels = self._known_format.has_channels
         self.reasoning_tags = output_parser.reasoning_tags(source)
         self.thinks = has_channels or self.reasoning_tags is not None
         self.names = frozenset(names)
@@ -115,6 +119,18 @@ class ChatTemplate(Template):
         if "tools" in names and not self._takes_a_chat():
             # Some want a list, and take what is undefined for an empty one.
             self._without_tools = {}
+
+    @functools.cached_property
+    def tool_format(self) -> tool_calls.ToolFormat:
+        if not self._known_format.is_shown or "tools" not in self.names:
+            return self._known_format
+        return tool_calls.derived(
+            functools.partial(self.render, add_generation_prompt=False),
+            self._known_format,
+            eos=self._eos,
+            object_arguments=self.caps.object_arguments,
+            parallel_calls=self.caps.parallel_calls,
+        )
 
     def _takes_a_chat(self) -> bool:
         try:
@@ -137,7 +153,7 @@ class ChatTemplate(Template):
                 f"chat_template_kwargs: {name!r} cannot be set by a request.",
                 "chat_template_kwargs",
             )
-        messages = [_with_own_role(self.tool_format.message(message)) for message in messages]
+        messages = [_with_own_role(self._known_format.message(message)) for message in messages]
         given = {
             "messages": _Given(messages),
             "add_generation_prompt": add_generation_prompt,
@@ -156,6 +172,16 @@ class ChatTemplate(Template):
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", "messages"
             ) from error
+
+
+def delimiters(source: str) -> list[str]:
+    """The texts that structure the answers which a template asks for: reasoning, and calls. Some of them
+    are control tokens in some vocabularies."""
+    try:
+        derived = ChatTemplate(source, bos="", eos="").tool_format.delimiters
+    except ConfigError:
+        derived = ()
+    return [*derived, *(text for text in output_parser.DELIMITERS if text in source)]
 
 
 class _Given(list[T]):

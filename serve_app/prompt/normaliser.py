@@ -33,6 +33,8 @@ def shaped(conversation: Conversation, caps: TemplateCaps) -> list[Turn]:
         turns = _lone_results_as_users(turns)
     if not caps.parallel_calls:
         turns = _one_call_a_turn(turns)
+    if not caps.calls_beside_content:
+        turns = list(itertools.chain.from_iterable(map(_with_calls_apart, turns)))
     n_leading = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
     leading, others = turns[:n_leading], turns[n_leading:]
     if len(leading) > 1 and not caps.several_system:
@@ -115,6 +117,12 @@ def _one_call_a_turn(turns: list[Turn]) -> list[Turn]:
         ids = {call.call_id for call in turn.calls}
         single += [result for result in results if result.call_id not in ids]
     return single
+
+
+def _with_calls_apart(turn: Turn) -> list[Turn]:
+    if not (turn.calls and turn.text):
+        return [turn]
+    return [replace(turn, calls=()), replace(turn, parts=(), reasoning="")]
 
 
 def _lone_results_as_users(turns: list[Turn]) -> list[Turn]:

@@ -76,6 +76,8 @@ class TemplateCaps:
     tool_calls: bool = False
     parallel_calls: bool = False
     """Several calls in one turn."""
+    calls_beside_content: bool = True
+    """Content and calls in one turn."""
     object_arguments: bool = False
     """Arguments of calls as an object."""
     text_arguments: bool = True
@@ -170,6 +172,7 @@ def probed(render: Render, names: frozenset[str]) -> TemplateCaps:
     arguments = {"arg": _VALUE} if takes_objects else f'{{"arg": "{_VALUE}"}}'
     first = first if takes_objects else written(_called(arguments, _FIRST), tools=_TOOLS)
     second = written(_called(arguments, _FIRST, _SECOND), tools=_TOOLS)
+    beside = written(_called(arguments, _FIRST, content=_TEXT), tools=_TOOLS)
     then_asked = [*_called(arguments, _FIRST)[:3], _ASKED | {"content": _TEXT}]
     lone_result = [_ASKED, {"role": "tool", "content": _TEXT, "tool_call_id": "call00000"}, _ASKED]
     empty_answer = [_ASKED, {"role": "assistant", "content": ""}, _ASKED | {"content": _TEXT}]
@@ -179,6 +182,7 @@ def probed(render: Render, names: frozenset[str]) -> TemplateCaps:
         tools=_TOOL in first or _TOOL in written([_ASKED], tools=_TOOLS),
         tool_calls=_FIRST in first,
         parallel_calls=_SECOND in second,
+        calls_beside_content=all(text in beside for text in (_FIRST, _TEXT)),
         object_arguments=takes_objects,
         text_arguments=_VALUE in written(_called(_VALUE, _FIRST), tools=_TOOLS),
         user_after_result=_TEXT in written(then_asked, tools=_TOOLS),
@@ -199,14 +203,14 @@ def _in_order(prompt: str, texts: Sequence[str]) -> bool:
     return True
 
 
-def _called(arguments: object, *names: str) -> list[dict[str, Any]]:
+def _called(arguments: object, *names: str, content: str = "") -> list[dict[str, Any]]:
     calls = [
         {"id": f"call{i:05}", "type": "function", "function": {"name": n, "arguments": arguments}}
         for i, n in enumerate(names)
     ]
     return [
         _ASKED,
-        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "assistant", "content": content, "tool_calls": calls},
         {"role": "tool", "content": "Result", "tool_call_id": "call00000"},
         {"role": "assistant", "content": "Done"},
         _ASKED,

@@ -14,10 +14,10 @@ from serve_app.llama import chat_templates
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.model import Model
 from serve_app.prompt import normaliser
-from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate, Template
+from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate, Template, delimiters
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect, ThinkingPhase
-from serve_app.prompt.output_parser import DELIMITERS, THINK, OutputParser, ReasoningTags
+from serve_app.prompt.output_parser import THINK, OutputParser, ReasoningTags
 from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText, control_tokens
 from serve_app.prompt.tool_calls import ToolFormat
@@ -54,7 +54,7 @@ class Tokenizer:
     ) -> None:
         """`chat_template` takes the place of the file's: a source, or a name that llama.cpp knows. Models
         without any get `chatml`, as from llama-server. `pooling` takes the place of the file's, too."""
-        self.model = Model(path, vocab_only=True, delimiters=DELIMITERS)
+        self.model = Model(path, vocab_only=True, delimiters=delimiters)
         """The model's file: its metadata, and no weights."""
         self.pooling = self.model.pooling_with(pooling)
         """How the vectors of a text's tokens become an embedding, or a score."""

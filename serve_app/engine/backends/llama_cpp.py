@@ -42,7 +42,7 @@ from serve_app.llama.own_layers import HiddenStates
 from serve_app.llama.sampler import SequenceSampler
 from serve_app.llama.vision.positions import Positions, Tile
 from serve_app.progress import Report, Stage
-from serve_app.prompt.output_parser import DELIMITERS
+from serve_app.prompt.chat_template import delimiters
 from serve_app.sampling import SamplingParams
 from serve_app.types import Adapters
 
@@ -283,7 +283,7 @@ class LlamaBackend:
         self.vocabulary = model = Model(
             path,
             load_mode=options.load_mode,
-            delimiters=DELIMITERS,
+            delimiters=delimiters,
             on_loaded=lambda part: report(Stage("loading", part)),
             own_layers=options.own_layers,
         )

@@ -44,7 +44,7 @@ from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType, check_cache_type
 from serve_app.openvino.paged.context import PagedContext, PagedOptions
 from serve_app.progress import Report, Stage
-from serve_app.prompt.output_parser import DELIMITERS
+from serve_app.prompt.chat_template import delimiters
 from serve_app.sampling import SamplingParams
 
 logger = logging.getLogger("corral.engine")
@@ -103,7 +103,7 @@ class OpenVinoBackend:
         path = Path(path)
         header = vocabulary_file(path)
         self._options = options
-        self.vocabulary = model = Model(header, vocab_only=True, delimiters=DELIMITERS)
+        self.vocabulary = model = Model(header, vocab_only=True, delimiters=delimiters)
         _check(model)
         cache_type: CacheType = "bf16" if options.cache_type_k == "bf16" else "f16"
         check_cache_type(cache_type)

@@ -47,6 +47,8 @@ class ToolFormat:
     """Whether a grammar holds all answers to chats with tools."""
     has_channels: bool = False
     """Whether its parser splits reasoning off, too, and is needed without tools."""
+    is_shown: bool = False
+    """Whether a template's own way of writing calls takes the place of the format, if it shows."""
     describe: Describe | None = None
     """The description of tools for templates that have neither tools nor calls."""
 

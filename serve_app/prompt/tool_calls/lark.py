@@ -44,15 +44,21 @@ def one_of(name: str, bodies: Sequence[str]) -> str:
     return "\n".join([f"{name}: {' | '.join(f'{name}_{i}' for i in range(len(bodies)))}", *rules])
 
 
-def parameters(function: Function, opening: Callable[[str], str], closing: str) -> list[str]:
+def parameters(
+    function: Function,
+    opening: Callable[[str], str],
+    closing: str,
+    behind: Callable[[str], str] = lambda _: "",
+) -> list[str]:
     """The function's parameters, in the order of their schema, for formats that write strings without
-    quotation marks: what `opening` makes of the name, the value, and `closing`, all as grammars say them.
-    Parameters that are not required may be missing. Needs the rule of `free_text`."""
+    quotation marks: what `opening` makes of the name, the value, `closing`, and what `behind` makes of the
+    name, all as grammars say them. Parameters that are not required may be missing. Needs the rule of
+    `free_text`."""
     schema = function.get("parameters") or {}
     required = schema.get("required")
     rules = []
     for name, inner in properties_of(schema).items():
-        body = f"{opening(name)} {_bare_value(inner, schema, closing)}"
+        body = f"{opening(name)} {_bare_value(inner, schema, closing)} {behind(name)}"
         is_needed = isinstance(required, list) and name in required
         rules.append(body if is_needed else f"({body})?")
     return rules

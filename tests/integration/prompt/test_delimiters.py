@@ -10,6 +10,7 @@ from gguf import GGUFWriter, LlamaFileType, TokenType
 
 from serve_app.llama.model import Model
 from serve_app.prompt import grammars
+from serve_app.prompt.chat_template import delimiters
 from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.output_parser import DELIMITERS, THINK
 from serve_app.prompt.tokenizer import Tokenizer
@@ -64,7 +65,7 @@ def test_delimiters_are_shown_read_and_made(tmp_path: Path, path: Path) -> None:
     source, call = path.read_text(), EXAMPLES[form.name].first
     hidden = next(text for text in DELIMITERS if text not in source)
     path = write(tmp_path / "delimiters.gguf", source)
-    model, tokenizer = Model(path, vocab_only=True, delimiters=DELIMITERS), Tokenizer(path)
+    model, tokenizer = Model(path, vocab_only=True, delimiters=delimiters), Tokenizer(path)
     said = model.tokenize(f"So. {call}{hidden}", add_special=False, parse_special=True)
     assert said[-1] == model.delimiter_token(hidden)
     text = model.detokenize(said)
@@ -74,7 +75,7 @@ def test_delimiters_are_shown_read_and_made(tmp_path: Path, path: Path) -> None:
     parts: list[Any] = [*parser.feed(text), *parser.finish()]
     assert parts == ["So. ", EXAMPLE_CALLS[0]]
 
-    assert tokenizer.tool_format is form
+    assert tokenizer.tool_format.name == form.name
     free, forced = (
         grammars.from_tool_calls(
             EXAMPLE_FUNCTIONS,
@@ -95,7 +96,7 @@ def test_delimiters_are_shown_read_and_made(tmp_path: Path, path: Path) -> None:
 def test_calls_are_not_made_within_reasoning(tmp_path: Path) -> None:
     (template,) = (path for path in TEMPLATES if path.stem == "qwen3")
     path = write(tmp_path / "delimiters.gguf", template.read_text())
-    model, tokenizer = Model(path, vocab_only=True, delimiters=DELIMITERS), Tokenizer(path)
+    model, tokenizer = Model(path, vocab_only=True, delimiters=delimiters), Tokenizer(path)
     grammar = grammars.from_tool_calls(
         [{"name": "now"}],
         Dialect(tokenizer.tool_format, tokenizer.delimiter_token),

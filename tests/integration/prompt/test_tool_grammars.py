@@ -19,7 +19,14 @@ from serve_app.prompt.conversation import Turn
 from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, ToolFormat
-from tests.unit.prompt.tool_calls.formats import EXAMPLE_FUNCTIONS, EXAMPLES, FORMAT, every_format
+from tests.unit.prompt.tool_calls.formats import (
+    EXAMPLE_FUNCTIONS,
+    EXAMPLES,
+    FORMAT,
+    TEMPLATES,
+    every_format,
+    template_at,
+)
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
 MODEL = Model(BUILTIN_MODEL, vocab_only=True)
@@ -138,7 +145,9 @@ def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
     def written(text: str) -> str:
         return with_tokens(form, text) if as_tokens else text
 
-    delimiter_token = delimiters_as_tokens if as_tokens and form.delimiters else no_token
+    def delimiter_token(text: str) -> int | None:
+        return delimiters_as_tokens(text) if as_tokens and text in form.delimiters else None
+
     single, several = (
         grammars.from_tool_calls(
             EXAMPLE_FUNCTIONS,
@@ -225,18 +234,22 @@ def test_reasoning_tags_that_are_tokens_come_before_calls() -> None:
     assert takes(grammar, f"{reasoning}{call}".replace("now", "then")) == (False, False)
 
 
-def test_glm_calls_may_have_line_ends() -> None:
-    """As GLM 4.6 writes them, and 4.7 does not."""
+@pytest.mark.parametrize(("version", "has_line_ends"), [("4.6", True), ("4.7-flash", False)])
+def test_glm_calls_have_the_line_ends_of_their_template(version: str, has_line_ends: bool) -> None:
+    (path,) = (path for path in TEMPLATES if path.stem == f"glm-{version}")
     grammar = grammars.from_tool_calls(
         EXAMPLE_FUNCTIONS,
-        Dialect(FORMAT["glm"], no_token),
+        Dialect(template_at(path).tool_format, no_token),
         forced=True,
         parallel=True,
         param="tools",
     )
-    text = EXAMPLES["glm"].first.replace("><arg", ">\n<arg").replace("r<arg", "r\n<arg")
-    assert text.count("\n") == 4
-    assert takes(grammar, text.replace("</tool", "\n</tool")) == (True, True)
+    text = EXAMPLES["glm"].first
+    with_line_ends = text.replace("><arg", ">\n<arg").replace("r<arg", "r\n<arg")
+    assert with_line_ends.count("\n") == 4
+    with_line_ends = with_line_ends.replace("</tool", "\n</tool")
+    assert takes(grammar, with_line_ends)[1] is has_line_ends
+    assert takes(grammar, text)[1] is not has_line_ends
 
 
 ARRAY = {"type": "array"}
@@ -345,11 +358,9 @@ def test_a_strict_function_that_is_wrong_is_named() -> None:
 def test_delimiters_of_the_template_are_shown() -> None:
     """The built-in model has no such delimiters: others of its control tokens stand for them."""
     assert MODEL.piece(IM_START) == b""
-    model = Model(BUILTIN_MODEL, vocab_only=True, delimiters=("<|im_start|>", "<|endoftext|>"))
+    model = Model(BUILTIN_MODEL, vocab_only=True, delimiters=lambda _: ["<|im_start|>"])
     assert model.piece(IM_START) == b"<|im_start|>"
     assert model.detokenize([IM_START, IM_END]) == "<|im_start|>"
-    (unused,) = model.tokenize("<|endoftext|>", add_special=False, parse_special=True)
-    assert model.piece(unused) == b""  # its template does not have it
 
 
 def test_reasoning_that_the_template_begins(monkeypatch: pytest.MonkeyPatch) -> None:

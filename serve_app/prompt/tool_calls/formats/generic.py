@@ -126,5 +126,6 @@ GENERIC = ToolFormat(
     rules=_rules,
     said=_said,
     holds_answers=True,
+    is_shown=True,
     describe=describe,
 )

@@ -18,95 +18,11 @@ from serve_app.prompt.template_text import TemplateText
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import ToolFormat
+from serve_app.prompt.tool_calls.formats.markup import JsonObject, Markup, Tagged, of_markup
 from serve_app.prompt.tool_calls.parser import CallParser, Previous
 from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader
 
 _NAME, _WORD = re.compile(r"[\w.-]*"), re.compile(r"\w*")
-
-
-# -- objects with `name` and `arguments`, alone or in a list -----------------------------------------
-
-
-class ObjectsParser(CallParser):
-    """Reads an object, or a list of objects, between an opening and perhaps a closing. Some models write
-    `parameters` where they should write `arguments`."""
-
-    def __init__(
-        self, functions: Sequence[Function] = (), *, opening: str, closing: str = ""
-    ) -> None:
-        super().__init__(functions)
-        self.opening, self._closing = opening, closing
-
-    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        yield from text.run(BLANKS)
-        read = self._json_calls if (yield from text.peek()) == "[" else self._json_call
-        calls = yield from read(text, ("arguments", "parameters"))
-        if self._closing:
-            yield from text.run(BLANKS)
-            yield from text.one_of(self._closing)
-        return calls
-
-
-def _object_rules(
-    functions: Sequence[Function],
-    delimiter: lark.Delimiter,
-    parallel: bool,
-    *,
-    opening: str,
-    closing: str,
-    gap: str,
-) -> str:
-    """Each call stands between its own tags; `gap` is beside tags, and between calls."""
-    bodies = [f'{lark.json_call(function, "arguments")} "}}"' for function in functions]
-    blank = lark.text(gap) if gap else ""
-    more = f"({blank} {delimiter(opening)} call)*" if parallel else ""
-    call = f"call: {blank} body {blank} {delimiter(closing)}"
-    return f"calls: call {more}\n{call}\n{lark.one_of('body', bodies)}"
-
-
-def _objects(name: str, patterns: tuple[str, ...], tags: tuple[str, str], gap: str) -> ToolFormat:
-    opening, closing = tags
-    return ToolFormat(
-        name=name,
-        template_patterns=patterns,
-        delimiters=tags,
-        make_parser=partial(ObjectsParser, opening=opening, closing=closing),
-        rules=partial(_object_rules, opening=opening, closing=closing, gap=gap),
-        opening=opening,
-    )
-
-
-def _list_rules(
-    functions: Sequence[Function],
-    delimiter: lark.Delimiter,
-    parallel: bool,
-    *,
-    closing: str = "",
-    behind: str = "",
-) -> str:
-    """All calls stand in one list; `behind` is what may follow the arguments of each."""
-    bodies = [f'{lark.json_call(function, "arguments")} {behind} "}}"' for function in functions]
-    more = '(", " body)*' if parallel else ""
-    end = delimiter(closing) if closing else ""
-    return f'calls: "[" body {more} "]" {end}\n{lark.one_of("body", bodies)}'
-
-
-def _list(
-    name: str,
-    pattern: str,
-    opening: str,
-    closing: str = "",
-    message: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
-) -> ToolFormat:
-    return ToolFormat(
-        name=name,
-        template_patterns=(pattern,),
-        delimiters=(opening, closing) if closing else (opening,),
-        make_parser=partial(ObjectsParser, opening=opening, closing=closing),
-        rules=partial(_list_rules, closing=closing),
-        opening=opening,
-        message=message,
-    )
 
 
 _GRANITE_OPEN = "<|tool_call|>"
@@ -156,46 +72,21 @@ def _llama3_rules(functions: Sequence[Function], delimiter: lark.Delimiter, para
     return lark.one_of("calls", [f'{lark.json_call(one, "parameters")} "}}"' for one in functions])
 
 
-# -- Functionary v3.1: `<function=`, a name, `>`, an object, `</function>` ----------------------------
-
-
-class FunctionaryParser(CallParser):
-    """The name is within the tag."""
-
-    opening = "<function="
-
-    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        name = yield from text.run(_NAME)
-        yield from text.one_of(">")
-        calls = yield from self._named_call(name or None, text)
-        yield from text.run(BLANKS)
-        yield from text.one_of("</function>")
-        return calls
-
-
-def _functionary_rules(
-    functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool
-) -> str:
-    bodies = [
-        f'{lark.text(function["name"] + ">")} {lark.arguments(function)} "</function>"'
-        for function in functions
-    ]
-    more = '("<function=" call)*' if parallel else ""
-    return f"calls: call {more}\n{lark.one_of('call', bodies)}"
-
-
 # -- Mistral: a list, or since Mistral Small 3.2 a name, `[ARGS]` and an object for each call -----------
 
 _MISTRAL = MISTRAL_OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-class MistralParser(ObjectsParser):
+class MistralParser(CallParser):
     """Reads both forms. A name may have `[CALL_ID]` and an id behind it."""
+
+    opening = MISTRAL_OPEN
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
         yield from text.run(BLANKS)
-        if (yield from text.peek()) in "[{":
-            return (yield from super()._read(text))
+        if (first := (yield from text.peek())) in "[{":
+            read = self._json_calls if first == "[" else self._json_call
+            return (yield from read(text, ("arguments", "parameters")))
         name = yield from text.run(_NAME)
         if (yield from text.one_of(ARGS, CALL_ID)) == CALL_ID:
             yield from text.run(_WORD)
@@ -230,6 +121,16 @@ def _mistral_rules(functions: Sequence[Function], delimiter: lark.Delimiter, par
     return f"calls: call {more}\n{lark.one_of('call', bodies)}"
 
 
+def _mistral_list_rules(
+    functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool
+) -> str:
+    """All calls stand in one list, perhaps with ids."""
+    call_id = '(", \\"id\\": \\"" /[a-zA-Z0-9]{9}/ "\\"")?'
+    bodies = [f'{lark.json_call(function, "arguments")} {call_id} "}}"' for function in functions]
+    more = '(", " body)*' if parallel else ""
+    return f'calls: "[" body {more} "]"\n{lark.one_of("body", bodies)}'
+
+
 def _mistral(
     name: str, patterns: tuple[str, ...], rules: Callable[[Any, Any, bool], str]
 ) -> ToolFormat:
@@ -237,7 +138,7 @@ def _mistral(
         name=name,
         template_patterns=(r"\[TOOL_CALLS\]", *patterns),
         delimiters=_MISTRAL,
-        make_parser=partial(MistralParser, opening=MISTRAL_OPEN),
+        make_parser=MistralParser,
         rules=rules,
         opening=MISTRAL_OPEN,
         message=_with_short_ids,
@@ -360,28 +261,71 @@ call: {delimiter(KIMI_CALL)} body {delimiter(KIMI_CALL_END)}
 {lark.one_of("body", bodies)}"""
 
 
+_LIST = partial(Markup, ("", ""), '", "arguments": ', JsonObject(), between=", ")
 FORMATS = (
     # Qwen2.5's, Qwen3's, Granite 4's and Corral's own chat templates ask for it, too.
-    _objects(
+    of_markup(
         "hermes",
         ("<tool_call>", r'(?:<tool_call>(?:\\n|\s)*\{\\*"name|\{"name": <function-name>,)'),
-        ("<tool_call>", "</tool_call>"),
-        "\n",
+        Markup(("<tool_call>\n", "\n</tool_call>"), '", "arguments": ', JsonObject(), between="\n"),
     ),
-    _objects(
+    of_markup(
         "phi4",
         (r"<\|tool_call\|>", r"<\|/tool_call\|>"),
-        ("<|tool_call|>", "<|/tool_call|>"),
-        "",
+        Markup(("<|tool_call|>", "<|/tool_call|>"), '", "arguments": ', JsonObject()),
     ),
-    _list("firefunction", r" functools\[", " functools"),
-    _list(
+    of_markup(
+        "firefunction",
+        (r" functools\[",),
+        _LIST(section=(" functools[", "]")),
+    ),
+    of_markup(
         "granite",
-        r"<\|tool_call\|> followed by a JSON list",
-        _GRANITE_OPEN,
+        (r"<\|tool_call\|> followed by a JSON list",),
+        _LIST(section=(f"{_GRANITE_OPEN}[", "]")),
         message=_granite_message,
     ),
-    _list("nemotron", "<TOOLCALL>", "<TOOLCALL>", "</TOOLCALL>"),
+    of_markup(
+        "nemotron",
+        ("<TOOLCALL>",),
+        _LIST(section=("<TOOLCALL>[", "]</TOOLCALL>")),
+    ),
+    of_markup(
+        "functionary",
+        ("<function=", "</function>", r"<\|python_tag\|>"),
+        Markup(("<function=", "</function>"), ">"),
+    ),
+    # Qwen3-Coder, Qwen3.5, Nemotron 3 and Step 3.5.
+    of_markup(
+        "qwen-coder",
+        ("<tool_call>", "<function=", "<parameter="),
+        Markup(
+            ("<tool_call>\n<function=", "</function>\n</tool_call>"),
+            ">\n",
+            Tagged(("<parameter=", ">\n"), "\n</parameter>\n"),
+            between="\n",
+        ),
+    ),
+    # GLM 4.5 to 4.7.
+    of_markup(
+        "glm",
+        ("<tool_call>", "<arg_key>", "<arg_value>"),
+        Markup(
+            ("<tool_call>", "</tool_call>"),
+            "",
+            Tagged(("<arg_key>", "</arg_key><arg_value>"), "</arg_value>"),
+        ),
+    ),
+    of_markup(
+        "minimax",
+        ("<minimax:tool_call>", "<invoke name=", "<parameter name="),
+        Markup(
+            ('\n<invoke name="', "</invoke>"),
+            '">\n',
+            Tagged(('<parameter name="', '">'), "</parameter>\n"),
+            section=("<minimax:tool_call>", "\n</minimax:tool_call>"),
+        ),
+    ),
     ToolFormat(
         name="llama3",
         template_patterns=(r'\{\\*"name\\*": function name, \\*"parameters\\*":',),
@@ -389,18 +333,10 @@ FORMATS = (
         make_parser=Llama3Parser,
         rules=_llama3_rules,
     ),
-    ToolFormat(
-        name="functionary",
-        template_patterns=("<function=", "</function>", r"<\|python_tag\|>"),
-        delimiters=(),
-        make_parser=FunctionaryParser,
-        rules=_functionary_rules,
-        opening=FunctionaryParser.opening,
-    ),
     _mistral(
         "mistral-list",
         (),
-        partial(_list_rules, behind='(", \\"id\\": \\"" /[a-zA-Z0-9]{9}/ "\\"")?'),
+        _mistral_list_rules,
     ),
     _mistral("mistral-named", (r"\[ARGS\]",), _mistral_rules),
     ToolFormat(
