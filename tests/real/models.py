@@ -1,17 +1,23 @@
-"""Real models, in packages that `make test-real` puts into `build/real`.
+"""Real models and llama.cpp's source, which `make test-real` puts into `build/real`.
 
 - SmolLM2-135M-Instruct, Q4_1: a chat model that was trained on 8,192 tokens. Apache-2.0.
 - Gemma 3 270M, Q4_K_M: a base model with sliding windows and 262,144 tokens. Gemma's terms.
+- llama.cpp's source, from the source package of llama-cpp-python: vocabularies and chat templates.
 """
 
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from functools import cache
 from pathlib import Path
 
+from loadtests.compare.llama_server import downloaded
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "real"
+LLAMA_CPP = FOLDER / "llama.cpp"
+"""The source of the installed llama.cpp."""
 TEXT = (Path(__file__).parent / "alice.txt").read_text()
 """English prose: the beginning of "Alice's Adventures in Wonderland" by Lewis Carroll, 1865."""
 
@@ -40,3 +46,14 @@ def gemma3() -> Path:
 
 
 MODELS = {"smollm2": smollm2, "gemma3": gemma3}
+
+
+def main() -> None:
+    """Put llama.cpp's source into its folder, if it is not there."""
+    if not LLAMA_CPP.exists():
+        with tempfile.TemporaryDirectory(dir=FOLDER) as directory:
+            (downloaded(Path(directory)) / "vendor/llama.cpp").rename(LLAMA_CPP)
+
+
+if __name__ == "__main__":
+    main()
