@@ -69,7 +69,7 @@ def resolve(
             share = plan.undivided(here, n_places)
         try:
             undecided = _resolve(model, share, here, n_places, downloads)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             raise ConfigError(f"models ({rollout.engine_id(model)}): {error}") from None
         on_demand = undecided.on_demand
         if on_demand is not None:

@@ -32,7 +32,7 @@ class Commands(TyperGroup):
             from serve_app.cli.client import ServerError
             from serve_app.errors import ConfigError
 
-            if not isinstance(error, (ConfigError, ServerError)):
+            if not isinstance(error, (ConfigError, ServerError, OSError)):
                 raise
             _fail(str(error))
 

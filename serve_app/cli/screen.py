@@ -153,7 +153,9 @@ def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
         f"          The longest request: {n_ctx_slot:,} tokens, prompt and answer together."
     )
     n_ctx_train = trained.get(model["id"])
-    if n_ctx_slot < LITTLE_CONTEXT:
+    if n_ctx_train is not None and n_ctx_slot > n_ctx_train:
+        lines.append(f"          Warning: the model was trained for {n_ctx_train:,} tokens only.")
+    elif n_ctx_slot < LITTLE_CONTEXT:
         lines += [f"          {line}" for line in _little(n_slots, n_ctx_slot, n_ctx, n_ctx_train)]
     elif n_ctx_train is not None and n_ctx_slot < n_ctx_train:
         lines.append(f"          --context {n_ctx_train} allows longer requests, for more memory.")
@@ -162,7 +164,7 @@ def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
 
 def _little(n_slots: int, n_ctx_slot: int, n_ctx: int, n_ctx_train: int | None) -> list[str]:
     """Why a request may have so few tokens, and what would allow more."""
-    if n_ctx_train is not None and n_ctx_train <= n_ctx_slot:
+    if n_ctx_train == n_ctx_slot:
         return [f"The model was trained for {n_ctx_slot:,} tokens, so a request has no more."]
     most = min(LITTLE_CONTEXT, n_ctx_train or LITTLE_CONTEXT)
     fewer = max(1, n_ctx // most)

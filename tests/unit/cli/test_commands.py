@@ -54,6 +54,12 @@ def output(*arguments: str, status: int = 0, **environment: str) -> str:
     return done.output
 
 
+def test_what_the_system_refuses_is_one_line() -> None:
+    said = output("config", f"/tmp/{'x' * 300}.gguf", status=1)
+    assert "File name too long" in said
+    assert "Traceback" not in said
+
+
 def test_every_command_has_help_with_an_example() -> None:
     group = typer.main.get_command(app)
     commands: dict[str, Any] = group.commands  # type: ignore[attr-defined]

@@ -102,6 +102,8 @@ def test_replicas_are_counted() -> None:
     ("n_slots", "n_ctx_slot", "trained", "said"),
     [
         (8, 2048, 2048, "The model was trained for 2,048 tokens, so a request has no more."),
+        (8, 2048, 1024, "Warning: the model was trained for 1,024 tokens only."),
+        (8, 8192, 2048, "Warning: the model was trained for 2,048 tokens only."),
         (8, 2048, 32768, "--slots 4 --context 4096 takes the same memory."),
         (8, 1024, None, "--slots 2 --context 4096 takes the same memory."),
         (3, 2048, 32768, "--slots 1 --context 4096 takes the same memory."),

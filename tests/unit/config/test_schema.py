@@ -280,6 +280,13 @@ def test_models_on_demand_share_places() -> None:
     assert (scaling["min_replicas"], scaling["max_replicas"]) == (1, 1)
 
 
+def test_what_the_system_says_of_a_file_is_said_with_the_model() -> None:
+    path = f"/tmp/{'x' * 300}.gguf"
+    (served,) = schema.parse({"models": [model(source={"path": path})]}).models
+    with pytest.raises(ConfigError, match=r"models \(m\): .*File name too long"):
+        resolve([served])
+
+
 def test_a_duration_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="30s, 5m or 1h30m"):
         schema.parse({"models": [model(keep_alive="soon")]})
