@@ -82,7 +82,11 @@ def build_api(
     if batches is not None:
         executor = BatchExecutor(lambda *call: app(*call), batches, workers, accounts)
     app = FastAPI(
-        title="Corral", version=__version__, lifespan=None if executor is None else executor.running
+        title="Corral",
+        version=__version__,
+        lifespan=None if executor is None else executor.running,
+        docs_url=None,  # the page has it; FastAPI's would load it from elsewhere
+        redoc_url=None,
     )
     if open_requests is None:
         open_requests = OpenRequests(access.max_requests)

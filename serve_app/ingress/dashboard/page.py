@@ -41,7 +41,7 @@ _HEADERS = {
 
 
 class Page:
-    """ASGI middleware before API keys. Answers `/` and `/ui/...` if the client may have the page."""
+    """ASGI middleware before API keys. Answers `/`, `/docs` and `/ui/...` if the client may have the page."""
 
     def __init__(
         self, app: ASGIApp, switch: bool | Literal["auto"], network: NetworkPolicy
@@ -68,6 +68,8 @@ class Page:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in ("", "/"):
             return "index.html" if _takes_html(Headers(scope=scope)) else None
+        if path == "/docs":
+            return "docs.html"
         folder, _, name = path.removeprefix("/").partition("/")
         return name if folder == "ui" else None
 

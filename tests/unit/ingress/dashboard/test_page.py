@@ -60,6 +60,7 @@ async def test_the_page_needs_no_key_and_the_api_does(tmp_path: Path) -> None:
     async with browser(Access(keys)) as client:
         assert (await client.get("/")).status_code == 200
         assert (await client.get("/ui/style.css")).status_code == 200
+        assert "ui/vendor/swagger-ui.js" in (await client.get("/docs")).text
         assert (await client.get("/v1/models")).status_code == 401
         assert (await client.get("/v1/live")).status_code == 401
 
@@ -90,10 +91,12 @@ async def test_headers() -> None:
         assert "content-security-policy" in script.headers
 
 
-def test_the_page_asks_nobody_else_and_has_nothing_inline() -> None:
-    page = (FOLDER / "index.html").read_text()
+@pytest.mark.parametrize("name", ["index.html", "docs.html"])
+def test_the_page_asks_nobody_else_and_has_nothing_inline(name: str) -> None:
+    page = (FOLDER / name).read_text()
     assert re.findall(r"(?:src|href)=\"(?!ui/|#|docs)[^\"]*\"", page) == []
-    assert re.findall(r"\bstyle=|\son\w+=|<style|<script(?! type=\"module\" src=)", page) == []
+    scripts = r"<script(?! type=\"module\" src=| src=)"
+    assert re.findall(rf"\bstyle=|\son\w+=|<style|{scripts}", page) == []
     ours = [*FOLDER.glob("*.js"), *FOLDER.glob("*.css")]
     named = {
         (file.name, url) for file in ours for url in re.findall(r"https?://\S+", file.read_text())
