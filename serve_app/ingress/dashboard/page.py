@@ -41,7 +41,8 @@ _HEADERS = {
 
 
 class Page:
-    """ASGI middleware before API keys. Answers `/`, `/docs` and `/ui/...` if the client may have the page."""
+    """ASGI middleware before API keys. Answers `/`, `/docs` and `/ui/...` for clients that may see the
+    page."""
 
     def __init__(
         self, app: ASGIApp, switch: bool | Literal["auto"], network: NetworkPolicy
