@@ -73,3 +73,20 @@ def test_the_compose_file_sets_what_corral_reads() -> None:
     assert given
     assert given <= variables
     assert COMPOSE["cap_drop"] == ["ALL"]
+
+
+def test_monitoring_beside_the_image_finds_its_files() -> None:
+    folder = ROOT / "cluster"
+    compose = yaml.safe_load((folder / "compose.yaml").read_text())
+    for name in ("prometheus", "grafana"):
+        service = compose["services"][name]
+        assert service["profiles"] == ["monitoring"]
+        mounts = [one.split(":")[0] for one in service["volumes"]]
+        assert all((folder / one).is_file() for one in mounts if one.startswith("./"))
+    used = {one["source"] for one in compose["services"]["grafana"]["configs"]}
+    assert used == compose["configs"].keys()
+    (source,) = yaml.safe_load(compose["configs"]["sources"]["content"])["datasources"]
+    assert source["type"] == "prometheus"
+    scraped = yaml.safe_load((folder / "monitoring/prometheus.yml").read_text())
+    (told,) = scraped["scrape_configs"][0]["file_sd_configs"]
+    assert f"{environment()['XDG_CACHE_HOME']}/corral/prometheus/*.json" in told["files"]
