@@ -87,6 +87,8 @@ class Deltas:
 
     async def __anext__(self) -> tuple[int, TokenDelta]:
         while self._early or self._open:
+            if self._early:
+                await asyncio.sleep(0)  # others have their turns, as between deltas that come
             index, item = self._early.popleft() if self._early else await self._next()
             if isinstance(item, TokenDelta):
                 self._caller.charge(len(item.token_ids))

@@ -83,3 +83,27 @@ async def test_who_leaves_before_that_ends_all() -> None:
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert engine.n_open == 0
+
+
+async def test_others_have_their_turns_between_early_deltas() -> None:
+    """A thousand deltas may have come before the last of 32 answers was accepted."""
+    engine, turns = Engine(), 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    starting = await started(engine)
+    for request in REQUESTS:
+        engine.decided[request.id].set_result(None)
+    deltas = await starting
+    await settle()
+    n_early, turning = len(deltas._early), asyncio.create_task(other())
+    assert n_early
+    for n in range(n_early):
+        await anext(deltas)
+        assert turns > n
+    turning.cancel()
+    await deltas.aclose()
