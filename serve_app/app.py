@@ -47,10 +47,10 @@ def build(args: dict[str, Any]) -> Application:
     return ingress.bind(  # type: ignore[no-any-return]
         models,
         engines,
-        access(app.ingress, data_at_rest=app.data_at_rest),
+        access(app.ingress, data_at_rest=app.data_at_rest is True),
         app.ingress.sse_ping_interval_s,
         kept_responses(app.ingress),
-        batches(app.ingress.batch),
+        batches(app.ingress.batch, encrypts=app.data_at_rest == "encrypted"),
     )
 
 
@@ -61,7 +61,8 @@ def _resolved(app: AppConfig) -> list[ResolvedModel]:
             model,
             batches_may_scale=app.ingress.batch.may_scale,
             max_load_s=app.max_load_s,
-            data_at_rest=app.data_at_rest,
+            data_at_rest=app.data_at_rest is True,
+            encrypts_folders=app.data_at_rest == "encrypted",
         )
         for model in resolve(app.models, downloads=app.downloads, max_loaded=app.max_loaded_models)
     ]

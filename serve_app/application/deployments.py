@@ -126,8 +126,9 @@ def kept_responses(ingress: IngressConfig) -> Bounds:
     )
 
 
-def batches(configured: BatchConfig) -> BatchOptions | None:
-    """Where files and batches are kept, and how much; None if they are not."""
+def batches(configured: BatchConfig, *, encrypts: bool = False) -> BatchOptions | None:
+    """Where files and batches are kept, and how much; None if they are not. `encrypts`: only on an
+    encrypted file system."""
     if configured.folder is None:
         return None
     limits = BatchLimits(
@@ -138,7 +139,8 @@ def batches(configured: BatchConfig) -> BatchOptions | None:
         configured.max_batches,
         keep_s=configured.keep_days * 86400.0,
     )
-    return BatchOptions(configured.folder.expanduser(), limits, configured.max_concurrency)
+    folder = configured.folder.expanduser()
+    return BatchOptions(folder, limits, configured.max_concurrency, is_encrypted=encrypts)
 
 
 def refuse_strangers(ingress: IngressConfig) -> None:

@@ -64,7 +64,9 @@ class ResolvedModel:
     """Bytes of the model's files, if they were found where the configuration was read."""
     on_demand: OnDemandSettings | None = None
     data_at_rest: bool = True
-    """Whether clients' texts may lie on disks."""
+    """Whether clients' texts may lie on disks, wherever that is."""
+    encrypts_folders: bool = False
+    """Whether folders with clients' texts must be on encrypted file systems."""
     batches_may_scale: bool = False
     """Whether autoscaling counts what is in the background."""
     memory_shares: tuple[str, ...] = ()

@@ -448,10 +448,10 @@ class AppConfig(Section):
     """The HTTP server, below."""
     downloads: DownloadsConfig = NO_DOWNLOADS
     """The folder of downloaded models, below."""
-    data_at_rest: bool = True
+    data_at_rest: bool | Literal["encrypted"] = True
     """Whether prompts and answers may lie on disks. `false` refuses the options that write them, keeps
-    clients' texts out of logs and core dumps, and serves no page: see
-    [Where prompts and answers lie](data-at-rest.md)."""
+    clients' texts out of logs and core dumps, and serves no page. `encrypted` is like `false`, and takes
+    folders on encrypted file systems: see [Where prompts and answers lie](data-at-rest.md)."""
     max_loaded_models: PositiveInt = 1
     """Most models with `keep_alive` that are loaded on a machine at once. They share it with those that are
     always loaded."""
@@ -474,6 +474,8 @@ class AppConfig(Section):
 
     @model_validator(mode="after")
     def _nothing_at_rest(self) -> AppConfig:
+        if self.data_at_rest is True:
+            return self
         written = {"ingress.batch.folder": self.ingress.batch.folder}
         for model in self.models:
             written |= {
@@ -481,9 +483,11 @@ class AppConfig(Section):
                 f"models ({model.id}): engine.slot_folder": model.engine.slot_folder,
             }
         names = [name for name, folder in written.items() if folder is not None]
+        names = [] if self.data_at_rest == "encrypted" else names
         names += ["ingress.ui: true"] if self.ingress.ui is True else []
-        if names and not self.data_at_rest:
-            raise ValueError(f"data_at_rest: false forbids {', '.join(names)}")
+        if names:
+            told = "encrypted" if self.data_at_rest else "false"
+            raise ValueError(f"data_at_rest: {told} forbids {', '.join(names)}")
         return self
 
     @model_validator(mode="after")

@@ -35,6 +35,7 @@ from serve_app.llama.vision.senses import senses as senses_of
 from serve_app.logs import forward_to_serve
 from serve_app.routing import broadcast, reports
 from serve_app.routing.autoscaling import PRESSURE, ingress_pressure
+from serve_app.store.encryption import check_encrypted
 from serve_app.store.models import vocabulary
 from serve_app.store.shared_entries import LoadedAdapters, VersionWeights
 from serve_app.store.sharing import ClusterSharing
@@ -102,6 +103,8 @@ class Ingress:
         batches: BatchOptions | None = None,
     ) -> None:
         forward_to_serve(keeps_texts=access.data_at_rest)
+        if batches is not None and batches.is_encrypted:
+            check_encrypted("ingress.batch.folder", batches.folder)
         heap.give_back()
         self._access = access
         self._open = OpenRequests(access.max_requests)

@@ -38,6 +38,7 @@ from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.replica.adapters import Files, ReplicaAdapters
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.reporting import ReplicaMetrics, Reporting, pressure
+from serve_app.store.encryption import check_encrypted
 from serve_app.store.models import n_bytes
 from serve_app.store.shared_entries import LoadedAdapters, progress_told
 from serve_app.types import (
@@ -71,6 +72,9 @@ class LoadedModel:
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         prepare_process(keeps_texts=model.data_at_rest)
+        if model.encrypts_folders:
+            check_encrypted("engine.cache_folder", model.options.prefix_folder)
+            check_encrypted("engine.slot_folder", model.options.slot_folder)
         self._closing = AsyncExitStack()
         context, (_, node_id) = serve.get_replica_context(), _whereabouts()
         async with progress_told(context, node_id) as tell:

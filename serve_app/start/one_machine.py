@@ -83,10 +83,11 @@ def has_keys(config: Path) -> bool:
 
 
 def forbids_data_at_rest(config: Path) -> bool:
-    """Whether an application of this configuration of Serve wants no prompt or answer on a disk."""
+    """Whether an application of this configuration of Serve wants no prompt or answer on a disk, or not
+    outside of encrypted folders."""
     applications = _at(yaml.safe_load(config.read_text()), "applications")
     found = applications if isinstance(applications, list) else []
-    return any(_at(one, "args", "data_at_rest") is False for one in found)
+    return any(_at(one, "args", "data_at_rest") in (False, "encrypted") for one in found)
 
 
 def _at(document: Any, *names: str) -> Any:

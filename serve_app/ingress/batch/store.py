@@ -90,6 +90,8 @@ class BatchOptions:
     """Lines that are asked for at once."""
     lease_s: float = 15.0
     """A process that dies keeps others from its batches for so long at most."""
+    is_encrypted: bool = False
+    """Whether the folder must be on an encrypted file system."""
 
 
 @dataclass(frozen=True, slots=True)

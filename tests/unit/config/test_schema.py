@@ -403,3 +403,8 @@ def test_no_data_at_rest_refuses_what_writes_it(more: dict[str, Any], named: str
     assert schema.parse(args | {"data_at_rest": True}).data_at_rest
     with pytest.raises(ConfigError, match=f"data_at_rest: false forbids .*{re.escape(named)}"):
         schema.parse(args | {"data_at_rest": False})
+    if named.endswith("folder"):
+        assert schema.parse(args | {"data_at_rest": "encrypted"}).data_at_rest == "encrypted"
+    else:
+        with pytest.raises(ConfigError, match="data_at_rest: encrypted forbids"):
+            schema.parse(args | {"data_at_rest": "encrypted"})

@@ -1,0 +1,79 @@
+"""Whether a folder lies on an encrypted file system, as far as Linux tells: dm-crypt (LUKS), or fscrypt."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+from serve_app.errors import ConfigError
+
+_CRYPT = "CRYPT-"
+"""The beginning of a dm-crypt device's UUID. Source: libdevmapper's users, cryptsetup's FAQ."""
+_GET_POLICY = 0xC0096616
+"""FS_IOC_GET_ENCRYPTION_POLICY_EX. Source: the kernel's documentation, filesystems/fscrypt."""
+_POLICY_BYTES = 24
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def check_encrypted(option: str, folder: Path | None, root: Path = Path("/")) -> None:
+    """Raise ConfigError if the folder of this option is not on an encrypted file system. A folder that is
+    not there yet has the file system of its first parent that is. `root` has /proc and /sys."""
+    if folder is None or _has_policy(folder) or _is_on_encrypted_device(folder, root):
+        return
+    raise ConfigError(
+        f"data_at_rest: encrypted, and {option}: {folder} is on no file system that Linux knows to be "
+        "encrypted (dm-crypt or fscrypt). If its volume is encrypted outside this machine, set "
+        "data_at_rest: true."
+    )
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def _has_policy(folder: Path) -> bool:
+    """Whether fscrypt encrypts what is made in the folder."""
+    descriptor = os.open(_existing(folder), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.ioctl(
+            descriptor, _GET_POLICY, struct.pack("=Q", _POLICY_BYTES) + bytes(_POLICY_BYTES)
+        )
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL):
+            return False
+        raise
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _is_on_encrypted_device(folder: Path, root: Path) -> bool:
+    device = _existing(folder).stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        # "36 35 98:0 /root /mount options - type source more": see proc(5).
+        fields, _, rest = line.partition(" - ")
+        kind, source, *_ = rest.split(" ")
+        if fields.split(" ")[2] != number:
+            continue
+        if kind in _IN_MEMORY:
+            return True
+        if number.startswith("0:"):  # Btrfs, for example, has no device of its own
+            with suppress(OSError):
+                device = Path(source).stat().st_rdev
+                number = f"{os.major(device)}:{os.minor(device)}"
+        break
+    return _is_encrypted(root / "sys/dev/block" / number)
+
+
+def _is_encrypted(device: Path) -> bool:
+    """Whether the block device, or each one that it is made of, is one of dm-crypt."""
+    with suppress(OSError):
+        if (device / "dm/uuid").read_text().startswith(_CRYPT):
+            return True
+    parts = sorted((device / "slaves").glob("*"))
+    return bool(parts) and all(map(_is_encrypted, parts))
