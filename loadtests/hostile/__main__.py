@@ -1,6 +1,6 @@
 """Hostile clients: attacks on a server that is started for them, while honest users stream.
 
-    python -m loadtests.hostile [--short] [--only FAMILY,...] [--names NAME,...] [--users 4]
+    python -m loadtests.hostile [--short | --brief] [--only FAMILY,...] [--names NAME,...] [--users 4]
         [--seconds 6] [--most 60] [--json FILE] [--list]
 
 `loadtests.hostile.search` draws requests, and looks for those that cost others time.
@@ -31,7 +31,7 @@ from loadtests.hostile.setups import HONEST
 from loadtests.hostile.verdict import HURT, Result
 from serve_app.measure.benchmark import bounded, choice, cpu_name, listed, usable_cores
 
-CALM_S, SHORT_CALM_S, SHORT_MOST_S = 6, 3, 10.0
+CALM_S, SHORT_CALM_S, SHORT_MOST_S, BRIEF_MOST_S = 6, 3, 10.0, 7.0
 
 
 def chosen(families: Sequence[str], names: Sequence[str], *, short: bool) -> list[Attack]:
@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=listed(choice(*FAMILIES)), default=(), help="families")
     names = listed(choice(*(attack.name for attack in ATTACKS)))
     parser.add_argument("--names", type=names, default=(), help="attacks by name")
-    parser.add_argument("--short", action="store_true", help="about three minutes")
+    parser.add_argument("--short", action="store_true", help="some attacks: about three minutes")
+    parser.add_argument("--brief", action="store_true", help="all attacks in less than 20 minutes")
     parser.add_argument("--users", type=bounded(1, len(HONEST)), default=4, help="honest ones")
     parser.add_argument("--seconds", type=bounded(2, 600), help="of calm before each attack")
     parser.add_argument("--most", type=bounded(2, 600), help="seconds of an attack")
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(f"{one.family}: {one.name}. {one.what} {one.expects}" for one in attacks))
         return 0
-    calm_s = args.seconds or (SHORT_CALM_S if args.short else CALM_S)
+    calm_s = args.seconds or (SHORT_CALM_S if args.short or args.brief else CALM_S)
     results: list[Result] = []
 
     def tell(result: Result) -> None:
@@ -72,8 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:  # what there is, should this be interrupted
             args.json.write_text(json.dumps(report.document(results, _facts(args.users)), indent=1))
 
-    most_s = args.most or (SHORT_MOST_S if args.short else inf)
-    run(attacks, Plan(calm_s, calm_s, args.users, most_s), tell)
+    usual_s = BRIEF_MOST_S if args.brief else SHORT_MOST_S if args.short else inf
+    run(
+        attacks,
+        Plan(calm_s, calm_s, args.users, args.most or usual_s, 2 if args.brief else 3),
+        tell,
+    )
     print(report.table(results), report.summary(results), sep="\n\n")
     return int(any(result.verdict == HURT for result in results))
 

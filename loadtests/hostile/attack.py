@@ -48,6 +48,8 @@ class Attack:
     server: str = KEYED
     seconds: float = 12.0
     """The longest that it may take."""
+    least_s: float = 0.0
+    """The time that it needs to show anything."""
     bars: Bars = field(default_factory=Bars)
     beside: Callable[[Scene], None] | None = None
     """The load in the calm before it; nothing, if None."""

@@ -10,20 +10,17 @@ from serve_app.measure.benchmark import table as markdown_table
 
 COLUMNS = (
     "attack",
-    "TTFT p95, ms",
-    "ITL p99, ms",
+    "first token p95, ms",
+    "gap p99, ms",
     "longest /health, ms",
-    "honest failed",
-    "attacker got",
-    "died",
     "memory, MiB",
-    "verdict",
+    "result",
 )
 MOST_ANSWERS, MOST_REASONS = 4, 4
 
 
 def table(results: Sequence[Result]) -> str:
-    """The table; figures of honest users are calm's, and then the attack's."""
+    """The table as documents have it; figures of honest users are calm's, and then the attack's."""
     return markdown_table(COLUMNS, map(_row, results))
 
 
@@ -36,7 +33,8 @@ def summary(results: Sequence[Result]) -> str:
 
 def line(one: Result) -> str:
     """One result, as soon as it is there."""
-    return f"{_name(one)}, {one.seconds:.1f} s: {_told(one.reasons) or 'held'}"
+    told = _told(one.reasons) or "held"
+    return f"{_name(one)}, {one.seconds:.1f} s: {told} (got {_answers(one.answers)})"
 
 
 def document(results: Sequence[Result], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,11 +49,8 @@ def _row(one: Result) -> tuple[object, ...]:
         _pair(calm.ttft_p95_s, during.ttft_p95_s),
         _pair(calm.itl_p99_s, during.itl_p99_s),
         _pair(calm.longest_pause_s, during.longest_pause_s),
-        len(during.failures),
-        _answers(one.answers),
-        ", ".join(one.died) or "none",
         f"{one.memory_mib:+.0f}",
-        f"**hurt**: {_told(one.reasons)}" if one.reasons else "held",
+        _told(one.reasons) or "held",
     )
 
 

@@ -30,7 +30,6 @@ from loadtests.hostile.verdict import Result
 WARM_S = 3.0
 GRACE_S = 10.0
 """How much longer than it may an attack is waited for."""
-ATTEMPTS = 3
 RECOVERY_S, ENDED_S = 45.0, PATIENCE_S + 5.0
 
 
@@ -43,7 +42,9 @@ class Plan:
     """An attack counts for so long at least, as some are over at once."""
     users: int
     most_s: float = inf
-    """The longest that any attack may take, if that is shorter than what it may anyway."""
+    """The longest that an attack may take, unless it may take less anyway, or needs more."""
+    attempts: int = 3
+    """How often an attack is made whose result is in doubt."""
 
 
 def run(attacks: Sequence[Attack], plan: Plan, tell: Callable[[Result], None]) -> None:
@@ -64,7 +65,7 @@ def run(attacks: Sequence[Attack], plan: Plan, tell: Callable[[Result], None]) -
 def _surely(attack: Attack, setup: Setup, journal: Callable[[], Journal], plan: Plan) -> Result:
     """An attack that may have slowed honest users down is made again: others use this machine, too, and
     what they take looks the same, but not every time."""
-    for attempt in range(1, ATTEMPTS + 1):
+    for attempt in range(1, plan.attempts + 1):
         result = replace(_one(attack, setup, journal, plan), attempt=attempt)
         if not result.is_doubtful:
             break
@@ -80,7 +81,7 @@ def _one(attack: Attack, setup: Setup, journal: Callable[[], Journal], plan: Pla
     else:
         _bounded(attack.beside, Scene(setup.target, plan.calm_s, setup.keys), plan.calm_s)
     begin = time.time()
-    seconds = min(attack.seconds, plan.most_s)
+    seconds = min(attack.seconds, max(plan.most_s, attack.least_s))
     scene = Scene(setup.target, seconds, setup.keys)
     with watch.measured(setup.directory) as memory:
         _bounded(attack.act, scene, seconds)

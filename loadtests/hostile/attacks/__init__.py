@@ -1,15 +1,17 @@
-"""All attacks, in the order in which they are made."""
+"""All attacks, in the order in which they are made, after a control without any.
+
+The table's row of the control is the machine's own noise."""
 
 from __future__ import annotations
 
-from loadtests.hostile.attack import Attack
+from loadtests.hostile.attack import KEYED, KEYLESS, Attack
 from loadtests.hostile.attacks import (
     batch,
     block,
-    control,
     crash,
     grammar,
     hold,
+    mixed,
     operate,
     replica,
     sampling,
@@ -18,9 +20,28 @@ from loadtests.hostile.attacks import (
     starve,
     web,
 )
+from loadtests.hostile.scene import Scene
 
+
+def _nothing(scene: Scene) -> None:
+    scene.sleep(scene.left_s())
+
+
+_CONTROL = tuple(
+    Attack(
+        name=f"nothing ({server})",
+        family="control",
+        what="Nobody attacks.",
+        expects="Honest users notice nothing: if they do, the machine is too busy to say anything.",
+        act=_nothing,
+        server=server,
+        seconds=8.0,
+        is_short=server == KEYED,
+    )
+    for server in (KEYLESS, KEYED)
+)
 _ALL: tuple[Attack, ...] = (
-    *control.ATTACKS,
+    *_CONTROL,
     *crash.ATTACKS,
     *web.ATTACKS,
     *replica.ATTACKS,
@@ -32,6 +53,7 @@ _ALL: tuple[Attack, ...] = (
     *spy.ATTACKS,
     *operate.ATTACKS,
     *batch.ATTACKS,
+    *mixed.ATTACKS,
     *smuggle.ATTACKS,
 )
 ATTACKS = tuple(sorted(_ALL, key=lambda attack: attack.server, reverse=True))

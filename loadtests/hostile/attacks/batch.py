@@ -25,7 +25,7 @@ DONE_S = 10.0
 """The longest time that another key's batch of one line may take."""
 RECEIVE_BUFFER = 4096
 _BOUNDARY = "corral-hostile"
-_FORM = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}"}
+FORM = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}"}
 _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -55,13 +55,13 @@ def form(content: bytes) -> bytes:
     return purpose.encode() + file.encode() + content + f"\r\n--{_BOUNDARY}--\r\n".encode()
 
 
-def _uploaded(scene: Scene, content: bytes, key: str = "mallory") -> str | None:
+def uploaded(scene: Scene, content: bytes, key: str = "mallory") -> str | None:
     """The id of a new file; None if it is refused."""
-    answer = scene.request("POST", FILES, form(content), key, _FORM)
+    answer = scene.request("POST", FILES, form(content), key, FORM)
     return answer.json()["id"] if answer.status == 200 else None
 
 
-def _begun(scene: Scene, file_id: str | None, key: str = "mallory") -> str | None:
+def begun(scene: Scene, file_id: str | None, key: str = "mallory") -> str | None:
     """The id of a new batch; None if it is refused."""
     body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
     answer = scene.post(BATCHES, body, key)
@@ -71,7 +71,7 @@ def _begun(scene: Scene, file_id: str | None, key: str = "mallory") -> str | Non
 def _others_are_done(scene: Scene) -> None:
     """Another key's batch of one line, while it lasts."""
     while scene.left_s() > DONE_S:
-        batch, began = _begun(scene, _uploaded(scene, line(0), "alice"), "alice"), time.monotonic()
+        batch, began = begun(scene, uploaded(scene, line(0), "alice"), "alice"), time.monotonic()
         if batch is None:
             scene.found("another key's file or batch is refused")
             return
@@ -84,16 +84,16 @@ def _others_are_done(scene: Scene) -> None:
 
 def _nested_lines(scene: Scene) -> None:
     for _ in range(N_FILES):
-        _begun(scene, _uploaded(scene, nested() * 20))
+        begun(scene, uploaded(scene, nested() * 20))
     _others_are_done(scene)
 
 
 def _flood(scene: Scene) -> None:
     lines = b"".join(line(number, max_tokens=64) for number in range(500))
-    file_id = _uploaded(scene, lines)
+    file_id = uploaded(scene, lines)
     for _ in range(N_BATCHES):
         if scene.left_s() > DONE_S + 5:
-            _begun(scene, file_id)
+            begun(scene, file_id)
             scene.get(BATCHES)
     _others_are_done(scene)
 
@@ -102,12 +102,12 @@ def _slow_uploads(scene: Scene) -> None:
     with ThreadPoolExecutor(1) as pool:
         beginning = form(b"a" * 5000)[:300]
         first = head(scene, FILES, 6000, "mallory").replace(
-            b"application/json", _FORM["Content-Type"].encode()
+            b"application/json", FORM["Content-Type"].encode()
         )
         with crowd(scene, N_SLOW, first + beginning) as wires:
             pool.submit(drip, scene, wires, b" ")
             while scene.left_s() > 1:
-                if _uploaded(scene, line(0), "alice") is None and scene.left_s():
+                if uploaded(scene, line(0), "alice") is None and scene.left_s():
                     scene.found("another key cannot upload a file")
                     return
                 scene.sleep(0.5)
@@ -115,11 +115,17 @@ def _slow_uploads(scene: Scene) -> None:
 
 def _slow_readers(scene: Scene) -> None:
     """A large file that many connections get, and none reads."""
-    file_id = _uploaded(scene, line(0, metadata={"a": "a" * LARGE_BYTES}))
+    file_id = uploaded(scene, line(0, metadata={"a": "a" * LARGE_BYTES}))
     first = head(scene, f"{FILES}/{file_id}/content", 0, "mallory").replace(b"POST", b"GET", 1)
     with crowd(scene, N_READERS, first, RECEIVE_BUFFER) as wires:
         scene.sleep(scene.left_s() - 1)
         scene.note(HELD, len(wires))
+
+
+def one_stored(scene: Scene) -> None:
+    """A response that is kept: the first one starts the process that keeps them."""
+    scene.post(RESPONSES, {"input": "the fox", "max_output_tokens": 1})
+    scene.sleep(scene.left_s())
 
 
 def _stored(scene: Scene) -> None:
@@ -140,6 +146,7 @@ def _stored(scene: Scene) -> None:
 
 
 _Act = Callable[[Scene], None]
+_BESIDE = {"kept responses": one_stored}
 _KINDS: tuple[tuple[str, str, str, float, _Act, Bars], ...] = (
     (
         "nested lines",
@@ -189,7 +196,9 @@ ATTACKS = tuple(
         what=what,
         expects=expects,
         act=partial(act),
+        beside=_BESIDE.get(name),
         seconds=seconds,
+        least_s=min(seconds, 18.0),
         bars=bars,
         is_short=name == "nested lines",
     )

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from loadtests.hostile.attack import Attack, Bars
+from loadtests.hostile.attack import Attack
 from loadtests.hostile.scene import Scene, Shot
 
 COMPLETION = "/completion"
+_SHAPE = {"prompt", "n_cmpl", "n_predict"}
 N_STREAMS, N_VOCAB = 2, 2000
 """Streams at once; tokens of which a logit bias names all."""
 _LAZY = {"grammar": "root ::= [a-z]+", "grammar_lazy": True}
@@ -83,10 +84,16 @@ FIELDS: dict[str, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
 """By the attack's name: its description, and the fields of its requests."""
 
 
-def _sampled(scene: Scene, fields: Callable[[], list[dict[str, Any]]]) -> None:
-    """Streams with these fields, as long as the attack lasts."""
+def _sampled(
+    scene: Scene, fields: Callable[[], list[dict[str, Any]]], *, usual: bool = False
+) -> None:
+    """Streams with these fields, as long as the attack lasts; `usual` ones have but their prompts, and are
+    as many and as long."""
     base = {"prompt": "Once upon a time", "n_predict": 200, "ignore_eos": True}
-    bodies = [json.dumps(base | one).encode() for one in fields()]
+    drawn = fields()
+    if usual:
+        drawn = [{name: one[name] for name in _SHAPE & one.keys()} for one in drawn]
+    bodies = [json.dumps(base | one).encode() for one in drawn]
 
     def shots() -> Iterator[Shot]:
         for body in itertools.cycle(bodies):
@@ -105,7 +112,7 @@ ATTACKS = tuple(
         what=what,
         expects="A token costs the decoder thread little more than others' tokens, and its client pays.",
         act=partial(_sampled, fields=fields),
-        bars=Bars(itl_factor=2.0),  # two more rows in every batch
+        beside=partial(_sampled, fields=fields, usual=True),
         is_short=name == "trigger classes",
     )
     for name, (what, fields) in FIELDS.items()

@@ -20,7 +20,7 @@ MOST_SECONDS = 60
 def test_every_family_of_attacks_is_there() -> None:
     assert set(FAMILIES) == {
         "control", "crash", "web", "replica", "block", "grammar", "starve", "charge", "hold",
-        "silence", "spy", "operate", "smuggle", "sampling", "batch",
+        "silence", "spy", "operate", "smuggle", "sampling", "batch", "mixed",
     }  # fmt: skip
     assert {attack.server for attack in ATTACKS} == {KEYED, KEYLESS}
 
