@@ -164,6 +164,8 @@ class Chat:
     """The names of the tools that take a text, and no arguments."""
     prefill: str = ""
     """The beginning of the answer, from the request's last message, the assistant's."""
+    verbose: bool = False
+    """Whether the answer tells the prompt."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -271,6 +273,7 @@ def chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
         frozenset(tool.function.name for tool in body.offered_tools if tool.type == "custom"),
         prefill,
+        body.verbose,
     )
 
 

@@ -64,7 +64,6 @@ class OllamaGeneration(msgspec.Struct, frozen=True, tag=True):
     """The model's name in the request."""
     chat: Chat
     shows_thinking: bool
-    logprobs: bool
     has_context: bool
     """Whether the answer tells the conversation's tokens."""
 
@@ -134,9 +133,7 @@ def _generation(
     model: ModelInfo, request: OllamaRequest, prepared: Chat, *, context: bool
 ) -> OllamaGeneration:
     shows_thinking = request.think is not False
-    return OllamaGeneration(
-        _name(model, request), prepared, shows_thinking, request.logprobs, context
-    )
+    return OllamaGeneration(_name(model, request), prepared, shows_thinking, context)
 
 
 def _check_thinking(model: ModelInfo, request: OllamaRequest) -> None:

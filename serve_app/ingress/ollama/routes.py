@@ -81,7 +81,7 @@ async def _respond(
         body.name,
         generation.output_parser(model, body.chat, in_pieces=False),
         body.shows_thinking,
-        model.tokenizer.piece if body.logprobs else None,
+        model.tokenizer.piece if plan.sampling.logprobs is not None else None,
         list(body.chat.prompt) if body.has_context else None,
         began,
     )

@@ -138,15 +138,6 @@ class PreparedCompletion:
     logprobs: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedChatCompletion:
-    """A prepared chat completion."""
-
-    chat: Chat
-    logprobs: bool
-    verbose: bool
-
-
 def completion(models: Models, body: bytes) -> PreparedCompletion:
     """POST /v1/completions. Raises CorralError."""
     request = parsed(CompletionRequest, body)
@@ -161,12 +152,11 @@ def completion(models: Models, body: bytes) -> PreparedCompletion:
     )
 
 
-def chat(models: Models, body: bytes) -> PreparedChatCompletion:
+def chat(models: Models, body: bytes) -> Chat:
     """POST /v1/chat/completions. Raises CorralError."""
     request = parsed(ChatCompletionRequest, body)
     model = find(models, request.model, preparation.chat_beginning(request.conversation))
-    found = preparation.chat(model, request, request.n_answers, "messages")
-    return PreparedChatCompletion(found, request.n_logprobs is not None, request.verbose)
+    return preparation.chat(model, request, request.n_answers, "messages")
 
 
 def input_tokens(models: Models, body: bytes) -> PromptLength:

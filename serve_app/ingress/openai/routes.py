@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from serve_app.ingress.generation import generation
-from serve_app.ingress.generation.preparation import PromptLength
+from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.http.dependencies import ModelsArgument, prepared
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai import preparation
@@ -23,7 +23,7 @@ from serve_app.ingress.openai.answers import (
     card_of,
     model_cards,
 )
-from serve_app.ingress.openai.preparation import PreparedChatCompletion, PreparedCompletion
+from serve_app.ingress.openai.preparation import PreparedCompletion
 from serve_app.ingress.openai.serving import Answer, Choice
 
 ROUTER = APIRouter()
@@ -60,29 +60,29 @@ async def completions(
 async def chat_completions(
     request: Request,
     models: ModelsArgument,
-    completion: Annotated[PreparedChatCompletion, prepared(preparation.chat)],
+    chat: Annotated[Chat, prepared(preparation.chat)],
 ) -> Response:
     """Answer a chat through the model's own template; `stream` sends server-sent events."""
-    plan = completion.chat.generation
+    plan = chat.generation
     model = find(models, plan.model)
     answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-    piece = model.tokenizer.piece if completion.logprobs else None
+    piece = model.tokenizer.piece if plan.sampling.logprobs is not None else None
     choices = [
         Choice(
             i,
             "chat",
             piece,
-            generation.output_parser(model, completion.chat),
-            completion.chat.prefill,
+            generation.output_parser(model, chat),
+            chat.prefill,
             shares=plan.sampling.post_sampling_probs,
-            custom_tools=completion.chat.custom_tools,
+            custom_tools=chat.custom_tools,
             tokenizer=model.tokenizer,
         )
         for i in range(plan.n)
     ]
     answer = Answer("chat", answer_id, model.id, choices, plan)
-    if completion.verbose or request.app.state.verbose:
-        answer.verbose = {"prompt": model.tokenizer.decode(completion.chat.prompt, special=True)}
+    if chat.verbose or request.app.state.verbose:
+        answer.verbose = {"prompt": model.tokenizer.decode(chat.prompt, special=True)}
     return await answer.respond(model, plan, answer_id)
 
 
