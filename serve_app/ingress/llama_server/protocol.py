@@ -142,20 +142,10 @@ class LlamaParams(GenerationParams):
         compiled(tuple(trigger.pattern for trigger in triggers if trigger.pattern is not None))
         return triggers
 
-    @field_validator("response_fields")
+    @field_validator("stop", "grammar", "response_fields", mode="before")
     @classmethod
-    def _no_fields(cls, value: list[str] | None) -> list[str] | None:
-        return value or None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _no_stop(cls, value: object) -> object:
-        return None if value == [] else value
-
-    @field_validator("grammar", mode="before")
-    @classmethod
-    def _no_grammar(cls, value: object) -> object:
-        return None if value == "" else value
+    def _empty_is_missing(cls, value: object) -> object:
+        return None if value in ("", []) else value
 
 
 class LlamaCompletionRequest(LlamaParams):

@@ -80,7 +80,7 @@ def chat(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     try:
         prepared = preparation.chat(model, translated, 1, "messages")
     except PromptTooLongError:
-        if not request.truncates:
+        if not request.truncate:
             raise
         fitting = _last_turns(model, request, translated, turns)
         prepared = preparation.chat(model, fitting, 1, "messages")
@@ -211,7 +211,7 @@ def _untemplated(
     media: tuple[Medium, ...] = (),
 ) -> Chat:
     """The answer to these tokens, cut if they must and may be: not with media."""
-    if not media and len(prompt) >= model.n_ctx_slot and request.truncates:
+    if not media and len(prompt) >= model.n_ctx_slot and request.truncate:
         prompt = _cut(prompt, _room(model, request), request.options.num_keep)
     sampling = (
         preparation.chat_sampling(model, params, prompt)
@@ -247,7 +247,7 @@ def embed(models: Models, body: bytes) -> OllamaTexts:
     """POST /api/embed. Raises CorralError."""
     request = parsed(OllamaEmbedRequest, body)
     model = find(models, request.model)
-    texts = _texts(model, request.texts, "input", cut=request.truncate is not False)
+    texts = _texts(model, request.texts, "input", cut=request.truncate)
     return OllamaTexts(
         model.id,
         request.model or full_name(model.id),

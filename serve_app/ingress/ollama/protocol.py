@@ -151,8 +151,8 @@ class OllamaRequest(OllamaModelRequest):
 
     INERT: ClassVar[frozenset[str]] = frozenset()
 
-    stream: bool | None = None
-    """Whether the answer comes in lines, as it is made; it does by default."""
+    stream: bool = True
+    """Whether the answer comes in lines, as it is made."""
     format: Any = None
     """The form of the answer: `json` for any JSON object, or a JSON schema that it validates against."""
     options: Options = Field(default_factory=Options)
@@ -160,8 +160,8 @@ class OllamaRequest(OllamaModelRequest):
     """Models stay loaded. Without a prompt, 0 is answered as unloading, and all else as loading."""
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     """Whether the model thinks before it answers; one that can does by default."""
-    truncate: bool | None = None
-    """Whether a prompt that is too long is cut; it is by default."""
+    truncate: bool = True
+    """Whether a prompt that is too long is cut."""
     shift: bool | None = None
     """Whether to go on when the context is full, up to `num_predict`, with its oldest tokens dropped.
     Without this, `engine.context_shift` counts."""
@@ -196,21 +196,11 @@ class OllamaRequest(OllamaModelRequest):
         return value
 
     @property
-    def streams(self) -> bool:
-        """Whether the answer comes in lines."""
-        return self.stream is not False
-
-    @property
     def unloads(self) -> bool:
         """Whether the model need not stay loaded."""
         if isinstance(self.keep_alive, str):
             return not any(float(number) for number in _NUMBER.findall(self.keep_alive))
         return self.keep_alive == 0
-
-    @property
-    def truncates(self) -> bool:
-        """Whether a prompt that is too long is cut."""
-        return self.truncate is not False
 
     @property
     def n_logprobs(self) -> int | None:
@@ -225,7 +215,7 @@ class OllamaRequest(OllamaModelRequest):
         """OpenAI's fields of all requests."""
         most = self.options.max_tokens
         return {
-            "stream": self.streams,
+            "stream": self.stream,
             "json_schema": self.schema_of_answer(),
             "max_tokens": most,
             "context_shift": self.shift if most is not None or not self.shift else None,
@@ -298,8 +288,8 @@ class OllamaEmbedRequest(OllamaModelRequest):
 
     input: str | list[str] | None = None
     """A text, or several."""
-    truncate: bool | None = None
-    """Whether texts that are too long are cut; they are by default."""
+    truncate: bool = True
+    """Whether texts that are too long are cut."""
     dimensions: int | None = None
     """Only the first so many numbers, of length 1 again: for models that are made for it."""
     user: str | None = None

@@ -149,10 +149,9 @@ class ResponsesRequest(RequestModel):
     """Given back with the answer."""
     previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """A response that is kept: its conversation comes before `input`."""
-    store: bool | None = None
-    """Whether the response is kept for some minutes, to go on from and to be asked for again; it is by
-    default."""
-    background: bool | None = None
+    store: bool = True
+    """Whether the response is kept for some minutes, to go on from and to be asked for again."""
+    background: bool = False
     """Whether it is made however soon the client leaves. That needs `store`."""
     stream_options: ResponseStreamOptions | None = None
     reasoning: ReasoningConfig | None = None
@@ -191,7 +190,7 @@ class ResponsesRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.background and self.store is False:
+        if self.background and not self.store:
             raise InvalidRequestError("'background' needs 'store'.", "background")
         return self
 
@@ -365,7 +364,7 @@ def page(models: Models, body: bytes) -> bytes:
 
 def _told(request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
     return {
-        "background": bool(request.background),
+        "background": request.background,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
@@ -376,7 +375,7 @@ def _told(request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]
             "summary": request.reasoning
             and (request.reasoning.summary or request.reasoning.generate_summary),
         },
-        "store": request.store is not False,
+        "store": request.store,
         "text": request.text.model_dump(
             by_alias=True, include={"format", "verbosity"}, exclude_none=True
         ),
