@@ -28,7 +28,7 @@ from serve_app.errors import EngineFailedError, NotSupportedError
 from serve_app.folders import cache_folder
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
-from serve_app.ingress.batch.client import post
+from serve_app.ingress.batch.executor import post
 from serve_app.ingress.batch.preparation import prefix_of
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import Answers, ModelFile, ModelInfo

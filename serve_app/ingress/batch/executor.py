@@ -14,13 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.errors import CorralError, EngineClosedError, QueueFullError
 from serve_app.ingress.access.api_keys import KeyAccounts
+from serve_app.ingress.access.auth import BATCH_LINE
 from serve_app.ingress.access.bodies import BodyLimits, BodyReader
 from serve_app.ingress.batch import preparation
-from serve_app.ingress.batch.client import post, retry_after_s
 from serve_app.ingress.batch.journal import (
     EXPIRED,
     MOST_ERRORS,
@@ -425,8 +425,8 @@ class BatchExecution:
             if is_final and not place.refused:
                 break
             if is_promoted and status == 429:
-                self._patient_until = time.time() + retry_after_s(answer, _MOST_PAUSE_S)
-            await asyncio.sleep(min(retry_after_s(answer, 1.0), _MOST_PAUSE_S))
+                self._patient_until = time.time() + _retry_after_s(answer, _MOST_PAUSE_S)
+            await asyncio.sleep(min(_retry_after_s(answer, 1.0), _MOST_PAUSE_S))
         result = line_of(line.custom_id, _response(answer, request_id))
         return LineResult(line.n, status < 400, result)
 
@@ -448,6 +448,27 @@ class BatchExecution:
     async def _count(self) -> None:
         self._counted = time.monotonic()
         await self._do(self._store.count, self._batch.id, *await self._do(self._journal.counts))
+
+
+async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> httpx2.Response:
+    """POST this JSON for that caller. Whatever the application raises is an answer with status 500.
+    Cancelling this ends the request."""
+    import httpx2  # only who has batches needs it
+
+    async def answer_line(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "state": {}, BATCH_LINE: caller}, receive, send)
+
+    headers = {"content-type": "application/json", "x-request-id": caller.request_id}
+    request = httpx2.Request("POST", f"http://batch{path}", headers=headers, content=body)
+    transport = httpx2.ASGITransport(answer_line, raise_app_exceptions=False)
+    answer = await transport.handle_async_request(request)
+    await answer.aread()
+    return answer
+
+
+def _retry_after_s(answer: httpx2.Response, default: float) -> float:
+    seconds = answer.headers.get("retry-after", "")
+    return float(seconds) if seconds.isdigit() else default
 
 
 async def _unless(is_promoted: Callable[[], bool], asking: Coroutine[Any, Any, T]) -> T | None:

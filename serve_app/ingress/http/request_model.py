@@ -91,12 +91,12 @@ class Foreign(BaseModel):
         return "\n".join(texts_in(self.model_extra))
 
 
-def known_kind(*kinds: str, default: str = "foreign") -> Callable[[Any], str]:
-    """A discriminator by `type`: one of these kinds, or the default."""
+def known_kind(*kinds: str) -> Callable[[Any], str]:
+    """A discriminator by `type`: one of these kinds, or `foreign`."""
 
     def kind_of(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return kind if isinstance(kind, str) and kind in kinds else default
+        return kind if isinstance(kind, str) and kind in kinds else "foreign"
 
     return kind_of
 
