@@ -233,6 +233,6 @@ async def test_a_body_is_read_again_with_its_files() -> None:
         web.answers["/a"] = ok(b"<svg/>")
         with pytest.raises(InvalidRequestError, match="Picture 1 of 2: it is none of PNG"):
             await bodies.work(preparation.chat, body)
-    seen = [one for one in made.chat.generation.request.media if isinstance(one, Picture)]
+    seen = [one for one in made.generation.request.media if isinstance(one, Picture)]
     assert [one.pixels[:3] for one in seen] == [b"\xff\0\0"] * 2
     assert len(web.seen) == 2

@@ -67,7 +67,7 @@ def of_openai(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     parts = [{"type": "image_url", "image_url": {"url": url(one)}} for one in files]
     content = [{"type": "text", "text": "See"}, *parts, {"type": "text", "text": "What?"}]
     body = {"messages": [{"role": "user", "content": content}]}
-    return openai.chat(models, json.dumps(body).encode()).chat.generation
+    return openai.chat(models, json.dumps(body).encode()).generation
 
 
 def of_responses(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
@@ -159,7 +159,7 @@ def test_the_bad_one_is_named(ask: Ask) -> None:
 def test_users_cannot_write_places() -> None:
     content = "<__media__> 123456789012<0>"
     body = {"messages": [{"role": "user", "content": content}]}
-    made = openai.chat(SEEING, json.dumps(body).encode()).chat
+    made = openai.chat(SEEING, json.dumps(body).encode())
     assert made.generation.request.media == ()
     assert content in TOKENIZER.decode(made.prompt, special=True)
 
@@ -167,7 +167,7 @@ def test_users_cannot_write_places() -> None:
 def test_texts_are_the_same_tokens_around_a_picture() -> None:
     pictured = of_openai(SEEING, file_of()).prompt
     body = {"messages": [{"role": "user", "content": "See%What?"}]}
-    plain = openai.chat(SEEING, json.dumps(body).encode()).chat.generation.prompt
+    plain = openai.chat(SEEING, json.dumps(body).encode()).generation.prompt
     (percent,) = TOKENIZER.tokenize("%", False, False)
     assert [percent if token == MEDIUM else token for token in pictured] == list(plain)
 
@@ -179,7 +179,7 @@ def test_what_is_left_to_count_is_told_to_who_counts_pictures() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": [parts[0], *parts]}]}).encode()
     found = openai.input_tokens(SEEING, body)
     assert (found.model, found.sizes) == ("m", ((8, 6), (8, 6), (5, 4)))
-    whole = openai.chat(SEEING, body).chat.generation.prompt
+    whole = openai.chat(SEEING, body).generation.prompt
     assert found.n_tokens == len(whole) - 3
     with pytest.raises(InvalidRequestError, match="no projector"):
         openai.input_tokens(BLIND, body)

@@ -60,7 +60,7 @@ def asked(*parts: dict[str, Any]) -> bytes:
 
 
 def of_openai(models: Any, *files: bytes) -> Generation:
-    return openai.chat(models, asked(*map(part, files))).chat.generation
+    return openai.chat(models, asked(*map(part, files))).generation
 
 
 def of_responses(models: Any, *files: bytes) -> Generation:
@@ -113,7 +113,7 @@ def test_the_file_tells_what_it_is_and_data_urls_are_taken() -> None:
     data = base64.b64encode(wav()).decode()
     one = {"type": "input_audio", "input_audio": {"data": f"data:audio/x-wav;base64,{data}"}}
     made = openai.chat(HEARING, asked(one, part(wav(), "mp3")))
-    first, second = made.chat.generation.request.media
+    first, second = made.generation.request.media
     assert first == second
 
 
