@@ -1,7 +1,6 @@
 """The fields of the configuration: what `applications[0].args` in serve_config.yaml may hold.
 
-Unknown fields and impossible values are refused by name. `python -m serve_app.config FILE` checks a
-file without starting anything.
+Unknown fields and impossible values are refused by name. `corral check FILE` starts nothing.
 """
 
 from __future__ import annotations

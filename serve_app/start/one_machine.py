@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -70,30 +70,29 @@ def environment_of(name: str) -> dict[str, str]:
 
 def haproxy_suits(config: Path) -> bool:
     """Whether only this machine can ask what this configuration of Serve serves, and HAProxy is here."""
-    host = _at(yaml.safe_load(config.read_text()), "http_options", "host")
+    host = _http_options(config).get("host")
     return _haproxy() is not None and isinstance(host, str) and is_loopback(host)
 
 
 def has_keys(config: Path) -> bool:
     """Whether the application of this configuration of Serve wants API keys. Without them, all clients may
     well send the same key, which is none."""
-    applications = _at(yaml.safe_load(config.read_text()), "applications")
-    found = applications if isinstance(applications, list) else []
-    return any(_at(one, "args", "ingress", "api_key_file") for one in found)
+    return any((args.get("ingress") or {}).get("api_key_file") for args in _args(config))
 
 
 def forbids_data_at_rest(config: Path) -> bool:
     """Whether an application of this configuration of Serve wants no prompt or answer on a disk, or not
     outside of encrypted folders."""
-    applications = _at(yaml.safe_load(config.read_text()), "applications")
-    found = applications if isinstance(applications, list) else []
-    return any(_at(one, "args", "data_at_rest") in (False, "encrypted") for one in found)
+    return any(args.get("data_at_rest") in (False, "encrypted") for args in _args(config))
 
 
-def _at(document: Any, *names: str) -> Any:
-    for name in names:
-        document = document.get(name) if isinstance(document, Mapping) else None
-    return document
+def _http_options(config: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load(config.read_text()).get("http_options") or {})
+
+
+def _args(config: Path) -> list[dict[str, Any]]:
+    applications = yaml.safe_load(config.read_text()).get("applications") or []
+    return [one.get("args") or {} for one in applications]
 
 
 def haproxy_settings(folder: Path, *, keys: bool = False) -> dict[str, str]:
@@ -171,7 +170,7 @@ def discoverable(config: Path) -> Iterator[None]:
     folder lasts, and is the server's own, unlike Ray's."""
     import ray
 
-    port = (yaml.safe_load(config.read_text()).get("http_options") or {}).get("port", 8000)
+    port = _http_options(config).get("port", 8000)
     (node,) = ray.nodes()  # type: ignore[no-untyped-call]
     target = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
     file = cache_folder() / "prometheus" / f"server-{port}.json"

@@ -104,10 +104,10 @@ def test_faults_are_named(args: dict[str, Any], message: str) -> None:
 def test_checking_a_file_prints_one_line_and_fails(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"applications": [{"args": {"models": [model(id="")]}}]}))
-    command = [sys.executable, "-m", "serve_app.config", str(file)]
+    command = [sys.executable, "-P", "-m", "serve_app.cli", "check", str(file)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 1
-    assert result.stderr.startswith("invalid configuration: models.0.id: ")
+    assert "invalid configuration: models.0.id: " in result.stderr
     assert result.stderr.count("\n") == 1
 
 
