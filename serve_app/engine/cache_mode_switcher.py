@@ -63,18 +63,24 @@ class CacheModeSwitcher(Guest):
         self._waiting = core.queue
         self._admission = core.admission
         self._longest_pause_s = self._options.max_stall_s or _LONGEST_PAUSE_S
-        setup, modes = self._backend.setup, self._backend.modes
-        can_change = setup.profile.decode_s and not self._backend.traits.forgets
+        profile, modes = self._backend.setup.profile, self._backend.modes
+        can_change = profile.decode_s and not self._backend.traits.forgets
         self._modes = modes if can_change else None
-        self._traffic = (
-            Traffic((setup.mode, setup.profile), self._modes.other) if self._modes else None
-        )
+        self._traffic = self._observed()
         self._not_before = 0.0
         self._long_until = 0.0
         """The time until which the cache stays unified, for requests that are longer than a slot's
         share."""
         self._looked_at: tuple[int, ...] = ()
         self._n_steps = 0
+
+    def _observed(self) -> Traffic | None:
+        """The comparison of the present kind with the other one, if there is another."""
+        if self._modes is None:
+            return None
+        setup, other = self._backend.setup, self._modes.other
+        share = min(setup.profile.share, other[1].share)
+        return Traffic((setup.mode, self._costs), other, share)
 
     def before_schedule(self, core: EngineCore) -> None:
         """Change the cache if a request needs that; or if it pays for the live requests, and streams can
@@ -102,11 +108,12 @@ class CacheModeSwitcher(Guest):
             self._traffic.observe(_load(together, n_cells))
 
     @property
-    def has_rest_work(self) -> bool:
-        """Whether to change now that nobody is there."""
+    def rest_at(self) -> float:
+        """0, for at once, if it pays to change now that nobody is there."""
         if self._traffic is None or self._stays_unified:
-            return False
-        return self._traffic.regret_s() > _AT_REST * max(_LEAST_S, self._cost_s())
+            return math.inf
+        pays = self._traffic.regret_s() > _AT_REST * max(_LEAST_S, self._cost_s())
+        return 0.0 if pays else math.inf
 
     def at_rest(self, core: EngineCore) -> None:
         """Change the cache while nobody waits."""
@@ -248,12 +255,13 @@ class CacheModeSwitcher(Guest):
                 cache.store_now(slot)
         pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
         at_rest = not (self._scheduler.running or self._waiting)
-        by_traffic, other = self._traffic.turn(at_rest=at_rest), self._modes.other[0]
+        by_traffic, other = self._traffic.reason(at_rest=at_rest), self._modes.other[0]
         self._admission.interrupt()
+        self._backend.keep(self._costs.learned())
         self._modes.change(f"{other}: {need}" if need else by_traffic)
-        if self._backend.modes is None:
-            self._modes = self._traffic = None
+        self._modes = self._backend.modes
         self._costs.begin(self._backend.setup.profile)
+        self._traffic = self._observed()
         mode = self._backend.setup.mode
         self._scheduler.mix(mode.kv_unified)
         room = slot_room(self._options, mode)

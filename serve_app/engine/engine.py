@@ -29,6 +29,7 @@ from serve_app.engine.kv_cache.transfers import PrefixTransfer
 from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.pictures import Encoding, PlacedTile, expanded
+from serve_app.engine.rest_trials import RestTrials
 from serve_app.engine.stream import TokenStream
 from serve_app.errors import (
     CorralError,
@@ -62,6 +63,7 @@ def make_guests(core: EngineCore) -> list[Guest]:
         CacheModeSwitcher(core),
         EmbeddingQueue(backend, costs, core.budget, core.progress, core.queue.accounts),
         PrefixStorage(core.cache),
+        RestTrials(core),
     ]
     if backend.traits.can_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft

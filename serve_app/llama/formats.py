@@ -105,3 +105,9 @@ class Threads:
         batch = threads_batch or threads
         reason = "for every batch" if batch == threads else "as configured"
         return cls(threads, batch, batch, reason)
+
+    def of(self, n_rows: int) -> int:
+        """The threads for a batch of so many rows."""
+        if n_rows == 1:
+            return self.one_row
+        return self.few_rows if n_rows <= FEW_ROWS else self.many_rows

@@ -158,6 +158,7 @@ class FakeBackend:
         self.mode_reason = "scripted"
         self.threads = Threads.alike(1, None)
         self.profile = Profile()
+        self.spins = False
         self.other: tuple[Mode, Profile] | None = None
         self.change_s = 0.0
         self.can_rewind = not forgets
@@ -226,12 +227,22 @@ class FakeBackend:
     def setup(self) -> Setup:
         """The attributes `mode`, `profile` and others, which tests set."""
         return Setup(
-            "llama.cpp", self.mode, self.threads, self.profile, "scripted", self.mode_reason
+            "llama.cpp",
+            self.mode,
+            self.threads,
+            self.profile,
+            "scripted",
+            self.mode_reason,
+            self.spins,
         )
 
     @setup.setter
     def setup(self, setup: Setup) -> None:
         self.mode, self.profile, self.mode_reason = setup.mode, setup.profile, setup.mode_reason
+
+    def keep(self, profile: Profile) -> None:
+        """Have these costs from now on."""
+        self.profile = profile
 
     @property
     def traits(self) -> CacheTraits:

@@ -132,6 +132,7 @@ def test_the_core_of_the_ingress_imports_no_guest_and_no_protocol() -> None:
 ENGINE_CORE = "serve_app.engine.core"
 CORE_NEEDS = (
     "backends.base",
+    "autotune.clocks",
     "autotune.cost_model",
     "autotune.sampling_costs",
     "kv_cache.manager",

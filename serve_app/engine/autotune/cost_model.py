@@ -9,6 +9,10 @@ measured at the start and learned while running.
 A Kalman filter learns them from the relative errors of forecasts. It knows how unsure each number is, and
 which were wrong together. Sources: Kalman, "A New Approach to Linear Filtering and Prediction Problems",
 1960; errors are bounded as in Huber, "Robust Estimation of a Location Parameter", 1964.
+
+Each measurement carries its own trust: the part of their time that its threads had, its `share`. Other
+programs had the rest, which says nothing about a batch (`own_s`). The smaller the share, the less the
+filter learns. How much longer batches take meanwhile is a factor of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,12 +28,17 @@ import numpy as np
 _NOISE = 0.08**2
 # An error counts up to so many standard deviations: more may be a hiccup. One that stays is learnt anyway.
 _MOST_DEVIATIONS = 2.0
+# Of a forecast, the part by the number of rows, from which on depth hardly counts.
+_MOSTLY_BASE = 0.9
 # Where no slope was measured, a depth of so many tokens may double what a batch takes.
 _DOUBLING_DEPTH = 4_000
 # Seconds of batches of one size, of which one is learnt from.
 _LEARN_S = 0.1
-# Variances of what was measured: it is wrong by a seventh, or, where it is doubted, by anything.
-_TRUSTED, _TRUSTED_SLOPE, _DOUBTED = 0.02, 0.1, 1.0
+# Variances of what was measured: it is wrong by a seventh, or, where it is doubted, by anything. A number
+# of rows whose variance is above the last one is worth a trial.
+_TRUSTED, _TRUSTED_SLOPE, _DOUBTED, _WORTH_A_TRIAL = 0.02, 0.1, 1.0, 0.03
+# The weight of the newest batch in how much longer batches take because of other programs.
+_NEWEST_DELAY = 0.2
 # Doubted are batches that take so many times longer than a larger one, or, by row, than a smaller one.
 _SLOWER, _SLOWER_BY_ROW = 1.1, 1.2
 # Up to so many rows, kernels like multiples of the second number; beyond the last one, of _LARGE_STEP.
@@ -46,21 +55,39 @@ _NEWEST = 0.1
 _PLANS_KEPT = 64
 
 
+def own_s(seconds: float, share: float) -> float:
+    """Seconds that a batch would have taken had its threads had all of their time instead of that share.
+
+    Threads wait for each other after each matrix. So a batch gets on while all of them have a core: with
+    two threads, that share of that share of the time. Measured beside one and two busy loops, the median of
+    a few batches was 0.8 to 1.8 times that of a quiet machine; the time that passed was 2 to 7 times that.
+    """
+    return seconds * share**2
+
+
 class Estimates:
     """Numbers that are learned from forecasts' errors. The first one is the speed: how much longer all
-    batches take than when they were measured (neighbours, throttling, a quota), as a logarithm."""
+    batches take than when they were measured (throttling, memory that others use), as a logarithm."""
 
-    def __init__(self) -> None:
+    def __init__(self, doubt: float = 0.0) -> None:
+        """`doubt` is the variance of all that was measured together."""
+        self.delay = 1.0
+        """The factor by which batches take longer because other programs have the cores."""
         self.values: list[float] = []
         self._covariance = np.zeros((0, 0))
         self._drift, self._jump = np.zeros(0), np.zeros(0)
         self._most = np.zeros(0)
-        self._speed = self.add(0.005, 0.0007, jump=0.03)
+        self._speed = self.add(0.005 + doubt, 0.0007, jump=0.03)
 
     @property
     def speed(self) -> float:
-        """The factor of measured seconds."""
+        """The factor of measured seconds, without delays."""
         return math.exp(self.values[self._speed])
+
+    def variance(self, i: int) -> float:
+        """The present variance of a number and the speed together."""
+        both = [self._speed, i]
+        return float(self._covariance[np.ix_(both, both)].sum())
 
     def add(self, variance: float, drift: float, jump: float = 0.0) -> int:
         """Add a number, 0 at first, and return its index. It becomes unsure again by `drift` with each
@@ -75,15 +102,15 @@ class Estimates:
         self._most = np.append(self._most, variance)
         return n - 1
 
-    def learn(self, shares: Mapping[int, float], error: float) -> None:
-        """Learn from a forecast's relative error. A share says how much the forecast grows, relatively,
-        with that number; with the speed, it grows as much as that."""
-        shares = {self._speed: 1.0, **shares}
+    def learn(self, growth: Mapping[int, float], error: float, noise: float = _NOISE) -> None:
+        """Learn from a forecast's relative error, which has that variance. `growth` says how much the
+        forecast grows, relatively, with each number; with the speed, it grows as much as that."""
+        growth = {self._speed: 1.0, **growth}
         diagonal = np.einsum("ii->i", self._covariance)
         np.add(diagonal, self._drift, out=diagonal, where=diagonal < self._most)
-        indices, parts = list(shares), np.array(list(shares.values()))
+        indices, parts = list(growth), np.array(list(growth.values()))
         due = parts @ self._covariance[indices]  # it is symmetric
-        variance = _NOISE + float(parts @ due[indices])
+        variance = noise + float(parts @ due[indices])
         most = _MOST_DEVIATIONS * math.sqrt(variance)
         moved = due * (max(-most, min(most, error)) / variance)
         self.values = (moved + self.values).tolist()
@@ -102,18 +129,27 @@ class Curve:
         deep: Mapping[int, float],
         depth: int,
         estimates: Estimates,
+        doubt: float = 0.0,
     ) -> None:
+        """`doubt` is the additional variance of each measured number."""
         self.measured = sorted(shallow)
         self._doubted = doubtful(shallow)
         # What is thought too fast is tried and learned, what is thought too slow never is.
+        by_row = (
+            doubt > _TRUSTED
+        )  # some kernels are odd, and that is to be believed of a quiet machine
         shallow = {
-            n: min(shallow[m] for m in shallow if m >= n) if n in self._doubted else shallow[n]
+            n: _mended(shallow, n, by_row=by_row) if n in self._doubted else shallow[n]
             for n in shallow
         }
         self._estimates = estimates
         self._seconds = [shallow[n] for n in self.measured]
         known = sorted(n for n in deep if n in shallow)
-        slopes = [max(0.0, deep[n] - shallow[n]) / max(1, depth) for n in known]
+        added = {n: max(0.0, deep[n] - shallow[n]) for n in known}
+        doubted_slopes = [n for n in known if n in doubtful(added) or not added[n]]
+        if by_row:
+            added = {n: _mended(added, n, by_row=True) for n in known}
+        slopes = [added[n] / max(1, depth) for n in known]
         self._slopes = [_by_rows(known, slopes, n) for n in self.measured]
         row_s = min((shallow[n] / n for n in self.measured), default=0.0)
         self._scales = [
@@ -122,12 +158,11 @@ class Curve:
         ]
         add = estimates.add
         self._bases = [
-            add(_DOUBTED if n in self._doubted else _TRUSTED, 2e-5) for n in self.measured
+            add(_DOUBTED if n in self._doubted else _TRUSTED + doubt, 2e-5) for n in self.measured
         ]
-        added = {n: deep[n] - shallow[n] for n in known}
-        doubted_slopes = [n for n in known if n in doubtful(added) or added[n] <= 0]
         self._deeper = [
-            add(_DOUBTED if n in doubted_slopes else _TRUSTED_SLOPE, 5e-5) for n in self.measured
+            add(_DOUBTED if n in doubted_slopes else _TRUSTED_SLOPE + doubt, 5e-5)
+            for n in self.measured
         ]
         self._all_deeper = add(1.0, 1e-4)
         self._unlearnt_s: dict[int, float] = {}
@@ -135,36 +170,54 @@ class Curve:
 
     def at(self, n_rows: int, n_past: float) -> float:
         """Seconds of a batch; 0 if none was measured."""
+        return self._estimates.delay * self.own_s(n_rows, n_past)
+
+    def own_s(self, n_rows: int, n_past: float) -> float:
+        """Seconds of a batch if no other program had the cores; 0 if none was measured."""
         parts, attending = _parts(self.measured, n_rows), n_past * self._depth_share(n_rows)
         return self._estimates.speed * sum(
             weight * (self._base_s(i) + attending * self._slope_s(i)) for i, weight in parts
         )
+
+    def own_times(self, n_past: float = 0) -> dict[int, float]:
+        """Seconds that `own_s` gives, for all numbers of rows that were measured."""
+        return {n: self.own_s(n, n_past) for n in self.measured}
+
+    @property
+    def worth_a_trial(self) -> list[int]:
+        """The numbers of rows of which too little is known, fewer first."""
+        pairs = zip(self.measured, self._bases, strict=True)
+        return [n for n, i in pairs if self._estimates.variance(i) > _WORTH_A_TRIAL]
 
     def _depth_share(self, n_rows: int) -> float:
         """The part of the first point's slope that fewer rows have: the weights are read for one row
         as for eight, but each row attends for itself."""
         return min(1.0, n_rows / self.measured[0]) if self.measured else 1.0
 
-    def learn(self, n_rows: int, n_past: float, seconds: float) -> None:
-        """Learn from the time of a batch. Of short batches of one size, one in `_LEARN_S` counts: all
-        tell the same, and learning takes time, too."""
+    def learn(self, n_rows: int, n_past: float, seconds: float, share: float) -> None:
+        """Learn from a batch whose threads had that share of its time. Of short batches of one size, one
+        in `_LEARN_S` counts: all tell the same, and learning takes time, too."""
         unlearnt_s = self._unlearnt_s.get(n_rows, _LEARN_S) + seconds
         self._unlearnt_s[n_rows] = unlearnt_s
         if unlearnt_s < _LEARN_S and n_rows not in self._doubted:
             return
         self._unlearnt_s[n_rows] = 0.0
-        expected = self.at(n_rows, n_past)
-        if not expected or seconds <= 0:
+        expected, computed_s = self.own_s(n_rows, n_past), own_s(seconds, share)
+        if not expected or computed_s <= 0:
             return
+        self._estimates.delay += _NEWEST_DELAY * (seconds / computed_s - self._estimates.delay)
         scale, deeper = self._estimates.speed / expected, 0.0
-        shares: dict[int, float] = {}
+        growth: dict[int, float] = {}
         for i, weight in _parts(self.measured, n_rows):
-            shares[self._bases[i]] = scale * weight * self._base_s(i)
+            growth[self._bases[i]] = scale * weight * self._base_s(i)
             attending = n_past * self._depth_share(n_rows)
-            shares[self._deeper[i]] = scale * weight * attending * self._scales[i]
-            deeper += shares[self._deeper[i]]
-        shares[self._all_deeper] = deeper
-        self._estimates.learn(shares, seconds / expected - 1)
+            growth[self._deeper[i]] = scale * weight * attending * self._scales[i]
+            deeper += growth[self._deeper[i]]
+        growth[self._all_deeper] = deeper
+        ratio, factors = computed_s / expected, sum(growth.get(i, 0.0) for i in self._bases)
+        # Bases and the speed are factors, slopes are added to them.
+        error = math.log(ratio) if factors > _MOSTLY_BASE else ratio - 1
+        self._estimates.learn(growth, error, _NOISE + (1 - share) ** 2)
 
     def _base_s(self, i: int) -> float:
         return math.exp(self._estimates.values[self._bases[i]]) * self._seconds[i]
@@ -193,6 +246,12 @@ def _by_rows(points: Sequence[int], values: Sequence[float], x: int) -> float:
     if points and x < points[0]:
         return values[0] * x / points[0]
     return sum(weight * values[i] for i, weight in _parts(points, x))
+
+
+def _mended(times: Mapping[int, float], n: int, *, by_row: bool) -> float:
+    """The most that a batch can take by the times of others: no longer than a larger one; and `by_row` no
+    longer than a smaller one."""
+    return min(times[m] * max(1.0, n / m) for m in times if m >= n or by_row)
 
 
 def doubtful(times: Mapping[int, float]) -> list[int]:
@@ -230,6 +289,14 @@ class Profile:
     masked: float = 1.0
     """The cost of a token of other sequences in a unified cache, as a part of the cost of an own
     one."""
+    share: float = 1.0
+    """The part of their time that the batches' threads had; other programs had the rest. 1 where it is not
+    known, or once the costs have been learned."""
+
+    @property
+    def doubt(self) -> float:
+        """The variance of what was measured beside other programs."""
+        return (1 - self.share) ** 2
 
 
 class CostModel:
@@ -240,10 +307,12 @@ class CostModel:
 
     def begin(self, profile: Profile) -> None:
         """Predict by that profile from now on, and learn anew, of another kind of cache."""
-        estimates, depth = Estimates(), profile.depth
-        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, estimates)
-        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth, estimates)
-        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth, estimates)
+        depth, doubt = profile.depth, profile.doubt
+        self._estimates = estimates = Estimates(doubt)
+        self._profile = profile
+        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, estimates, doubt)
+        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth, estimates, doubt)
+        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth, estimates, doubt)
         self.copy_s = profile.copy_s
         """Seconds that copying a slot takes."""
         self._masked = profile.masked
@@ -305,6 +374,19 @@ class CostModel:
         sizes = [size for size in self._sizes if size < n_pending] + [n_pending]
         times = {size: self.prefill_s(size, n_past) for size in sizes}
         return _fastest(times, within_s, beside_s)
+
+    def first_part(self, n_pending: int, n_past: float, *, within_s: float, most_s: float) -> int:
+        """How many of a prompt's rows to compute in a batch of `within_s` at most, if the rest follows in
+        one batch: those with which both take least; 0 if none fit. All, if they take `most_s` at most."""
+        if self.prefill_s(n_pending, n_past) <= most_s:
+            return n_pending
+        times = {n: self.prefill_s(n, n_past) for n in self._sizes if n < n_pending}
+        both = {
+            n: seconds + self.prefill_s(n_pending - n, n_past + n)
+            for n, seconds in times.items()
+            if seconds <= within_s
+        }
+        return min(both, key=lambda n: (both[n], -n), default=0)
 
     def mixed_chunk(self, n_pending: int, n_beside: int, n_past: float, *, within_s: float) -> int:
         """The largest chunk for a batch that has `n_beside` rows of other sequences: the numbers that
@@ -384,12 +466,15 @@ class CostModel:
         parts = self._known_split(tuple(range(n_rows)), n_past)
         return sum(self.decode_s(part, n_past) for part in parts)
 
-    def observe_decode(self, n_sequences: int, n_rows: int, n_past: float, seconds: float) -> None:
-        """Learn from a batch over decoding sequences, one row of each or with drafts."""
+    def observe_decode(
+        self, n_sequences: int, n_rows: int, n_past: float, seconds: float, share: float = 1.0
+    ) -> None:
+        """Learn from a batch over decoding sequences, one row of each or with drafts. Its threads had that
+        share of their time."""
         if n_rows == n_sequences:
-            self._decode.learn(n_rows, n_past, seconds)
+            self._decode.learn(n_rows, n_past, seconds, share)
         elif n_sequences == 1:
-            self._verify.learn(n_rows, n_past, seconds)
+            self._verify.learn(n_rows, n_past, seconds, share)
         elif self:
             size, expected_s = _doublings(n_rows), self.decode_s(n_rows, n_past)
             known = self._longer.get(size, 1.0)
@@ -402,9 +487,48 @@ class CostModel:
             self._splits.clear()
             self._retried.clear()
 
-    def observe_prefill(self, n_rows: int, n_past: float, seconds: float) -> None:
-        """Learn from a batch of the kind that `prefill_s` predicts."""
-        self._prefill.learn(n_rows, n_past, seconds)
+    def observe_prefill(
+        self, n_rows: int, n_past: float, seconds: float, share: float = 1.0
+    ) -> None:
+        """Learn from a batch of the kind that `prefill_s` predicts. Its threads had that share of their
+        time."""
+        self._prefill.learn(n_rows, n_past, seconds, share)
+
+    def yardsticks(self, most: int) -> dict[int, float]:
+        """Seconds of prompts of up to so many rows with nothing before them, by number of rows."""
+        return {n: self.prefill_s(n, 0) for n in self._prefill.measured if n <= most}
+
+    def rested(self) -> None:
+        """Forget, after a pause, how much longer batches took because of other programs."""
+        self._estimates.delay = 1.0
+
+    @property
+    def worth_a_trial(self) -> list[tuple[str, int]]:
+        """The batches of which too little is known, by kind and number of rows, the smallest first."""
+        curves = {"decode": self._decode, "prefill": self._prefill, "verify": self._verify}
+        pairs = ((kind, n) for kind, curve in curves.items() for n in curve.worth_a_trial)
+        return sorted(pairs, key=lambda pair: curves[pair[0]].own_s(pair[1], 0))
+
+    def learned(self) -> Profile:
+        """The profile by what is known now."""
+        profile, decode, prefill = self._profile, self._decode, self._prefill
+        deep_decode_s, deep_prefill_s = (
+            curve.own_times(profile.depth) for curve in (decode, prefill)
+        )
+        return replace(
+            profile,
+            decode_s=decode.own_times(),
+            prefill_s=prefill.own_times(),
+            verify_s=self._verify.own_times(),
+            deep_decode_s={
+                n: deep_decode_s[n] for n in profile.deep_decode_s if n in deep_decode_s
+            },
+            deep_prefill_s={
+                n: deep_prefill_s[n] for n in profile.deep_prefill_s if n in deep_prefill_s
+            },
+            copy_s=self._estimates.speed * profile.copy_s,
+            share=profile.share if self.worth_a_trial else 1.0,
+        )
 
     def curve(self) -> dict[str, dict[int, float]]:
         """The times known now, in milliseconds by number of rows, with an empty cache."""

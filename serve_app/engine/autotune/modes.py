@@ -73,6 +73,11 @@ class ModeChoice:
     other: tuple[Mode, Profile] | None = None
     """The best mode with the other kind of cache, if both kinds are open."""
 
+    @property
+    def profiles(self) -> list[Profile]:
+        """The profiles of both kinds, or of the only one."""
+        return [self.profile, *([self.other[1]] if self.other else [])]
+
     def turned(self, reason: str) -> ModeChoice:
         """The other mode instead, for that reason."""
         if self.other is None:

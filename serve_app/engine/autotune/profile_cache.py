@@ -7,18 +7,20 @@ import json
 import logging
 import platform
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.options import EngineOptions
 
 logger = logging.getLogger("corral.engine")
 
 _FORMAT = 8
-# A profile is not kept if this process had less of its threads' time meanwhile: something else computed.
-# Ray and its start take a fifth of two cores.
+# A profile is not kept if its threads had less of their time: something else computed. Ray and its start
+# take a fifth of two cores.
 _ALONE = 0.75
 # The options that the time of batches depends on, or the choice between kinds of batches.
 _OPTIONS = (
@@ -75,15 +77,9 @@ def save(folder: Path | None, name: str, choice: object) -> None:
         logger.warning("The profile cannot be kept in %s: %s", folder, error)
 
 
-def is_undisturbed(used: float) -> bool:
-    """Whether a measurement that had that part of its threads' time is good for later starts."""
-    if used < _ALONE:
-        logger.warning(
-            "Other programs computed during the measurement, which got %.0f%% of its threads' time. "
-            "The next start measures again.",
-            100 * used,
-        )
-    return used >= _ALONE
+def is_worth_keeping(profiles: Iterable[Profile]) -> bool:
+    """Whether later starts may begin with these profiles, instead of measuring again."""
+    return all(profile.share >= _ALONE for profile in profiles)
 
 
 def _processor() -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from serve_app.engine.autotune.cost_model import Profile, doubtful
+from serve_app.engine.autotune.clocks import UNDISTURBED, Clocks
+from serve_app.engine.autotune.cost_model import Profile, doubtful, own_s
 from serve_app.engine.backends.base import Row, State
 
-# Batches shorter than this are measured in two rounds: the shorter, the noisier. And batches whose time is
-# doubtful get so many rounds more.
-_SHORT_S, _DOUBTED_ROUNDS = 0.35, 2
+# Batches are measured again until they took this, up to so many times more: the shorter, the noisier. And
+# batches whose time is doubtful get so many rounds more.
+_SHORT_S, _MOST_ROUNDS, _DOUBTED_ROUNDS = 0.35, 5, 2
 
 # Numbers of rows: the most telling ones first. Flash attention has another kernel from 64 on.
 _CHUNKS, _NEXT_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 48), (24, 40, 56, 128, 96, 256, 512)
@@ -37,9 +37,8 @@ _MOST_MASKED = 4.0
 # Rows that a sequence writes until it is another one's turn: cells of others lie between its own, as on a
 # server. In one piece they cost a fifth of that with flash attention (0.6B, Q4_0, 16 sequences).
 _TURN = 4
-# All deep batches are measured so often, and so often more if they break a physical order; and the part of
-# the time that must be left for another round.
-_DEEP_ROUNDS, _MORE_DEEP_ROUNDS, _LEFT = 2, 1, 0.4
+# The part of the time that must be left for another round of deep batches, from an empty cache on.
+_LEFT = 0.4
 
 
 class ProfiledContext(Protocol):
@@ -68,20 +67,31 @@ class PretendingContext(ProfiledContext, Protocol):
     def pretend(self, seq_id: int, n_tokens: int) -> None: ...
 
 
-class Trials:
-    """Times batches, as long as there is time. The least of a size's times counts: whatever else runs
-    makes a batch longer. A size is tried again only after the others, when a hiccup is likely to be
-    over. Decoder thread only."""
+class Measured(NamedTuple):
+    """The times of one size: what its threads needed, and the share of their time that they had."""
 
-    def __init__(
-        self, context: ProfiledContext, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    own_s: float
+    share: float
+
+
+Trial = Callable[[int], Measured]
+
+
+class Trials:
+    """Times batches, as long as there is time. A size is tried again only after the others, when a hiccup
+    is likely to be over. Of trials that had the machine to themselves the shortest counts; of others the
+    median of what their threads needed. Decoder thread only."""
+
+    def __init__(self, context: ProfiledContext, clocks: Clocks | None = None) -> None:
         self._context = context
-        self._clock = clock
+        self._clocks = clocks or Clocks()
         self.left_s = 0.0
         """Seconds that may still be spent."""
         self.n_before = 0
         """Tokens that the sequences have before each batch, by their positions."""
+        self._trials: dict[int, dict[int, list[Measured]]] = {}
+        """The trials of each size, by the identity of what they are added to."""
+        self._spent_s = self._had_s = 0.0
         self._differences: list[float] = []
 
     @property
@@ -90,38 +100,43 @@ class Trials:
         again, or 0 if none was."""
         return statistics.median(self._differences or [0.0])
 
-    def timed(self, run: Callable[[], None]) -> float:
-        """Seconds of that, which are spent."""
-        began = self._clock()
-        run()
-        seconds = self._clock() - began
+    @property
+    def share(self) -> float:
+        """The part of their time that the threads had."""
+        return self._had_s / self._spent_s if self._spent_s else 1.0
+
+    def timed(self, run: Callable[[], None], n_rows: int = 1) -> Measured:
+        """The time of that, which is spent."""
+        seconds, share = self._clocks.timed(run, n_rows)
         self.left_s -= seconds
-        return seconds
+        self._spent_s += seconds
+        self._had_s += share * seconds
+        return Measured(own_s(seconds, share), share)
 
     def time_for(self, seconds: float) -> bool:
         """Whether so many are left."""
         return seconds < self.left_s
 
-    def decoded(self, n_rows: int) -> float:
-        """Seconds of a row of each of so many sequences."""
+    def decoded(self, n_rows: int) -> Measured:
+        """The time of a row of each of so many sequences."""
         return self._batch([(0, self.n_before, seq_id, True) for seq_id in range(n_rows)])
 
-    def prefilled(self, n_rows: int) -> float:
-        """Seconds of so many rows of a prompt."""
+    def prefilled(self, n_rows: int) -> Measured:
+        """The time of so many rows of a prompt."""
         return self._batch(_prompt_rows(self.n_before, n_rows))
 
-    def verified(self, n_rows: int) -> float:
-        """Seconds of a sequence's next token and drafted ones."""
+    def verified(self, n_rows: int) -> Measured:
+        """The time of a sequence's next token and drafted ones."""
         return self._batch([(0, self.n_before + i, 0, True) for i in range(n_rows)])
 
-    def _batch(self, rows: Sequence[Row]) -> float:
-        seconds = self.timed(partial(self._context.decode, rows))
+    def _batch(self, rows: Sequence[Row]) -> Measured:
+        measured = self.timed(partial(self._context.decode, rows), len(rows))
         for seq_id in {row[2] for row in rows}:
             self._context.truncate(seq_id, self.n_before)
-        return seconds
+        return measured
 
     def measure(
-        self, times: dict[int, float], sizes: Sequence[int], trial: Callable[[int], float]
+        self, times: dict[int, float], sizes: Sequence[int], trial: Trial
     ) -> Iterator[None]:
         """Add what batches of these sizes take; the first of all is measured in any case. One is run
         when the next is asked for, and each size takes its turn even if there is no time for it: what
@@ -129,19 +144,20 @@ class Trials:
         new = [n for n in sizes if n not in times]
         for n in new:
             if not times or self.time_for(_expected(times, n)):
-                times[n] = trial(n)
+                self._add(times, n, trial)
             yield
-        for n in new:
-            if times.get(n, _SHORT_S) < _SHORT_S:
-                self._again(times, n, trial)
-            yield
+        for n_round in range(_MOST_ROUNDS):
+            for n in new:
+                if max(1, n_round) * times.get(n, _SHORT_S) < _SHORT_S:
+                    self._again(times, n, trial)
+                yield
         for _ in range(_DOUBTED_ROUNDS):
             for n in sorted(set(new) & set(doubtful(times))):
                 self._again(times, n, trial)
                 yield
 
     def once_more(
-        self, times: dict[int, float], sizes: Sequence[int], trial: Callable[[int], float]
+        self, times: dict[int, float], sizes: Sequence[int], trial: Trial
     ) -> Iterator[None]:
         """Another trial of each of these sizes that was measured, as far as there is time."""
         for n in sizes:
@@ -149,11 +165,19 @@ class Trials:
                 self._again(times, n, trial)
             yield
 
-    def _again(self, times: dict[int, float], n: int, trial: Callable[[int], float]) -> None:
+    def _again(self, times: dict[int, float], n: int, trial: Trial) -> None:
         if self.time_for(times[n]):
-            least, most = sorted((times[n], trial(n)))
-            times[n] = least
+            before = times[n]
+            least, most = sorted((before, self._add(times, n, trial)))
             self._differences.append(most / least - 1 if least > 0 else 0.0)
+
+    def _add(self, times: dict[int, float], n: int, trial: Trial) -> float:
+        """Add a trial of that size; returns its time."""
+        trials = self._trials.setdefault(id(times), {}).setdefault(n, [])
+        trials.append(trial(n))
+        undisturbed = [measured.own_s for measured in trials if measured.share >= UNDISTURBED]
+        times[n] = min(undisturbed or [statistics.median(measured.own_s for measured in trials)])
+        return trials[-1].own_s
 
 
 def _prompt_rows(start: int, n_rows: int) -> list[Row]:
@@ -189,10 +213,10 @@ class Profiler(Trials):
         n_ctx_slot: int,
         n_batch: int,
         can_rewind: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        clocks: Clocks | None = None,
     ) -> None:
         """Copies are not measured without `can_rewind`: a slot would have to forget the row behind."""
-        super().__init__(context, clock)
+        super().__init__(context, clocks)
         self._n_slots = n_slots
         self._n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
@@ -204,7 +228,9 @@ class Profiler(Trials):
 
     @property
     def profile(self) -> Profile:
-        return Profile(self._decode, self._prefill, self._verify, copy_s=self._copy_s)
+        return Profile(
+            self._decode, self._prefill, self._verify, copy_s=self._copy_s, share=self.share
+        )
 
     def essentials(self, limit_s: float) -> Iterator[None]:
         """The batches that tell one kind of context from another, in about `limit_s`: each is run
@@ -248,9 +274,9 @@ class Profiler(Trials):
         self.n_before = end
         alone_s = with_copy_s = math.inf
         for _ in range(_COPY_TRIALS):
-            alone_s = min(alone_s, self.prefilled(1))
-            copy_s = self.timed(partial(self._context.copy, 0, 1))
-            with_copy_s = min(with_copy_s, copy_s + self.prefilled(1))
+            alone_s = min(alone_s, self.prefilled(1).own_s)
+            copy_s = self.timed(partial(self._context.copy, 0, 1)).own_s
+            with_copy_s = min(with_copy_s, copy_s + self.prefilled(1).own_s)
         self._copy_s = max(0.0, with_copy_s - alone_s)
         self.n_before = 0
         for seq_id in range(self._n_slots):
@@ -271,6 +297,8 @@ class Depth:
     """Seconds by the number of a prompt's rows."""
     masked: float = 1.0
     """The cost of a cell of others, as a part of that of a cell of the row's own sequence."""
+    share: float = 1.0
+    """The part of their time that the threads had."""
 
     def added_to(self, profile: Profile, *, unified: bool) -> Profile:
         """A profile of what has the same kind of attention, with this depth. In a split cache, each
@@ -284,10 +312,11 @@ class Depth:
             deep_decode_s=_sum(profile.decode_s, decode_s),
             deep_prefill_s=_sum(profile.prefill_s, self.prefill_s),
             masked=self.masked,
+            share=min(profile.share, self.share),
         )
 
 
-_Measure = Callable[[dict[int, float], Sequence[int], Callable[[int], float]], Iterator[None]]
+_Measure = Callable[[dict[int, float], Sequence[int], Trial], Iterator[None]]
 
 
 class DeepProfiler(Trials):
@@ -305,11 +334,11 @@ class DeepProfiler(Trials):
         n_slots: int,
         depth: int,
         n_batch: int,
-        clock: Callable[[], float] = time.perf_counter,
+        clocks: Clocks | None = None,
     ) -> None:
         """`depth` are the cells to be filled, a multiple of `ROOM`; the context has room for another
         batch, and two sequences more than slots."""
-        super().__init__(context, clock)
+        super().__init__(context, clocks)
         self._append = context.append
         self._counts = sorted({1, n_slots})
         self._n_turns = max(2, n_slots)
@@ -328,7 +357,8 @@ class DeepProfiler(Trials):
         decode_s = _difference(self._deep_decode, self._decode)
         prefill_s = _difference(self._deep_prefill, self._prefill)
         masked = min(_MOST_MASKED, max(0.0, self._masked))
-        return Depth(self._depth if decode_s else 0, decode_s, prefill_s, masked)
+        n_tokens = self._depth if decode_s else 0
+        return Depth(n_tokens, decode_s, prefill_s, masked, self.share)
 
     @property
     def _masked(self) -> float:
@@ -341,22 +371,13 @@ class DeepProfiler(Trials):
         part = (self._turns_s[n] - self._decode[n]) / whole_s[n]
         return (self._n_turns * part - 1) / (self._n_turns - 1)
 
-    @property
-    def _is_doubtful(self) -> bool:
-        depths = (self.depth.decode_s, self.depth.prefill_s)
-        falls = any(not added for depth in depths for added in depth.values())
-        return falls or self._masked < 0 or any(doubtful(depth) for depth in depths)
-
     def essentials(self, limit_s: float) -> Iterator[None]:
         """The batches that tell one kind of attention from another, in about `limit_s`: each is run when
         the next is asked for."""
         self.left_s = limit_s
         yield from self._round(self.measure)
-        for n_more in range(1, _DEEP_ROUNDS + _MORE_DEEP_ROUNDS):
-            if not self.time_for(_LEFT * limit_s):
-                break
-            if n_more < _DEEP_ROUNDS or self._is_doubtful:
-                yield from self._round(self.once_more)
+        if self.time_for(_LEFT * limit_s):
+            yield from self._round(self.once_more)
 
     def _round(self, measure: _Measure) -> Iterator[None]:
         self._empty()
@@ -418,11 +439,11 @@ def paged_depth(
     profile: Profile,
     n_tokens: int,
     limit_s: float,
-    clock: Callable[[], float] = time.perf_counter,
+    clocks: Clocks | None = None,
 ) -> Depth:
     """Measure what so many tokens before a batch add to it in a paged cache, in about `limit_s`. The first
     sequence has them. It has room for a chunk more, and is empty before and after."""
-    trials = Trials(context, clock)
+    trials = Trials(context, clocks)
     trials.left_s, trials.n_before = limit_s, n_tokens
     deep_decode_s: dict[int, float] = {}
     deep_prefill_s: dict[int, float] = {}
@@ -438,4 +459,4 @@ def paged_depth(
         context.truncate(0, 0)
     decode_s = _difference(deep_decode_s, profile.decode_s)
     prefill_s = _difference(deep_prefill_s, profile.prefill_s)
-    return Depth(n_tokens if decode_s else 0, decode_s, prefill_s)
+    return Depth(n_tokens if decode_s else 0, decode_s, prefill_s, share=trials.share)

@@ -1,21 +1,22 @@
 """Learns from the traffic which kind of cache pays. Pure: no model, no threads, no clock.
 
-Every step is forecast for both kinds, by the profiles from before any learning. So the engine's
-experience with its present kind favours neither. A machine is busier at some moments of a start
-than at others, and the kinds are not measured in the same ones. So the yardstick is what costs the
-same with both, a short prompt of one sequence with nothing before it. The time that the other kind
-would have saved is the regret. The cache is to change when that, and what the other kind would save
-for the requests that are there, exceeds what the change costs. So no traffic, however it changes,
-makes the engine lose much more than if it had known it. Source: Borodin, Linial, Saks, "An optimal
+Every step is forecast for both kinds: for the present kind by what was learned, for the other one by its
+profile, which has what was learned when the engine had that kind. The yardstick is what costs the same
+with both, a short prompt of one sequence with nothing before it. So the engine's experience with its
+present kind favours neither, nor does a machine that was busier while one of them was measured. The time
+that the other kind would have saved is the regret. The cache is to change when that, and what the other
+kind would save for the requests that are there, exceeds what the change costs. So no traffic, however it
+changes, makes the engine lose much more than if it had known it. Source: Borodin, Linial, Saks, "An optimal
 on-line algorithm for metrical task system", 1992.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.autotune.modes import Mode
@@ -24,6 +25,8 @@ from serve_app.engine.autotune.modes import Mode
 _LEAST_GAIN = 0.1
 # Seconds of work after which what was seen hardly counts any more.
 _REMEMBERED_S = 60.0
+# What other programs had of the time of the measurement speaks against a change, by this factor.
+_DISTRUST = 1.0
 # Rows of a prompt that hardly look at each other: they cost the same with both kinds.
 _YARDSTICK_ROWS = 64
 
@@ -63,12 +66,19 @@ class _Kind:
     """The time that the recent traffic takes with it."""
     coming_s: float = 0.0
 
-    def forecast_s(self, load: Load) -> float:
-        """Seconds of a step; in a unified cache, prompts and decoding sequences share a batch."""
+    def decode_s(self, n_rows: int, depth: float) -> float:
+        """Seconds of a step that only decodes, of sequences that share nothing."""
+        if not self.mode.kv_unified:
+            return self.costs.steps_s(n_rows, depth)
+        return self.costs.decode_s(n_rows, self.costs.attended(depth, n_rows * depth))
+
+    def forecast_s(self, load: Load, most_s: float) -> float:
+        """Seconds of a step; in a unified cache, prompts and decoding sequences share a batch. In a split
+        one, decoding takes `most_s` at most."""
         n_decoding, n_prompt = round(load.n_decoding), sum(n for n, _ in load.prompts)
         if not self.mode.kv_unified:
-            decode_s = self.costs.steps_s(n_decoding, load.decode_depth) if n_decoding else 0.0
-            return decode_s + self._prompts_s(load.prompts, n_prompt)
+            decode_s = self.decode_s(n_decoding, load.decode_depth) if n_decoding else 0.0
+            return min(decode_s, most_s) + self._prompts_s(load.prompts, n_prompt)
         n_rows = n_decoding + n_prompt
         tokens = n_decoding * load.decode_depth + sum(n * depth for n, depth in load.prompts)
         depth = self.costs.attended(tokens / max(1, n_rows), load.n_cells)
@@ -86,10 +96,14 @@ class _Kind:
 class Traffic:
     """Compares the kind of cache that the engine has with the other one. Decoder thread only."""
 
-    def __init__(self, own: tuple[Mode, Profile], other: tuple[Mode, Profile]) -> None:
-        (own_mode, measured), (other_mode, found) = own, other
-        self._own = _Kind(own_mode, CostModel(measured))
-        self._other = _Kind(other_mode, CostModel(_at_the_same_speed(found, measured)))
+    def __init__(
+        self, own: tuple[Mode, CostModel], other: tuple[Mode, Profile], share: float = 1.0
+    ) -> None:
+        """The engine learns the costs of its `own` kind. The profiles were measured with that `share` of
+        the threads' time."""
+        self._own = _Kind(*own)
+        self._other = _Kind(other[0], CostModel(other[1]))
+        self._least_gain = max(_LEAST_GAIN, _DISTRUST * (1 - share))
         self._load = Load()
         """The load that the last steps had alike."""
         self._n_alike = 0
@@ -99,15 +113,38 @@ class Traffic:
     def regret_s(self) -> float:
         """Seconds that the other kind would have saved lately, less what may be noise; 0 or more."""
         self._add_up()
-        return self._own.seconds - (1 + _LEAST_GAIN) * self._other.seconds
+        return self._own.seconds - (1 + self._least_gain) * self._other.seconds
 
     def observe(self, load: Load) -> None:
         """A step computed that. Takes hardly any time if the step before did, too."""
         if load != self._load:
             self._add_up()
             self._load = load
-            self._step_s = self._own.forecast_s(load), self._other.forecast_s(load)
+            self._step_s = self._forecasts(load)
         self._n_alike += 1
+
+    def _forecasts(self, load: Load) -> tuple[float, float]:
+        """Seconds of a step with the own kind, and with the other one.
+
+        A split cache takes no longer than a unified one whose sequences share nothing: they attend to the
+        same cells there, and to those of others besides. So a slope that was measured wrongly, for one
+        row and counted for all, does not speak against a split cache for long.
+        """
+        speed = self._speed()
+        own, other, n = self._own, self._other, round(load.n_decoding)
+        most_s = math.inf, math.inf
+        if n and own.mode.flash_attn == other.mode.flash_attn:
+            most_s = (
+                speed * other.decode_s(n, load.decode_depth),
+                own.decode_s(n, load.decode_depth) / speed,
+            )
+        return own.forecast_s(load, most_s[0]), speed * other.forecast_s(load, most_s[1])
+
+    def _speed(self) -> float:
+        """How much longer a short prompt takes by what was learned than by the other kind's profile."""
+        own, other = (kind.costs.yardsticks(_YARDSTICK_ROWS) for kind in (self._own, self._other))
+        ratios = [own[n] / other[n] for n in own.keys() & other.keys()]
+        return statistics.median(ratios) if ratios else 1.0
 
     def _add_up(self) -> None:
         """The last steps, as if one after the other: each makes those before it count a bit less."""
@@ -117,44 +154,29 @@ class Traffic:
         weight = (1 - kept**n) / (1 - kept) if kept < 1 else n
         own.seconds = kept**n * own.seconds + weight * own_s
         other.seconds = kept**n * other.seconds + weight * other_s
-        if own.seconds < (1 + _LEAST_GAIN) * other.seconds:
+        if own.seconds < (1 + self._least_gain) * other.seconds:
             own.seconds = other.seconds = 0.0
         self._n_alike = 0
 
     def saves_s(self, alive: Sequence[Alive], n_idle_cells: float, n_slots: int) -> float:
         """Seconds that the other kind would save until these requests are done, less what may be noise;
         below 0 if it would take longer. Idle slots have `n_idle_cells`."""
-        loads = list(_coming(alive, n_idle_cells, n_slots))
-        for kind in (self._own, self._other):
-            kind.coming_s = sum(times * kind.forecast_s(load) for times, load in loads)
-        return self._own.coming_s - (1 + _LEAST_GAIN) * self._other.coming_s
+        own, other = self._own, self._other
+        own.coming_s = other.coming_s = 0.0
+        for times, load in _coming(alive, n_idle_cells, n_slots):
+            own_s, other_s = self._forecasts(load)
+            own.coming_s += times * own_s
+            other.coming_s += times * other_s
+        return own.coming_s - (1 + self._least_gain) * other.coming_s
 
-    def turn(self, *, at_rest: bool) -> str:
-        """The engine has the other kind from now on. Returns why, in a line; unless `at_rest`, for
-        those that `saves_s` looked at, too."""
+    def reason(self, *, at_rest: bool) -> str:
+        """Why the engine has the other kind from now on, in a line; unless `at_rest`, for those that
+        `saves_s` looked at, too."""
         self._add_up()
         own, other = self._own, self._other
-        self._own, self._other = other, own
-        self._load, self._step_s = Load(), (0.0, 0.0)
         own_s, other_s = (kind.seconds + kind.coming_s * (not at_rest) for kind in (own, other))
-        own.seconds = other.seconds = 0.0
         work = f"{own_s:.1f} s of work with {own.mode}, and {other_s:.1f} s so"
         return f"{other.mode}: by the traffic of late, {work}"
-
-
-def _at_the_same_speed(profile: Profile, other: Profile) -> Profile:
-    """The profile as if the machine had been as fast as when the other one was measured."""
-    both = profile.prefill_s.keys() & other.prefill_s.keys()
-    ratios = [other.prefill_s[n] / profile.prefill_s[n] for n in both if n <= _YARDSTICK_ROWS]
-    if not ratios:
-        return profile
-    speed = statistics.median(ratios)
-
-    curves: dict[str, Any] = {
-        name: {n: speed * seconds for n, seconds in getattr(profile, name).items()}
-        for name in ("decode_s", "prefill_s", "verify_s", "deep_decode_s", "deep_prefill_s")
-    }
-    return replace(profile, copy_s=speed * profile.copy_s, **curves)
 
 
 def _coming(

@@ -184,8 +184,8 @@ class Setup:
     """The cost of batches; empty if that was not measured."""
     kernels_reason: str = "as configured"
     mode_reason: str = ""
-    undisturbed: bool = True
-    """Whether the threads had their time when the profile was made, now or at an earlier start."""
+    spins: bool = False
+    """Whether threads that wait for each other compute on, so that CPU time tells what others took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +345,9 @@ class Backend(Protocol):
     def slots_with_pending_copy(self) -> Set[int]:
         """Slots that the next `decode` will read or write besides, for a copy or a shift: until then, they
         may be neither saved nor restored."""
+
+    def keep(self, profile: Profile) -> None:
+        """Have the next start, and a change back to this kind of cache, begin with these costs."""
 
     def close(self) -> None:
         """Free everything; nothing is called afterwards."""

@@ -200,7 +200,7 @@ def _compare(path: Path, options: EngineOptions, report: Report) -> tuple[Kernel
     report(Stage("measuring", limit_s=options.profile_limit_s))
     ours = measured(LLAMA_CPP, path, options)
     choice = faster({LLAMA_CPP: ours, OPENVINO: theirs}, options)
-    return choice, ours.undisturbed and theirs.undisturbed
+    return choice, profile_cache.is_worth_keeping([ours.profile, theirs.profile])
 
 
 def _said(error: Exception) -> str:

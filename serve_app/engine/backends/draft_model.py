@@ -11,6 +11,7 @@ import numpy as np
 from gguf import GGUFReader
 
 from serve_app.engine.autotune import profile_cache
+from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.profiler import Profiler, in_turns
 from serve_app.engine.backends.base import GUESSED, MemoryUse, Row
@@ -50,9 +51,9 @@ class LlamaDraft:
         self.truncate, self.close = context.truncate, context.close
         context.use_threads(threads)
         context.warm_up()
-        self.profile = self._measure(options)
+        self.profile = self._measure(options, threads)
 
-    def _measure(self, options: EngineOptions) -> Profile:
+    def _measure(self, options: EngineOptions, threads: Threads) -> Profile:
         if options.profile_limit_s <= 0:
             return Profile()
         folder = options.profile_folder
@@ -72,10 +73,12 @@ class LlamaDraft:
             n_ctx_slot=self.n_ctx,
             n_batch=self.n_batch,
             can_rewind=False,  # nothing is copied
+            clocks=Clocks(threads),
         )
         in_turns([profiler], limit_s / 2)
         profiler.rest(limit_s / 2)
-        profile_cache.save(folder, name, profiler.profile)
+        if profile_cache.is_worth_keeping([profiler.profile]):
+            profile_cache.save(folder, name, profiler.profile)
         logger.info("Measured the draft model %s.", self._model.path.name)
         return profiler.profile
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode, ModeChoice
+from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import (
     CacheTraits,
     EmbeddingShape,
@@ -231,36 +231,33 @@ class LlamaStates:
 
 
 class LlamaModes:
-    """The kind of cache that the context does not have now. The next start finds the choice, with the costs
-    that were learned."""
+    """The kind of cache that the context does not have now. The next start finds the choice."""
 
-    def __init__(self, backend: LlamaBackend, choice: ModeChoice, kept_as: str | None) -> None:
-        self._backend, self._choice, self._kept_as = backend, choice, kept_as
+    def __init__(self, backend: LlamaBackend) -> None:
+        self._backend = backend
         self.change_s = backend.opened_s
 
     @property
     def other(self) -> tuple[Mode, Profile]:
-        if self._choice.other is None:
+        other = self._backend.choice.other
+        if other is None:
             raise ValueError("There is no other mode.")
-        return self._choice.other
+        return other
 
     def change(self, reason: str) -> None:
         began = time.perf_counter()
-        backend, choice = self._backend, self._choice.turned(reason)
+        backend, choice = self._backend, self._backend.choice.turned(reason)
         try:
             backend.remake_cache(choice.mode)
         except ConfigError:
-            backend.remake_cache(self._choice.mode)
+            backend.remake_cache(backend.choice.mode)
             logger.exception("The cache stays as it is.")
-            choice = replace(self._choice, other=None)
+            choice = replace(backend.choice, other=None)
             backend.modes = None
-        self._choice = choice
-        backend.setup = replace(
-            backend.setup, mode=choice.mode, mode_reason=choice.reason, profile=choice.profile
-        )
+        backend.choice = choice
+        backend.setup = replace(backend.setup, mode=choice.mode, mode_reason=choice.reason)
         self.change_s = time.perf_counter() - began
-        if self._kept_as:
-            profile_cache.save(backend.options.profile_folder, self._kept_as, choice)
+        backend.keep(choice.profile)
 
 
 class LlamaBackend:
@@ -297,14 +294,15 @@ class LlamaBackend:
         self._positions = Positions(several=model.n_dimensions > 1)
         try:
             chosen = ModeChooser(model, options, self._open, report).choose()
-            choice = chosen.choice
+            self.choice = choice = chosen.choice
+            self._kept_as = chosen.kept_as
             self.setup = Setup(
                 "llama.cpp",
                 choice.mode,
                 choice.threads or Threads.alike(options.threads, options.threads_batch),
                 choice.profile,
                 mode_reason=choice.reason,
-                undisturbed=chosen.undisturbed,
+                spins=True,
             )
             began, n_ctx = time.perf_counter(), options.n_ctx
             if n_ctx is not None:
@@ -327,7 +325,7 @@ class LlamaBackend:
         self.pictures = (
             None if projector is None else LlamaPictures(projector, self._context, self._positions)
         )
-        self.modes = None if choice.other is None else LlamaModes(self, choice, chosen.kept_as)
+        self.modes = None if choice.other is None else LlamaModes(self)
         logger.info("%s.", choice.reason)
         if choice.threads is not None:
             logger.info("Of %d threads, %s.", choice.threads.many_rows, choice.threads.reason)
@@ -444,6 +442,12 @@ class LlamaBackend:
             window_bytes_per_token=context.layout.per_window_token,
             recurrent_bytes=context.layout.per_sequence,
         )
+
+    def keep(self, profile: Profile) -> None:
+        self.choice = replace(self.choice, profile=profile)
+        self.setup = replace(self.setup, profile=profile)
+        if self._kept_as and profile_cache.is_worth_keeping(self.choice.profiles):
+            profile_cache.save(self.options.profile_folder, self._kept_as, self.choice)
 
     def close(self) -> None:
         self._context.close()

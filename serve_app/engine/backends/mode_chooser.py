@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from serve_app.engine.autotune import modes, profile_cache
+from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.engine.autotune.profiler import DEPTH, ROOM, DeepProfiler, Profiler, in_turns
@@ -43,7 +44,6 @@ class ChosenMode:
     """A choice, and where it comes from."""
 
     choice: ModeChoice
-    undisturbed: bool = True
     kept_as: str | None = None
     """The name of the profile, if it is kept on disk."""
 
@@ -77,15 +77,19 @@ class ModeChooser:
         choice = profile_cache.load(folder, name, ModeChoice)
         if choice is None:
             self._report(Stage("measuring", limit_s=options.profile_limit_s))
-            choice, used = self._measured(candidates)
-            if not profile_cache.is_undisturbed(used):
-                return ChosenMode(choice, undisturbed=False)
-            profile_cache.save(folder, name, choice)
+            choice = self._measured(candidates)
+            if profile_cache.is_worth_keeping(choice.profiles):
+                profile_cache.save(folder, name, choice)
+            else:
+                logger.warning(
+                    "Other programs computed during the measurement, which got %.0f%% of its "
+                    "threads' time. The batches are measured again while nobody waits.",
+                    100 * choice.profile.share,
+                )
         return ChosenMode(choice, kept_as=name)
 
-    def _measured(self, candidates: Sequence[Mode]) -> tuple[ModeChoice, float]:
-        """Compare these modes, then measure the rest of the one that is chosen; and in which part of its
-        threads' time this process computed."""
+    def _measured(self, candidates: Sequence[Mode]) -> ModeChoice:
+        """Compare these modes, then measure the rest of the one that is chosen."""
         options, limit_s = self._options, self._options.profile_limit_s
         opened = time.perf_counter()
         with ExitStack() as contexts:
@@ -103,6 +107,10 @@ class ModeChooser:
                 for flash_attn in {mode.flash_attn: None for mode in candidates}
                 if self._depth
             }
+            began = time.perf_counter()
+            threads = self._try_threads([*shallow.values(), *deep.values()])
+            tried_s = time.perf_counter() - began
+            clocks = Clocks(threads or Threads.alike(options.threads, options.threads_batch))
             profilers = {
                 mode: Profiler(
                     context,
@@ -110,18 +118,20 @@ class ModeChooser:
                     n_ctx_slot=self._n_profiled,
                     n_batch=options.n_batch,
                     can_rewind=not self._forgets,
+                    clocks=clocks,
                 )
                 for mode, context in shallow.items()
             }
             depths = {
                 flash_attn: DeepProfiler(
-                    context, n_slots=options.n_slots, depth=self._depth, n_batch=options.n_batch
+                    context,
+                    n_slots=options.n_slots,
+                    depth=self._depth,
+                    n_batch=options.n_batch,
+                    clocks=clocks,
                 )
                 for flash_attn, context in deep.items()
             }
-            began, computed = time.perf_counter(), time.process_time()
-            threads = self._try_threads([*shallow.values(), *deep.values()])
-            tried_s = time.perf_counter() - began
             compared: list[Profiler | DeepProfiler] = [*profilers.values(), *depths.values()]
             in_turns(compared, _COMPARING * limit_s - tried_s)
             choice = modes.choose(
@@ -133,21 +143,18 @@ class ModeChooser:
                 left_s = limit_s - (time.perf_counter() - opened)
                 depths[choice.mode.flash_attn].rest(left_s / 2)
             profilers[choice.mode].rest(limit_s - (time.perf_counter() - opened))
-            took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
+            took_s = time.perf_counter() - began
         logger.info("Measured batches in %d modes in %.1f s.", len(candidates), took_s)
         profile, other = profilers[choice.mode].profile, choice.other
         if other is not None:
             filled = modes.filled(profilers[other[0]].profile, profile)
             other = other[0], self._whole(other[0], filled, depths)
-        choice = replace(
+        return replace(
             choice,
             profile=self._whole(choice.mode, profile, depths),
             threads=threads,
             other=other if self._can_change else None,
         )
-        used = threads or Threads.alike(options.threads, options.threads_batch)
-        n_threads = min(used.one_row, used.few_rows, used.many_rows)
-        return choice, computed_s / (took_s * n_threads)
 
     def _try_threads(self, contexts: Sequence[Context]) -> Threads | None:
         options = self._options

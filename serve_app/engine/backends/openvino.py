@@ -139,10 +139,11 @@ class OpenVinoBackend:
         self.decode, self.cancel, self.truncate = context.decode, context.cancel, context.truncate
         self.copy, self.shift = context.copy, context.shift
         threads = Threads.alike(options.threads, options.threads)
-        profile, undisturbed = self._profile(report)
-        self.setup = Setup(
-            "openvino", _MODE, threads, profile, mode_reason=_REASON, undisturbed=undisturbed
+        self._kept_as = profile_cache.key(
+            options, model=self._fingerprint.hex(), openvino=versions()
         )
+        profile = self._profile(report)
+        self.setup = Setup("openvino", _MODE, threads, profile, mode_reason=_REASON)
         self.draft: LlamaDraft | None = None
         if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
             self.draft = open_draft(model, options.draft, options, threads)
@@ -159,15 +160,13 @@ class OpenVinoBackend:
         self.embeddings = PagedEmbeddings(context, shape)
         logger.info("%s.", _REASON)
 
-    def _profile(self, report: Report) -> tuple[Profile, bool]:
+    def _profile(self, report: Report) -> Profile:
         options = self._options
         if options.profile_limit_s <= 0:
-            return Profile(), True
-        name = profile_cache.key(options, model=self._fingerprint.hex(), openvino=versions())
-        folder = options.profile_folder
-        kept = profile_cache.load(folder, name, Profile)
+            return Profile()
+        kept = profile_cache.load(options.profile_folder, self._kept_as, Profile)
         if kept is not None:
-            return kept, True
+            return kept
         report(Stage("measuring", limit_s=options.profile_limit_s))
         began, computed = time.perf_counter(), time.process_time()
         profiler = Profiler(
@@ -183,13 +182,17 @@ class OpenVinoBackend:
         if n_tokens > 0:
             depth = paged_depth(self._context, profiler.profile, n_tokens, deep_s)
         profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
-        profile = depth.added_to(replace(profiler.profile, copy_s=0.0), unified=False)
         took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
         logger.info("Measured batches in %.1f s.", took_s)
-        undisturbed = profile_cache.is_undisturbed(computed_s / (took_s * options.threads))
-        if undisturbed:
-            profile_cache.save(folder, name, profile)
-        return profile, undisturbed
+        share = min(1.0, computed_s / (took_s * options.threads))
+        profile = depth.added_to(replace(profiler.profile, copy_s=0.0), unified=False)
+        profile = replace(profile, share=share)
+        self.keep(profile)
+        return profile
+
+    def keep(self, profile: Profile) -> None:
+        if profile_cache.is_worth_keeping([profile]):
+            profile_cache.save(self._options.profile_folder, self._kept_as, profile)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.command_queue import CommandQueue
@@ -46,10 +47,16 @@ class BatchRunner:
     _scheduler: Scheduler
     _adapters: Adapters = ()
     """The adapters of the last batch."""
+    _clocks: Clocks = field(init=False)
+
+    def __post_init__(self) -> None:
+        setup = self._backend.setup
+        self._clocks = Clocks(setup.threads if setup.spins else None)
 
     def run(self, batch: Batch) -> BatchResult:
         """Decode a batch, and sample behind it. Raises what `Backend.decode` raises if it is broken."""
         began, has_pending_copy = time.monotonic(), bool(self._backend.slots_with_pending_copy)
+        self._clocks.begin()
         try:
             switches = self.use_adapters(batch.adapters)
             self._decode(batch)
@@ -57,10 +64,10 @@ class BatchRunner:
             if isinstance(error, DecodeCancelledError):
                 self._charge(batch, time.monotonic() - began)
             return BatchResult(batch, error)
-        decoded = time.monotonic()
+        decoded, (_, share) = time.monotonic(), self._clocks.end(len(batch.rows))
         self._scheduler.turns.observe(len(batch.rows), decoded - began, switched=switches)
         if not (has_pending_copy or switches or any(chunk.scored for chunk in batch.chunks)):
-            self._learn(batch, decoded - began)
+            self._learn(batch, decoded - began, share)
         self._charge(batch, decoded - began)
         sampled = [self._sample(chunk) for chunk in batch.chunks]
         return BatchResult(batch, None, sampled, decoded - began, time.monotonic() - decoded)
@@ -94,13 +101,13 @@ class BatchRunner:
             chunk.sequence.trace.computed(computed_s, len(batch.chunks))
             self._queue.charge(chunk.sequence, seconds)
 
-    def _learn(self, batch: Batch, seconds: float) -> None:
+    def _learn(self, batch: Batch, seconds: float, share: float) -> None:
         depth = self._costs.attended(batch.depth, batch.n_cells)
         if not batch.prefills:
             n_sequences = len(batch.chunks) + len(batch.fillers)
-            self._costs.observe_decode(n_sequences, len(batch.rows), depth, seconds)
+            self._costs.observe_decode(n_sequences, len(batch.rows), depth, seconds, share)
         elif len(batch.chunks) == 1 or self._backend.setup.mode.mixes:
-            self._costs.observe_prefill(len(batch.rows), depth, seconds)
+            self._costs.observe_prefill(len(batch.rows), depth, seconds, share)
 
     def _sample(self, chunk: Chunk) -> list[Sampled] | CorralError:
         """Sample behind a chunk. Its client is charged for grammars and log-probabilities, too."""

@@ -286,14 +286,14 @@ class EngineCore:
         """Do one piece of the work that waits until there are no requests."""
         self.runner.use_adapters(())
         for guest in self.guests:
-            if guest.has_rest_work:
+            if guest.rest_at <= time.monotonic():
                 guest.at_rest(self)
         self.published.refresh()
 
     @property
-    def has_rest_work(self) -> bool:
-        """Whether `rest` has something to do."""
-        return any(guest.has_rest_work for guest in self.guests)
+    def rest_at(self) -> float:
+        """The time from which on `rest` has something to do; infinite if there is nothing."""
+        return min(guest.rest_at for guest in self.guests)
 
     def end(self, sequences: Iterable[Sequence], error: CorralError) -> None:
         """End sequences that cannot go on, and tell them."""

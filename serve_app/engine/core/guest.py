@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
@@ -31,9 +32,10 @@ class Guest:
         return False
 
     @property
-    def has_rest_work(self) -> bool:
-        """Whether `at_rest` has something to do."""
-        return False
+    def rest_at(self) -> float:
+        """The time, on `time.monotonic`, from which on `at_rest` has something to do while there are no
+        requests; infinite if there is nothing."""
+        return math.inf
 
     def before_schedule(self, core: EngineCore) -> None:
         """Work before a step is planned, when waiting sequences have been admitted."""

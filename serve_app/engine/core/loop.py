@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -126,7 +127,7 @@ class DecoderLoop:
             while core.take_commands(_wait_s(core)):
                 if core.has_work:
                     core.step()
-                elif time.monotonic() >= core.worked_at + _REST_S:
+                elif time.monotonic() >= max(core.rest_at, core.worked_at + _REST_S):
                     core.rest()
         except Exception as error:
             logger.exception("The engine failed; every request it had is ended.")
@@ -140,6 +141,5 @@ def _wait_s(core: EngineCore) -> float | None:
     """Seconds to sleep if nothing arrives; None for ever."""
     if core.has_work:
         return 0.0
-    if not core.has_rest_work:
-        return None
-    return max(0.0, core.worked_at + _REST_S - time.monotonic())
+    rest_at = max(core.rest_at, core.worked_at + _REST_S)
+    return None if math.isinf(rest_at) else max(0.0, rest_at - time.monotonic())

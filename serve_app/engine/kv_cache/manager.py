@@ -55,9 +55,9 @@ class PrefixStorage(Guest):
         self._cache = cache
 
     @property
-    def has_rest_work(self) -> bool:
-        """Whether a slot has a prefix that is not stored."""
-        return self._cache.behind is not None
+    def rest_at(self) -> float:
+        """0, for at once, if a slot has a prefix that is not stored."""
+        return math.inf if self._cache.behind is None else 0.0
 
     def at_rest(self, core: EngineCore) -> None:
         """Store one prefix, unless a request comes meanwhile."""

@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.engine.backends.mode_chooser import ChosenMode, ModeChooser
@@ -57,6 +57,8 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return ChosenMode(ModeChoice(SPLIT, "measured", DEEP, None, (UNIFIED, FLAT)))
 
     monkeypatch.setattr(ModeChooser, "choose", choose)
+    for method in ("observe_decode", "observe_prefill"):  # a profile is no fiction elsewhere
+        monkeypatch.setattr(CostModel, method, lambda *measured: None)
     monkeypatch.setattr(loop, "_REST_S", 0.05)
 
 
@@ -119,7 +121,7 @@ async def test_what_was_learned_is_kept_for_the_next_start(path: Path, tmp_path:
     backend = LlamaBackend(path, replace(OPTIONS, profile_folder=tmp_path))
     try:
         assert backend.modes is not None
-        backend.modes._kept_as = "a"
+        backend._kept_as = "a"
         backend.modes.change("learned")
     finally:
         backend.close()

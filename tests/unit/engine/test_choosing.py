@@ -31,7 +31,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.asked: list[KernelsName] = []
-        self.undisturbed = True
+        self.share = 1.0
         self.seconds: dict[KernelsName, float] = {LLAMA_CPP: 2.0, OPENVINO: 1.0}
         self.failure: Exception | None = None
 
@@ -43,8 +43,7 @@ class Machine:
             name,
             MODES[name],
             Threads.alike(1, None),
-            profile(self.seconds[name]),
-            undisturbed=self.undisturbed,
+            replace(profile(self.seconds[name]), share=self.share),
         )
 
 
@@ -111,7 +110,7 @@ def test_another_file_is_measured_anew(
 def test_a_disturbed_measurement_counts_once(
     machine: Machine, model: Path, options: EngineOptions
 ) -> None:
-    machine.undisturbed = False
+    machine.share = 0.5
     assert choosing.chosen(model, options).name == OPENVINO
     machine.seconds[OPENVINO] = 3.0
     assert choosing.chosen(model, options).name == LLAMA_CPP

@@ -399,8 +399,10 @@ class Scheduler:
     ) -> int:
         """How many next rows of a prompt fit into a step of `within_s` whose rest takes `beside_s`."""
         within_s -= beside_s
-        if stretches and self.costs.prefill_s(n_beside + n_rows, depth) <= _STRETCH * within_s:
-            return n_rows
+        if stretches and not n_beside:
+            return self.costs.first_part(
+                n_rows, depth, within_s=within_s, most_s=_STRETCH * within_s
+            )
         if self._mixed:
             return self.costs.mixed_chunk(n_rows, n_beside, depth, within_s=within_s)
         return self.costs.chunk(n_rows, depth, within_s=within_s, beside_s=beside_s)

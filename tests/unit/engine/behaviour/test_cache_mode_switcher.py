@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from serve_app.engine.autotune.copy_budget import CopySpeed
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.traffic import Load, Traffic
 from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
@@ -26,11 +26,19 @@ from tests.unit.engine.harness import (
     until,
 )
 
-SPLIT, UNIFIED = Mode(True, False), Mode(True, True)
+# With one kind of attention, a split cache would be known to be no slower with prompts of their own.
+SPLIT, UNIFIED = Mode(False, False), Mode(True, True)
 SYSTEM = "You are a helpful assistant. "
 SLOW = Profile({1: 1.0, 4: 4.0}, {1: 0.5, 16: 1.0})
 FAST = Profile({1: 0.5, 4: 1.0}, {1: 0.5, 16: 1.0})
 LARGE = options(4, n_ctx_slot=128, cache_ram_bytes=100_000, max_stall_s=None)
+
+
+@pytest.fixture(autouse=True)
+def costs_are_scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is learned of a backend that takes no time."""
+    for method in ("observe_decode", "observe_prefill"):
+        monkeypatch.setattr(CostModel, method, lambda *measured: None)
 
 
 def changing(backend: FakeBackend, own: Profile = SLOW, other: Profile = FAST) -> FakeBackend:
@@ -109,7 +117,7 @@ def test_streams_are_interrupted_for_what_saves_much_and_is_no_longer_than_they_
         until(lambda: backend.n_waiting == 1)
         change = engine._loop.core.guest(CacheModeSwitcher)
         slow, fast = part_of(SLOW, part), part_of(FAST, part)
-        change._traffic = Traffic((SPLIT, slow), (UNIFIED, fast))
+        change._traffic = Traffic((SPLIT, CostModel(slow)), (UNIFIED, fast))
         backend.resume()
         for inbox, text in zip(inboxes, ("a", "other"), strict=True):
             assert inbox.wait().reason == FinishReason.LENGTH
@@ -133,7 +141,7 @@ class Watched(Traffic):
     """Keeps what it saw."""
 
     def __init__(self) -> None:
-        super().__init__((SPLIT, FAST), (UNIFIED, SLOW))
+        super().__init__((SPLIT, CostModel(FAST)), (UNIFIED, SLOW))
         self.loads: list[Load] = []
 
     def observe(self, load: Load) -> None:
@@ -198,7 +206,8 @@ def test_it_changes_back() -> None:
         assert backend.mode == UNIFIED
         change = engine._loop.core.guest(CacheModeSwitcher)
         change._not_before = 0.0
-        change._traffic = Traffic((UNIFIED, SLOW), (SPLIT, FAST))
+        change._traffic = Traffic((UNIFIED, CostModel(SLOW)), (SPLIT, FAST))
+        backend.other = SPLIT, FAST
         inboxes = start(engine, *(request(f"{text} again", f"{text} again") for text in prompts))
         for inbox, text in zip(inboxes, prompts, strict=True):
             inbox.wait()

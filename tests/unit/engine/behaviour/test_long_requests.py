@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine import cache_mode_switcher
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.traffic import Traffic
 from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
@@ -134,7 +134,7 @@ def test_the_cache_stays_unified_while_the_chat_may_go_on(monkeypatch: pytest.Mo
         change._not_before = 0.0
 
         def short_ones(name: str) -> None:
-            change._traffic = Traffic((UNIFIED, slow), (SPLIT, PROFILE))
+            change._traffic = Traffic((UNIFIED, CostModel(slow)), (SPLIT, PROFILE))
             inboxes = start(engine, *(request(f"{name}{i}", letters(9, i)) for i in range(4)))
             assert {inbox.wait().reason for inbox in inboxes} == {FinishReason.LENGTH}
 
