@@ -48,13 +48,18 @@ MaxTokens = Annotated[int, Field(ge=-1, le=MOST_TOKENS)]
 """Most tokens to generate; -1 for all that the context has room for, 0 to only compute the prompt."""
 
 
-class StreamOptions(RequestModel):
+class ObfuscationOptions(RequestModel):
+    """`stream_options` of responses."""
+
+    include_obfuscation: bool = False
+    """Whether pieces of text come with noise, so that their sizes do not show what they are."""
+
+
+class StreamOptions(ObfuscationOptions):
     """`stream_options`."""
 
     include_usage: bool = False
     """Send one more chunk, with the usage and no choices, before the end."""
-    include_obfuscation: bool = False
-    """Whether pieces of text come with noise, so that their sizes do not show what they are."""
 
 
 def _is_token(key: object) -> bool:

@@ -22,7 +22,9 @@ from serve_app.ingress.generation.requests import (
     CacheSalt,
     Effort,
     NamedSchema,
+    ObfuscationOptions,
     PingInterval,
+    StreamOptions,
     ToolChoice,
     TranslatedChat,
     Verbosity,
@@ -73,13 +75,6 @@ class TextConfig(RequestModel):
         if isinstance(self.format, SchemaFormat):
             return self.format.schema_
         return {"type": "object"} if self.format.type == "json_object" else None
-
-
-class ResponseStreamOptions(RequestModel):
-    """`stream_options`."""
-
-    include_obfuscation: bool = False
-    """Whether pieces of text come with noise, so that their sizes do not show what they are."""
 
 
 class ReasoningConfig(RequestModel):
@@ -153,7 +148,7 @@ class ResponsesRequest(RequestModel):
     """Whether the response is kept for some minutes, to go on from and to be asked for again."""
     background: bool = False
     """Whether it is made however soon the client leaves. That needs `store`."""
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: ObfuscationOptions | None = None
     reasoning: ReasoningConfig | None = None
 
     @model_validator(mode="before")
@@ -194,11 +189,6 @@ class ResponsesRequest(RequestModel):
             raise InvalidRequestError("'background' needs 'store'.", "background")
         return self
 
-    @property
-    def obfuscates(self) -> bool:
-        """Whether the events of a stream are padded, as ResponseStreamOptions says."""
-        return self.stream_options is not None and self.stream_options.include_obfuscation
-
     def as_chat(self, before: Sequence[AnyItem] = ()) -> TranslatedChat:
         """Translate the request to OpenAI's chat, behind these items. Raises InvalidRequestError."""
         conversation = turns([*before, *self.input])
@@ -207,6 +197,7 @@ class ResponsesRequest(RequestModel):
         return TranslatedChat(
             turns=conversation,
             stream=self.stream,
+            stream_options=StreamOptions(**dict(self.stream_options or ())),
             sse_ping_interval=self.sse_ping_interval,
             max_tokens=self.max_output_tokens,
             json_schema=self.text.schema_of_answer(),
@@ -235,7 +226,6 @@ class PreparedResponse(msgspec.Struct, frozen=True, tag=True):
     """The fields that the response repeats of its request."""
     items: bytes
     """The conversation that it answers."""
-    obfuscates: bool
 
 
 class After(msgspec.Struct, frozen=True, tag=True):
@@ -253,7 +243,7 @@ def response(models: Models, body: bytes) -> PreparedResponse | After:
     prepared = preparation.chat(model, chat, 1, "input")
     kept = items.kept(before, request.input)
     asked = _told(request, prepared.generation.sampling)
-    return PreparedResponse(prepared, asked, kept, request.obfuscates)
+    return PreparedResponse(prepared, asked, kept)
 
 
 def input_tokens(models: Models, body: bytes) -> PromptLength | After:

@@ -123,7 +123,7 @@ async def responses(
         made,
         model,
         timings_per_token=wanted.timings_per_token,
-        obfuscates=prepared.obfuscates,
+        obfuscates=wanted.obfuscates,
     )
     owner = Owner(key(), request_context.current().holder)
     if fields["background"]:
