@@ -96,12 +96,13 @@ class Model:
         *,
         vocab_only: bool = False,
         load_mode: LoadMode = "auto",
+        repack: bool = True,
         delimiters: Callable[[str], Iterable[str]] = lambda _: (),
         on_loaded: Callable[[float], None] | None = None,
         own_layers: bool = False,
     ) -> None:
-        """`on_loaded` is told, while the weights are loaded, which part of them is. `own_layers` loads its
-        own prediction layers, too."""
+        """`on_loaded` is told, while the weights are loaded, which part of them is. `repack` lays them out
+        anew for kernels of few rows. `own_layers` loads the model's own prediction layers, too."""
         library.init()
         self.path = Path(path)
         try:
@@ -117,6 +118,7 @@ class Model:
         params.vocab_only = vocab_only
         params.n_gpu_layers = 0
         params.load_mode = _LOAD_MODES[load_mode]
+        params.use_extra_bufts = repack
         params.load_mtp = own_layers
         if on_loaded is not None:
             params.progress_callback = _progress(

@@ -28,6 +28,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 from numpy.typing import NDArray
 
+from serve_app.llama.quantising import FORMATS, quantise
 from tools.chat_template import CONTROL_TOKENS
 from tools.gguf_file import ModelShape, add_hyperparameters, add_tokenizer
 
@@ -53,6 +54,9 @@ TYPES: dict[str, tuple[GGMLQuantizationType, LlamaFileType]] = {
     "q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
 }
 """The types that matrices can be stored as: the tensor's and the file's. Norms are always F32."""
+
+MIXTURES = {name.lower(): name for name in FORMATS if "_K" in name or name.startswith("IQ")}
+"""The types that llama.cpp makes itself, of an F16 file, with another format for some matrices."""
 
 _WORDS = """
     the of and to a in is it you that he was for on are with as his they be at one have this from
@@ -101,21 +105,26 @@ def write_random_gguf(
 ) -> None:
     """Write a model to `path`, whole or not at all; a file already there is replaced.
 
-    `dtype` is a key of `TYPES`; `more_control` are its last tokens, such as those for infill.
+    `dtype` is a key of `TYPES` or `MIXTURES`; `more_control` are its last tokens, such as those for infill.
     Memory: up to three times the largest tensor, the embeddings.
 
     Raises ValueError for an unknown type or a vocabulary too small, OSError if the file cannot be
     written.
     """
-    if dtype not in TYPES:
-        raise ValueError(f"unknown type {dtype!r}: expected one of {', '.join(TYPES)}")
+    if dtype not in TYPES | MIXTURES:
+        raise ValueError(f"unknown type {dtype!r}: expected one of {', '.join(TYPES | MIXTURES)}")
     target = Path(path)
     # Not tempfile: its files can be read by their owner alone.
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        _write(part, shape, dtype, seed, [*CONTROL_TOKENS, *more_control])
+        plain = "f16" if dtype in MIXTURES else dtype
+        _write(part, shape, plain, seed, [*CONTROL_TOKENS, *more_control])
+        if dtype in MIXTURES:
+            whole = part.replace(part.with_suffix(".f16"))
+            quantise(whole, part, MIXTURES[dtype], threads=os.cpu_count() or 1)
         part.replace(target)
     finally:
+        part.with_suffix(".f16").unlink(missing_ok=True)
         part.unlink(missing_ok=True)
 
 
@@ -283,7 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a GGUF model with random weights.")
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--type", choices=TYPES, default="f16")
+    parser.add_argument("--type", choices=TYPES | MIXTURES, default="f16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     shape = SHAPES[args.shape]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.options import EngineOptions
@@ -14,6 +14,7 @@ from serve_app.llama.formats import Threads, block_size
 # Modes in which a request takes up to so much longer than in the best one are as good; or up to so many
 # times what the same batch took longer one time than another.
 _SAME, _NOISES = 0.12, 2.0
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +178,17 @@ def choose(
     )
 
 
-def alike(profiles: Mapping[Mode, Profile]) -> dict[Mode, Profile]:
-    """Only what was measured in all modes: time may have been up for some batches in some of them."""
+def alike(profiles: Mapping[Name, Profile]) -> dict[Name, Profile]:
+    """Only what was measured in all profiles: time may have been up for some batches in some of them."""
     names = ("decode_s", "prefill_s", "deep_decode_s", "deep_prefill_s")
     sizes = {
         name: set.intersection(*(set(getattr(profile, name)) for profile in profiles.values()))
         for name in names
     }
-    alike = {}
-    for mode, profile in profiles.items():
+    same = {}
+    for key, profile in profiles.items():
         curves: dict[str, Any] = {
             name: {n: getattr(profile, name)[n] for n in sizes[name]} for name in names
         }
-        alike[mode] = replace(profile, **curves)
-    return alike
+        same[key] = replace(profile, **curves)
+    return same

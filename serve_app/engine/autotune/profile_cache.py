@@ -35,6 +35,7 @@ _OPTIONS = (
         "n_batch",
     ),
     *("flash_attn", "kv_unified", "cache_type_k", "cache_type_v", "max_stall_s", "profile_limit_s"),
+    "repack",
 )
 _Choice = TypeVar("_Choice")
 

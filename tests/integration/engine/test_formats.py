@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from serve_app.engine import ConfigError, Engine, EngineOptions, GenerationRequest, SamplingParams
+from serve_app.engine.backends.choice import chosen
+from tools.random_models.model import SHAPES, write_random_gguf
 
 OPTIONS: dict[str, Any] = {"n_slots": 2, "n_ctx_slot": 256, "threads": 1, "n_batch": 64}
 # Two layers, two heads of 64: 512 numbers for each of 256 cells.
@@ -53,6 +55,26 @@ async def test_every_load_mode_loads(tiny_gguf: Path, load_mode: Any) -> None:
         assert await tokens(engine) == 8
     finally:
         engine.close()
+
+
+async def test_weights_of_k_quants_serve_repacked_and_as_they_are_stored(tmp_path: Path) -> None:
+    """Both layouts say the same, but for rounding, and `auto` has a choice between them."""
+    path = tmp_path / "model.gguf"
+    write_random_gguf(path, SHAPES["tiny"], "q4_k_m")
+    texts, sampling = [], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for repack in (True, False):
+        engine = Engine.load(path, EngineOptions(**OPTIONS, repack=repack, profile_limit_s=0))
+        try:
+            request = GenerationRequest("1", engine.tokenize("Hello there, how"), sampling)
+            deltas = [delta async for delta in engine.submit(request)]
+            texts.append([token for delta in deltas for token in delta.token_ids])
+        finally:
+            engine.close()
+    assert texts[0][:1] == texts[1][:1]
+    options = EngineOptions(**OPTIONS, profile_limit_s=0.5, backend="auto", flash_attn=False)
+    choice = chosen(path, options)
+    assert choice.name == "llama.cpp"
+    assert "as stored to repacked, is" in choice.reason
 
 
 def test_what_llama_cpp_would_refuse_is_refused_before() -> None:

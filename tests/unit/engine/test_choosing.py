@@ -33,10 +33,14 @@ class Machine:
         self.asked: list[KernelsName] = []
         self.share = 1.0
         self.seconds: dict[KernelsName, float] = {LLAMA_CPP: 2.0, OPENVINO: 1.0}
+        self.as_stored_s = 1.5
+        """Seconds with llama.cpp and weights that are not repacked."""
         self.failure: Exception | None = None
 
-    def measured(self, name: KernelsName, _path: Path, _options: EngineOptions) -> Setup:
+    def measured(self, name: KernelsName, _path: Path, options: EngineOptions) -> Setup:
         self.asked.append(name)
+        if not options.repack:
+            return Setup(name, MODES[name], Threads.alike(1, None), profile(self.as_stored_s))
         if self.failure is not None and name == OPENVINO:
             raise self.failure
         return Setup(
@@ -171,3 +175,51 @@ def _raiser(error: Exception) -> Callable[[], str]:
         raise error
 
     return fail
+
+
+@pytest.fixture
+def quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in a format for which llama.cpp has two layouts."""
+    monkeypatch.setattr(choosing, "_has_layouts", lambda _path: True)
+
+
+@pytest.mark.usefixtures("quantised")
+@pytest.mark.parametrize(
+    ("as_stored_s", "openvino_s", "name", "repack"),
+    [
+        (1.5, 1.0, OPENVINO, False),
+        (1.5, 1.45, LLAMA_CPP, False),
+        (1.5, 3.0, LLAMA_CPP, False),
+        (1.95, 1.97, LLAMA_CPP, True),
+        (3.0, 3.0, LLAMA_CPP, True),
+    ],
+)
+def test_weights_stay_as_they_are_stored_where_that_is_faster(
+    machine: Machine,
+    model: Path,
+    options: EngineOptions,
+    as_stored_s: float,
+    openvino_s: float,
+    name: KernelsName,
+    repack: bool,
+) -> None:
+    """Repacked, llama.cpp takes 2 s. OpenVINO is compared with the faster layout."""
+    machine.as_stored_s, machine.seconds[OPENVINO] = as_stored_s, openvino_s
+    choice = choosing.chosen(model, options)
+    assert (choice.name, choice.repack) == (name, repack)
+    layout = "repacked" if repack else "as they are stored"
+    assert f"weights {layout}: the time of a request, as stored to repacked, is" in choice.reason
+    assert machine.asked == [OPENVINO, LLAMA_CPP, LLAMA_CPP]
+    assert choosing.chosen(model, options) == choice
+    assert len(machine.asked) == 3
+
+
+@pytest.mark.usefixtures("quantised")
+def test_layouts_are_compared_without_openvino(
+    machine: Machine, model: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "versions", _raiser(ConfigError("Install corral[openvino].")))
+    choice = choosing.chosen(model, options)
+    assert (choice.name, choice.repack) == (LLAMA_CPP, False)
+    assert choice.reason.startswith("Install corral[openvino]; weights as they are stored:")
+    assert machine.asked == [LLAMA_CPP, LLAMA_CPP]
