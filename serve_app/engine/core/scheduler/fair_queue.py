@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from serve_app.engine.core.sequence import Sequence
 
@@ -82,20 +81,6 @@ class Accounts:
         return min((self._spent_s[client] for client in self._n_active), default=0.0)
 
 
-class _Rank(NamedTuple):
-    """A sequence's place in the order of admission: the smallest rank goes first."""
-
-    background: bool
-    """Whether nobody waits for it."""
-    is_new: bool
-    """False for a request that lost its slot to a full cache, or with another engine: it goes first."""
-    priority: int
-    due_s: float
-    n_running: int
-    """Slots of its client: one that comes starts with the account of who is there."""
-    arrival: int
-
-
 @dataclass(slots=True, eq=False)
 class FairQueue:
     """The sequences that wait for a slot. A client is what requests name; all that name none are one, and
@@ -123,20 +108,19 @@ class FairQueue:
         for sequence in self._running:
             client = sequence.request.account
             ahead_s[client] = ahead_s.get(client, 0.0) + sequence.outstanding_s
-        ranked: list[tuple[_Rank, Sequence]] = []
+        ranked: list[tuple[tuple[bool, bool, int, float, int, int], Sequence]] = []
         had_slot_first = sorted(self.waiting, key=lambda seq: seq.trace.admitted is None)
         for arrival, sequence in enumerate(had_slot_first):
             client, request = sequence.request.account, sequence.request
             ahead = ahead_s.get(client, 0.0)
             ahead_s[client] = ahead + sequence.outstanding_s
             due_s = self.accounts[client] + ahead
-            is_new = sequence.preempted or not (
-                sequence.trace.admitted is not None or request.n_failovers
-            )
-            rank = _Rank(
-                request.background, is_new, request.priority, due_s, n_running[client], arrival
-            )
-            ranked.append((rank, sequence))
+            # Who lost a slot because the cache was full, or with another engine, goes before all others.
+            had_slot = sequence.trace.admitted is not None or request.n_failovers > 0
+            is_new = sequence.preempted or not had_slot
+            # Clients that come start with the account of who is there: so the number of slots counts, too.
+            order = request.priority, due_s, n_running[client], arrival
+            ranked.append(((request.background, is_new, *order), sequence))
         return iter([sequence for _, sequence in sorted(ranked, key=lambda entry: entry[0])])
 
     def due_s(self, client: str, without: Sequence | None = None) -> float:
