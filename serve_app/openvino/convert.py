@@ -25,8 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from serve_app.errors import ConfigError
-from serve_app.folders import sync
-from serve_app.locks import GIB, PART, BoundedFolder
+from serve_app.folders import GIB, PART, BoundedFolder, sync
 from serve_app.openvino.gguf_model import converted_bytes, rounded, unreadable
 from serve_app.progress import Report, Stage, nowhere
 

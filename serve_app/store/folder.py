@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from serve_app.errors import ConfigError
-from serve_app.locks import GIB, BoundedFolder
+from serve_app.folders import GIB, BoundedFolder
 from serve_app.store import download
 from serve_app.store.remote import RemoteModel
 

@@ -21,7 +21,7 @@ pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 import openvino
 from gguf import GGMLQuantizationType as Kind
 
-from serve_app.locks import PART
+from serve_app.folders import PART
 from serve_app.openvino import convert
 from serve_app.openvino.convert import ConvertedModels, converted
 from serve_app.openvino.gguf_model import converted_bytes

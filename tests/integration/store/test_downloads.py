@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from serve_app import locks
+from serve_app import folders, locks
 from serve_app.application.resolving import resolve
 from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
@@ -242,7 +242,7 @@ def _until(condition: object) -> None:
 def test_a_full_disk_is_told_before(
     hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "SPARE_BYTES", 2**60)
+    monkeypatch.setattr(folders, "SPARE_BYTES", 2**60)
     with pytest.raises(ConfigError, match="more than there is room for"):
         locate(ONE, downloads, nowhere)
     assert hub.n_bytes["tiny-Q4_0.gguf"] == 0
