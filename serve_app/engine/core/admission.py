@@ -65,7 +65,7 @@ class Admission:
         n_awaiting, started = 0, list[Sequence]()
         held: Sequence | None = None
         for sequence in self._queue:
-            if not self._cache.table.has_idle:
+            if not self._cache.table.n_idle:
                 break
             if sequence.finished or self._is_held_back(sequence):
                 continue
@@ -181,7 +181,7 @@ class Admission:
     def _preempt_fairly(self) -> None:
         """Preempt a sequence for another client's request if that is fair and pays."""
         self._preempt_background()
-        if self._queue.accounts.active < 2 or self._cache.table.has_idle:
+        if self._queue.accounts.active < 2 or self._cache.table.n_idle:
             return
         running, now = self._scheduler.running, time.monotonic()
         sequence = self._preemption_policy.find(self._queue, running, self._preemption_s, now)

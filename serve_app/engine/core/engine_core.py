@@ -203,7 +203,7 @@ class EngineCore:
         counts, (n_prompt, n_generated, sample_s) = self.counts, self._before
         seconds = self.worked_at - began
         counts.step_s += seconds
-        if not self.cache.table.has_idle and self.scheduler.served_all:
+        if not self.cache.table.n_idle and self.scheduler.served_all:
             self.backlog.progressed(
                 counts.prompt_tokens - n_prompt,
                 counts.generated_tokens - n_generated,

@@ -201,11 +201,6 @@ class SlotTable:
         ]
 
     @property
-    def has_idle(self) -> bool:
-        """Whether some slot could take a sequence."""
-        return any(slot.idle for slot in self.slots)
-
-    @property
     def n_idle(self) -> int:
         """How many slots could take a sequence."""
         return sum(slot.idle for slot in self.slots)

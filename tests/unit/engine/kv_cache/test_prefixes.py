@@ -98,7 +98,7 @@ class Workload:
     def admit(self) -> None:
         """One that waits gets the slot that it should."""
         sequence = self.waiting[0] if self.waiting else None
-        if sequence is None or not self.table.has_idle:
+        if sequence is None or not self.table.n_idle:
             return
         group, tokens = sequence.request.cache_group, list(sequence.tokens)
         n_stored, stored = self.tier.longest(group, tokens)
@@ -178,7 +178,7 @@ class Workload:
             assert list(stored.tokens[:n_stored]) == prompt[:n_stored]
         assert tier.wants(group, prompt, 1) == compared.wants(group, prompt)
         assert tier.beginning(group, prompt) is compared.beginning(group, prompt)
-        if table.has_idle:
+        if table.n_idle:
             found = table.choose(group, prompt, n_stored)
             having = table.having(group, packed(prompt))
             with self.by_comparison():

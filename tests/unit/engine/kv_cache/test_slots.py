@@ -232,8 +232,8 @@ def test_what_only_another_cache_group_holds_is_lost(other: str, lost: list[int]
 
 
 def test_no_slot_when_all_are_busy() -> None:
-    assert not table([BUSY, BUSY]).has_idle
-    assert table([BUSY, ([], 0)]).has_idle
+    assert not table([BUSY, BUSY]).n_idle
+    assert table([BUSY, ([], 0)]).n_idle
 
 
 def test_released_slot_keeps_what_is_in_the_cache() -> None:
