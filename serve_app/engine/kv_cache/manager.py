@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter, deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +22,6 @@ from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.engine.kv_cache.packing import TokenArray, token_array
 from serve_app.engine.kv_cache.prefixes import Prefix
 from serve_app.engine.kv_cache.slots import PrefixPending, Slot, SlotTable
-from serve_app.engine.kv_cache.transfers import PrefixExchange
 from serve_app.engine.metrics.stats import CachedPrompt
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import (
@@ -34,6 +34,8 @@ from serve_app.errors import (
 if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore
 
+# Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
+_BEGUN_KEPT = 128
 # Fewer tokens than this are not worth copying, however short the slot.
 _LEAST_COPY = 16
 
@@ -90,11 +92,14 @@ class KVCacheManager:
         """The files that the memory tier is kept in for the next start."""
         self.n_pool: int | None = None
         """Tokens that all slots hold together, if one of them may have more than its share."""
-        self._backend = backend
+        self.backend = backend
         self.copies = CopyBudget(budget or StepBudget())
-        self._contents = SlotContents(backend, self.checkpoints, self.copies)
-        self._chunk_reuse = ChunkReuse(backend, table, self._contents)
-        self.exchange = PrefixExchange(backend, table, memory_tier, self._contents, self.copies)
+        self.contents = SlotContents(backend, self.checkpoints, self.copies)
+        self._chunk_reuse = ChunkReuse(backend, table, self.contents)
+        self.begun: deque[Prefix] = deque(maxlen=_BEGUN_KEPT)
+        """The last prompts that got a slot."""
+        self.transferred: Counter[str] = Counter()
+        """The amounts sent to other engines and received from them, by the names of `EngineStats`."""
 
     def pin(self, n_batch: int, slot_id: int | None = None) -> None:
         """Compute what is pinned, everywhere or in one slot."""
@@ -102,12 +107,12 @@ class KVCacheManager:
             if slot.pinned and slot_id in (None, slot.id):
                 rows = [(token, i, slot.id, False) for i, token in enumerate(slot.idle_tokens)]
                 for start in range(0, len(rows), n_batch):
-                    self._backend.decode(rows[start : start + n_batch])
+                    self.backend.decode(rows[start : start + n_batch])
 
     @property
     def settled(self) -> bool:
         """Whether the next decode has nothing to do besides."""
-        return not self._backend.slots_with_pending_copy
+        return not self.backend.slots_with_pending_copy
 
     @property
     def prompts(self) -> list[CachedPrompt]:
@@ -163,7 +168,7 @@ class KVCacheManager:
         lost, restore_s = self.table.loses(choice), 0.0
         if choice.stored and stored is not None:
             restore_s = self.copies.restores.forecast_s(len(stored.state))
-        n_bytes = self._contents.n_bytes(choice.slot, len(lost)) if lost else 0
+        n_bytes = self.contents.n_bytes(choice.slot, len(lost)) if lost else 0
         save_s = self.copies.saves.forecast_s(n_bytes)
         if self.table.streams and self.copies.can_wait(restore_s, save_s):
             return None
@@ -174,13 +179,13 @@ class KVCacheManager:
             self._mark_end(choice.slot)
         n_cached = self._chunk_reuse.fill(sequence, choice, tokens)
         if n_cached is None:
-            n_cached = self._contents.fill(choice, stored)
+            n_cached = self.contents.fill(choice, stored)
         n_cached = self._keep_whole(sequence, choice.slot, n_cached)
         if self.checkpoints.needed:
             n_known = max(choice.n_known, self.memory_tier.n_known(group, tokens))
             sequence.stops = self.checkpoints.stops(n_cached, n_known, len(sequence.tokens))
         if sequence.trace.admitted is None:  # one that was preempted was counted before
-            self.exchange.begun.append(Prefix(group, sequence.packed_prompt))
+            self.begun.append(Prefix(group, sequence.packed_prompt))
         return Place(choice.slot, n_cached, n_cached if choice.stored else 0)
 
     def release(self, sequence: Sequence) -> None:
@@ -189,7 +194,7 @@ class KVCacheManager:
         slot = self.table.slots[sequence.slot_id]
         self.table.release(slot)
         if sequence.n_exact is not None:
-            n_kept = self._contents.keep(slot, len(slot.idle_tokens))
+            n_kept = self.contents.keep(slot, len(slot.idle_tokens))
             slot.idle_tokens = slot.idle_tokens[:n_kept]
 
     def evict_idle(self) -> bool:
@@ -203,7 +208,7 @@ class KVCacheManager:
     def make_way(self, n_sequences: int) -> None:
         """Empty the idle slots that so many sequences will get, if the cache is unified: until then
         every row would be computed with what is there."""
-        if self._backend.setup.mode.kv_unified:
+        if self.backend.setup.mode.kv_unified:
             n_empty = sum(slot.idle and not slot.idle_tokens for slot in self.table.slots)
             while n_empty < n_sequences and self.evict_idle():
                 n_empty += 1
@@ -214,14 +219,14 @@ class KVCacheManager:
         slot = self.table.slots[sequence.slot_id]
         if stored:
             self.store(slot, slot.tokens[: slot.n_past])
-        self._contents.keep(slot, 0)
+        self.contents.keep(slot, 0)
         sequence.preempt()
         self.table.release(slot)
 
     def store_now(self, slot: Slot) -> None:
         """Save what a slot has, whoever waits for that, unless the store does not want it."""
         tokens = slot.tokens[: slot.n_past]
-        if self._is_worth_saving(slot, tokens, self._contents.n_bytes(slot, len(tokens))):
+        if self._is_worth_saving(slot, tokens, self.contents.n_bytes(slot, len(tokens))):
             self._put(slot, tokens)
 
     def store(self, slot: Slot, tokens: TokenArray, beside_s: float = 0.0) -> None:
@@ -229,16 +234,16 @@ class KVCacheManager:
         would wait too long for that and for `beside_s` seconds of other copies."""
         if not tokens:
             return
-        n_bytes = self._contents.n_bytes(slot, len(tokens))
+        n_bytes = self.contents.n_bytes(slot, len(tokens))
         if self._is_worth_saving(slot, tokens, n_bytes) and self._may_save(n_bytes, beside_s):
             self._put(slot, tokens)
 
     def _put(self, slot: Slot, tokens: TokenArray, *, cancellable: bool = False) -> None:
-        prefix = self._contents.save(slot, tokens, cancellable=cancellable)
+        prefix = self.contents.save(slot, tokens, cancellable=cancellable)
         self.memory_tier.put(slot.group, tokens, prefix.state, prefix.checkpoints)
 
     def _is_worth_saving(self, slot: Slot, tokens: TokenArray, n_bytes: int) -> bool:
-        settled = slot.id not in self._backend.slots_with_pending_copy
+        settled = slot.id not in self.backend.slots_with_pending_copy
         return settled and self.memory_tier.wants(slot.group, slot.packed(len(tokens)), n_bytes)
 
     def _may_save(self, n_bytes: int, beside_s: float = 0.0) -> bool:
@@ -262,8 +267,8 @@ class KVCacheManager:
         """The number of a running sequence's tokens in the cache that would be stored if it lost its
         slot now, and the seconds that this would take."""
         slot = self.table.slots[sequence.slot_id]
-        n_bytes = self._contents.n_bytes(slot, slot.n_past)
-        if slot.id in self._backend.slots_with_pending_copy or not self.memory_tier.fits(n_bytes):
+        n_bytes = self.contents.n_bytes(slot, slot.n_past)
+        if slot.id in self.backend.slots_with_pending_copy or not self.memory_tier.fits(n_bytes):
             return 0, 0.0
         return slot.n_past, self.copies.saves.forecast_s(n_bytes)
 
@@ -271,11 +276,11 @@ class KVCacheManager:
     def behind(self) -> Slot | None:
         """The idle slot used last of those that could be stored without another prefix giving way."""
         for slot in sorted(self.table.slots, key=lambda slot: -slot.last_used):
-            n_bytes = self._contents.n_bytes(slot, len(slot.idle_tokens))
+            n_bytes = self.contents.n_bytes(slot, len(slot.idle_tokens))
             free = (
                 slot.idle
                 and slot.idle_tokens
-                and slot.id not in self._backend.slots_with_pending_copy
+                and slot.id not in self.backend.slots_with_pending_copy
             )
             if (
                 free
@@ -305,7 +310,7 @@ class KVCacheManager:
     def save(self, slot_id: int) -> StoredPrefix:
         """Stores the tokens of an idle slot. Raises InvalidRequestError, EngineUnavailableError."""
         slot = self._at_rest(slot_id)
-        return self._contents.save(slot, slot.idle_tokens)
+        return self.contents.save(slot, slot.idle_tokens)
 
     def restore(self, slot_id: int, prefix: StoredPrefix) -> None:
         """Have a prefix in an idle slot, for its cache group; what is lost by that is stored first."""
@@ -319,7 +324,7 @@ class KVCacheManager:
             )
         self.erase(slot_id)
         try:
-            self._contents.restore(slot, prefix)
+            self.contents.restore(slot, prefix)
         except DecodeError as error:
             raise InvalidRequestError(f"The slot cannot be filled: {error}", "filename") from error
         slot.idle_tokens, slot.group, slot.spare = prefix.tokens, prefix.group, False
@@ -335,7 +340,7 @@ class KVCacheManager:
         slots = self.table.slots
         if slot_id not in range(len(slots)) or slots[slot_id].pinned:
             raise InvalidRequestError(f"There is no slot {slot_id}.", "id_slot")
-        if not slots[slot_id].idle or slot_id in self._backend.slots_with_pending_copy:
+        if not slots[slot_id].idle or slot_id in self.backend.slots_with_pending_copy:
             raise EngineUnavailableError(f"Slot {slot_id} is busy.")
         return slots[slot_id]
 
@@ -343,7 +348,7 @@ class KVCacheManager:
 
     def _empty(self, slot: Slot) -> None:
         self.store(slot, slot.idle_tokens)
-        self._contents.keep(slot, 0)
+        self.contents.keep(slot, 0)
         slot.n_shared, slot.idle_tokens = 0, token_array()
 
     def shift(self, sequence: Sequence, n_keep: int, n_discard: int) -> None:
@@ -351,11 +356,11 @@ class KVCacheManager:
         rest up, all is to be computed again."""
         slot = self.table.slots[sequence.slot_id]
         try:
-            if slot.id in self._backend.slots_with_pending_copy:
+            if slot.id in self.backend.slots_with_pending_copy:
                 raise DecodeError("The slot is still to be written.")
-            self._backend.shift(slot.id, [(n_keep, n_discard)])
+            self.backend.shift(slot.id, [(n_keep, n_discard)])
         except DecodeError:
-            self._contents.keep(slot, 0)
+            self.contents.keep(slot, 0)
             sequence.shift(n_keep, n_discard, cached=False)
             return
         slot.n_shared = 0
@@ -372,13 +377,13 @@ class KVCacheManager:
 
     def _mark_end(self, slot: Slot) -> None:
         n_tokens = len(slot.idle_tokens)
-        if slot.id not in self._backend.slots_with_pending_copy and self.checkpoints.is_worth(
+        if slot.id not in self.backend.slots_with_pending_copy and self.checkpoints.is_worth(
             slot, n_tokens
         ):
             self._mark(slot, n_tokens)
 
     def _mark(self, slot: Slot, n_tokens: int) -> None:
-        n_bytes = self._backend.memory.checkpoint_bytes(n_tokens)
+        n_bytes = self.backend.memory.checkpoint_bytes(n_tokens)
         if self._may_save(n_bytes):
             with self.copies.making(self.copies.saves, n_bytes):
                 self.checkpoints.make(slot.id, n_tokens)
@@ -387,7 +392,7 @@ class KVCacheManager:
         """Drop what a failed batch, or a wrong draft, has left in a sequence's slot behind its tokens.
         False if more is lost by that: it goes on from where it still can."""
         slot = self.table.slots[sequence.slot_id]
-        n_kept = self._contents.keep(slot, sequence.n_whole(sequence.n_past))
+        n_kept = self.contents.keep(slot, sequence.n_whole(sequence.n_past))
         n_kept = self._keep_whole(sequence, slot, n_kept)
         lost, sequence.n_past = n_kept < sequence.n_past, n_kept
         return not lost
@@ -401,7 +406,7 @@ class KVCacheManager:
         """Drop, of what was kept for a sequence, a part of a picture: another one may begin alike,
         and some are computed in one batch. Returns what is left."""
         while (n_whole := sequence.n_whole(n_kept)) < n_kept:
-            n_kept = self._contents.keep(slot, n_whole)
+            n_kept = self.contents.keep(slot, n_whole)
         return n_kept
 
 

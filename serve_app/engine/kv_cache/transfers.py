@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.autotune.copy_budget import CopyBudget
-from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.command_queue import RunCommand
-from serve_app.engine.kv_cache.contents import Checkpoint, SlotContents, StoredPrefix
+from serve_app.engine.kv_cache.contents import Checkpoint, StoredPrefix
 from serve_app.engine.kv_cache.files import key_of
-from serve_app.engine.kv_cache.memory_tier import MemoryTier
-from serve_app.engine.kv_cache.packing import TOKEN_BYTES, Tokens, packed, token_array
+from serve_app.engine.kv_cache.packing import TOKEN_BYTES, token_array
 from serve_app.engine.kv_cache.prefixes import Prefix, beginning, n_shared, nearest
-from serve_app.engine.kv_cache.slots import Slot, SlotTable
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import DecodeError
+
+if TYPE_CHECKING:
+    from serve_app.engine.kv_cache.manager import KVCacheManager
 
 MAX_PREFIXES = 32
 """Most prefixes that one engine gets from others at once."""
 # Computing fewer tokens than this costs next to nothing.
 _LEAST_BYTES = 32 * TOKEN_BYTES
-
-# Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
-_BEGUN_KEPT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,87 +92,6 @@ def hottest(
     return sorted(chosen, key=lambda offer: -offer.n_begun)
 
 
-@dataclass(slots=True, eq=False)
-class PrefixExchange:
-    """Exports what slots and the memory tier have, and imports into that tier. Decoder thread only."""
-
-    _backend: Backend
-    _table: SlotTable
-    _memory_tier: MemoryTier
-    _contents: SlotContents
-    _copies: CopyBudget
-    begun: deque[Prefix] = field(default_factory=lambda: deque(maxlen=_BEGUN_KEPT))
-    """The last prompts that got a slot."""
-    transferred: Counter[str] = field(default_factory=Counter)
-    """The amounts sent to other engines and received from them, by the names of `EngineStats`."""
-
-    @property
-    def held(self) -> list[tuple[Prefix, int]]:
-        """The prefixes that prompts could start from now, each with the bytes of its state."""
-        in_slots = (
-            (
-                Prefix(slot.group, slot.packed(slot.n_past)),
-                self._contents.n_bytes(slot, slot.n_past),
-            )
-            for slot in self._table.slots
-        )
-        stored = ((one.key, one.n_bytes) for one in self._memory_tier)
-        return [*in_slots, *stored]
-
-    def export_prefix(
-        self, group: str, tokens: Tokens, most_s: float | None
-    ) -> StoredPrefix | None:
-        """The cache group's shortest prefix that begins with these tokens. None if there is none any
-        more, or if saving it would probably keep running sequences waiting for longer than that."""
-        slots = [
-            slot
-            for slot in self._table.having(group, packed(tokens))
-            if slot.group == group and slot.id not in self._backend.slots_with_pending_copy
-        ]
-        stored = self._memory_tier.beginning(group, tokens)
-        slot = min(slots, key=lambda slot: slot.n_past, default=None)
-        if slot is not None and (stored is None or slot.n_past < len(stored.tokens)):
-            save_s = self._copies.saves.forecast_s(self._backend.memory.state_bytes(slot.n_past))
-            if most_s is None or save_s <= most_s or not self._table.busy:
-                stored = self._contents.save(slot, slot.tokens[: slot.n_past])
-        if stored is not None:
-            self.transferred["sent_prefixes"] += 1
-            self.transferred["sent_bytes"] += stored.n_bytes
-        return stored
-
-    def import_prefix(self, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix | None:
-        """Store another engine's prefix for its cache group; returns what is stored, None if the
-        store does not want it. If a slot is empty and nobody runs, what is behind the first
-        `n_wanted` tokens is cut off. Raises DecodeError if the backend refuses the state then; else
-        that shows when it is needed."""
-        empty = [
-            slot
-            for slot in self._table.slots
-            if slot.idle
-            and not slot.idle_tokens
-            and slot.id not in self._backend.slots_with_pending_copy
-        ]
-        fits = n_wanted < len(prefix.tokens) <= self._table.room
-        if fits and empty and not self._table.busy:
-            prefix = self._cut(empty[0], prefix, n_wanted)
-        if not self._memory_tier.wants(prefix.group, prefix.tokens, prefix.n_bytes):
-            return None
-        self._memory_tier.put(prefix.group, prefix.tokens, prefix.state, prefix.checkpoints)
-        self.transferred["received_prefixes"] += 1
-        self.transferred["received_bytes"] += prefix.n_bytes
-        return prefix
-
-    def _cut(self, slot: Slot, prefix: StoredPrefix, n_wanted: int) -> StoredPrefix:
-        """The first tokens of a prefix, by way of an empty slot: up to its last checkpoint if the
-        model's memory cannot be cut there, or all if it has none."""
-        self._contents.restore(slot, prefix)
-        n_kept = self._contents.keep(slot, n_wanted)
-        if n_kept:
-            prefix = self._contents.save(slot, prefix.tokens[:n_kept], prefix.group)
-            self._contents.keep(slot, 0)
-        return prefix
-
-
 class RefusedPrefixError(Exception):
     """Another engine's prefix cannot be used; the message says why."""
 
@@ -207,24 +122,23 @@ class PrefixTransfer:
 
     def offers(self, least: int) -> list[HotPrefix]:
         """The prefixes that it holds and that at least so many of the last prompts began with."""
-        begun, held = self._run(lambda cache: (list(cache.exchange.begun), cache.exchange.held))
+        begun, held = self._run(lambda cache: (list(cache.begun), _held(cache)))
         return begun_with(begun, held, least)
 
     def held(self) -> list[Prefix]:
         """All that it holds."""
-        return [prefix for prefix, _ in self._run(lambda cache: cache.exchange.held)]
+        return [prefix for prefix, _ in self._run(_held)]
 
     def lacks(self, prefixes: Sequence[Prefix]) -> list[bool]:
         """Whether the engine would have to compute some of it, for each of these prefixes."""
         held = self.held()
         return [not any(one.serves(wanted) for one in held) for wanted in prefixes]
 
-    def export_prefix(self, asked_for: Prefix) -> Payload | None:
+    def export_prefix(self, prefix: Prefix) -> Payload | None:
         """The shortest prefix of that cache group with these first tokens. None if it is gone, or if
         saving it would keep running sequences waiting for longer than `max_stall_s`."""
-        most_s = self._options.max_stall_s
         stored: StoredPrefix | None = self._run(
-            lambda cache: cache.exchange.export_prefix(asked_for.group, asked_for.tokens, most_s)
+            lambda cache: _exported(cache, prefix, self._options.max_stall_s)
         )
         if stored is None:
             return None
@@ -232,9 +146,10 @@ class PrefixTransfer:
         return Payload(self.key, stored.key, np.frombuffer(stored.state, np.uint8), tuple(marks))
 
     def import_prefix(self, payload: Payload, n_wanted: int) -> int:
-        """Store another engine's prefix, of which the first `n_wanted` tokens are wanted: see
-        `PrefixExchange.import_prefix`. Returns the bytes of what is stored now, 0 if it is nothing. The
-        payload's memory may be freed then. Raises RefusedPrefixError if the payload cannot be used."""
+        """Store another engine's prefix for its cache group, of which the first `n_wanted` tokens are
+        wanted: if a slot is empty and nobody runs, what is behind these is cut off. Returns the bytes of
+        what is stored now, 0 if it is nothing. The payload's memory may be freed then. Raises
+        RefusedPrefixError if the payload cannot be used."""
         if payload.key != self.key:
             raise RefusedPrefixError("it is of another model, context or version of llama.cpp")
         tokens = token_array(payload.prefix.tokens)
@@ -246,7 +161,63 @@ class PrefixTransfer:
         marks = tuple(Checkpoint(n, state.copy().data) for n, state in payload.checkpoints)
         prefix = StoredPrefix(tokens, payload.state.copy().data, payload.prefix.group, marks)
         try:
-            stored = self._run(lambda cache: cache.exchange.import_prefix(prefix, n_wanted))
+            n_bytes: int = self._run(lambda cache: _imported(cache, prefix, n_wanted))
         except DecodeError as error:
             raise RefusedPrefixError(str(error)) from error
-        return 0 if stored is None else stored.n_bytes
+        return n_bytes
+
+
+# -- decoder thread -------------------------------------------------------------------------------
+
+
+def _held(cache: KVCacheManager) -> list[tuple[Prefix, int]]:
+    """The prefixes that prompts could start from now, each with the bytes of its state."""
+    in_slots = (
+        (Prefix(slot.group, slot.packed(slot.n_past)), cache.contents.n_bytes(slot, slot.n_past))
+        for slot in cache.table.slots
+    )
+    return [*in_slots, *((one.key, one.n_bytes) for one in cache.memory_tier)]
+
+
+def _exported(cache: KVCacheManager, prefix: Prefix, most_s: float | None) -> StoredPrefix | None:
+    pending = cache.backend.slots_with_pending_copy
+    slots = [
+        slot
+        for slot in cache.table.having(*prefix)
+        if slot.group == prefix.group and slot.id not in pending
+    ]
+    stored = cache.memory_tier.beginning(*prefix)
+    slot = min(slots, key=lambda slot: slot.n_past, default=None)
+    if slot is not None and (stored is None or slot.n_past < len(stored.tokens)):
+        save_s = cache.copies.saves.forecast_s(cache.backend.memory.state_bytes(slot.n_past))
+        if most_s is None or save_s <= most_s or not cache.table.busy:
+            stored = cache.contents.save(slot, slot.tokens[: slot.n_past])
+    if stored is not None:
+        cache.transferred["sent_prefixes"] += 1
+        cache.transferred["sent_bytes"] += stored.n_bytes
+    return stored
+
+
+def _imported(cache: KVCacheManager, prefix: StoredPrefix, n_wanted: int) -> int:
+    """Store a prefix; returns the bytes stored. Raises DecodeError if the backend refuses a state that
+    is cut; else that shows when it is needed."""
+    pending = cache.backend.slots_with_pending_copy
+    empty = [
+        slot
+        for slot in cache.table.slots
+        if slot.idle and not slot.idle_tokens and slot.id not in pending
+    ]
+    fits = n_wanted < len(prefix.tokens) <= cache.table.room
+    if fits and empty and not cache.table.busy:
+        # Up to its last checkpoint if the model's memory cannot be cut there, or all if it has none.
+        slot, contents = empty[0], cache.contents
+        contents.restore(slot, prefix)
+        if n_kept := contents.keep(slot, n_wanted):
+            prefix = contents.save(slot, prefix.tokens[:n_kept], prefix.group)
+            contents.keep(slot, 0)
+    if not cache.memory_tier.wants(prefix.group, prefix.tokens, prefix.n_bytes):
+        return 0
+    cache.memory_tier.put(prefix.group, prefix.tokens, prefix.state, prefix.checkpoints)
+    cache.transferred["received_prefixes"] += 1
+    cache.transferred["received_bytes"] += prefix.n_bytes
+    return prefix.n_bytes

@@ -135,7 +135,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
             stored_bytes_limit=options.cache_ram_bytes,
             checkpoints=len(cache.checkpoints),
             checkpoint_bytes=cache.checkpoints.n_bytes,
-            **cache.exchange.transferred,
+            **cache.transferred,
         ),
         memory=_group(MemoryStats, core.backend.memory),
         slots=tuple(_slot_stats(slot) for slot in cache.table.slots),

@@ -41,7 +41,7 @@ class Cache(KVCacheManager):
         table = SlotTable(n_slots, 16, resumable=checkpoints.resumable)
         tier = MemoryTier(10**6, forgets=True)
         super().__init__(made, table, tier, None, checkpoints)
-        self.backend = made
+        self.fake = made
 
     def start(self, prompt: list[int]) -> Sequence:
         """Give a prompt a slot."""
@@ -61,7 +61,7 @@ class Cache(KVCacheManager):
                 (token, sequence.n_past + i, sequence.slot_id, False)
                 for i, token in enumerate(tokens)
             ]
-            self.backend.decode(rows)
+            self.fake.decode(rows)
             sequence.advance(n_rows)
             self.computed(sequence)
             n_most -= n_rows
@@ -164,7 +164,7 @@ def test_a_copy_goes_back_to_a_checkpoint(n_cells: int | None) -> None:
     assert (second.slot_id, second.n_past) == (1, 292)
     assert cache.lengths(1) == [292]
     cache.compute(second)
-    assert cache.backend.slots == [CHAT, list(second.tokens)]
+    assert cache.fake.slots == [CHAT, list(second.tokens)]
 
 
 def test_who_waits_for_a_prefix_gets_it_though_others_wait_for_more() -> None:
@@ -233,10 +233,10 @@ def test_after_a_failed_batch_a_sequence_goes_on_from_a_checkpoint() -> None:
     cache = Cache(1)
     sequence = cache.start(CHAT)
     cache.compute(sequence, 296)
-    cache.backend.slots[0] += [7, 8]
+    cache.fake.slots[0] += [7, 8]
     assert not cache.drop_rows(sequence)
     assert (sequence.n_past, sequence.n_pending) == (292, 8)
-    assert cache.backend.slots == [CHAT[:292]]
+    assert cache.fake.slots == [CHAT[:292]]
     assert cache.drop_rows(sequence)
 
 
@@ -254,7 +254,7 @@ def test_a_shift_leaves_those_before_it() -> None:
 def test_a_checkpoint_that_the_backend_refuses_costs_its_tokens_only() -> None:
     cache, other = Cache(1), [*CHAT[:295], *range(1000, 1100)]
     cache.say(CHAT)
-    with mock.patch.object(cache.backend, "rewind", side_effect=DecodeError("scripted")):
+    with mock.patch.object(cache.fake, "rewind", side_effect=DecodeError("scripted")):
         assert cache.say(other) == 0
-    assert cache.backend.slots == [other]
+    assert cache.fake.slots == [other]
     assert cache.lengths(0) == [295, 387]

@@ -64,7 +64,7 @@ class Cache(KVCacheManager):
         """Have tokens in an idle slot."""
         tokens = [first, *range(n_tokens - 1)]
         state = memoryview(packed(tokens))
-        FakeBackend.restore(self._backend, slot_id, state)  # type: ignore[arg-type]
+        FakeBackend.restore(self.backend, slot_id, state)  # type: ignore[arg-type]
         self.table.slots[slot_id].idle_tokens = token_array(tokens)
         return tokens
 
