@@ -44,9 +44,8 @@ KEY_BYTES = 32
 
 _MAGIC = b"CorralPx"
 _VERSION = 3
-_FIELDS = struct.Struct(
-    "<8sI32sIQIIQ"
-)  # magic, version, fingerprint, tokens, bytes of state, of group, number of checkpoints, their bytes
+# Magic, version, fingerprint, tokens, bytes of state, of group, number of checkpoints, their bytes.
+_FIELDS = struct.Struct("<8sI32sIQIIQ")
 _CHECKPOINT = struct.Struct("<IQ")  # tokens, bytes of state
 _DIGEST_BYTES = 32
 
@@ -285,9 +284,8 @@ class SlotFiles:
     """The files of one folder. Any thread but the decoder's; every call waits for it, and for the disk.
 
     A file is good only for the model, cache formats and version of llama.cpp that `state_key` stands for.
-    Raises InvalidRequestError for what cannot be
-    done, StorageFullError for what the folder may not hold, and EngineUnavailableError while the slot is
-    busy."""
+    Raises InvalidRequestError for what cannot be done, StorageFullError for what the folder may not hold,
+    and EngineUnavailableError while the slot is busy."""
 
     def __init__(self, options: EngineOptions, state_key: bytes, run: RunCommand) -> None:
         self._folder = options.slot_folder
@@ -349,15 +347,15 @@ class SlotFiles:
 
     def _check_room(self, path: Path, n_bytes: int) -> None:
         """Raises StorageFullError if this file is more than the folder may hold, or the disk can."""
-        others = [
-            entry for entry in os.scandir(path.parent) if entry.is_file(follow_symlinks=False)
-        ]
-        taken = sum(entry.stat(follow_symlinks=False).st_size for entry in others)
+        taken = sum(
+            entry.stat(follow_symlinks=False).st_size
+            for entry in os.scandir(path.parent)
+            if entry.is_file(follow_symlinks=False)
+        )
         replaced = path.stat().st_size if path.is_file() else 0
         room = self._max_bytes - (taken - replaced)
-        free = shutil.disk_usage(
-            path.parent
-        ).free  # the old file is there until the new one is whole
+        # The old file is there until the new one is whole.
+        free = shutil.disk_usage(path.parent).free
         if n_bytes > room:
             raise StorageFullError(
                 f"The slot takes {n_bytes} bytes, and the folder has room for {max(0, room)} of the "
