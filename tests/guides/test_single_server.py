@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -119,7 +120,8 @@ def test_every_command_works(machine: Path) -> None:
     traced = (machine / "guide/booted.err").read_text()
     commands = [line for line in traced.splitlines() if line.startswith("+ ")]
     assert commands[-1] == "+ sudo systemctl restart corral", traced[-20_000:]
-    answer, _ = json.JSONDecoder().raw_decode(printed, printed.index('{"id":"chatcmpl'))
+    (begin,) = (found.start() for found in re.finditer(r'\{"id": ?"chatcmpl', printed))
+    answer, _ = json.JSONDecoder().raw_decode(printed, begin)
     assert answer["choices"][0]["message"]["content"].strip(), printed
     assert "Firewall is active" in printed
     assert "Active: active (running)" in printed
