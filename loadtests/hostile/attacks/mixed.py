@@ -29,10 +29,11 @@ from loadtests.hostile.attacks.batch import (
     uploaded,
 )
 from loadtests.hostile.attacks.hold import crowd, head
-from loadtests.hostile.scene import HELD, Scene
+from loadtests.hostile.scene import HELD, Answer, Scene
 
 COMPLETIONS, RESPONSES, EMBEDDINGS = "/v1/completions", "/v1/responses", "/v1/embeddings"
 N_LINES, N_PARTS, N_INPUTS, N_SOCKETS, N_AT_ONCE, SIDE = 4, 20_000, 10_000, 200, 4, 4000
+TOO_MANY = 429
 SPARE_S = 2.0
 """A batch takes so much longer now and then: batches are looked for only so often, and who asks has what
 others leave of the processors."""
@@ -68,11 +69,14 @@ def _beside_a_batch(scene: Scene, act: Callable[[Scene], None]) -> None:
 
 
 def _always(scene: Scene, once: Callable[[int], object], at_once: int = N_AT_ONCE) -> None:
+    """Do it again and again. Who has asked too often asks more slowly: refusals alone show little."""
     numbers = itertools.count()
 
     def ask(_: int) -> None:
         while scene.left_s():
-            once(next(numbers))
+            answer = once(next(numbers))
+            if isinstance(answer, Answer) and answer.status == TOO_MANY:
+                scene.sleep(1.0)
 
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(ask, range(at_once)))
@@ -227,7 +231,7 @@ def _operators(scene: Scene) -> None:
 def _short_streams(scene: Scene) -> None:
     """Streams of one token, as many as the key gets, without a pause."""
     body = {"prompt": "a", "max_tokens": 1, "stream": True}
-    _always(scene, lambda n: scene.post(COMPLETIONS, body | {"prompt": f"{n}"}), 64)
+    _always(scene, lambda n: scene.post(COMPLETIONS, body | {"prompt": f"{n}"}), 32)
 
 
 _MORE_ROWS = Bars(itl_factor=2.0)  # the attacker's own answers are rows of every batch
@@ -246,7 +250,7 @@ _KINDS: dict[str, Callable[[Scene], None]] = {
 }
 _ANSWERED = {"chains of responses", "strange files", "slow pictures", "many inputs"}
 """Attacks that the engine computes for, now and then."""
-_FILLING = {"everything at once": 64, "short streams": 64}
+_FILLING = {"everything at once": 16, "short streams": 32}
 """Attacks that fill the slots, with the answers that the client asks for at once."""
 
 

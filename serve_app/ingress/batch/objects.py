@@ -9,6 +9,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from serve_app.ingress.generation.requests import RequestMetadata
 from serve_app.ingress.http.request_model import RequestModel
 
 T = TypeVar("T")
@@ -40,16 +41,7 @@ class BatchRequest(RequestModel):
     input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
     endpoint: Endpoint
     completion_window: Annotated[str, Field(pattern=r"^[1-9]\d{0,5}[smhd]$")]
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, Field(max_length=64)],
-                Annotated[str, Field(max_length=512)],
-            ],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: RequestMetadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 

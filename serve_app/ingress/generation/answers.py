@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from serve_app.errors import CorralError
 from serve_app.ingress.generation import generation
@@ -87,4 +87,4 @@ class ProtocolAnswer(EventAnswer, ABC):
         sequences = [TokenDelta("", ())] * len(requests)
         async for index, delta in deltas:
             sequences[index] = sequences[index].then(delta)
-        return JSONResponse(self.whole(sequences))
+        return sse.json_response(self.whole(sequences))

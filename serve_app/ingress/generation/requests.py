@@ -39,6 +39,11 @@ _EFFORTS_OF_TEMPLATES = {"none": "low", "minimal": "low", "xhigh": "high", "max"
 Verbosity = Literal["low", "medium", "high"]
 
 Text = Annotated[str, Field(min_length=1)]
+RequestMetadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+"""OpenAI's bounds of what a request has given back with its answer."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)] | Literal[False]

@@ -24,6 +24,7 @@ from serve_app.ingress.generation.requests import (
     NamedSchema,
     ObfuscationOptions,
     PingInterval,
+    RequestMetadata,
     StreamOptions,
     ToolChoice,
     TranslatedChat,
@@ -140,7 +141,7 @@ class ResponsesRequest(RequestModel):
     """llama-server's: whether a stream tells how far its prompt is computed, in `prompt_progress`."""
     timings_per_token: bool = False
     """llama-server's: whether a stream's events tell `timings`."""
-    metadata: dict[str, str] | None = None
+    metadata: RequestMetadata | None = None
     """Given back with the answer."""
     previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """A response that is kept: its conversation comes before `input`."""

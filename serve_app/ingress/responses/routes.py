@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from serve_app.errors import (
     CorralError,
@@ -129,7 +129,7 @@ async def responses(
     if fields["background"]:
         await responses.start(made, owner, is_read=wanted.stream)
         if not wanted.stream:
-            return JSONResponse(answer.whole())
+            return sse.json_response(answer.whole())
         entries = responses.follow(made.id, owner.key)
     else:
         if fields["store"]:
@@ -138,7 +138,7 @@ async def responses(
         entries = _logged(deltas, made, owner, responses if fields["store"] else None)
     if wanted.stream:
         return sse.EventStream(answer.stream(entries, answer.take), wanted.sse_ping_interval)
-    return JSONResponse(await serving.collect(answer, entries))
+    return sse.json_response(await serving.collect(answer, entries))
 
 
 @ROUTER.post("/v1/responses/input_tokens")

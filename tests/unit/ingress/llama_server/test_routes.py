@@ -250,6 +250,8 @@ async def test_response_fields(client: httpx.AsyncClient) -> None:
     body = {"prompt": "x", "response_fields": fields}
     answer = (await client.post("/completion", json=body)).json()
     assert answer == {"content": "Hello", "generation_settings/n_predict": -1}
+    refused = await client.post("/completion", json=body | {"response_fields": ["content"] * 257})
+    assert refused.status_code == 400
 
 
 async def test_a_full_context_is_told(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:

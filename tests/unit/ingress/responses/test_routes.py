@@ -69,6 +69,23 @@ async def test_no_client_can_write_the_record_of_a_response(
     assert "cannot be read as JSON" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [{str(n): "a" for n in range(17)}, {"a": "b" * 513}, {"a" * 65: "b"}],
+    ids=["many", "a long value", "a long name"],
+)
+async def test_metadata_has_the_bounds_of_openai(
+    client: httpx.AsyncClient, engine: ScriptedEngine, metadata: dict[str, str]
+) -> None:
+    """It is in each answer: to write 100,000 entries held up the event loop for 190 ms."""
+    refused = await client.post("/v1/responses", json=asked(metadata=metadata))
+    assert (refused.status_code, engine.requests) == (400, []), refused.text
+    most = {f"{n:064}": "b" * 512 for n in range(16)}
+    assert (await client.post("/v1/responses", json=asked(metadata=most))).json()[
+        "metadata"
+    ] == most
+
+
 async def test_a_whole_response(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
     body = await answer(client, model="org/second", metadata={"a": "b"}, temperature=0.5, user="u")
     (request,) = engine.requests
