@@ -86,8 +86,8 @@ class Estimates:
 
     def variance(self, i: int) -> float:
         """The present variance of a number and the speed together."""
-        both = [self._speed, i]
-        return float(self._covariance[np.ix_(both, both)].sum())
+        matrix, speed = self._covariance, self._speed
+        return float(matrix[i, i] + 2 * matrix[i, speed] + matrix[speed, speed])
 
     def add(self, variance: float, drift: float, jump: float = 0.0) -> int:
         """Add a number, 0 at first, and return its index. It becomes unsure again by `drift` with each
@@ -134,6 +134,7 @@ class Curve:
         """`doubt` is the additional variance of each measured number."""
         self.measured = sorted(shallow)
         self._doubted = doubtful(shallow)
+        self._all_doubted = _TRUSTED + doubt > _WORTH_A_TRIAL
         # What is thought too fast is tried and learned, what is thought too slow never is.
         by_row = (
             doubt > _TRUSTED
@@ -167,6 +168,8 @@ class Curve:
         self._all_deeper = add(1.0, 1e-4)
         self._unlearnt_s: dict[int, float] = {}
         """The seconds that batches of each number of rows took since one was learnt from."""
+        self.deepest = 0.0
+        """The most tokens before a batch that was learnt from."""
 
     def at(self, n_rows: int, n_past: float) -> float:
         """Seconds of a batch; 0 if none was measured."""
@@ -179,15 +182,19 @@ class Curve:
             weight * (self._base_s(i) + attending * self._slope_s(i)) for i, weight in parts
         )
 
-    def own_times(self, n_past: float = 0) -> dict[int, float]:
-        """Seconds that `own_s` gives, for all numbers of rows that were measured."""
-        return {n: self.own_s(n, n_past) for n in self.measured}
+    def own_times(self) -> dict[int, float]:
+        """Seconds that `own_s` gives in an empty cache, for all numbers of rows that were measured."""
+        return {n: self.own_s(n, 0) for n in self.measured}
+
+    def _knows(self, n_rows: int) -> bool:
+        """Whether no trial of so many rows would be worth it."""
+        bases = (self._bases[i] for i, _ in _parts(self.measured, n_rows))
+        return all(self._estimates.variance(base) <= _WORTH_A_TRIAL for base in bases)
 
     @property
     def worth_a_trial(self) -> list[int]:
         """The numbers of rows of which too little is known, fewer first."""
-        pairs = zip(self.measured, self._bases, strict=True)
-        return [n for n, i in pairs if self._estimates.variance(i) > _WORTH_A_TRIAL]
+        return [n for n in self.measured if not self._knows(n)]
 
     def _depth_share(self, n_rows: int) -> float:
         """The part of the first point's slope that fewer rows have: the weights are read for one row
@@ -199,9 +206,11 @@ class Curve:
         in `_LEARN_S` counts: all tell the same, and learning takes time, too."""
         unlearnt_s = self._unlearnt_s.get(n_rows, _LEARN_S) + seconds
         self._unlearnt_s[n_rows] = unlearnt_s
-        if unlearnt_s < _LEARN_S and n_rows not in self._doubted:
+        is_unsure = n_rows in self._doubted or (self._all_doubted and not self._knows(n_rows))
+        if unlearnt_s < _LEARN_S and not is_unsure:
             return
         self._unlearnt_s[n_rows] = 0.0
+        self.deepest = max(self.deepest, n_past)
         expected, computed_s = self.own_s(n_rows, n_past), own_s(seconds, share)
         if not expected or computed_s <= 0:
             return
@@ -240,6 +249,12 @@ def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
         return [(right, 1.0)]
     part = (x - points[right - 1]) / (points[right] - points[right - 1])
     return [(right - 1, 1 - part), (right, part)]
+
+
+def predicted(times: Mapping[int, float], n: int) -> float:
+    """Seconds of so many rows by the times of others: straight between them, and beyond."""
+    points = sorted(times)
+    return sum(weight * times[points[i]] for i, weight in _parts(points, n))
 
 
 def _by_rows(points: Sequence[int], values: Sequence[float], x: int) -> float:
@@ -510,25 +525,28 @@ class CostModel:
         return sorted(pairs, key=lambda pair: curves[pair[0]].own_s(pair[1], 0))
 
     def learned(self) -> Profile:
-        """The profile by what is known now."""
-        profile, decode, prefill = self._profile, self._decode, self._prefill
-        deep_decode_s, deep_prefill_s = (
-            curve.own_times(profile.depth) for curve in (decode, prefill)
-        )
+        """The profile by what is known now. What a depth adds is kept as it was measured, unless batches
+        told it that were at least half as deep."""
+        profile = self._profile
         return replace(
             profile,
-            decode_s=decode.own_times(),
-            prefill_s=prefill.own_times(),
+            decode_s=self._decode.own_times(),
+            prefill_s=self._prefill.own_times(),
             verify_s=self._verify.own_times(),
-            deep_decode_s={
-                n: deep_decode_s[n] for n in profile.deep_decode_s if n in deep_decode_s
-            },
-            deep_prefill_s={
-                n: deep_prefill_s[n] for n in profile.deep_prefill_s if n in deep_prefill_s
-            },
+            deep_decode_s=self._deep_s(self._decode, profile.decode_s, profile.deep_decode_s),
+            deep_prefill_s=self._deep_s(self._prefill, profile.prefill_s, profile.deep_prefill_s),
             copy_s=self._estimates.speed * profile.copy_s,
             share=profile.share if self.worth_a_trial else 1.0,
         )
+
+    def _deep_s(
+        self, curve: Curve, shallow: Mapping[int, float], deep: Mapping[int, float]
+    ) -> dict[int, float]:
+        depth, speed = self._profile.depth, self._estimates.speed
+        known = [n for n in deep if n in shallow]
+        if 2 * curve.deepest >= depth:
+            return {n: curve.own_s(n, depth) for n in known}
+        return {n: curve.own_s(n, 0) + speed * (deep[n] - shallow[n]) for n in known}
 
     def curve(self) -> dict[str, dict[int, float]]:
         """The times known now, in milliseconds by number of rows, with an empty cache."""

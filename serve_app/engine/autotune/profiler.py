@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 from serve_app.engine.autotune.clocks import UNDISTURBED, Clocks
-from serve_app.engine.autotune.cost_model import Profile, doubtful, own_s
+from serve_app.engine.autotune.cost_model import Profile, doubtful, own_s, predicted
 from serve_app.engine.backends.base import Row, State
 
 # Batches are measured again until they took this, up to so many times more: the shorter, the noisier. And
@@ -230,6 +230,25 @@ class Profiler(Trials):
     def profile(self) -> Profile:
         return Profile(
             self._decode, self._prefill, self._verify, copy_s=self._copy_s, share=self.share
+        )
+
+    @property
+    def whole_profile(self) -> Profile:
+        """The profile after the rest was measured. Beside other programs there is no time for all sizes:
+        the others are predicted then, to be tried later like these."""
+        if self.share >= UNDISTURBED:
+            return self.profile
+
+        def with_others(times: Mapping[int, float], sizes: Sequence[int]) -> dict[int, float]:
+            return {n: predicted(times, n) for n in sizes if times} | dict(times)
+
+        return replace(
+            self.profile,
+            decode_s=with_others(self._decode, self._slot_counts((*_DECODES, *_MORE_DECODES))),
+            prefill_s=with_others(
+                self._prefill, self._fitting((*_CHUNKS, *_NEXT_CHUNKS, *_MORE_CHUNKS))
+            ),
+            verify_s=with_others(self._verify, self._fitting(_VERIFIES)),
         )
 
     def essentials(self, limit_s: float) -> Iterator[None]:

@@ -145,7 +145,7 @@ class ModeChooser:
             profilers[choice.mode].rest(limit_s - (time.perf_counter() - opened))
             took_s = time.perf_counter() - began
         logger.info("Measured batches in %d modes in %.1f s.", len(candidates), took_s)
-        profile, other = profilers[choice.mode].profile, choice.other
+        profile, other = profilers[choice.mode].whole_profile, choice.other
         if other is not None:
             filled = modes.filled(profilers[other[0]].profile, profile)
             other = other[0], self._whole(other[0], filled, depths)

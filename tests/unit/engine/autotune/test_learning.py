@@ -103,3 +103,44 @@ def test_a_hiccup_of_the_measurement_is_no_reason_never_to_try() -> None:
     for _ in range(20):
         model.observe_decode(8, 8, 0, 0.08)
     assert model.decode_s(8) == pytest.approx(0.08, rel=0.05)
+
+
+def test_batches_that_others_disturb_teach_little_and_are_forecast_all_the_same() -> None:
+    """Each batch takes four times as long, as its threads have half of their time."""
+    model = CostModel(SHALLOW)
+    for _ in range(40):
+        model.observe_decode(16, 16, 0, 4 * 0.11, 0.5)
+    assert model.decode_s(16) == pytest.approx(4 * 0.11, rel=0.05)
+    assert model.learned().decode_s == pytest.approx(SHALLOW.decode_s, rel=0.05)
+    model.rested()
+    assert model.decode_s(16) == pytest.approx(0.11, rel=0.05)
+
+
+def test_what_was_learned_is_the_next_profile() -> None:
+    """A profile of a busy moment: twice too slow, and one size ten times. One trial of each mends it."""
+    busy = {n: 2 * seconds for n, seconds in MEASURED.prefill_s.items()} | {32: 1.1}
+    deep = {n: 2 * seconds for n, seconds in MEASURED.deep_prefill_s.items()}
+    model = CostModel(replace(MEASURED, prefill_s=busy, deep_prefill_s=deep, share=0.5))
+    assert model.prefill_s(32, 0) <= 0.4  # as a larger one
+    n_trials = 0
+    while model.worth_a_trial:
+        kind, n = model.worth_a_trial[0]
+        if kind == "prefill":
+            model.observe_prefill(n, 0, MEASURED.prefill_s[n])
+        else:
+            model.observe_decode(n, n, 0, MEASURED.decode_s[n])
+        n_trials += 1
+    assert n_trials <= 10
+    learned = model.learned()
+    assert learned.share == 1.0
+    assert learned.prefill_s == pytest.approx(MEASURED.prefill_s, rel=0.1)
+    assert learned.decode_s == pytest.approx(MEASURED.decode_s, rel=0.1)
+    assert learned.deep_decode_s[16] == pytest.approx(0.27, rel=0.3), "nothing deep was tried"
+    assert not CostModel(learned).worth_a_trial
+
+
+def test_a_slope_is_kept_as_it_was_learned_if_batches_were_deep() -> None:
+    model = CostModel(MEASURED)
+    for _ in range(60):
+        model.observe_decode(16, 16, 900, 0.11 + 0.9 * 0.04)
+    assert model.learned().deep_decode_s[16] == pytest.approx(0.15, rel=0.1)
