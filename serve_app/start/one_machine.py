@@ -51,6 +51,9 @@ _FILES = {
     f"{_HAPROXY}SERVER_STATE_BASE": "",
     f"{_HAPROXY}SERVER_STATE_FILE": "server-state",
 }
+_ANYWHERE = {"grpc_proxy": "", "PYTHONUTF8": "1"}
+"""Settings for odd machines: gRPC would ask the proxy of `http_proxy` for loopback addresses, and Serve
+writes HAProxy's files in the locale's encoding."""
 _LOOK_EVERY_S = 0.5
 _CONTROLLER_EVERY_S = 0.05
 _PLAIN = {"proxy_location", "http_options", "grpc_options", "applications"}
@@ -139,7 +142,7 @@ def prepared(config: Path) -> Iterator[None]:
     # must be short.
     folder = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     try:
-        os.environ |= environment_of("one-machine.env")
+        os.environ |= environment_of("one-machine.env") | _ANYWHERE
         if forbids_data_at_rest(config):
             os.environ |= {"RAY_automatic_object_spilling_enabled": "0"}
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
