@@ -31,7 +31,7 @@ _MOST_THRESHOLD = 0.5
 # minutes for a vocabulary; typical sorts by another order, which takes 20 ms; Mirostat adds up all.
 _MOST_INFILL, _MOST_SORTED = 128, 16_384
 # The samplers that sort, or may.
-_SORTING = {"top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"}
+_SORTING = {"top_k", "typ_p", "top_p", "min_p", "xtc"}
 # Tokens that Mirostat 1 estimates with: llama-server's number.
 _MIROSTAT_M = 100
 
@@ -199,7 +199,8 @@ def _sorts(params: SamplingParams) -> bool:
     """Whether some sampler sorts more than `top_k` may leave: numpy does that in a fraction of the time."""
     if _is_unusual(params):
         names = CHAIN if params.samplers is None else params.samplers
-        return bool(params.mirostat or set(names) & _SORTING)
+        adapts = params.dynatemp_range > 0 and "temperature" in names  # a fixed one sorts nothing
+        return bool(params.mirostat or adapts or set(names) & _SORTING)
     if params.top_k > 0:
         return params.top_k > _MOST_SORTED
     return params.typical_p < 1 or params.top_p < 1
