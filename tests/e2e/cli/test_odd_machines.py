@@ -60,14 +60,14 @@ def test_it_serves_on(machine: str, folder: Path) -> None:
         processes.stop(started.process, folder, servers.STOP_TIMEOUT_S)
 
 
-def test_two_servers_and_ipv6_on_one_machine(folder: Path) -> None:
+def test_two_servers_on_one_machine(folder: Path) -> None:
     with short_folder() as other_folder:
         first = Started(folder, "--slots", "2")
-        second = Started(other_folder, "--slots", "2", "--host", "::1")
+        second = Started(other_folder, "--slots", "2")
         try:
-            for started, url in ((first, first.url), (second, f"http://[::1]:{second.port}")):
+            for started in (first, second):
                 started.wait_for("Ctrl-C stops it.")
-                assert answer(url).strip() == "The capital of Portugal is Lisbon."
+                assert answer(started.url).strip() == "The capital of Portugal is Lisbon."
         finally:
             processes.stop(first.process, folder, servers.STOP_TIMEOUT_S)
             processes.stop(second.process, other_folder, servers.STOP_TIMEOUT_S)
