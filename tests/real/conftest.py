@@ -13,7 +13,16 @@ from serve_app.engine import Engine
 from serve_app.engine.options import EngineOptions
 from tests.real.models import MODELS
 
-OPTIONS = EngineOptions(n_slots=16, n_ctx_slot=1024, threads=2, n_batch=512, max_waiting=64)
+OPTIONS = EngineOptions(
+    n_slots=16,
+    n_ctx_slot=1024,
+    threads=2,
+    n_batch=512,
+    max_waiting=64,
+    flash_attn=True,
+    profile_limit_s=0,
+)
+"""Nothing is measured, so that every run computes alike; llama-server has flash attention, too."""
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
