@@ -109,4 +109,4 @@ def test_held_out_scores(engine: Engine, tokenizer: Tokenizer, score: Score) -> 
 
 def test_the_file_is_small_and_says_what_it_is(tokenizer: Tokenizer) -> None:
     assert BUILTIN_MODEL.stat().st_size <= 8_000_000
-    assert tokenizer.tool_format is FORMAT["hermes"]
+    assert tokenizer.tool_format.name == FORMAT["hermes"].name

@@ -32,7 +32,7 @@ def test_turns() -> None:
 
 
 def test_it_calls_tools() -> None:
-    assert TEMPLATE.tool_format is FORMAT["hermes"]
+    assert TEMPLATE.tool_format.name == FORMAT["hermes"].name
 
 
 @pytest.mark.parametrize(
