@@ -8,14 +8,13 @@ Models for Packet Networks", IEEE/ACM Transactions on Networking 3(4), 1995.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from serve_app.errors import RateLimitError
-from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 
 Clock = Callable[[], float]
 
@@ -26,7 +25,16 @@ FEW = 10
 MOST_PAUSE_S = 0.05
 """A sender that is slowed down still begins one request in this time."""
 _LOOK_S = MOST_PAUSE_S / 10
-"""The seconds between two looks whether a sender that is slowed down may go on."""
+"""The seconds between two looks whether senders that are slowed down may go on."""
+
+
+@dataclass(slots=True)
+class _Sender:
+    """Somebody whose requests wait, or began lately."""
+
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    began: float = 0.0
+    began_cpu: float = 0.0
 
 
 class Turnstile:
@@ -38,40 +46,61 @@ class Turnstile:
     to do for half of the time: what its requests cost besides, in other processes, is bounded by that, too.
     """
 
-    def __init__(
-        self,
-        clock: Clock = time.monotonic,
-        cpu: Clock = time.thread_time,
-        look_s: float = _LOOK_S,
-    ) -> None:
-        self._clock, self._cpu, self._look_s = clock, cpu, look_s
-        self._next_of_each = FairSemaphore(sys.maxsize, most_each=1)
-        self._turns = FairSemaphore(1)
-        self._last: dict[str, tuple[float, float]] = {}
-        """The times by both clocks at which each sender's last request began."""
+    def __init__(self, clock: Clock = time.monotonic, cpu: Clock = time.thread_time) -> None:
+        self._clock = clock
+        self._cpu = cpu
+        self._senders: dict[str, _Sender] = {}
         self._began: tuple[Counter[str], Counter[str]] = Counter(), Counter()
         """Requests of each sender that began in this window, and in the one before."""
         self._window_end = clock() + WINDOW_S
+        self._next: asyncio.Handle | None = None
+        """The callback that lets the next request begin: it is set if one began in this turn, or waits."""
 
     async def turn(self, sender: str) -> None:
         """Returns when a request of this sender may begin."""
-        async with self._next_of_each.entered(sender):
-            while not self._may_begin(sender):  # noqa: ASYNC110  # time passes, and nobody tells
-                await asyncio.sleep(self._look_s)
-            await self._turns.enter(sender)
-            if self._turns.has_waiting:  # who wakes up in the next turn of the loop
-                self._turns.leave(sender)
-            else:
-                asyncio.get_running_loop().call_soon(self._turns.leave, sender)
-            self._last[sender] = self._clock(), self._cpu()
-            self._began[0][sender] += 1
-
-    def _may_begin(self, sender: str) -> bool:
         self._slide()
+        known = self._senders.setdefault(sender, _Sender())
+        if self._next is None and self._may_begin(sender, known):
+            self._begin(sender, known)
+            self._schedule(0.0)
+            return
+        future = asyncio.get_running_loop().create_future()
+        known.waiting.append(future)
+        if self._next is None:
+            self._schedule(_LOOK_S)
+        await future
+
+    def _schedule(self, pause_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._next = (
+            loop.call_later(pause_s, self._let_one_begin)
+            if pause_s
+            else loop.call_soon(self._let_one_begin)
+        )
+
+    def _let_one_begin(self) -> None:
+        self._next = None
+        self._slide()
+        waiting = [entry for entry in self._senders.items() if _waits(entry[1].waiting)]
+        for sender, known in waiting:
+            if self._may_begin(sender, known):
+                self._begin(sender, known)
+                known.waiting.popleft().set_result(None)
+                self._senders[sender] = self._senders.pop(sender)  # the others go first
+                self._schedule(0.0)
+                return
+        if waiting:
+            self._schedule(_LOOK_S)
+
+    def _begin(self, sender: str, known: _Sender) -> None:
+        known.began, known.began_cpu = self._clock(), self._cpu()
+        self._began[0][sender] += 1
+
+    def _may_begin(self, sender: str, known: _Sender) -> bool:
         if not self._has_more_than_its_share(sender):
             return True
-        began, began_cpu = self._last[sender]
-        return self._clock() - began > min(MOST_PAUSE_S, 2 * (self._cpu() - began_cpu))
+        passed_s = self._clock() - known.began
+        return passed_s > min(MOST_PAUSE_S, 2 * (self._cpu() - known.began_cpu))
 
     def _has_more_than_its_share(self, sender: str) -> bool:
         began = self._began[0][sender] + self._began[1][sender]
@@ -79,15 +108,27 @@ class Turnstile:
             return False
         senders = self._began[0].keys() | self._began[1].keys() | {sender}
         total = self._began[0].total() + self._began[1].total()
-        return len(senders) * (began - 1) > total  # senders that take turns are one ahead at most
+        return len(senders) * began > total
 
     def _slide(self) -> None:
         now = self._clock()
         if now < self._window_end:
             return
         before = self._began[0] if now < self._window_end + WINDOW_S else Counter[str]()
-        self._began, self._window_end = (Counter(), before), now + WINDOW_S
-        self._last = {sender: self._last[sender] for sender in before}
+        self._began = Counter(), before
+        self._window_end = now + WINDOW_S
+        self._senders = {
+            sender: known
+            for sender, known in self._senders.items()
+            if _waits(known.waiting) or sender in before
+        }
+
+
+def _waits(futures: deque[asyncio.Future[None]]) -> bool:
+    """Whether anybody is left of those who came; those who left go."""
+    while futures and futures[0].done():
+        futures.popleft()
+    return bool(futures)
 
 
 _TIMES_FREE = 4

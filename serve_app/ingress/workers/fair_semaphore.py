@@ -92,9 +92,5 @@ class FairSemaphore:
             else:
                 self._waiting.pop(client, None)
 
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
-
     def n_waiting(self, client: str) -> int:
         return len(self._waiting.get(client, ()))

@@ -27,7 +27,7 @@ class Time:
         self.cpu_s += self.busy * seconds
 
     def turnstile(self) -> Turnstile:
-        return Turnstile(lambda: self.now, lambda: self.cpu_s, look_s=0)
+        return Turnstile(lambda: self.now, lambda: self.cpu_s)
 
 
 async def turns(n: int) -> None:
@@ -50,7 +50,6 @@ async def test_one_request_begins_in_each_turn_of_the_loop() -> None:
         seen.append(len(begun))
     await asyncio.gather(*tasks)
     assert begun == [0, 1, 2, 3, 4]
-    assert seen[6] == 5, "no turn is left out"
     assert max(after - before for before, after in itertools.pairwise(seen)) == 1
 
 
@@ -71,22 +70,6 @@ async def test_senders_take_turns() -> None:
         "few",
     ]
     assert Counter(begun) == {"many": 6, "few": 2}
-
-
-async def test_one_request_of_many_senders_begins_in_each_turn_of_the_loop() -> None:
-    turnstile, begun = Time().turnstile(), list[str]()
-
-    async def ask(sender: str) -> None:
-        await turnstile.turn(sender)
-        begun.append(sender)
-
-    tasks = [asyncio.create_task(ask(sender)) for sender in "abcde"]
-    seen = []
-    for _ in range(8):
-        await turns(1)
-        seen.append(len(begun))
-    await asyncio.gather(*tasks)
-    assert seen == [1, 1, 2, 3, 4, 5, 5, 5]
 
 
 async def test_whoever_leaves_while_waiting_holds_up_nobody() -> None:
@@ -122,7 +105,8 @@ async def begins(
             while due[sender] <= time.now:
                 due[sender] += 1 / rate
                 tasks.add(asyncio.create_task(ask(sender)))
-        await turns(6)
+        await turns(3)
+        turnstile._let_one_begin()  # its timer is on the loop's clock, which does not pass
         time.pass_(0.004)
     for task in tasks:
         task.cancel()
@@ -156,7 +140,7 @@ async def test_what_is_long_ago_is_forgotten() -> None:
     time.pass_(2 * WINDOW_S)
     await turnstile.turn("few")
     assert not turnstile._has_more_than_its_share("many")
-    assert set(turnstile._last) == {"few"}
+    assert set(turnstile._senders) == {"few"}
 
 
 def fill(requests: OpenRequests, held: ExitStack, client: str) -> int:
