@@ -115,7 +115,7 @@ class Checkpoints:
         """Where to make some of a prompt of `n_tokens` whose first `n_cached` are in the slot, and of
         which others have had `n_known`."""
         stops, last = [], n_cached
-        for stop in (n_known, n_tokens - _BEFORE_END) if self.needed else ():
+        for stop in (n_known, n_tokens - _BEFORE_END) if self.needed and self._n_per_slot else ():
             if last + _LEAST <= stop <= n_tokens - _BEFORE_END:
                 stops.append(stop)
                 last = stop

@@ -110,6 +110,7 @@ def test_where_they_are_made(
     n_cached: int, n_known: int, n_tokens: int, expected: tuple[int, ...]
 ) -> None:
     assert Checkpoints(backend(), 3, 1).stops(n_cached, n_known, n_tokens) == expected
+    assert Checkpoints(backend(), 0, 1).stops(n_cached, n_known, n_tokens) == ()
 
 
 def test_of_too_many_the_one_goes_that_is_missed_least() -> None:
