@@ -88,33 +88,19 @@ class ChatTemplate(Template):
     """A compiled Jinja template. Raises ConfigError if it is not valid."""
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
-        environment = _Environment(
-            optimized=False,  # constants that are folded would be no texts of the template's
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-        )
-        environment.filters |= {"tojson": _tojson, "join": _join, "safe": lambda text: text}
-        environment.globals.update(
-            raise_exception=_raise_exception,
-            strftime_now=_strftime_now,
-            bos_token=TemplateText.own(bos),
-            eos_token=TemplateText.own(eos),
-        )
-        try:
-            self._template = environment.from_string(source)
-            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"The model's chat template is not valid: {error}") from error
+        self._template, names = _compiled(source)
+        self._own_tokens = {"bos_token": TemplateText.own(bos), "eos_token": TemplateText.own(eos)}
         self._known_format = (
             tool_calls.detect(source) if names & {"tools", "functions"} else None
         ) or tool_calls.GENERIC
-        self._eos = eos
         has_channels = self._known_format.has_channels
         self.reasoning_tags = output_parser.reasoning_tags(source)
         self.thinks = has_channels or self.reasoning_tags is not None
-        self.names = frozenset(names)
-        self._reserved = {"messages", "tools", "add_generation_prompt", *environment.globals}
+        self.names = names
+        self._reserved = {
+            *("messages", "tools", "add_generation_prompt"),
+            *(self._template.globals.keys() | self._own_tokens.keys()),
+        }
         self._without_tools: Mapping[str, Any] = {"tools": None}
         if "tools" in names and not self._takes_a_chat():
             # Some want a list, and take what is undefined for an empty one.
@@ -127,9 +113,8 @@ class ChatTemplate(Template):
         return tool_calls.derived(
             functools.partial(self.render, add_generation_prompt=False),
             self._known_format,
-            eos=self._eos,
-            object_arguments=self.caps.object_arguments,
-            parallel_calls=self.caps.parallel_calls,
+            self.caps,
+            eos=self._own_tokens["eos_token"],
         )
 
     def _takes_a_chat(self) -> bool:
@@ -157,6 +142,7 @@ class ChatTemplate(Template):
         given = {
             "messages": _Given(messages),
             "add_generation_prompt": add_generation_prompt,
+            **self._own_tokens,
             **self._without_tools,
         }
         if tools:
@@ -172,6 +158,24 @@ class ChatTemplate(Template):
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", "messages"
             ) from error
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """A template and the variables that it reads."""
+    environment = _Environment(
+        optimized=False,  # constants that are folded would be no texts of the template's
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+    )
+    environment.filters |= {"tojson": _tojson, "join": _join, "safe": lambda text: text}
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    try:
+        names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        return environment.from_string(source), frozenset(names)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"The model's chat template is not valid: {error}") from error
 
 
 def delimiters(source: str) -> list[str]:

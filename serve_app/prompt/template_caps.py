@@ -6,7 +6,7 @@ Source of those that llama-server reports as `chat_template_caps`: llama.cpp, co
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -203,11 +203,21 @@ def _in_order(prompt: str, texts: Sequence[str]) -> bool:
     return True
 
 
-def _called(arguments: object, *names: str, content: str = "") -> list[dict[str, Any]]:
-    calls = [
-        {"id": f"call{i:05}", "type": "function", "function": {"name": n, "arguments": arguments}}
-        for i, n in enumerate(names)
+def calls_of(called: Iterable[tuple[str, object]]) -> list[dict[str, Any]]:
+    """Calls of these names with these arguments, as templates take them. Their ids are `call00000` and so
+    on, which Mistral's templates take, too."""
+    return [
+        {
+            "id": f"call{i:05}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        for i, (name, arguments) in enumerate(called)
     ]
+
+
+def _called(arguments: object, *names: str, content: str = "") -> list[dict[str, Any]]:
+    calls = calls_of((name, arguments) for name in names)
     return [
         _ASKED,
         {"role": "assistant", "content": content, "tool_calls": calls},

@@ -8,6 +8,7 @@ Source of the idea: llama.cpp's `common/chat-diff-analyzer.cpp`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from serve_app.errors import InvalidRequestError
-from serve_app.prompt.template_caps import Render
+from serve_app.prompt.template_caps import Render, TemplateCaps, calls_of
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import ToolFormat
@@ -104,8 +105,9 @@ class Markup:
         return marks[0][0] if marks else "\n"
 
 
-def _marks(literal: str) -> list[str]:
-    return [mark[0] for mark in _MARKS.finditer(literal)]
+@functools.lru_cache(maxsize=1024)
+def _marks(literal: str) -> tuple[str, ...]:
+    return tuple(mark[0] for mark in _MARKS.finditer(literal))
 
 
 class MarkupParser(CallParser):
@@ -130,14 +132,14 @@ class MarkupParser(CallParser):
             if not section.strip():
                 return calls
             again = _marks(self._markup.between + begin)
-            yield from text.run(BLANKS)
-            if again and (yield from _either(text, again, _marks(end))):
-                continue
-            if not again and (yield from text.peek()) == "{":
-                continue
-            if not again:
-                yield from _pass(text, _marks(end))
-            return calls
+            if again:
+                goes_on = yield from _either(text, again, _marks(end))
+            else:
+                yield from text.run(BLANKS)
+                goes_on = (yield from text.peek()) == "{"
+                yield from _pass(text, () if goes_on else _marks(end))
+            if not goes_on:
+                return calls
 
     def _one(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
         """Reads a call behind its first literal."""
@@ -160,7 +162,7 @@ class MarkupParser(CallParser):
         return calls
 
     def _tagged(
-        self, text: TextReader, call: TaggedCall, body: Tagged, end: list[str]
+        self, text: TextReader, call: TaggedCall, body: Tagged, end: Sequence[str]
     ) -> Reading[Sequence[ToolCall]]:
         schema = self._schemas.get(call.name, {})
         before, behind = map(_marks, body.key)
@@ -176,7 +178,7 @@ class MarkupParser(CallParser):
         return self._tagged_call(call)
 
     def _value(
-        self, text: TextReader, key: str, body: Tagged, end: list[str]
+        self, text: TextReader, key: str, body: Tagged, end: Sequence[str]
     ) -> Reading[tuple[str, bool]]:
         """A parameter's value, and whether another parameter follows."""
         first, *closing = _marks(body.closing.replace(KEY, key))
@@ -211,7 +213,7 @@ def _n_shared(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _either(
-    text: TextReader, first: list[str], second: list[str], passed: list[str] | None = None
+    text: TextReader, first: Sequence[str], second: Sequence[str], passed: list[str] | None = None
 ) -> Reading[bool]:
     """Reads whichever of two literals is next, and says whether it is the first."""
     passed = [] if passed is None else passed
@@ -238,11 +240,15 @@ def _rules(
     functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool, *, markup: Markup
 ) -> str:
     (begin, end), (_, section_end) = markup.call, markup.section
-    said = partial(_said, delimiter=delimiter)
+
+    def said(literal: str) -> str:
+        return " ".join(_said(literal, delimiter))
+
     first = said(markup.begin[len(markup.opening) :])
     more = f"({said(markup.between + begin)} call)*" if parallel else ""
     if isinstance(markup.body, Tagged):
-        bodies, free = _tagged_bodies(functions, said, markup.name, markup.body)
+        closing = _said(markup.body.closing.partition(KEY)[0], delimiter)
+        bodies, free = _tagged_bodies(functions, said, markup.name, markup.body, closing)
     else:
         body = markup.body or JsonObject(head="", tail="")
         bodies = [
@@ -258,13 +264,18 @@ PLACE: /[\\w-]{{1,64}}/
 
 
 def _tagged_bodies(
-    functions: Sequence[Function], said: Callable[[str], str], name: str, body: Tagged
+    functions: Sequence[Function],
+    said: Callable[[str], str],
+    name: str,
+    body: Tagged,
+    closing: list[str],
 ) -> tuple[list[str], str]:
-    """A body for each function, and the rule of free text."""
-    common, place, rest = body.closing.partition(KEY)
-    closing, *behind = _split(said(common))
-    if behind and closing.startswith('"'):  # a string ends at the first token, with any text before
-        closing, behind = f"({closing})? {behind[0]}", behind[1:]
+    """A body for each function, and the rule of free text. `closing` are the pieces of the literal behind a
+    value, up to the parameter's name if it is part of that."""
+    _, place, rest = body.closing.partition(KEY)
+    end, *behind = closing
+    if behind and end.startswith('"'):  # a string ends at the first token, with any text before
+        end, behind = f"({end})? {behind[0]}", behind[1:]
 
     def opening(key: str) -> str:
         return said(body.key[0] + key + body.key[1])
@@ -273,18 +284,14 @@ def _tagged_bodies(
         return " ".join([*behind, said((key if place else "") + rest)])
 
     bodies = [
-        " ".join([said(one["name"] + name), *lark.parameters(one, opening, closing, ending)])
+        " ".join([said(one["name"] + name), *lark.parameters(one, opening, end, ending)])
         for one in functions
     ]
-    return bodies, lark.free_text(closing)
+    return bodies, lark.free_text(end)
 
 
-def _split(said: str) -> list[str]:
-    return re.findall(r'"(?:[^"\\]|\\.)*"|\S+', said)
-
-
-def _said(literal: str, delimiter: lark.Delimiter) -> str:
-    """The literal in Lark, with tags as tokens where the vocabulary has these."""
+def _said(literal: str, delimiter: lark.Delimiter) -> list[str]:
+    """The pieces of the literal in Lark: texts, and tokens for tags where the vocabulary has these."""
     said: list[str] = []
     text = ""
     for part in _SAID.split(literal):
@@ -296,7 +303,7 @@ def _said(literal: str, delimiter: lark.Delimiter) -> str:
             text = ""
         else:
             text += part
-    return " ".join([*said, lark.text(text)] if text else said)
+    return [*said, lark.text(text)] if text else said
 
 
 # -- what a template shows ----------------------------------------------------------------------------
@@ -305,7 +312,6 @@ _CONTENT = "wzqc"
 _CALLED = (("wzqf", {"wzqk": "wzqv", "wzqn": 4711}), ("wzqg", {"wzqk": "wzqw", "wzqn": 4712}))
 """Names and arguments that no template has."""
 _Called = Sequence[tuple[str, dict[str, Any]]]
-_IDS = ("call00000", "call00001")
 _TOOLS = [
     {
         "type": "function",
@@ -329,14 +335,12 @@ _OBJECT_NAME = re.compile(r"""",\s*"(\w+)":\s*""")
 _OBJECT_TAIL = re.compile(r"[^{}]*\}")
 
 
-def derived(
-    render: Render, known: ToolFormat, *, eos: str, object_arguments: bool, parallel_calls: bool
-) -> ToolFormat:
+def derived(render: Render, known: ToolFormat, caps: TemplateCaps, *, eos: str) -> ToolFormat:
     """The format in which a template with these abilities writes calls; the known format if the calls
     cannot be told from other text, or not be read again. `eos` is the token that ends an answer."""
-    called = _CALLED if parallel_calls else _CALLED[:1]
+    called = _CALLED if caps.parallel_calls else _CALLED[:1]
     try:
-        text = _written(render, called, object_arguments, eos)
+        text = _written(render, called, caps, eos)
         markup = _markup(text, called)
         if not markup.opening:
             return known
@@ -344,7 +348,7 @@ def derived(
         return known
     form = of_markup(known.name if known.opening else "derived", (), markup, message=known.message)
     parser = form.parser(_TOOLS)
-    parts = [*parser.feed(text.replace(ID, _IDS[0])), *parser.finish()]
+    parts = [*parser.feed(text.replace(ID, "id")), *parser.finish()]
     calls = [
         (part.name, json.loads(part.arguments)) if isinstance(part, ToolCall) else part
         for part in parts
@@ -357,21 +361,14 @@ class _UnclearError(Exception):
     """The text does not show how calls are written."""
 
 
-def _written(render: Render, called: _Called, object_arguments: bool, eos: str) -> str:
+def _written(render: Render, called: _Called, caps: TemplateCaps, eos: str) -> str:
     """The calls as the template writes them, without what is around them."""
     user = {"role": "user", "content": "Hello"}
     answer = {"role": "assistant", "content": _CONTENT}
-    calls = [
-        {
-            "id": call_id,
-            "type": "function",
-            "function": {
-                "name": name,
-                "arguments": arguments if object_arguments else json.dumps(arguments),
-            },
-        }
-        for call_id, (name, arguments) in zip(_IDS, called, strict=False)
-    ]
+    calls = calls_of(
+        (name, arguments if caps.object_arguments else json.dumps(arguments))
+        for name, arguments in called
+    )
     plain = render([user, answer], _TOOLS)
     whole = render([user, {**answer, "tool_calls": calls}], _TOOLS)
     plain, whole = plain.removesuffix(eos), whole.removesuffix(eos)
@@ -380,8 +377,8 @@ def _written(render: Render, called: _Called, object_arguments: bool, eos: str) 
     text = whole[len(_shared(plain, whole)) if content < 0 else content + len(_CONTENT) :]
     end = _shared_end(behind, text)
     text = text[: len(text) - len(end)]
-    for call_id in _IDS:
-        text = text.replace(call_id, ID)
+    for call in calls:
+        text = text.replace(call["id"], ID)
     if behind.strip() and not end.strip():  # a tag of its own ends turns with calls
         tokens = _TOKENS.findall(text.rstrip())
         text = "".join(tokens[:-1]) if tokens and re.fullmatch(_TAG, tokens[-1]) else ""
