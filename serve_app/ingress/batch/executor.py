@@ -451,18 +451,26 @@ class BatchExecution:
 
 
 async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> httpx2.Response:
-    """POST this JSON for that caller. Whatever the application raises is an answer with status 500.
-    Cancelling this ends the request."""
+    """POST this JSON for that caller. Whatever the application raises is an answer with status 500, also
+    if an answer with another status has begun. Cancelling this ends the request."""
     import httpx2  # only who has batches needs it
 
+    least_status = 0
+
     async def answer_line(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "state": {}, BATCH_LINE: caller}, receive, send)
+        nonlocal least_status
+        try:
+            await app({**scope, "state": {}, BATCH_LINE: caller}, receive, send)
+        except Exception:
+            least_status = 500
+            raise
 
     headers = {"content-type": "application/json", "x-request-id": caller.request_id}
     request = httpx2.Request("POST", f"http://batch{path}", headers=headers, content=body)
     transport = httpx2.ASGITransport(answer_line, raise_app_exceptions=False)
     answer = await transport.handle_async_request(request)
     await answer.aread()
+    answer.status_code = max(answer.status_code, least_status)
     return answer
 
 
@@ -486,7 +494,6 @@ async def _unless(is_promoted: Callable[[], bool], asking: Coroutine[Any, Any, T
 
 def _response(answer: httpx2.Response, request_id: str) -> dict[str, Any]:
     """The answer as a field of a line. JSON is not read: lines break nowhere but between its values."""
-    body: Any = answer.text
-    if answer.headers.get("content-type", "").startswith("application/json"):
-        body = orjson.Fragment(answer.content.replace(b"\n", b" "))
+    is_json = answer.headers.get("content-type", "").startswith("application/json")
+    body: Any = orjson.Fragment(answer.content.replace(b"\n", b" ")) if is_json else answer.text
     return {"status_code": answer.status_code, "request_id": request_id, "body": body}

@@ -6,6 +6,7 @@ Source: the HTML standard, "Server-sent events".
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -21,18 +22,25 @@ PING = b": ping\n\n"
 """A comment, which readers drop. Proxies take silence for a server that hangs."""
 
 
+def encoded(body: Any) -> bytes:
+    """The JSON of a body of any size: the standard library would take ten times as long to write it, but
+    knows integers of more than 64 bits, which a model may write."""
+    try:
+        return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def one_line(body: Json) -> bytes:
     """JSON without the characters that some readers of lines take for ends of lines."""
-    line = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+    line = encoded(body)
     for end in "\u0085\u2028\u2029":
         line = line.replace(end.encode(), b"\\u%04x" % ord(end))
     return line
 
 
-def json_response(body: Json) -> Response:
-    """An answer of any size: the standard library would take ten times as long to write it."""
-    content = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
-    return Response(content, media_type="application/json")
+def json_response(body: Any) -> Response:
+    return Response(encoded(body), media_type="application/json")
 
 
 def data(body: Json) -> bytes:

@@ -31,6 +31,7 @@ from serve_app.ingress.batch.journal import BatchJournal
 from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.batch.store import BatchLimits, BatchOptions, BatchStore
 from serve_app.ingress.http.dependencies import InProcess
+from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.workers.pool import Workers
 from serve_app.ingress.workers.wire import Piece
@@ -759,3 +760,13 @@ async def test_a_call_that_waits_for_room_is_cancelled_also_while_the_room_close
     with pytest.raises(asyncio.CancelledError):
         await writing
     assert calls == ["write"]
+
+
+async def test_an_answer_that_breaks_off_is_no_good_one() -> None:
+    async def breaking(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"half', "more_body": True})
+        raise ValueError("scripted")
+
+    answer = await executors.post(breaking, "/v1/chat/completions", b"{}", Caller())
+    assert answer.status_code == 500
