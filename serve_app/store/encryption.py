@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ _GET_POLICY = 0xC0096616
 """FS_IOC_GET_ENCRYPTION_POLICY_EX. Source: the kernel's documentation, filesystems/fscrypt."""
 _POLICY_BYTES = 24
 _IN_MEMORY = ("tmpfs", "ramfs")
+# How mountinfo writes blanks.
+_OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def check_encrypted(option: str, folder: Path | None, root: Path = Path("/")) -> None:
@@ -52,21 +55,26 @@ def _has_policy(folder: Path) -> bool:
 
 
 def _is_on_encrypted_device(folder: Path, root: Path) -> bool:
-    device = _existing(folder).stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
+    # By the path and not by the folder's device: a subvolume of Btrfs has a number of its own.
+    where = _existing(folder).resolve()
+    mounts: list[tuple[int, int, str, str, str]] = []
     for line in (root / "proc/self/mountinfo").read_text().splitlines():
         # "36 35 98:0 /root /mount options - type source more": see proc(5).
         fields, _, rest = line.partition(" - ")
-        kind, source, *_ = rest.split(" ")
-        if fields.split(" ")[2] != number:
-            continue
-        if kind in _IN_MEMORY:
-            return True
-        if number.startswith("0:"):  # Btrfs, for example, has no device of its own
-            with suppress(OSError):
-                device = Path(source).stat().st_rdev
-                number = f"{os.major(device)}:{os.minor(device)}"
-        break
+        _, _, number, _, point, *_ = fields.split(" ")
+        mount = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), point))
+        if where.is_relative_to(mount):
+            kind, source, *_ = rest.split(" ")
+            mounts.append((len(mount.parts), len(mounts), number, kind, source))
+    if not mounts:
+        return False
+    _, _, number, kind, source = max(mounts)  # the last one covers the others
+    if kind in _IN_MEMORY:
+        return True
+    if number.startswith("0:"):  # Btrfs, for example, has no device of its own
+        with suppress(OSError):
+            device = Path(source).stat().st_rdev
+            number = f"{os.major(device)}:{os.minor(device)}"
     return _is_encrypted(root / "sys/dev/block" / number)
 
 

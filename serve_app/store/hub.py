@@ -125,9 +125,13 @@ def _listing(
     path = folder / f"{remote.safe(name.repo)}@{remote.safe(name.revision or 'main')}.json"
     if _COMMIT.fullmatch(name.revision or "") and (before := remote.kept(path)) is not None:
         return before  # which never changes
-    listing = remote.listed(path, lambda: _ask(name), lambda: _in_library(name), others)
-    remote.keep(path.with_name(f"{remote.safe(name.repo)}@{listing['commit']}.json"), listing)
-    return listing
+
+    def ask() -> remote.Listing:
+        listing = _ask(name)  # of the whole repository, unlike what others know
+        remote.keep(path.with_name(f"{remote.safe(name.repo)}@{listing['commit']}.json"), listing)
+        return listing
+
+    return remote.listed(path, ask, lambda: _in_library(name), others)
 
 
 def _ask(name: HubName) -> remote.Listing:

@@ -112,7 +112,7 @@ def listed(
         before = kept(path) or next(filter(None, (ask_other() for ask_other in others)), None)
         if before is None:
             raise
-        logger.warning("%s. Its last answer is used.", str(error).rstrip("."))
+        logger.warning("%s. What is known from before is used.", str(error).rstrip("."))
         return before
     keep(path, listing)
     return listing

@@ -11,14 +11,20 @@ from serve_app.errors import ConfigError
 from serve_app.store.encryption import check_encrypted
 
 
-def tree(root: Path, folder: Path, kind: str = "ext4", number: str | None = None) -> Path:
-    """A root whose /proc says that the folder's device is mounted; returns the device in /sys."""
+def tree(
+    root: Path,
+    folder: Path,
+    kind: str = "ext4",
+    number: str | None = None,
+    source: str = "/dev/mapper/data",
+) -> Path:
+    """A root whose /proc says that the folder is mounted; returns its device in /sys."""
     device = folder.stat().st_dev
     number = number or f"{os.major(device)}:{os.minor(device)}"
     (root / "proc/self").mkdir(parents=True)
     lines = [
         "22 27 0:999 / /proc rw,relatime - proc proc rw",
-        f"36 35 {number} / /data rw,noatime shared:1 - {kind} /dev/mapper/data rw",
+        f"36 35 {number} / {folder} rw,noatime shared:1 - {kind} {source} rw",
     ]
     (root / "proc/self/mountinfo").write_text("\n".join(lines))
     made = root / "sys/dev/block" / number
@@ -54,6 +60,23 @@ def test_volumes_count_by_their_parts(tmp_path: Path) -> None:
     second.mkdir()
     with pytest.raises(ConfigError, match=r"ingress\.batch\.folder"):
         check_encrypted("ingress.batch.folder", tmp_path, tmp_path)
+
+
+def test_the_device_of_a_subvolume_is_the_source_of_its_mount(tmp_path: Path) -> None:
+    """As with Btrfs, where folders have device numbers that no device has."""
+    folder = tmp_path / "sub volume"
+    folder.mkdir()
+    device = tree(tmp_path, tmp_path, "btrfs", "0:40", source="/dev/null")
+    mountinfo = tmp_path / "proc/self/mountinfo"
+    blanks = str(folder).replace(" ", "\\040")
+    mountinfo.write_text(
+        f"{mountinfo.read_text()}\n37 36 0:41 /sub {blanks} rw - btrfs /dev/null rw"
+    )
+    with pytest.raises(ConfigError, match=r"engine\.slot_folder"):
+        check_encrypted("engine.slot_folder", folder, tmp_path)
+    null = Path("/dev/null").stat().st_rdev
+    encrypt(device.with_name(f"{os.major(null)}:{os.minor(null)}"))
+    check_encrypted("engine.slot_folder", folder, tmp_path)
 
 
 def test_memory_is_no_disk(tmp_path: Path) -> None:
