@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from serve_app.engine.autotune.clocks import UNDISTURBED, Clocks
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core.guest import Guest
-from serve_app.errors import DecodeCancelledError, DecodeError
+from serve_app.errors import CacheFullError, DecodeCancelledError, DecodeError
 
 if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore
@@ -68,12 +68,16 @@ class RestTrials(Guest):
 
     def after_step(self, core: EngineCore, step_s: float, *, idle: bool) -> None:
         """Keep the costs now and then, when the last request has ended."""
-        if not core.running and core.counts.step_s >= self._kept_at_s + _KEEP_AFTER_S:
-            self._keep(core)
+        if not core.running:
+            self._keep_if_due(core)
 
     def close(self, core: EngineCore, *, healthy: bool) -> None:
         """Keep what was learned since the costs were kept last."""
-        if healthy and core.counts.step_s >= self._kept_at_s + _KEEP_AFTER_S:
+        if healthy:
+            self._keep_if_due(core)
+
+    def _keep_if_due(self, core: EngineCore) -> None:
+        if core.counts.step_s >= self._kept_at_s + _KEEP_AFTER_S:
             self._keep(core)
 
     def _keep(self, core: EngineCore) -> None:
@@ -116,6 +120,8 @@ class RestTrials(Guest):
                 self._backend.decode(rows)
         except DecodeCancelledError:
             is_whole = False
+        except CacheFullError:  # of other idle slots' tokens
+            is_whole, self._not_before = False, time.monotonic() + _LONGEST_PAUSE_S
         except DecodeError:  # nobody waits for it
             self._is_able = is_whole = False
         seconds, share = self._clocks.end(n_rows)

@@ -105,8 +105,14 @@ class Trials:
         """The part of their time that the threads had."""
         return self._had_s / self._spent_s if self._spent_s else 1.0
 
+    def spent(self, run: Callable[[], None]) -> float:
+        """The seconds of work of which a single thread may do a part: they say nothing of others' work."""
+        seconds, _ = self._clocks.timed(run, 1)
+        self.left_s -= seconds
+        return seconds
+
     def timed(self, run: Callable[[], None], n_rows: int = 1) -> Measured:
-        """The time of that, which is spent."""
+        """The time of a batch, which is spent."""
         seconds, share = self._clocks.timed(run, n_rows)
         self.left_s -= seconds
         self._spent_s += seconds
@@ -289,17 +295,21 @@ class Profiler(Trials):
         possible = self._n_slots > 1 and self._can_rewind and end > 0
         if not possible or not self.time_for(2 * end * row_s):
             return
-        self.timed(partial(self._context.decode, _prompt_rows(0, end)))
-        self.n_before = end
+        self.spent(partial(self._context.decode, _prompt_rows(0, end)))
         alone_s = with_copy_s = math.inf
         for _ in range(_COPY_TRIALS):
-            alone_s = min(alone_s, self.prefilled(1).own_s)
-            copy_s = self.timed(partial(self._context.copy, 0, 1)).own_s
-            with_copy_s = min(with_copy_s, copy_s + self.prefilled(1).own_s)
+            alone_s = min(alone_s, self._row_s(end))
+            copy_s = self.spent(partial(self._context.copy, 0, 1))
+            with_copy_s = min(with_copy_s, copy_s + self._row_s(end))
         self._copy_s = max(0.0, with_copy_s - alone_s)
-        self.n_before = 0
         for seq_id in range(self._n_slots):
             self._context.truncate(seq_id, 0)
+
+    def _row_s(self, n_before: int) -> float:
+        """Seconds of a row, and of a copy that is pending, which one thread makes."""
+        seconds = self.spent(partial(self._context.decode, _prompt_rows(n_before, 1)))
+        self._context.truncate(0, n_before)
+        return seconds
 
 
 # -- depth: what batches take longer the more tokens stand in the cache before them ---------------
@@ -402,7 +412,7 @@ class DeepProfiler(Trials):
         self._empty()
         yield from measure(self._decode, self._counts, self.decoded)
         yield from measure(self._prefill, self._fitting(_CHUNKS), self.prefilled)
-        self.timed(self._fill)
+        self.spent(self._fill)
         yield from measure(self._turns_s, self._counts[-1:], self.decoded)
         self._share()
         yield from measure(self._deep_decode, self._counts, self.decoded)

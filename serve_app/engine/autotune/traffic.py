@@ -103,6 +103,8 @@ class Traffic:
         the threads' time."""
         self._own = _Kind(*own)
         self._other = _Kind(other[0], CostModel(other[1]))
+        self._yardsticks = self._other.costs.yardsticks(_YARDSTICK_ROWS)
+        """Seconds of short prompts with the other kind, of which nothing is learned."""
         self._least_gain = max(_LEAST_GAIN, _DISTRUST * (1 - share))
         self._load = Load()
         """The load that the last steps had alike."""
@@ -120,17 +122,16 @@ class Traffic:
         if load != self._load:
             self._add_up()
             self._load = load
-            self._step_s = self._forecasts(load)
+            self._step_s = self._forecasts(load, self._speed())
         self._n_alike += 1
 
-    def _forecasts(self, load: Load) -> tuple[float, float]:
+    def _forecasts(self, load: Load, speed: float) -> tuple[float, float]:
         """Seconds of a step with the own kind, and with the other one.
 
         A split cache takes no longer than a unified one whose sequences share nothing: they attend to the
         same cells there, and to those of others besides. So a slope that was measured wrongly, for one
         row and counted for all, does not speak against a split cache for long.
         """
-        speed = self._speed()
         own, other, n = self._own, self._other, round(load.n_decoding)
         most_s = math.inf, math.inf
         if n and own.mode.flash_attn == other.mode.flash_attn:
@@ -142,7 +143,7 @@ class Traffic:
 
     def _speed(self) -> float:
         """How much longer a short prompt takes by what was learned than by the other kind's profile."""
-        own, other = (kind.costs.yardsticks(_YARDSTICK_ROWS) for kind in (self._own, self._other))
+        own, other = self._own.costs.yardsticks(_YARDSTICK_ROWS), self._yardsticks
         ratios = [own[n] / other[n] for n in own.keys() & other.keys()]
         return statistics.median(ratios) if ratios else 1.0
 
@@ -163,8 +164,9 @@ class Traffic:
         below 0 if it would take longer. Idle slots have `n_idle_cells`."""
         own, other = self._own, self._other
         own.coming_s = other.coming_s = 0.0
+        speed = self._speed()
         for times, load in _coming(alive, n_idle_cells, n_slots):
-            own_s, other_s = self._forecasts(load)
+            own_s, other_s = self._forecasts(load, speed)
             own.coming_s += times * own_s
             other.coming_s += times * other_s
         return own.coming_s - (1 + self._least_gain) * other.coming_s

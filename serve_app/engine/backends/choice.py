@@ -166,19 +166,20 @@ def open_backend(
     """The backend, opened; on the thread that will compute. Raises ConfigError."""
     path = Path(path)
     if options.backend != "auto":
-        choice = KernelsChoice(options.backend, "as configured")
+        choice = KernelsChoice(options.backend, "as configured", options.repack)
     else:
         choice = chosen(path, options, report)
         logger.info("Backend %s: %s.", choice.name, choice.reason)
+    options_chosen = replace(options, backend=choice.name, repack=choice.repack)
     try:
-        options_chosen = replace(options, backend=choice.name, repack=choice.repack)
         backend = open_named(choice.name, path, options_chosen, report)
     except ConfigError as error:
         if options.backend != "auto" or choice.name == LLAMA_CPP or is_graph(path):
             raise
-        choice = KernelsChoice(LLAMA_CPP, f"OpenVINO could not be started: {_said(error)}")
+        reason = f"OpenVINO could not be started: {_said(error)}"
+        choice = replace(choice, name=LLAMA_CPP, reason=reason)
         logger.warning("Backend %s: %s.", choice.name, choice.reason)
-        backend = open_named(LLAMA_CPP, path, replace(options, backend=LLAMA_CPP), report)
+        backend = open_named(LLAMA_CPP, path, replace(options_chosen, backend=LLAMA_CPP), report)
     backend.setup = replace(backend.setup, kernels_reason=choice.reason)
     return backend
 
@@ -203,8 +204,6 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
     folder = options.profile_folder
     if options.profile_limit_s <= 0:
         return KernelsChoice(LLAMA_CPP, refusal or "nothing is measured")
-    if refusal and not _has_layouts(path):
-        return KernelsChoice(LLAMA_CPP, refusal)
     if folder is None:
         return _measured_choice(path, options, report, refusal)[0]
     model, libraries = fingerprint_of(files_of(path)).hex(), (library.version(), kernels, refusal)
@@ -262,8 +261,8 @@ def _has_layouts(path: Path) -> bool:
         number = Model(path, vocab_only=True).meta("general.file_type")
     except ConfigError:
         return False
-    names = {int(kind): kind.name for kind in LlamaFileType}
-    return bool(number and _TILED.fullmatch(names.get(int(number), "")))
+    names = (kind.name for kind in LlamaFileType if number and int(kind) == int(number))
+    return _TILED.fullmatch(next(names, "")) is not None
 
 
 def _said(error: Exception) -> str:

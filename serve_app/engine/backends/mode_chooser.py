@@ -84,7 +84,7 @@ class ModeChooser:
                 logger.warning(
                     "Other programs computed during the measurement, which got %.0f%% of its "
                     "threads' time. The batches are measured again while nobody waits.",
-                    100 * choice.profile.share,
+                    100 * min(profile.share for profile in choice.profiles),
                 )
         return ChosenMode(choice, kept_as=name)
 

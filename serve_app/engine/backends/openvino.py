@@ -12,6 +12,7 @@ from pathlib import Path
 
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
+from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.profiler import (
@@ -168,7 +169,8 @@ class OpenVinoBackend:
         if kept is not None:
             return kept
         report(Stage("measuring", limit_s=options.profile_limit_s))
-        began, computed = time.perf_counter(), time.process_time()
+        began, clocks = time.perf_counter(), Clocks(Threads.alike(options.threads, None))
+        clocks.begin()
         profiler = Profiler(
             self._context,
             n_slots=options.n_slots,
@@ -182,9 +184,8 @@ class OpenVinoBackend:
         if n_tokens > 0:
             depth = paged_depth(self._context, profiler.profile, n_tokens, deep_s)
         profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
-        took_s, computed_s = time.perf_counter() - began, time.process_time() - computed
+        took_s, share = clocks.end(options.n_batch)
         logger.info("Measured batches in %.1f s.", took_s)
-        share = min(1.0, computed_s / (took_s * options.threads))
         profile = depth.added_to(replace(profiler.profile, copy_s=0.0), unified=False)
         profile = replace(profile, share=share)
         self.keep(profile)

@@ -223,3 +223,40 @@ def test_layouts_are_compared_without_openvino(
     assert (choice.name, choice.repack) == (LLAMA_CPP, False)
     assert choice.reason.startswith("Install corral[openvino]; weights as they are stored:")
     assert machine.asked == [LLAMA_CPP, LLAMA_CPP]
+
+
+class Opened:
+    """Stands for a backend that was opened with these options."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.setup = Setup(LLAMA_CPP, MODES[LLAMA_CPP], Threads.alike(1, None), profile(1.0))
+
+
+@pytest.mark.parametrize("repack", [True, False])
+def test_a_named_backend_has_the_layout_of_its_options(
+    repack: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        choosing, "open_named", lambda _name, _path, options, _report: Opened(options)
+    )
+    options = replace(OPTIONS, backend=LLAMA_CPP, repack=repack)
+    opened: Any = choosing.open_backend(tmp_path / "model.gguf", options)
+    assert opened.options.repack is repack
+
+
+def test_llama_cpp_in_openvinos_place_has_the_layout_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_named(name: KernelsName, _path: Path, options: EngineOptions, _report: Any) -> Opened:
+        if name == OPENVINO:
+            raise ConfigError("scripted")
+        return Opened(options)
+
+    measured = choosing.KernelsChoice(OPENVINO, "measured", repack=False)
+    monkeypatch.setattr(choosing, "chosen", lambda *_: measured)
+    monkeypatch.setattr(choosing, "open_named", open_named)
+    opened: Any = choosing.open_backend(tmp_path / "model.gguf", OPTIONS)
+    assert opened.options.backend == LLAMA_CPP
+    assert opened.options.repack is False
+    assert "OpenVINO could not be started: scripted" in opened.setup.kernels_reason

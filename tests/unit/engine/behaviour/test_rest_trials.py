@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from serve_app.engine import rest_trials
 from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.backends.base import Row
 from serve_app.engine.core import loop
+from serve_app.errors import CacheFullError
 from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import continuation, endless, options, request, running, start, until
@@ -122,3 +125,20 @@ def test_behind_what_slots_keep() -> None:
         (again,) = start(engine, request("c", "a" * 50 + "b"))
         assert again.wait().usage.cached_tokens == 50
         assert again.token_ids == continuation(b"a" * 50 + b"b", 4)
+
+
+def test_a_full_cache_ends_trials_only_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rest_trials, "_LONGEST_PAUSE_S", 0.0)
+    backend = backend_with(BESIDE_LOAD)
+    decode, refused = backend.decode, iter([False, True, True, True])
+
+    def refusing(rows: Sequence[Row]) -> None:
+        if next(refused, False):
+            raise CacheFullError("scripted cache is full")
+        decode(rows)
+
+    monkeypatch.setattr(backend, "decode", refusing)
+    with running(backend, OPTIONS):
+        until(lambda: bool(backend.kept))
+    assert next(refused, None) is None
+    assert_good(backend.kept[0])
