@@ -76,7 +76,7 @@ test-real: $(DEV) build/real/.ready  ## Real models from packages: their text, c
 test-guides: $(DEV)  ## The guide of a single server, on a Debian of its own that systemd boots; as root, ten minutes.
 	$(BIN)/pytest tests/guides
 
-build/real/.ready: tests/real/requirements.txt $(DEV)
+build/real/.ready: tests/real/requirements.txt requirements.lock | $(DEV)
 	$(PIP) install --no-deps --upgrade --target build/real -r $<
 	$(BIN)/python -m tests.real.models
 	@touch $@

@@ -335,6 +335,11 @@ class SamplingParams:
         is_on = self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
         return is_on and self.uses("dry")
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether its samplers look at the tokens so far, those of the prompt among them."""
+        return self.penalises or self.counts_repeats
+
     def uses(self, sampler: str) -> bool:
         """Whether this one, by llama-server's name, is among the samplers. Mirostat takes their place."""
         return not self.mirostat and (self.samplers is None or sampler in self.samplers)

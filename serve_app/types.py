@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -347,13 +349,18 @@ class TokenDelta:
         return TokenDelta("", (), self.end)
 
     def then(self, later: TokenDelta) -> TokenDelta:
-        return TokenDelta(
-            self.text + later.text,
-            self.token_ids + later.token_ids,
-            later.end,
-            self.logprobs + later.logprobs,
-            self.prompt_logprobs + later.prompt_logprobs,
-            self.progress + later.progress,
+        return TokenDelta.joined((self, later))
+
+    @classmethod
+    def joined(cls, deltas: Sequence[TokenDelta]) -> TokenDelta:
+        """Deltas of a request in their order as one, with the end of the last."""
+        return cls(
+            "".join(delta.text for delta in deltas),
+            tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+            deltas[-1].end if deltas else None,
+            tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+            tuple(chain.from_iterable(delta.prompt_logprobs for delta in deltas)),
+            tuple(chain.from_iterable(delta.progress for delta in deltas)),
         )
 
 

@@ -474,7 +474,7 @@ class Search:
     worst: dict[str, tuple[Cost, str, Body]] = field(default_factory=dict)
     """By kind of cost, the request that had most of it, with its route."""
     n_requests: int = 0
-    pace: Pace = field(default_factory=lambda: Pace())
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def is_over(self) -> bool:

@@ -32,7 +32,8 @@ class Commands(TyperGroup):
             from serve_app.cli.client import ServerError
             from serve_app.errors import ConfigError
 
-            if not isinstance(error, (ConfigError, ServerError, OSError)):
+            is_broken_pipe = isinstance(error, BrokenPipeError)  # which Typer ends quietly
+            if is_broken_pipe or not isinstance(error, (ConfigError, ServerError, OSError)):
                 raise
             _fail(str(error))
 

@@ -136,11 +136,7 @@ class Engine:
         return self._vocabulary.constraint(sampling.grammar, sampling.triggers)
 
     def _history(self, request: GenerationRequest) -> object:
-        sampling = request.sampling
-        if not (sampling.penalises or sampling.counts_repeats):
-            return None
-        words = [token for token in request.given if token >= 0]  # and no pictures
-        return self._vocabulary.history(sampling, self.options.n_ctx_slot, words)
+        return self._vocabulary.history(request.sampling, self.options.n_ctx_slot, request.given)
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Start a request. Raises InvalidRequestError, PromptTooLongError, QueueFullError,

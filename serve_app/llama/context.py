@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from serve_app.errors import CacheFullError, ConfigError, DecodeCancelledError, DecodeError
 from serve_app.llama import library
 from serve_app.llama.formats import (
-    FEW_ROWS,
     CacheLayout,
     CacheType,
     Row,
@@ -329,10 +328,9 @@ class Context:
 
     def _set_threads(self, n_rows: int) -> None:
         """llama.cpp knows two numbers, for one row and for more."""
-        threads = self._threads
-        n = threads.few_rows if n_rows <= FEW_ROWS else threads.many_rows
+        n = self._threads.of(max(2, n_rows))
         if n != self._batch_threads:
-            llama_cpp.llama_set_n_threads(self.pointer, threads.one_row, n)
+            llama_cpp.llama_set_n_threads(self.pointer, self._threads.one_row, n)
             self._batch_threads = n
 
     def cancel(self, cancelled: bool) -> None:

@@ -173,8 +173,7 @@ class LoadedModel:
         call = channel.open_call(number)
         try:
             prepared = None
-            sampling = request.sampling
-            if sampling.grammar is not None or sampling.penalises or sampling.counts_repeats:
+            if request.sampling.grammar is not None or request.sampling.looks_back:
                 prepared = await asyncio.to_thread(self._engine.prepare, request)
             refusal = await self._enter((request, partial(channel.push, number)))
             del prepared  # the sequence has it now

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -71,31 +71,34 @@ def environment_of(name: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-def haproxy_suits(config: Path) -> bool:
+Content = Mapping[str, Any]
+"""What a configuration file of Serve holds."""
+
+
+def haproxy_suits(content: Content) -> bool:
     """Whether only this machine can ask what this configuration of Serve serves, and HAProxy is here."""
-    host = _http_options(config).get("host")
+    host = _http_options(content).get("host")
     return _haproxy() is not None and isinstance(host, str) and is_loopback(host)
 
 
-def has_keys(config: Path) -> bool:
+def has_keys(content: Content) -> bool:
     """Whether the application of this configuration of Serve wants API keys. Without them, all clients may
     well send the same key, which is none."""
-    return any((args.get("ingress") or {}).get("api_key_file") for args in _args(config))
+    return any((args.get("ingress") or {}).get("api_key_file") for args in _args(content))
 
 
-def forbids_data_at_rest(config: Path) -> bool:
+def forbids_data_at_rest(content: Content) -> bool:
     """Whether an application of this configuration of Serve wants no prompt or answer on a disk, or not
     outside of encrypted folders."""
-    return any(args.get("data_at_rest") in (False, "encrypted") for args in _args(config))
+    return any(args.get("data_at_rest") in (False, "encrypted") for args in _args(content))
 
 
-def _http_options(config: Path) -> dict[str, Any]:
-    return dict(yaml.safe_load(config.read_text()).get("http_options") or {})
+def _http_options(content: Content) -> dict[str, Any]:
+    return dict(content.get("http_options") or {})
 
 
-def _args(config: Path) -> list[dict[str, Any]]:
-    applications = yaml.safe_load(config.read_text()).get("applications") or []
-    return [one.get("args") or {} for one in applications]
+def _args(content: Content) -> list[dict[str, Any]]:
+    return [one.get("args") or {} for one in content.get("applications") or []]
 
 
 def haproxy_settings(folder: Path, *, keys: bool = False) -> dict[str, str]:
@@ -135,7 +138,7 @@ def _free_ports(n: int) -> list[int]:
 
 
 @contextmanager
-def prepared(config: Path) -> Iterator[None]:
+def prepared(content: Content) -> Iterator[None]:
     """Set this process's environment for one machine and this configuration of Serve. Enter before Ray is
     imported, which reads the environment. HAProxy's folder goes with the block."""
     # Private: who can write to HAProxy's socket decides where requests go. In /tmp, as sockets' paths
@@ -143,11 +146,11 @@ def prepared(config: Path) -> Iterator[None]:
     folder = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
     try:
         os.environ |= environment_of("one-machine.env") | _ANYWHERE
-        if forbids_data_at_rest(config):
+        if forbids_data_at_rest(content):
             os.environ |= {"RAY_automatic_object_spilling_enabled": "0"}
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if haproxy_suits(config):
-            os.environ |= haproxy_settings(folder, keys=has_keys(config))
+        if haproxy_suits(content):
+            os.environ |= haproxy_settings(folder, keys=has_keys(content))
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -168,12 +171,12 @@ def start_ray() -> None:
 
 
 @contextmanager
-def discoverable(config: Path) -> Iterator[None]:
+def discoverable(content: Content) -> Iterator[None]:
     """Keep a file that tells Prometheus where this server's metrics are, as Ray's dashboard does. Its
     folder lasts, and is the server's own, unlike Ray's."""
     import ray
 
-    port = _http_options(config).get("port", 8000)
+    port = _http_options(content).get("port", 8000)
     (node,) = ray.nodes()  # type: ignore[no-untyped-call]
     target = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
     file = cache_folder() / "prometheus" / f"server-{port}.json"
@@ -202,11 +205,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.events is not None:
         threading.Thread(target=_watch_parent, daemon=True).start()
-    if (reason := preflight.missing()) is not None:
-        _tell(args.events, "failed", reason)
+    elif (reason := preflight.missing()) is not None:  # `corral serve` has looked before
+        _tell(None, "failed", reason)
         sys.exit(1)
-    with prepared(args.config):
-        _serve(args.config, args.events)
+    content = yaml.safe_load(args.config.read_text())
+    with prepared(content):
+        _serve(content, args.events)
 
 
 def _tell(events: int | None, kind: str, text: str = "") -> None:
@@ -228,14 +232,14 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _serve(config: Path, events: int | None) -> None:
+def _serve(content: Content, events: int | None) -> None:
     import ray  # noqa: F401  # reads the environment
 
     _tell(events, "ray")
     with ThreadPoolExecutor(1) as beside, ExitStack() as stack:
         importing = beside.submit(_import_serve)
         start_ray()
-        stack.enter_context(discoverable(config))
+        stack.enter_context(discoverable(content))
         importing.result()
         _tell(events, "logs", _session_folder())
         from ray import serve
@@ -244,7 +248,7 @@ def _serve(config: Path, events: int | None) -> None:
         signal.signal(signal.SIGTERM, _stop)
         try:
             _tell(events, "serve")
-            problem = _deploy(config, beside, events) or _follow()
+            problem = _deploy(content, beside, events) or _follow()
             if problem is not None:
                 _tell(events, "failed", problem)
                 sys.exit(1)
@@ -267,7 +271,7 @@ def _import_serve() -> None:
     import serve_app.app  # noqa: F401  # and with it Serve
 
 
-def _deploy(config: Path, beside: ThreadPoolExecutor, events: int | None) -> str | None:
+def _deploy(content: Content, beside: ThreadPoolExecutor, events: int | None) -> str | None:
     """Deploy as `serve run` does with a configuration file; why that cannot be done, if so.
 
     If all that the file names is Corral, the application is built here, which spares a process.
@@ -276,7 +280,6 @@ def _deploy(config: Path, beside: ThreadPoolExecutor, events: int | None) -> str
     from ray.serve.config import gRPCOptions
     from ray.serve.schema import ServeDeploySchema
 
-    content = yaml.safe_load(config.read_text())
     deployment = ServeDeploySchema.model_validate(content)
     starting = beside.submit(
         api.serve_start,
@@ -305,7 +308,7 @@ def _client(starting: Future[Any]) -> Any:
     return starting.result()
 
 
-def is_plain(content: dict[str, Any]) -> bool:
+def is_plain(content: Content) -> bool:
     """Whether the file says no more than what Corral serves, and where."""
     applications = content.get("applications") or []
     return (

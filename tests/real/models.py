@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 from loadtests.compare.llama_server import downloaded
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "real"
-LLAMA_CPP = FOLDER / "llama.cpp"
+LLAMA_CPP = FOLDER / f"llama.cpp-{version('llama-cpp-python')}"
 """The source of the installed llama.cpp."""
 TEXT = (Path(__file__).parent / "alice.txt").read_text()
 """English prose: the beginning of "Alice's Adventures in Wonderland" by Lewis Carroll, 1865."""

@@ -171,12 +171,9 @@ def test_a_shell_reads_the_file_for_one_machine_as_make_serve_does() -> None:
         ("", False),
     ],
 )
-def test_haproxy_is_for_those_whom_nobody_else_reaches(
-    http: str, suits: bool, tmp_path: Path
-) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(f"http_options: {http}\napplications: []\n")
-    assert one_machine.haproxy_suits(config) is suits
+def test_haproxy_is_for_those_whom_nobody_else_reaches(http: str, suits: bool) -> None:
+    content = yaml.safe_load(f"http_options: {http}\napplications: []\n")
+    assert one_machine.haproxy_suits(content) is suits
 
 
 def test_servers_of_one_machine_share_no_port_and_no_file(tmp_path: Path) -> None:
@@ -247,14 +244,10 @@ def test_haproxy_counts_the_requests_of_each_key_where_there_are_keys(tmp_path: 
 @pytest.mark.parametrize(
     ("ingress", "has_keys"), [("{api_key_file: keys.yaml}", True), ("{}", False), ("null", False)]
 )
-def test_one_machine_knows_whether_there_are_keys(
-    ingress: str, has_keys: bool, tmp_path: Path
-) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(f"applications: [{{args: {{ingress: {ingress}}}}}]")
-    assert one_machine.has_keys(config) is has_keys
-    config.write_text("applications: []")
-    assert not one_machine.has_keys(config)
+def test_one_machine_knows_whether_there_are_keys(ingress: str, has_keys: bool) -> None:
+    content = yaml.safe_load(f"applications: [{{args: {{ingress: {ingress}}}}}]")
+    assert one_machine.has_keys(content) is has_keys
+    assert not one_machine.has_keys({"applications": []})
 
 
 def test_serve_still_writes_what_our_haproxy_looks_for() -> None:

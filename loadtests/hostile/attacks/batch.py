@@ -26,7 +26,7 @@ DONE_S = 10.0
 RECEIVE_BUFFER = 4096
 _BOUNDARY = "corral-hostile"
 FORM = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}"}
-_ENDED = ("completed", "failed", "expired", "cancelled")
+ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 def line(number: int, **fields: Any) -> bytes:
@@ -75,7 +75,7 @@ def _others_are_done(scene: Scene) -> None:
         if batch is None:
             scene.found("another key's file or batch is refused")
             return
-        while scene.get(f"{BATCHES}/{batch}", "alice").json()["status"] not in _ENDED:
+        while scene.get(f"{BATCHES}/{batch}", "alice").json()["status"] not in ENDED:
             if time.monotonic() - began > DONE_S:
                 scene.found(f"another key's batch of one line takes more than {DONE_S:.0f} s")
                 return

@@ -20,6 +20,7 @@ from loadtests.hostile.attack import MOST_BODY_BYTES, Attack, Bars
 from loadtests.hostile.attacks.batch import (
     BATCHES,
     CHAT,
+    ENDED,
     FILES,
     FORM,
     begun,
@@ -50,7 +51,9 @@ def _batch_s(scene: Scene) -> float | None:
         return None
     while scene.left_s():
         read = scene.get(f"{BATCHES}/{batch}", "alice").json()
-        if read is not None and read["status"] == "completed":
+        if read is not None and read["status"] in ENDED:
+            if read["status"] != "completed":
+                scene.found(f"another key's batch has {read['status']}")
             return time.monotonic() - start
         scene.sleep(0.1)
     return None

@@ -214,9 +214,10 @@ class CommandQueue:
     def _too_long_a_wait(
         self, request: GenerationRequest, capacity: QueueCapacity, forecast: Forecast
     ) -> QueueFullError | None:
-        arrived = self._pending.submitted
-        wait_s = forecast.wait_s(request.account, capacity.held, arrived)
-        if request.background or wait_s <= self._max_wait_s:
+        if request.background or math.isinf(self._max_wait_s):
+            return None
+        wait_s = forecast.wait_s(request.account, capacity.held, self._pending.submitted)
+        if wait_s <= self._max_wait_s:
             return None
         return QueueFullError(
             f"A slot would be free after {wait_s:.0f} seconds; a request may wait for "

@@ -63,7 +63,7 @@ class PrefixStorage(Guest):
 
     def at_rest(self, core: EngineCore) -> None:
         """Store one prefix, unless a request comes meanwhile."""
-        with core.command_queue.computing(()):  # for nobody
+        with core.command_queue.resting():
             self._cache.store_ahead()
 
     def close(self, core: EngineCore, *, healthy: bool) -> None:

@@ -36,7 +36,7 @@ class Broadcaster:
 
     def __init__(self, models: Mapping[str, ServedModel], period_s: float = PERIOD_S) -> None:
         self._models = models
-        self._looks = SharedLooks(lambda _: self._look(), period_s)
+        self._looks = SharedLooks(lambda _: self._logged_look(), period_s)
         self._viewers: dict[object, str] = {}
         """Viewers and their owners, in the order in which they came."""
         self._board = Board()
@@ -53,15 +53,14 @@ class Broadcaster:
         self._add(viewer, holder)
         try:
             for _ in range(N_FRAMES):
-                after = await self._looks.ask()
+                try:
+                    after = await self._looks.ask()
+                except Exception:  # it is logged; viewers subscribe again
+                    return
                 if viewer not in self._viewers:
                     return
                 yield difference(seen(before), seen(after))
                 before = after
-        except EngineClosedError:
-            logger.info("The application stops; the broadcast ends.")
-        except Exception:  # viewers subscribe again
-            logger.exception("The replicas' statistics cannot be broadcast.")
         finally:
             self._viewers.pop(viewer, None)
 
@@ -70,6 +69,16 @@ class Broadcaster:
         if len(self._viewers) > MAX_VIEWERS:
             held = Counter(self._viewers.values())
             del self._viewers[max(self._viewers, key=lambda one: held[self._viewers[one]])]
+
+    async def _logged_look(self) -> Json:
+        try:
+            return await self._look()
+        except EngineClosedError:
+            logger.info("The application stops; the broadcast ends.")
+            raise
+        except Exception:
+            logger.exception("The replicas' statistics cannot be broadcast.")
+            raise
 
     async def _look(self) -> Json:
         if time.monotonic() - self._looked_at > _LINGER_S:

@@ -84,7 +84,7 @@ class ProtocolAnswer(EventAnswer, ABC):
         if plan.stream:
             events = self.stream(deltas, lambda item: self.events(*item))
             return sse.EventStream(events, plan.sse_ping_interval, self.ping, self.media_type)
-        sequences = [TokenDelta("", ())] * len(requests)
+        sequences: list[list[TokenDelta]] = [[] for _ in requests]
         async for index, delta in deltas:
-            sequences[index] = sequences[index].then(delta)
-        return sse.json_response(self.whole(sequences))
+            sequences[index].append(delta)
+        return sse.json_response(self.whole(list(map(TokenDelta.joined, sequences))))

@@ -138,7 +138,7 @@ Descriptions = dict[str, dict[str, Any]]
 
 
 async def _descriptions(request: Request, bodies: BodiesArgument) -> Descriptions:
-    """The models' descriptions, which are made once."""
+    """The models' descriptions, which are kept."""
     state = request.app.state
     if not hasattr(state, "ollama_descriptions"):
         state.ollama_descriptions = await bodies.work(catalogue.describe)

@@ -37,6 +37,8 @@ def _identity(kind: str) -> Json:
 
 
 class InputTextPart(RequestModel):
+    INERT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
+
     type: Literal["input_text"]
     text: str = ""
 
@@ -47,6 +49,11 @@ class OutputTextPart(RequestModel):
     annotations: Any = Field(default=[])
     logprobs: Any = Field(default=[])
 
+    @field_validator("annotations", "logprobs", mode="before")
+    @classmethod
+    def _left_out(cls, _value: object) -> list[object]:
+        return []
+
 
 class InputImagePart(RequestModel):
     REFUSED: ClassVar[frozenset[str]] = frozenset({"file_id"})
@@ -56,6 +63,11 @@ class InputImagePart(RequestModel):
     image_url: str
     """A data URL: `data:image/png;base64,…`."""
     detail: Any = "auto"
+
+    @field_validator("detail", mode="before")
+    @classmethod
+    def _as_if_left_out(cls, _value: object) -> str:
+        return "auto"
 
 
 def _parts(value: object) -> object:

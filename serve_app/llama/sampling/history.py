@@ -116,7 +116,9 @@ class Histories:
         windows += [params.dry_penalty_last_n] if params.counts_repeats else []
         if not windows:
             return None
-        last = tuple(prompt[-max(_last_n(n, n_ctx_slot) for n in windows) :])
+        words = (token for token in reversed(prompt) if token >= 0)  # and no pictures
+        n_last = max(_last_n(n, n_ctx_slot) for n in windows)
+        last = tuple(itertools.islice(words, n_last))[::-1]
         key = n_ctx_slot, *(getattr(params, name) for name in _READ), last
         return self._histories.get(key, lambda: self._made(params, n_ctx_slot, last))
 
