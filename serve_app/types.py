@@ -156,7 +156,7 @@ class GenerationRequest:
     """The requests that share prefixes in the KV cache: nothing else is a start for them. Empty for all
     that come without API keys and without a `cache_salt`."""
     background: bool = False
-    """Whether nobody waits for it: it gets what all others leave, whatever its `priority`."""
+    """Whether nobody waits for it: it gets what others leave within their shares, at any `priority`."""
     told_together: bool = False
     """Whether nobody reads along: but for its first one, its tokens may come several at a time."""
     adapters: Adapters = ()

@@ -243,7 +243,7 @@ class EmbeddingQueue(Guest):
         if not texts:
             return
         first = texts[0].owner
-        ahead = [one for one in running if not one.request.background]
+        ahead = [one for one in running if not one.is_behind]
         if first.background and ahead:
             self._others_ran = time.monotonic()
             return

@@ -345,7 +345,7 @@ def _tiles(sequence: EngineSequence) -> list[PlacedTile]:
 
 
 def _missing(running: Iterable[EngineSequence]) -> Iterator[tuple[EngineSequence, PlacedTile]]:
-    for sequence in sorted(running, key=lambda one: one.request.background):
+    for sequence in sorted(running, key=lambda one: one.is_behind):
         if not sequence.finished:
             for placed in _tiles(sequence):
                 if placed.embeddings is None and placed.end > sequence.n_past:

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.postprocessor import Outbox
-from serve_app.engine.core.scheduler.fair_queue import Anticipation, FairQueue, PreemptionPolicy
+from serve_app.engine.core.scheduler.fair_queue import FairQueue, PreemptionPolicy, SlotShares
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import NO_SLOT, Sequence
 from serve_app.engine.core.step_budget import StepBudget
@@ -26,7 +26,7 @@ logger = logging.getLogger("corral.engine")
 @dataclass(eq=False)
 class Admission:
     """Moves sequences into slots, and back where another client's turn has come or the cache is full.
-    Background requests give their slots back to any other request. Decoder thread only."""
+    Requests that are behind all others give their slots back to any of these. Decoder thread only."""
 
     _backend: Backend
     _cache: KVCacheManager
@@ -44,14 +44,14 @@ class Admission:
 
     def __post_init__(self) -> None:
         self._preemption_policy = PreemptionPolicy()
-        self._anticipation = Anticipation(sum(not slot.pinned for slot in self._cache.table.slots))
+        self._shares = SlotShares(sum(not slot.pinned for slot in self._cache.table.slots))
 
     def enqueue(self, sequences: SequenceOf[Sequence]) -> None:
         """Have new sequences wait."""
         self._queue.extend(sequences)
         for sequence in sequences:
             if not sequence.request.background:
-                self._anticipation.came(sequence.request.client)
+                self._shares.came(sequence.request.client)
 
     def admit(self) -> list[Sequence]:
         """Move waiting sequences into idle slots, in the order that is fair to clients; whoever waits for
@@ -59,6 +59,9 @@ class Admission:
         self._budget.reserved_s = 0.0
         for sequence in self._scheduler.running:
             sequence.n_awaited = 0
+        had_slot_first = sorted(self._queue.waiting, key=lambda seq: seq.trace.admitted is None)
+        live = (*self._scheduler.running, *had_slot_first)
+        self._shares.rank_background(live, time.monotonic())
         if self._paused or not self._queue:
             return []
         self._preempt_fairly()
@@ -69,7 +72,7 @@ class Admission:
                 break
             if sequence.finished or self._is_held_back(sequence):
                 continue
-            if held is not None and sequence.request.background and not held.request.background:
+            if held is not None and sequence.is_behind and not held.is_behind:
                 continue  # it would have to give its room back in the next step
             too_long = len(sequence.tokens) > self._cache.table.room  # until the cache is changed
             if too_long or not self._cache.has_room(sequence, held):
@@ -120,7 +123,7 @@ class Admission:
             and client not in self._queue.accounts
             and not background
         ):
-            self._anticipation.left(client, time.monotonic())
+            self._shares.left(client, time.monotonic())
         if sequence.slot_id == NO_SLOT:
             return
         self._paused = self._background_paused = False
@@ -139,7 +142,7 @@ class Admission:
             return True  # some have just ended
         if len(running) == 1:
             return False
-        behind = [seq for seq in running if seq.request.background]
+        behind = [seq for seq in running if seq.is_behind]
         self._preempt(max(behind or running, key=attrgetter("admitted_at")))
         self._background_paused = True
         self._paused = not behind
@@ -166,11 +169,11 @@ class Admission:
     def _preempt_background(self) -> None:
         """Have as many sequences in the background lose their slots as others lack, and one if others
         lack room. Their part of the cache is stored, unless that takes too long."""
-        behind = [seq for seq in self._scheduler.running if seq.request.background]
+        behind = [seq for seq in self._scheduler.running if seq.is_behind]
         behind = sorted((seq for seq in behind if not seq.finished), key=attrgetter("admitted_at"))
         if not behind:
             return
-        ahead = [seq for seq in self._queue.waiting if not (seq.request.background or seq.finished)]
+        ahead = [seq for seq in self._queue.waiting if not (seq.is_behind or seq.finished)]
         n_lacking = len(ahead) - self._cache.table.n_idle
         if not all(map(self._cache.has_room, ahead)):
             n_lacking = max(1, n_lacking)
@@ -192,9 +195,9 @@ class Admission:
         """Whether the slots that are idle are for others, who will probably be back at once. Background
         requests may have them, unless the cache was too small for them: they give them back."""
         client, running = sequence.request.client, self._scheduler.running
-        if sequence.request.background:
+        if sequence.is_behind:
             return self._background_paused
-        n_kept = self._anticipation.n_kept(client, running, time.monotonic())
+        n_kept = self._shares.n_kept(client, running, time.monotonic())
         return self._cache.table.n_idle <= n_kept
 
     def _preemption_s(self, sequence: Sequence) -> float | None:

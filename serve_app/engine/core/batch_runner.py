@@ -77,7 +77,7 @@ class BatchRunner:
         try:
             with (
                 self._progress.computing(self._costs.batch_s(len(batch.rows), depth)),
-                self._command_queue.computing(chunk.sequence.id for chunk in batch.chunks),
+                self._command_queue.computing([chunk.sequence for chunk in batch.chunks]),
             ):
                 if batch.span is None:
                     self._backend.decode(batch.rows)

@@ -6,6 +6,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -257,13 +258,12 @@ class CommandQueue:
             cancel(self._is_cancelled)
 
     @contextmanager
-    def computing(self, request_ids: Iterable[str]) -> Iterator[None]:
-        """Decoder thread: a batch for these requests, which is cancelled once all of them are aborted; or
-        once a request comes, if all are in the background."""
+    def computing(self, sequences: SequenceOf[Sequence] = ()) -> Iterator[None]:
+        """Decoder thread: a batch for these sequences, which is cancelled once all of them are aborted; or
+        once a request comes, if all are behind all others, or there are none."""
         with self._changed:
-            self._computed = frozenset(request_ids)
-            computed = (self._live.get(request_id) for request_id in self._computed)
-            self._is_preemptible = all(request and request.background for request in computed)
+            self._computed = frozenset(sequence.id for sequence in sequences)
+            self._is_preemptible = all(sequence.is_behind for sequence in sequences)
             self._update_cancel()
         try:
             yield
@@ -274,7 +274,7 @@ class CommandQueue:
 
     def resting(self) -> AbstractContextManager[None]:
         """Decoder thread: work for nobody, which is cancelled once a request comes."""
-        return self.computing(())
+        return self.computing()
 
     def _update_cancel(self) -> None:
         """Cancel the batch, or allow batches again, if that has changed. With the lock."""

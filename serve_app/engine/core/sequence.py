@@ -128,6 +128,8 @@ class Sequence:
         self.sampling_cost = SamplingCost()
         self.preempted = False
         """Whether it waits because it was preempted for another client's request."""
+        self.is_behind = request.background
+        """Whether all others go first, as `SlotShares` decides for requests in the background."""
         self.trace = Trace()
         self.history: object = None
         """The samplers that its own are copies of when the sequence is admitted: new ones take long."""

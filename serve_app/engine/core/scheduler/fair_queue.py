@@ -11,7 +11,7 @@ framework to overcome deceptive idleness in synchronous I/O", SOSP 2001.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -86,7 +86,8 @@ class FairQueue:
     """The sequences that wait for a slot. A client is what requests name; all that name none are one, and
     what a client has in the background is another one.
 
-    Background requests come last. Otherwise, a lower `priority` goes first, whatever was served.
+    Background requests come last, unless `SlotShares` counts them as others. Otherwise, a lower
+    `priority` goes first, whatever was served.
     Among equals, the request goes first whose client has least due: the seconds that it was charged,
     and the probable cost of its running requests and of those that go before this one. Of clients
     with as much due, the one with fewer slots goes first. So a client with one short
@@ -120,7 +121,7 @@ class FairQueue:
             is_new = sequence.preempted or not had_slot
             # Clients that come start with the account of who is there: so the number of slots counts, too.
             order = request.priority, due_s, n_running[client], arrival
-            ranked.append(((request.background, is_new, *order), sequence))
+            ranked.append(((sequence.is_behind, is_new, *order), sequence))
         return iter([sequence for _, sequence in sorted(ranked, key=lambda entry: entry[0])])
 
     def due_s(self, client: str, without: Sequence | None = None) -> float:
@@ -170,7 +171,7 @@ class PreemptionPolicy:
     back, unless it has less due all the same: then the other has had more for its slots. With one
     slot more, it does so when it is ahead by a quantum, so that clients take turns where slots are
     fewer than they. Slots so get equal, and nobody gives back what it would get again at once.
-    Background requests are preempted only for each other here; for all others always.
+    Requests behind all others are preempted only for each other here; for all others always.
     """
 
     _quiet_until = 0.0
@@ -213,7 +214,7 @@ class PreemptionPolicy:
             seq
             for seq in running
             if seq.request.account == client
-            and seq.request.background == first.request.background
+            and seq.is_behind == first.is_behind
             and seq.request.priority >= first.request.priority
             and not seq.finished
         ]
@@ -224,11 +225,19 @@ class PreemptionPolicy:
         return None
 
 
-class Anticipation:
-    """A client that asks for one answer after the other has nothing waiting when its slot gets
+class SlotShares:
+    """Each client's share of the slots: as many as any other client's that has requests, or will
+    probably have one at once.
+
+    A client that asks for one answer after the other has nothing waiting when its slot gets
     free. If a client that has its share already took that slot, it would have to give it back a
     moment later, and the next first token would wait for that. So the slot stays free for a while:
-    half of the slots at most."""
+    half of the slots at most.
+
+    A client's requests in the background are behind all others' requests. But while another client
+    asks for more than its share, as many are not behind as the client's share has room for: what goes
+    beyond a share takes nothing from anybody's.
+    """
 
     def __init__(self, n_slots: int) -> None:
         self._n_slots = n_slots
@@ -244,13 +253,43 @@ class Anticipation:
 
     def n_kept(self, client: str, running: SequenceOf[Sequence], now: float) -> int:
         """How many idle slots are not for this client's next request."""
-        self._left = {seq: at for seq, at in self._left.items() if now < at + EXPECTED_S}
-        if not self._left:
+        expected = self._expected(now)
+        if not expected:
             return 0
         held = Counter(
             seq.request.client for seq in running if not seq.finished and not seq.request.background
         )
-        n_clients = len(held.keys() | self._left.keys() | {client})
-        if held[client] < max(1, self._n_slots // n_clients):
+        if held[client] < self._share(held.keys() | expected | {client}):
             return 0
-        return min(len(self._left), self._n_slots // 2)
+        return min(len(expected), self._n_slots // 2)
+
+    def rank_background(self, live: Iterable[Sequence], now: float) -> None:
+        """Set `is_behind` of all that are live. Of a client's requests in the background, the first
+        ones have its share."""
+        background = list[Sequence]()
+        n_asked = Counter[str]()
+        for sequence in live:
+            if sequence.request.background:
+                background.append(sequence)
+            elif not sequence.finished:
+                n_asked[sequence.request.client] += 1
+        if not background:
+            return
+        clients = {sequence.request.client for sequence in background}
+        share = self._share(clients | n_asked.keys() | self._expected(now))
+        beyond = {client for client, n in n_asked.items() if n > share}
+        n_shared = Counter[str]()
+        for sequence in background:
+            request = sequence.request
+            own = {request.client, request.account}  # a batch that has risen asks as the account
+            n_shared[request.account] += 1
+            n_own = n_shared[request.account] + sum(n_asked[client] for client in own)
+            sequence.is_behind = beyond <= own or n_own > share
+
+    def _expected(self, now: float) -> Set[str]:
+        """The clients that are expected to ask again at once."""
+        self._left = {client: at for client, at in self._left.items() if now < at + EXPECTED_S}
+        return self._left.keys()
+
+    def _share(self, clients: Collection[str]) -> int:
+        return max(1, self._n_slots // len(clients))

@@ -81,8 +81,8 @@ class Scheduler:
     stream begins; and a chunk ends where a prefix ends that others wait for, or where
     a checkpoint is to be made.
 
-    Background requests advance while there is nothing else. Beside others, only its decoding
-    sequences do, as many as cost these next to nothing; where all is in the background nobody waits
+    Sequences that are behind all others (`is_behind`) advance while there is nothing else. Beside
+    others, only decoding ones do, as many as cost these next to nothing; where all are behind nobody waits
     between two tokens, and a batch that takes long can be cancelled (`cancellable`): prompts may take
     longer then, the longer nobody came. Unless they share batches, decoding ones wait for the prompts, so
     that they are as many as possible.
@@ -175,9 +175,7 @@ class Scheduler:
             self._n_prompting = max(1, len(prompting))
         else:
             self._n_prompting = 1
-        self._in_background = self._cancellable and all(
-            seq.request.background for seq in self._served
-        )
+        self._in_background = self._cancellable and all(seq.is_behind for seq in self._served)
         decoding = [sequence for sequence in self._served if sequence.n_pending == 1]
         decoding.sort(key=lambda sequence: sequence.slot_id)
         rest_s = self._catch_up_s()
@@ -218,7 +216,7 @@ class Scheduler:
 
     def _who_is_served(self, now: float) -> list[Sequence]:
         """All; or all that somebody waits for, and what is as good as free beside them."""
-        ahead = [seq for seq in self._running if not seq.request.background]
+        ahead = [seq for seq in self._running if not seq.is_behind]
         if ahead:
             self._seen_ahead = now
         if not ahead or len(ahead) == len(self._running):
@@ -230,7 +228,7 @@ class Scheduler:
         decoding = [seq for seq in ahead if seq.n_pending == 1]
         if not self.costs or not any(seq.n_generated for seq in decoding):
             return []
-        behind = [seq for seq in self._running if seq.request.background and seq.n_pending == 1]
+        behind = [seq for seq in self._running if seq.is_behind and seq.n_pending == 1]
         behind.sort(key=lambda seq: _span([*decoding, seq]))
         n_past = self._depth([*decoding, *behind])
         most_s = (1 + _FREE) * self.costs.steps_s(len(decoding), n_past)

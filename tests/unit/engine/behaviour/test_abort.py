@@ -124,22 +124,22 @@ FORECAST = Forecast(n_slots=1, prompt_token_s=0, token_s=0, n_generated=1)
 def test_a_batch_is_left_when_all_that_it_is_for_are_aborted() -> None:
     command_queue, said = CommandQueue(QueueCapacity(3, 0), None), list[bool]()
     command_queue.cancel_with(said.append)
-    sequences = [EngineSequence(request(name), Inbox()) for name in "abc"]
-    assert command_queue.submit(sequences, FORECAST) == [None] * 3
+    a, b, c, d = sequences = [EngineSequence(request(name), Inbox()) for name in "abcd"]
+    assert command_queue.submit(sequences[:3], FORECAST) == [None] * 3
     command_queue.take(0.0)
-    with command_queue.computing(["a", "b"]):
+    with command_queue.computing([a, b]):
         command_queue.abort("a")
         assert not any(said), "b still wants it"
         command_queue.abort("b")
         assert said.pop()
-    with command_queue.computing(["c", "b"]):
+    with command_queue.computing([c, b]):
         assert not said.pop(), "the next one is another"
         command_queue.abort("c")
         assert said.pop()
-    with command_queue.computing(["b", "c"]):
+    with command_queue.computing([b, c]):
         assert said.pop(), "they were aborted since the step began"
     command_queue.cancel()
-    with command_queue.computing(["d"]):
+    with command_queue.computing([d]):
         assert said.pop(), "the engine is being closed"
 
 

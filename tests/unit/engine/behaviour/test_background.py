@@ -75,6 +75,28 @@ def test_whoever_comes_goes_first_whatever_the_priority() -> None:
     assert_only_own_tokens_were_fed(backend)
 
 
+@pytest.mark.parametrize(("client", "is_first"), [("other", True), ("greedy", False)])
+def test_a_flood_takes_its_own_share_and_not_the_one_of_another_clients_batch(
+    client: str, is_first: bool
+) -> None:
+    order: list[str] = []
+    backend, inbox = SteppedBackend(n_slots=2), ended_in(order)
+    flood = [
+        replace(request(f"flood-{n}", "a\n", max_tokens=30), client="greedy") for n in range(8)
+    ]
+    lines = [replace(behind(f"line-{n}", "b\n"), client=client) for n in range(4)]
+    with running(backend, options(2, max_waiting=16)) as engine:
+        inboxes = [inbox(one) for one in [*flood, *lines]]
+        for one, its in zip([*flood, *lines], inboxes, strict=True):
+            submit(engine, one, its)
+        backend.resume()
+        for its in inboxes:
+            its.wait()
+    assert (max(order.index(line.id) for line in lines) < order.index("flood-4")) == is_first
+    if not is_first:
+        assert order[-4:] == [line.id for line in lines]
+
+
 def test_what_a_line_leaves_takes_no_room_from_what_people_said() -> None:
     backend = FakeBackend(endless, n_slots=1, n_cells=999)
     with running(backend, options(1, n_ctx_slot=99, cache_ram_bytes=100_000)) as engine:
@@ -126,23 +148,24 @@ def test_only_what_nobody_waits_for_is_left() -> None:
     command_queue, said = CommandQueue(QueueCapacity(9, 0), None, QueueCapacity(9, 0)), list[bool]()
     command_queue.cancel_with(said.append)
 
-    def submit(one: GenerationRequest) -> None:
-        assert command_queue.submit([EngineSequence(one, Inbox())], FORECAST) == [None]
+    def submit(one: GenerationRequest) -> EngineSequence:
+        sequence = EngineSequence(one, Inbox())
+        assert command_queue.submit([sequence], FORECAST) == [None]
+        return sequence
 
-    submit(behind("a"))
-    submit(request("b"))
+    a, b = submit(behind("a")), submit(request("b"))
     command_queue.take(0.0)
-    with command_queue.computing(["a", "b"]):
+    with command_queue.computing([a, b]):
         submit(request("c"))
         assert not any(said), "b is waited for"
     command_queue.take(0.0)
-    with command_queue.computing(["a"]):
+    with command_queue.computing([a]):
         submit(behind("d"))
         assert not any(said), "d has time"
         submit(request("e"))
         assert said.pop()
     command_queue.take(0.0)
-    with command_queue.computing(["a"]):
+    with command_queue.computing([a]):
         assert not said.pop()
         command_queue.run_between_steps(Command(lambda _: None))
         assert not any(said)

@@ -8,11 +8,11 @@ import pytest
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.core.scheduler.backlog import Backlog
-from serve_app.engine.core.scheduler.fair_queue import Accounts, FairQueue
+from serve_app.engine.core.scheduler.fair_queue import Accounts, FairQueue, SlotShares
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.types import Sampled
+from serve_app.types import Sampled, account
 from tests.doubles.backend import FakeVocabulary
 from tests.unit.engine.core.scheduler.test_scheduler import N_CTX_SLOT, NOW, running, served
 
@@ -25,6 +25,7 @@ PROMPTS = {16: 0.1, 64: 0.4, 256: 1.6}
 
 def behind(one: Sequence) -> Sequence:
     one.request = replace(one.request, background=True)
+    one.is_behind = True
     return one
 
 
@@ -102,7 +103,7 @@ def test_where_a_pass_cannot_be_left_they_keep_to_the_bound() -> None:
 def waiting(name: str, *, background: bool, priority: int = 0) -> Sequence:
     one = running(0, 4, client=name[0])
     one.request = replace(one.request, id=name, background=background, priority=priority)
-    one.trace.admitted = None
+    one.trace.admitted, one.is_behind = None, background
     return one
 
 
@@ -117,6 +118,45 @@ def test_who_is_waited_for_is_next() -> None:
         ]
     )
     assert [one.request.id for one in queue] == ["b2", "a2", "a1", "b1"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "background", "ahead"),
+    [
+        pytest.param("a b c d", "e1 e2", "", id="all keep to their shares"),
+        pytest.param("m m m m m m", "m1 m2", "", id="nobody loses to itself"),
+        pytest.param("m m m m m", "e1 e2 e3 e4 e5", "e1 e2 e3 e4", id="half of eight slots"),
+        pytest.param("m m m m m", "e1 f1 e2 f2 f3", "e1 f1 e2 f2", id="a third, for each"),
+        pytest.param("m m m a b c e", "e1 f1 f2", "f1", id="its other request has its share"),
+        pytest.param("m m " + " ".join("abcdghijk"), "e1 e2", "e1", id="a slot at least"),
+        pytest.param("M M M M M", "m1 e1 m2", "e1", id="its own batch has risen"),
+        pytest.param("M M M M", "e1", "", id="and keeps to its share"),
+    ],
+)
+def test_what_goes_beyond_a_share_takes_nothing_from_a_batch(
+    asked: str, background: str, ahead: str
+) -> None:
+    """Names begin with their client's; a capital one is a batch of it that has risen."""
+    people = [waiting(name, background=False) for name in asked.split()]
+    for one in people:
+        name = one.request.client
+        risen = account(name.lower(), background=True)
+        one.request = replace(one.request, client=risen if name.isupper() else name)
+    lines = [waiting(name, background=True) for name in background.split()]
+    shares = SlotShares(8)
+    shares.rank_background([*people, *lines], 0.0)
+    assert [one.request.id for one in lines if not one.is_behind] == ahead.split()
+    shares.rank_background(lines, 0.0)
+    assert all(one.is_behind for one in lines)
+
+
+def test_who_will_be_back_at_once_has_a_share_too() -> None:
+    people = [waiting("m", background=False) for _ in range(5)]
+    lines = [waiting(f"e{n}", background=True) for n in range(5)]
+    shares = SlotShares(8)
+    shares.left("a", 1.0)
+    shares.rank_background([*people, *lines], 1.1)
+    assert [one.is_behind for one in lines] == [False, False, True, True, True]
 
 
 def test_what_a_client_has_in_the_background_is_not_held_against_it() -> None:

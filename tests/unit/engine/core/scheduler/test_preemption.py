@@ -11,9 +11,9 @@ import pytest
 from serve_app.engine.core.scheduler.fair_queue import (
     EXPECTED_S,
     Accounts,
-    Anticipation,
     FairQueue,
     PreemptionPolicy,
+    SlotShares,
 )
 from serve_app.engine.core.sequence import Sequence
 from serve_app.sampling import SamplingParams
@@ -245,17 +245,17 @@ def test_the_next_one_gives_way_later() -> None:
 def test_who_has_its_share_leaves_slots_to_those_who_have_just_left(
     n_slots: int, running: str, left: str, client: str, n_kept: int
 ) -> None:
-    anticipation = Anticipation(n_slots)
+    shares = SlotShares(n_slots)
     for one in left:
-        anticipation.left(one, 5.0)
-    assert anticipation.n_kept(client, [sequence(one) for one in running], 5.1) == n_kept
+        shares.left(one, 5.0)
+    assert shares.n_kept(client, [sequence(one) for one in running], 5.1) == n_kept
 
 
 def test_it_ends_when_they_are_back_or_late() -> None:
-    anticipation, running = Anticipation(8), [sequence("m")] * 7
-    anticipation.left("a", 0.0)
-    anticipation.left("b", 0.1)
-    assert anticipation.n_kept("m", running, 0.2) == 2
-    anticipation.came("b")
-    assert anticipation.n_kept("m", running, 0.2) == 1
-    assert anticipation.n_kept("m", running, EXPECTED_S) == 0
+    shares, running = SlotShares(8), [sequence("m")] * 7
+    shares.left("a", 0.0)
+    shares.left("b", 0.1)
+    assert shares.n_kept("m", running, 0.2) == 2
+    shares.came("b")
+    assert shares.n_kept("m", running, 0.2) == 1
+    assert shares.n_kept("m", running, EXPECTED_S) == 0
