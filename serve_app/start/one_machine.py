@@ -4,7 +4,8 @@
 
 Sets `one-machine.env`, and starts Ray without its dashboard, which `serve run` alone cannot leave out.
 Where Serve's `http_options.host` is loopback, clients come through HAProxy (`haproxy.env`), with a folder
-and ports of this server's own; elsewhere through Serve's own proxy, behind which clients have addresses.
+and ports of this server's own, and Serve itself listens on 127.0.0.1. Elsewhere they come through Serve's
+own proxy, behind which clients have addresses.
 
 Ends in order on SIGINT and on SIGTERM. With --events, it writes lines of JSON to that file descriptor:
 {"kind": ..., "text": ...}. Kinds are `ray`, `logs` (its text is Ray's folder), `serve`, `deployed`,
@@ -43,6 +44,7 @@ from serve_app.start import preflight
 
 HERE = Path(__file__).parent
 _HAPROXY = "RAY_SERVE_HAPROXY_"
+_CLIENTS_HOST = "CORRAL_HAPROXY_HOST"
 _PORTS = (f"{_HAPROXY}STATS_PORT", f"{_HAPROXY}METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
 _FILES = {
     f"{_HAPROXY}CONFIG_FILE_LOC": "haproxy.cfg",
@@ -101,15 +103,17 @@ def _args(content: Content) -> list[dict[str, Any]]:
     return [one.get("args") or {} for one in content.get("applications") or []]
 
 
-def haproxy_settings(folder: Path, *, keys: bool = False) -> dict[str, str]:
+def haproxy_settings(folder: Path, host: str, *, keys: bool = False) -> dict[str, str]:
     """`haproxy.env` for one of several servers of a machine: files in this folder, free ports, and no more
-    connections than this process may have files. `keys` bounds the requests of a key."""
+    connections than this process may have files. Clients come to `host`. `keys` bounds the requests of a
+    key."""
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     rate = str(KEY_RATE * (os.cpu_count() or 1)) if keys else ""
     settings = environment_of("haproxy.env") | {
         f"{_HAPROXY}NBTHREAD": "1",
         f"{_HAPROXY}BINARY_PATH": str(HERE / "haproxy"),
         "CORRAL_HAPROXY": _haproxy() or "haproxy",
+        _CLIENTS_HOST: host,
         "CORRAL_HAPROXY_FIGURES": "127.0.0.1",
         "CORRAL_HAPROXY_RATE": os.environ.get("CORRAL_HAPROXY_RATE", rate),
     }
@@ -150,7 +154,8 @@ def prepared(content: Content) -> Iterator[None]:
             os.environ |= {"RAY_automatic_object_spilling_enabled": "0"}
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if haproxy_suits(content):
-            os.environ |= haproxy_settings(folder, keys=has_keys(content))
+            host = _http_options(content)["host"]
+            os.environ |= haproxy_settings(folder, host, keys=has_keys(content))
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -281,6 +286,8 @@ def _deploy(content: Content, beside: ThreadPoolExecutor, events: int | None) ->
     from ray.serve.schema import ServeDeploySchema
 
     deployment = ServeDeploySchema.model_validate(content)
+    if _CLIENTS_HOST in os.environ:
+        deployment.http_options.host = "127.0.0.1"
     starting = beside.submit(
         api.serve_start,
         http_options=deployment.http_options.model_dump(),

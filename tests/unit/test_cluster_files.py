@@ -177,7 +177,7 @@ def test_haproxy_is_for_those_whom_nobody_else_reaches(http: str, suits: bool) -
 
 
 def test_servers_of_one_machine_share_no_port_and_no_file(tmp_path: Path) -> None:
-    settings = one_machine.haproxy_settings(tmp_path)
+    settings = one_machine.haproxy_settings(tmp_path, "127.0.0.1")
     assert environment_of("haproxy.env").keys() <= settings.keys()
     assert os.access(settings["RAY_SERVE_HAPROXY_BINARY_PATH"], os.X_OK)
     ports = [value for name, value in settings.items() if name.endswith("_PORT")]
@@ -226,6 +226,19 @@ def test_haproxy_waits_for_slow_requests_and_tells_its_figures_here_only(tmp_pat
     ]
 
 
+def test_haproxy_listens_where_clients_come_also_by_ipv6(tmp_path: Path) -> None:
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(SERVES)
+    hosts = {"CORRAL_HAPROXY": "true", "CORRAL_HAPROXY_HOST": "::1"}
+    hosts["CORRAL_HAPROXY_FIGURES"] = "127.0.0.1"
+    for _ in range(2):  # it may be started again with the same file
+        subprocess.run([START / "haproxy", "-f", config], env=os.environ | hosts, check=True)
+    lines = [line.strip() for line in config.read_text().splitlines()]
+    assert [line for line in lines if line.startswith("bind")] == [
+        *("bind 127.0.0.1:4000", "bind ::1:8000", "bind 127.0.0.1:4001"),
+    ]
+
+
 def test_haproxy_counts_the_requests_of_each_key_where_there_are_keys(tmp_path: Path) -> None:
     config = tmp_path / "haproxy.cfg"
     rules = {}
@@ -268,7 +281,7 @@ def test_haproxy_takes_no_more_connections_than_it_may_have_files(
     most_files: int, connections: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, most_files))
-    settings = one_machine.haproxy_settings(tmp_path)
+    settings = one_machine.haproxy_settings(tmp_path, "127.0.0.1")
     assert settings["RAY_SERVE_HAPROXY_MAXCONN"] == str(connections)
 
 

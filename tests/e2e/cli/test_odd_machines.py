@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from loadtests.common import processes, servers
@@ -56,6 +58,22 @@ def test_it_serves_on(machine: str, folder: Path) -> None:
     try:
         started.wait_for("Ctrl-C stops it.")
         assert answer(started.url).strip() == "The capital of Portugal is Lisbon."
+    finally:
+        processes.stop(started.process, folder, servers.STOP_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_it_serves_by_ipv6(host: str, folder: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    started = Started(folder, "--slots", "2", "--host", host)
+    url = f"http://[::1]:{started.port}"
+    try:
+        started.wait_for("Ctrl-C stops it.")
+        assert httpx.get(f"{url}/health", trust_env=False).json() == {"status": "ok"}
+        assert answer(url).strip() == "The capital of Portugal is Lisbon."
     finally:
         processes.stop(started.process, folder, servers.STOP_TIMEOUT_S)
 

@@ -42,7 +42,7 @@ def corral(gguf: Path) -> Iterator[Corral]:
     with short_folder() as directory:
         keys = directory / "keys.yaml"
         keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY}]}))
-        with settings(haproxy_settings(directory)):
+        with settings(haproxy_settings(directory, "127.0.0.1")):
             server = Corral(directory, [entry], api_key_file=str(keys), deployment=replicas)
         server.http.headers["Authorization"] = f"Bearer {KEY}"
         with stopped_at_the_end(server):
