@@ -53,7 +53,7 @@ def rayservice() -> dict[str, Any]:
 
 
 def test_every_file_parses() -> None:
-    files = [p for p in CLUSTER.rglob("*.y*ml") if p.is_file()]
+    files = [p for p in CLUSTER.rglob("*.y*ml") if p.is_file() and p.parent.name != "templates"]
     assert len(files) >= 8
     for file in files:
         assert all(document for document in yaml.safe_load_all(file.read_text())), file

@@ -1,10 +1,11 @@
-"""What kustomize makes of `cluster/kubernetes`: valid for KubeRay and Kubernetes, and consistent."""
+"""What kustomize and Helm make of `cluster/kubernetes`: valid for KubeRay and Kubernetes, consistent."""
 
 from __future__ import annotations
 
 import copy
 import shutil
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,90 @@ def test_kubectl_renders_the_same(folder: Path) -> None:
 
 def _name(document: Document) -> tuple[str, str]:
     return document["kind"], document["metadata"]["name"]
+
+
+def helm(**values: Any) -> list[Document]:
+    """What Helm's own code renders with these values, sorted by name."""
+    sdk = pytest.importorskip("helm_python")
+    with sdk.Chart.load(FOLDER) as chart:
+        chart.validate_schema(values)
+        rendered = chart.render(values, name="corral")["corral/templates/corral.yaml"]
+    return sorted(yaml.safe_load_all(rendered), key=_name)
+
+
+def served(documents: list[Document]) -> str:
+    return str(only("RayService", documents)["spec"]["serveConfigV2"])
+
+
+def by_kustomize(folder: Path) -> list[Document]:
+    return sorted(render(folder), key=_name)
+
+
+def test_the_chart_without_values_is_the_base() -> None:
+    sdk = pytest.importorskip("helm_python")
+    assert helm() == by_kustomize(FOLDER / "base")
+    assert {m["error"] for m in sdk.lint(FOLDER)["messages"]} <= {"icon is recommended"}
+
+
+def test_the_charts_values_make_the_small_overlay() -> None:
+    overlay = by_kustomize(FOLDER / "overlays/small")
+    assert overlay == helm(
+        serveConfig=served(overlay),
+        worker={"cpu": 4, "memory": "12Gi", "minReplicas": 1, "maxReplicas": 1},
+        keysSecret="corral-keys",
+        storage={"size": "100Gi", "accessMode": "ReadWriteOnce"},
+    )
+
+
+def test_the_charts_values_make_the_overlay_for_twelve_nodes() -> None:
+    overlay = by_kustomize(FOLDER / "overlays/twelve-nodes")
+    _, workers = groups(overlay)
+    apart = workers["template"]["spec"]["affinity"]["podAntiAffinity"]
+    apart["preferredDuringSchedulingIgnoredDuringExecution"] = []  # values cannot remove the base's
+    assert overlay == helm(
+        serveConfig=served(overlay),
+        worker={
+            **{"cpu": 30, "memory": "110Gi", "minReplicas": 2, "maxReplicas": 12},
+            "podSpec": {"affinity": {"podAntiAffinity": apart}},
+        },
+        keysSecret="corral-keys",
+        storage={"size": "100Gi"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("component", "values"),
+    [
+        ("hugging-face-token", {"huggingFaceSecret": "corral-hugging-face"}),
+        ("ingress", {"ingress": {"host": "corral.example"}}),
+        ("monitoring", {"monitoring": True}),
+    ],
+)
+def test_the_charts_values_make_the_components(
+    component: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    (folder,) = (path for path in COMPONENTS if path.name == component)
+    assert helm(**values) == sorted(with_component(folder, tmp_path), key=_name)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"keysSecret": "corral-keys"}, "keysSecret and `ingress.api_key_file"),
+        ({"serveConfig": "api_key_file: /etc/corral/keys.yaml"}, "keysSecret and `ingress"),
+        ({"workers": {}}, "workers"),
+        ({"worker": {"memory": "4 GB"}}, "memory"),
+    ],
+    ids=str,
+)
+def test_the_chart_refuses_values_that_cannot_work(values: dict[str, Any], reason: str) -> None:
+    sdk = pytest.importorskip("helm_python")
+    with pytest.raises(sdk.HelmError, match=reason):
+        helm(**values)
+
+
+def test_the_chart_has_corrals_version() -> None:
+    chart = yaml.safe_load((FOLDER / "Chart.yaml").read_text())
+    assert {chart["version"], chart["appVersion"]} == {version("corral")}
+    image = yaml.safe_load((FOLDER / "values.yaml").read_text())["image"]
+    assert image == f"corral:{version('corral')}"
