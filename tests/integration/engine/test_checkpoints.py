@@ -86,6 +86,23 @@ async def anew(path: Path, prompt: Tokens) -> Tokens:
     return _answers[path, prompt]
 
 
+async def expect_a_tie(engine: Engine, prompt: Tokens, answer: Tokens, expected: Tokens) -> None:
+    """The two tokens where the answers part are as likely, so that the order of sums decides: a unified
+    cache has its cells in the order of other requests."""
+    part = next(
+        i for i, pair in enumerate(zip(answer, expected, strict=True)) if len(set(pair)) > 1
+    )
+    request = GenerationRequest(
+        str(hash((prompt, answer, expected))),
+        (*prompt, *expected[:part]),
+        SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=2),
+    )
+    (likeliest,) = [item async for delta in engine.submit(request) for item in delta.logprobs]
+    (first, first_logprob), (second, second_logprob) = likeliest.top
+    assert {first, second} == {answer[part], expected[part]}
+    assert first_logprob == pytest.approx(second_logprob, abs=1e-4)
+
+
 async def expect_cheap(engine: Engine, path: Path, prompt: Tokens) -> None:
     """It is answered as if it were computed, for a twentieth of that."""
     said, n_computed = await answer(engine, prompt)
@@ -297,7 +314,9 @@ async def test_whatever_comes_is_answered_as_if_it_were_computed(
     async with opened(models[kind], n_slots=1, n_checkpoints=0, **sizes) as fresh:
         for (prompt, n_tokens), tokens in said.items():
             await answer(fresh, (1, 2, 3), 1)  # whatever was there is gone
-            assert (await answer(fresh, prompt, n_tokens))[0] == tokens
+            expected, _ = await answer(fresh, prompt, n_tokens)
+            if tokens != expected:
+                await expect_a_tie(fresh, prompt, tokens, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
