@@ -11,8 +11,9 @@ import llama_cpp
 
 from serve_app.llama import library
 
-# Of the context that is asked for: with many cells, two decimals of a MiB are whole elements.
-_N_CTX, _N_SEQUENCES = 2**15, 64
+# The context that is asked for: with many cells, two decimals of a MiB are whole elements. Layers with a
+# window are known by fewer cells, so the windows of all sequences take half of the context at most.
+_N_CTX, _MOST_SEQUENCES = 2**15, 64
 # As `llama_kv_cache` and `llama_memory_recurrent` log their sizes: keys and values, or the two states.
 _SIZE = re.compile(
     r"^llama_(\w+): size = .*?\( *(\d+) cells,.*?: +([\d.]+) MiB, [VS] \(\w+\): +([\d.]+) MiB"
@@ -45,7 +46,8 @@ def cache_sizes(path: Path) -> CacheSizes | None:
             return None
         window = int(llama_cpp.llama_model_n_swa(model))
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx, options.n_seq_max, options.kv_unified = _N_CTX, _N_SEQUENCES, True
+        options.n_ctx, options.kv_unified = _N_CTX, True
+        options.n_seq_max = max(1, min(_MOST_SEQUENCES, _N_CTX // 2 // max(1, window)))
         options.swa_full = False
         options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which takes the most
         context = llama_cpp.llama_init_from_model(model, options)

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.config.sizing import ModelNeeds
+from serve_app.config.schema import EngineConfig
+from serve_app.config.sizing import ModelNeeds, resolve
 from serve_app.llama.cache_sizes import CacheSizes, cache_sizes
 from serve_app.llama.model import Model
 from tests.integration.models import forgetful_models
 from tests.integration.models.forgetful_models import WINDOW
+from tests.integration.models.layered_headers import Layers, write_header
 
 
 def test_windows_and_recurrent_layers(tmp_path: Path) -> None:
@@ -47,6 +49,76 @@ def test_each_layer_has_heads_of_its_own(
         32 * sum(heads),
         32 * max(heads) * len(heads),
     )  # padded, without flash attention
+
+
+GEMMA_4_31B = Layers(
+    "gemma4",
+    n_embd=5376,
+    n_ff=21_504,
+    windowed=([True] * 5 + [False]) * 10,
+    window=1024,
+    heads=[32] * 60,
+    heads_kv=([16] * 5 + [4]) * 10,
+    head_sizes=([(256, 256)] * 5 + [(512, 512)]) * 10,
+)
+ONE_OF_FOUR = [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("layers", "full", "windowed"),
+    [
+        (GEMMA_4_31B, 10 * 4 * 512, 50 * 16 * 256),
+        (
+            Layers(
+                *("gemma4", 256, 512, ([True] * 4 + [False]) * 2, 512, [8] * 10, [2] * 10),
+                head_sizes=([(32, 32)] * 4 + [(64, 64)]) * 2,
+                n_shared=5,
+            ),
+            1 * 2 * 64,
+            4 * 2 * 32,
+        ),
+        (
+            Layers("mimo2", 256, 512, ONE_OF_FOUR, 128, [8] * 4, [1, 2, 2, 2], [(64, 32)] * 4),
+            1 * 1 * 64,
+            3 * 2 * 64,
+        ),
+        (
+            Layers("step35", 256, 512, ONE_OF_FOUR, 512, [8, 12, 12, 12], [2] * 4, [(32, 32)] * 4),
+            1 * 2 * 32,
+            3 * 2 * 32,
+        ),
+        (
+            Layers("granite_swa", 256, 512, ONE_OF_FOUR, 4096, [8] * 4, [2] * 4, [(32, 32)] * 4),
+            1 * 2 * 32,
+            3 * 2 * 32,
+        ),
+    ],
+    ids=["gemma4 of 31B", "gemma4 with shared layers", "mimo2", "step35", "granite_swa"],
+)
+def test_heads_windows_and_shared_layers_of_each_layer(
+    tmp_path: Path, layers: Layers, full: int, windowed: int
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_header(path, layers)
+    sizes = cache_sizes(path)
+    assert sizes is not None
+    assert (sizes.full[0], sizes.windowed[0], sizes.window) == (full, windowed, layers.window)
+    # Values as keys, unless llama.cpp pads them to the widest layer, as it does without flash attention.
+    assert sizes.full[1] in range(full // 2, 2 * full + 1)
+    assert sizes.windowed[1] in range(windowed // 2, 2 * windowed + 1)
+
+
+def test_a_model_with_windows_gets_the_slots_that_fit(tmp_path: Path) -> None:
+    path = tmp_path / "gemma-4-31b.gguf"
+    write_header(path, GEMMA_4_31B)
+    needs = ModelNeeds.of(Model(path, vocab_only=True))
+    memory, config = 64 << 30, EngineConfig(n_ctx_slot=4096)
+    options = resolve(config, needs, cores=16, memory_bytes=memory)
+    of_token = 2 * (10 * (4 * 512 + 16 * 256))  # keys and padded values of full layers
+    of_window = 2 * 2 * 50 * 16 * 256
+    of_slot = 4096 * of_token + (1024 + config.n_batch) * of_window
+    room = (memory - path.stat().st_size) / 2
+    assert options.n_slots == room // of_slot == 14
 
 
 def test_weights_may_be_missing(tmp_path: Path) -> None:
