@@ -1,4 +1,4 @@
-"""Pages of the site that are not in docs/, and links to them."""
+"""Files of the site that are not pages of docs/, and links to them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ ELSEWHERE = {
     "ARCHITECTURE.md": "architecture.md",
     ".github/CONTRIBUTING.md": "contributing.md",
     ".github/SECURITY.md": "security-policy.md",
+    "docs/.site/description.md": "api/description.md",
+    "build/openapi.json": "api/openapi.json",
+    "serve_app/ui/vendor/swagger-ui.css": "api/swagger-ui.css",
+    "serve_app/ui/vendor/swagger-ui.js": "api/swagger-ui.js",
 }
-"""Pages that are not in docs/, and their names on the site."""
+"""Files that are not pages of docs/, and their names on the site."""
 
 
 def on_files(files: Files, config: ProperDocsConfig) -> Files:
