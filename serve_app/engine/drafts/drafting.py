@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as SequenceOf
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +14,7 @@ from serve_app.engine.core.scheduler.scheduler import Drafts
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.drafts.drafter import MOST_FED, Drafter
-from serve_app.engine.drafts.ngram_proposer import LIKELY, MAX_INDEXED, NgramProposer
+from serve_app.engine.drafts.ngram_proposer import MAX_INDEXED, NgramProposer
 from serve_app.engine.kv_cache.packing import TokenArray
 
 if TYPE_CHECKING:
@@ -42,10 +43,19 @@ class _Plan(NamedTuple):
     proposed: tuple[Sequence, ...] = ()
 
 
+class _Option(NamedTuple):
+    """A sequence that could have a draft of some length, and the tokens that its batch is worth then."""
+
+    value: float
+    by_model: bool
+    sequence: Sequence
+
+
 class Drafting(Guest):
     """Finds the drafts with which a step has most tokens a second, by the cost model. All are of one
-    length, and verified in one batch. Their passes run while the step is planned, and neither these nor the
-    verification take more of the step than its budget has left."""
+    length, verified in one batch, and no longer than slots can be rewound behind it. Their passes run while
+    the step is planned, and neither these nor the verification take more of the step than its budget has
+    left."""
 
     def __init__(
         self,
@@ -54,7 +64,12 @@ class Drafting(Guest):
         *,
         lookup: bool,
         drafter: Drafter | None = None,
+        n_rewind: int = sys.maxsize,
     ) -> None:
+        """`n_rewind` is that of `CacheTraits`, at least 1."""
+        self._lengths = [n for n in _DRAFTS if n <= n_rewind]
+        self._in_one_piece = n_rewind < MAX_DRAFTED_ROWS
+        """Whether slots can be rewound only if llama.cpp computes them all together."""
         self._costs = costs
         self._budget = budget
         self._lookup = lookup
@@ -74,7 +89,7 @@ class Drafting(Guest):
         if drafter is not None:
             able = [seq for seq in decoding if not seq.spans]
             able = [seq for seq in able if seq.draft_room > 0]
-            behind = drafter.begin(able, _DRAFTS[-1])
+            behind = drafter.begin(able, self._lengths[-1])
         plain_s = self._costs.steps_s(len(decoding), n_past)
         self._most_s = max(self._budget.left_s, _MOST_LONGER * plain_s)
         best = self._best(decoding, looked_up, behind, n_past, mixed)
@@ -90,9 +105,6 @@ class Drafting(Guest):
         drafts = {seq.id: looked_up[seq.id][: best.n_drafted] for seq in best.looked_up}
         if best.proposed and drafter is not None:
             drafts |= drafter.propose(best.proposed, best.n_drafted)
-        for seq in decoding:
-            if seq.id not in drafts and looked_up.get(seq.id):
-                self._lookup_of(seq).rate.unused(LIKELY)
         if drafter is not None:
             drafter.unused([seq for seq in able if seq.id not in drafts])
         return drafts
@@ -102,7 +114,7 @@ class Drafting(Guest):
         model proposed it."""
         if self._drafter is not None and self._drafter.record(sequence, n_drafted, n_accepted):
             return True
-        self._lookup_of(sequence).rate.record(n_drafted, n_accepted)
+        self._lookup_of(sequence).verified(n_drafted, n_accepted)
         return False
 
     def scheduled(self, core: EngineCore, batches: SequenceOf[Batch]) -> None:
@@ -121,7 +133,7 @@ class Drafting(Guest):
         share = MAX_INDEXED // len(decoding) + 1
         drafts: Drafts = {}
         for sequence in decoding:
-            n_most = min(_DRAFTS[-1], sequence.draft_room)
+            n_most = min(self._lengths[-1], sequence.draft_room)
             draft = self._lookup_of(sequence).draft(sequence.tokens, n_most, share)
             if sequence.spans:  # what follows may be a picture
                 draft = tuple(takewhile(lambda token: token >= 0, draft))
@@ -159,8 +171,8 @@ class Drafting(Guest):
         n, plain_s = len(decoding), self._costs.steps_s(len(decoding), n_past)
         best = _Plan(n / plain_s)
         least = (1 + _LEAST_GAIN) * best.tokens_per_s
-        for n_drafted in _DRAFTS:
-            options: list[tuple[float, bool, Sequence]] = []
+        for n_drafted in self._lengths:
+            options: list[_Option] = []
             for seq in decoding:
                 known = len(looked_up.get(seq.id, ())) >= n_drafted
                 value = self._lookup_of(seq).rate.expected(n_drafted) if known else 0.0
@@ -169,20 +181,20 @@ class Drafting(Guest):
                 if proposes and drafter is not None:
                     own = drafter.rate(seq).expected(n_drafted)
                 if known or proposes:
-                    options.append((max(value, own), own > value, seq))
-            options.sort(key=lambda option: -option[0])
+                    options.append(_Option(max(value, own), own > value, seq))
             most = min(len(options), MAX_DRAFTED_ROWS // n_drafted)
             if not most:
                 continue
             for size in _sizes(most) if ready else [most]:
-                chosen = sorted(options[:size], key=lambda option: option[2].slot_id)
+                chosen = _best_group(options, size, in_one_piece=self._in_one_piece and not mixed)
                 proposed = tuple(seq for _, by_model, seq in chosen if by_model)
                 seconds = self._verify_s([seq for *_, seq in chosen], n_drafted, n_past, mixed)
-                seconds += self._costs.steps_s(n - size, n_past) if n > size else 0.0
+                n_plain = n - len(chosen)
+                seconds += self._costs.steps_s(n_plain, n_past) if n_plain else 0.0
                 if proposed and drafter is not None:
                     n_fed = sum(min(ready[seq.id], 2) for seq in proposed)
                     seconds += drafter.draft_s(len(proposed), n_drafted, n_fed)
-                rate = (n - size + sum(value for value, *_ in chosen)) / seconds
+                rate = (n_plain + sum(value for value, *_ in chosen)) / seconds
                 if rate > max(least, best.tokens_per_s) and seconds <= self._most_s:
                     rest = tuple(seq for _, by_model, seq in chosen if not by_model)
                     best = _Plan(rate, n_drafted, rest, proposed)
@@ -200,6 +212,24 @@ class Drafting(Guest):
             seconds += self._costs.verify_s(n_run, n_drafted, n_past)
             n_run = 1
         return seconds
+
+
+def _best_group(
+    options: SequenceOf[_Option], size: int, *, in_one_piece: bool
+) -> SequenceOf[_Option]:
+    """Choose at most so many options, ordered by slot as all are: those of most value, or `in_one_piece`
+    the consecutive slots of most value."""
+    if not in_one_piece:
+        best = sorted(options, key=lambda option: -option.value)[:size]
+        return sorted(best, key=lambda option: option.sequence.slot_id)
+    groups: list[list[_Option]] = []
+    for option in options:
+        group = groups[-1] if groups else []
+        if group and option.sequence.slot_id == group[-1].sequence.slot_id + 1:
+            groups.append([*group, option][-size:])
+        else:
+            groups.append([option])
+    return max(groups, key=lambda group: sum(option.value for option in group))
 
 
 def _sizes(most: int) -> list[int]:

@@ -13,15 +13,17 @@ from serve_app.engine.drafts.rates import AcceptanceRate
 _N_GRAM = 3
 MAX_INDEXED = 1024
 """Tokens that one step should index at most: in a third of a millisecond."""
-LIKELY = 0.5
-"""The rate of right tokens that is expected of text that was found."""
+_LIKELY = 0.5
+"""The rate of right tokens that is expected of text before anything is known of it."""
 
 
 class NgramProposer:
     """Proposes drafts from one sequence's n-grams. Decoder thread only."""
 
     def __init__(self) -> None:
-        self.rate = AcceptanceRate(LIKELY)
+        self.rate = AcceptanceRate(_LIKELY)
+        self._guess: tuple[int, int] | None = None
+        """The place of the first token of the last draft, and the token; None once it was learned from."""
         self.forget()
 
     def draft(
@@ -29,15 +31,31 @@ class NgramProposer:
     ) -> tuple[int, ...]:
         """The tokens that may follow, `n_most` at most; none if the last ones are new. `tokens` may only
         have grown since the last call. If a text is longer than `max_indexed`, the first calls know only
-        its last tokens: each one indexes so many more."""
+        its last tokens: each one indexes so many more.
+
+        A draft that nobody verifies costs nothing, and is learned from, too: by the token that came."""
+        self._learn(tokens)
         self._index(tokens, max_indexed)
         start = self._after.get(tuple(tokens[-_N_GRAM:]))
         if start is None or n_most < 1:
             return ()
+        self._guess = len(tokens), tokens[start]
         return tuple(tokens[start : start + n_most])
+
+    def verified(self, n_drafted: int, n_accepted: int) -> None:
+        """Learn from a draft of which the first `n_accepted` tokens were right."""
+        self._guess = None
+        self.rate.record(n_drafted, n_accepted)
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        if self._guess is not None and self._guess[0] < len(tokens):
+            place, guessed = self._guess
+            self.rate.record(1, int(tokens[place] == guessed))
+        self._guess = None
 
     def forget(self) -> None:
         """The tokens changed otherwise."""
+        self._guess = None
         self._after: dict[tuple[int, ...], int] = {}
         self._indexed: range | None = None
         """Positions whose n-grams, the tokens before them, are known."""

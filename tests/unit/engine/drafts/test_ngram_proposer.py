@@ -55,3 +55,24 @@ def test_changed_text_is_indexed_anew() -> None:
     assert proposer.draft([1, 2, 3, 4, 1, 2, 3], 1) == (4,)
     proposer.forget()
     assert proposer.draft([3, 4, 1, 2, 3], 1) == ()
+
+
+@pytest.mark.parametrize(("next_token", "rate"), [(4, 0.55), (9, 0.45)])
+def test_a_draft_that_nobody_verified_is_learned_from_when_its_token_comes(
+    next_token: int, rate: float
+) -> None:
+    proposer, text = NgramProposer(), [1, 2, 3, 4, 1, 2, 3]
+    proposer.draft(text, 1)
+    proposer.draft(text, 1)
+    assert proposer.rate.acceptance == 0.5
+    proposer.draft([*text, next_token], 1)
+    assert proposer.rate.acceptance == pytest.approx(rate)
+
+
+def test_a_draft_that_was_verified_is_not_learned_from_again() -> None:
+    proposer, text = NgramProposer(), [1, 2, 3, 4, 5, 1, 2, 3]
+    proposer.draft(text, 2)
+    proposer.verified(2, 2)
+    known = proposer.rate.acceptance
+    proposer.draft([*text, 4, 5, 6], 1)
+    assert proposer.rate.acceptance == known > 0.5
