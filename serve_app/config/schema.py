@@ -131,8 +131,9 @@ class EngineConfig(Section):
     begins with. 0 makes none. Other models need none."""
     checkpoint_ram_mib: NonNegativeInt | None = None
     """Memory of each replica for the checkpoints of all slots, in MiB. If it is too small, the
-    checkpoints used last stay. `cache.checkpoint_bytes` in `/v1/stats` is the size of one. Default:
-    a sixteenth, as for `cache_ram_mib`."""
+    checkpoints used last stay. Past states of recurrent layers, which drafts need, take up to half of it.
+    `cache.checkpoint_bytes` in `/v1/stats` is the size of one. Default: a sixteenth, as for
+    `cache_ram_mib`."""
     cache_folder: Path | None = None
     """A folder on each node where prefixes are kept for the next start. They hold what users
     wrote, and only the owner can read them. Delete the files of models that you no longer serve.

@@ -65,10 +65,16 @@ def make_guests(core: EngineCore) -> list[Guest]:
         PrefixStorage(core.cache),
         RestTrials(core),
     ]
-    if backend.traits.can_rewind and (options.speculate or backend.draft is not None):
+    if backend.traits.n_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft
         drafter = None if model is None else Drafter(model, options.n_slots, core.progress)
-        drafting = Drafting(costs, core.budget, lookup=options.speculate, drafter=drafter)
+        drafting = Drafting(
+            costs,
+            core.budget,
+            lookup=options.speculate,
+            drafter=drafter,
+            n_rewind=backend.traits.n_rewind,
+        )
         core.scheduler.drafts = drafting
         guests.append(drafting)
     if backend.pictures is not None:

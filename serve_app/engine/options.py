@@ -71,7 +71,10 @@ class EngineOptions:
     n_checkpoints: int = 3
     """Checkpoints of a slot, for models with windows or recurrent layers; 0 makes none."""
     checkpoint_ram_bytes: int = 2**30
-    """Memory for those of all slots."""
+    """Memory for those of all slots, and for past states."""
+    n_rs_seq: int | None = None
+    """Past states of recurrent layers that each slot keeps, for drafted tokens to be taken back; None: as
+    many as pay and have room in half of the memory for checkpoints."""
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     load_mode: LoadMode = "auto"

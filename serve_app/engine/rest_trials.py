@@ -37,7 +37,7 @@ class RestTrials(Guest):
     def __init__(self, core: EngineCore) -> None:
         self._backend, self._costs, self._table = core.backend, core.costs, core.cache.table
         setup, traits = self._backend.setup, self._backend.traits
-        self._is_able = setup.spins and traits.can_rewind and not traits.forgets
+        self._is_able = setup.spins and not traits.forgets
         self._clocks = Clocks(setup.threads)
         self._not_before = 0.0
         self._pause_s = _PAUSE_S

@@ -7,7 +7,9 @@ import hashlib
 import mmap
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -128,6 +130,8 @@ class ContextOptions:
     pooling: Pooling | None = None
     """The pooling of a context that makes embeddings; every row must want them."""
     tells_hidden: bool = False
+    n_rs_seq: int = 0
+    """Past states of recurrent layers that each sequence keeps, if `Model.can_roll_back`."""
 
     def n_cells(self, *, kv_unified: bool) -> int:
         """The cells of the cache, as llama.cpp rounds them."""
@@ -152,7 +156,7 @@ class Context:
         self._n_ctx_share = options.n_ctx_share or options.n_ctx_slot
         params = llama_cpp.llama_context_default_params()
         params.n_batch, params.n_ubatch = options.n_batch, options.n_ubatch or options.n_batch
-        params.n_seq_max = options.n_seq_max
+        params.n_seq_max, params.n_rs_seq = options.n_seq_max, options.n_rs_seq
         params.n_outputs_max = min(options.n_batch, options.n_outputs or options.n_seq_max)
         self._threads = Threads.alike(options.threads, options.threads_batch)
         params.n_threads = self._threads.one_row
@@ -201,13 +205,23 @@ class Context:
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
         """Whether `shift` works: not with every kind of position encoding."""
         self.window = self.model.window
-        self.forgets = not self.model.can_rewind or 0 < self.window < self.n_ctx_slot
+        self._is_recurrent = self.model.is_recurrent and self._KIND == Context._KIND
+        self.n_rewind = (
+            int(llama_cpp.llama_n_rs_seq(self.pointer)) if self._is_recurrent else sys.maxsize
+        )
+        """Last tokens of a batch's sequences that `truncate` can drop before the next batch: as many as
+        recurrent layers keep past states of."""
+        self._rewinds: Mapping[int, int] = {}
+        """The last tokens that recurrent layers could drop, by sequence of the last batch."""
+        self._rolled_back: set[int] = set()
+        """Sequences whose recurrent layers have yet to take a past state, which the next batch does."""
+        self.forgets = self._is_recurrent or 0 < self.window < self.n_ctx_slot
         """Whether some layers keep less than all tokens of a sequence, so that `truncate` often cannot."""
         all_windows = self.window * params.n_seq_max + params.n_ubatch
         self._parts_windows = kv_unified and self.window > 0 and _padded(all_windows) < params.n_ctx
         """Whether copies get window cells of their own. There are as many as windows, and those that two
         sequences share are free for nobody, even behind both windows."""
-        self.portable = self.model.can_rewind and not self.window
+        self.portable = not (self._is_recurrent or self.window)
         """Whether states are good for other kinds of cache, too: all layers keep all tokens."""
         self._kv_unified = kv_unified
         self._states = self.portable and not kv_unified
@@ -233,6 +247,7 @@ class Context:
         layout = CacheLayout.read(lines, per_layer, params.n_seq_max)
         self.layout = layout or CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
         one_more = _padded(self._n_ctx_share) * self.layout.per_token + self.layout.per_sequence
+        one_more += self.layout.rewind_bytes // params.n_seq_max
         one_more += min(model.window, self._n_ctx_share) * self.layout.per_window_token
         of_one = self.layout.cache_bytes // params.n_seq_max
         self.cache_bytes_per_seq = one_more if params.kv_unified else of_one
@@ -270,6 +285,20 @@ class Context:
             token[i], pos[i], seq_id[i][0], logits[i] = row
         batch.n_tokens = len(rows)
         self._run(batch, len(rows))
+        if self._is_recurrent and self.n_rewind:
+            self._computed(rows)
+
+    def _computed(self, rows: Sequence[Row]) -> None:
+        """Note how far sequences can be rolled back. llama.cpp may move a sequence's present state, without
+        its past ones, when it computes others. So only the last batch counts, and none that llama.cpp cut
+        into pieces. Source: llama.cpp, `llama_memory_recurrent::find_slot`."""
+        counts = Counter(row[2] for row in rows)
+        self._rolled_back.difference_update(counts)
+        is_consecutive = max(counts) - min(counts) < len(counts)
+        in_one = len(set(counts.values())) == 1 and (self._kv_unified or is_consecutive)
+        self._rewinds = {
+            seq_id: min(self.n_rewind, n_rows - 1) for seq_id, n_rows in counts.items() if in_one
+        }
 
     def decode_tile(
         self,
@@ -296,7 +325,7 @@ class Context:
                 llama_cpp.llama_set_causal_attn(self.pointer, True)
 
     def _run(self, batch: llama_cpp.llama_batch, n_rows: int) -> None:
-        self._copied = None
+        self._copied, self._rewinds = None, {}
         self._set_threads(n_rows)
         status = llama_cpp.llama_decode(self.pointer, batch)
         if status == _CACHE_FULL:
@@ -372,25 +401,34 @@ class Context:
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop a sequence's cached tokens from position `n_past` on; 0 empties the sequence. Raises
         DecodeError, and changes nothing, where it cannot: see `can_cut`."""
-        cut = self.can_cut(seq_id, n_past)
-        if not cut or not llama_cpp.llama_memory_seq_rm(self._memory, seq_id, n_past, -1):
+        rolls_back = self._is_recurrent and 0 < n_past < self._n_past(seq_id)
+        if not self.can_cut(seq_id, n_past) or not llama_cpp.llama_memory_seq_rm(
+            self._memory, seq_id, n_past, -1
+        ):
             raise DecodeError(
                 f"llama.cpp cannot keep the first {n_past} tokens of sequence {seq_id}."
             )
         self._changes(seq_id)
+        if rolls_back:
+            self._rolled_back.add(seq_id)
+        elif n_past == 0:
+            self._rolled_back.discard(seq_id)
 
     def can_cut(self, seq_id: int, n_past: int) -> bool:
         """Whether the first `n_past` tokens, and no more, can be kept: all that the next token attends to
-        must be there. Recurrent layers keep no past states, and layers with a window little more than
-        their last window; a saved state just that."""
+        must be there. Recurrent layers keep the past states of a batch at most, and layers with a window
+        little more than their last window; a saved state just that."""
         if n_past == 0:
             return True
         if self.window:
             oldest = llama_cpp.llama_memory_seq_pos_min(self._memory, seq_id)
-            if self.model.can_rewind and oldest > self.model.window_start(n_past):
+            if not self._is_recurrent and oldest > self.model.window_start(n_past):
                 return False
-        newest = llama_cpp.llama_memory_seq_pos_max(self._memory, seq_id)
-        return self.model.can_rewind or n_past > newest
+        most = self._rewinds.get(seq_id, 0) if self._is_recurrent else sys.maxsize
+        return self._n_past(seq_id) - n_past <= most
+
+    def _n_past(self, seq_id: int) -> int:
+        return int(llama_cpp.llama_memory_seq_pos_max(self._memory, seq_id)) + 1
 
     def shift(self, seq_id: int, n_keep: int, n_discard: int) -> None:
         """Drop `n_discard` tokens after the first `n_keep`, and move those behind up. llama.cpp turns
@@ -408,14 +446,21 @@ class Context:
         Where few of them are in use, the source's state takes less, and is taken once for all copies that
         are made before the next decode.
         """
-        n_past = llama_cpp.llama_memory_seq_pos_max(self._memory, source) + 1
+        n_past = self._n_past(source)
         settled = self.slots_with_pending_copy.isdisjoint((source, target))
-        if self._states and settled and n_past <= _FEW_CELLS * self._n_ctx_share:
+        takes_few = self._states and n_past <= _FEW_CELLS * self._n_ctx_share
+        rolled_back = (
+            source in self._rolled_back
+        )  # a cell that is shared would have the state before
+        if rolled_back and not settled:
+            raise DecodeError(f"Sequence {source} is still to be rolled back.")
+        if settled and (takes_few or rolled_back):
             if self._copied is None or self._copied[0] != source:
                 self._copied = source, self.save(source)
             self.restore(target, self._copied[1])
             return
         self._changes(target)
+        self._rewinds = {}
         if not self._kv_unified:
             self.slots_with_pending_copy |= {source, target}
         self._copy_cells(source, target)
@@ -426,6 +471,7 @@ class Context:
                 self._copy_cells(source, target)
 
     def _copy_cells(self, source: int, target: int) -> None:
+        self._rolled_back.discard(target)
         llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
@@ -436,6 +482,7 @@ class Context:
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
     def _changes(self, seq_id: int) -> None:
+        self._rewinds = {other: n for other, n in self._rewinds.items() if other != seq_id}
         if self._copied is not None and self._copied[0] == seq_id:
             self._copied = None
 
@@ -492,6 +539,7 @@ class Context:
             raise
 
     def _restore(self, seq_id: int, state: State, flags: int) -> None:
+        self._rolled_back.discard(seq_id)
         pointer = np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         if not llama_cpp.llama_state_seq_set_data_ext(
             self.pointer, pointer, len(state), seq_id, flags

@@ -32,7 +32,9 @@ _KEYS_VALUES = re.compile(
     r"llama_kv_cache: size = +[\d.]+ MiB \( *(\d+) cells, +(\d+) layers, +\d+/(\d+) seqs\), "
     r"K \([^)]*\): +([\d.]+) MiB, V \([^)]*\): +([\d.]+) MiB"
 )
-_RECURRENT = re.compile(r"llama_memory_recurrent: size = +([\d.]+) MiB \( *\d+ cells,.*?(\d+) seqs")
+_RECURRENT = re.compile(
+    r"llama_memory_recurrent: size = +([\d.]+) MiB \( *\d+ cells,.*?(\d+) seqs +(\d+) rs_seq"
+)
 # These lines round to hundredths.
 _ROUNDED_BYTES = 0.011 * 2**20
 
@@ -62,7 +64,10 @@ class CacheLayout:
     per_window_token: int = 0
     """Keys and values of one token, in layers that have a window."""
     per_sequence: int = 0
+    """The present states of one sequence, in recurrent layers."""
     cache_bytes: int = 0
+    rewind_bytes: int = 0
+    """The part of `cache_bytes` that past states of recurrent layers take."""
 
     @classmethod
     def read(cls, lines: Sequence[str], per_layer: float, n_seq_max: int) -> CacheLayout | None:
@@ -82,7 +87,9 @@ class CacheLayout:
             tokens[i] = round(n_bytes / n_cells)
             total += round(n_bytes)
         states = round(sum(float(found[1]) * 2**20 for found in recurrent))
-        return cls(tokens[0], tokens[1], states // n_seq_max, total + states)
+        n_states = 1 + max((int(found[3]) for found in recurrent), default=0)
+        present = states // n_states
+        return cls(tokens[0], tokens[1], present // n_seq_max, total + states, states - present)
 
 
 FEW_ROWS = 16

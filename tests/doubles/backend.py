@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -138,7 +140,9 @@ class FakeBackend:
     cache the attribute `n_share`. `hold()` stops decoding until `resume()`. Rows that llama.cpp could not
     take (a position that does not continue the slot, or behind its share) raise AssertionError, and so do
     saving and restoring a slot that llama.cpp has yet to write.
-    If it `forgets`, slots cannot be cut, as with recurrent layers, but put back to a checkpoint.
+    If it `forgets`, slots cannot be cut, as with recurrent layers, but put back to a checkpoint; by up to
+    `n_rewind` tokens, also behind a batch with as many rows for each of its slots, which are consecutive or
+    in a unified cache.
     """
 
     def __init__(
@@ -161,7 +165,7 @@ class FakeBackend:
         self.spins = False
         self.other: tuple[Mode, Profile] | None = None
         self.change_s = 0.0
-        self.can_rewind = not forgets
+        self.n_rewind = 0 if forgets else sys.maxsize
         self.can_shift = True
         self.fills_gaps = n_cells is None and not forgets
         self.state_key = b"fake"
@@ -194,6 +198,7 @@ class FakeBackend:
         self.slots_with_pending_copy: set[int] = set()
         self._texts: dict[int, list[int]] = {}
         self._at_row: dict[int, list[int]] = {}
+        self._rewinds: dict[int, int] = {}
 
     def hold(self) -> None:
         """Make the next `decode` wait."""
@@ -247,7 +252,7 @@ class FakeBackend:
     @property
     def traits(self) -> CacheTraits:
         """The attributes of the same names, which tests set."""
-        return CacheTraits(self.can_rewind, self.can_shift, self.fills_gaps, self.forgets)
+        return CacheTraits(self.n_rewind, self.can_shift, self.fills_gaps, self.forgets)
 
     @property
     def states(self) -> FakeStates:
@@ -295,6 +300,12 @@ class FakeBackend:
             slot.append(token)
             if wants_logits:
                 self._at_row[i] = list(slot)
+        counts = Counter(row[2] for row in rows)
+        is_consecutive = max(counts) - min(counts) < len(counts)
+        if len(set(counts.values())) == 1 and (self.mode.kv_unified or is_consecutive):
+            self._rewinds = {slot: min(self.n_rewind, n - 1) for slot, n in counts.items()}
+        else:
+            self._rewinds = {}
         if left:
             raise DecodeCancelledError("cancelled")
         if self._fail_on.intersection(row[0] for row in rows):
@@ -329,15 +340,17 @@ class FakeBackend:
         """Drop a slot's tail."""
         if not self.can_cut(seq_id, n_past):
             raise DecodeError("scripted slots that cannot be cut")
+        self._rewinds.pop(seq_id, None)
         del self.slots[seq_id][n_past:]
         self.positions.cut(seq_id, n_past)
 
     def can_cut(self, seq_id: int, n_past: int) -> bool:
-        """Whether it does not forget, or there is nothing to be cut, or nothing to be left; not within a
-        tile."""
+        """Whether it does not forget, or there is nothing to be left, or no more to be cut than it can
+        rewind; not within a tile."""
         if self.positions.divides(seq_id, n_past):
             return False
-        return not self.forgets or n_past == 0 or n_past >= len(self.slots[seq_id])
+        n_cut = len(self.slots[seq_id]) - n_past
+        return not self.forgets or n_past == 0 or n_cut <= self._rewinds.get(seq_id, 0)
 
     def checkpoint(self, seq_id: int) -> bytes:
         """The slot's tokens, four bytes each."""

@@ -35,7 +35,7 @@ _OPTIONS = (
         "n_batch",
     ),
     *("flash_attn", "kv_unified", "cache_type_k", "cache_type_v", "max_stall_s", "profile_limit_s"),
-    "repack",
+    *("repack", "n_rs_seq"),
 )
 _Choice = TypeVar("_Choice")
 

@@ -218,15 +218,15 @@ class Profiler(Trials):
         n_slots: int,
         n_ctx_slot: int,
         n_batch: int,
-        can_rewind: bool = True,
+        can_copy: bool = True,
         clocks: Clocks | None = None,
     ) -> None:
-        """Copies are not measured without `can_rewind`: a slot would have to forget the row behind."""
+        """Copies are measured with `can_copy`: a slot must forget the row behind."""
         super().__init__(context, clocks)
         self._n_slots = n_slots
         self._n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
-        self._can_rewind = can_rewind
+        self._can_copy = can_copy
         self._decode: dict[int, float] = {}
         self._verify: dict[int, float] = {}
         self._prefill: dict[int, float] = {}
@@ -292,7 +292,7 @@ class Profiler(Trials):
     def _measure_copy(self) -> None:
         end = min(int(_COPIED * self._n_ctx_slot), self._n_batch)
         row_s = min(seconds / n for n, seconds in self._prefill.items())
-        possible = self._n_slots > 1 and self._can_rewind and end > 0
+        possible = self._n_slots > 1 and self._can_copy and end > 0
         if not possible or not self.time_for(2 * end * row_s):
             return
         self.spent(partial(self._context.decode, _prompt_rows(0, end)))

@@ -90,6 +90,8 @@ class MemoryUse:
     """The bytes of a token in layers with a window."""
     recurrent_bytes: int = 0
     """The states of one slot's recurrent layers."""
+    rewind_bytes: int = 0
+    """The part of `cache_bytes` that past states of recurrent layers take."""
 
     def state_bytes(self, n_tokens: int) -> int:
         """The size of a saved slot with so many tokens."""
@@ -192,8 +194,9 @@ class Setup:
 class CacheTraits:
     """The abilities of a model's cache that the engine makes use of."""
 
-    can_rewind: bool
-    """Whether the last few tokens of a slot can always be dropped."""
+    n_rewind: int
+    """Tokens of each slot that can be dropped behind a batch that llama.cpp computes in one piece: all
+    (`sys.maxsize`), or as many as recurrent layers keep past states of; 0: none."""
     can_shift: bool
     """Whether `Backend.shift` takes next to no time, so that parts of earlier prompts are moved by it."""
     fills_gaps: bool

@@ -72,7 +72,7 @@ class LlamaDraft:
             n_slots=options.n_slots,
             n_ctx_slot=self.n_ctx,
             n_batch=self.n_batch,
-            can_rewind=False,  # nothing is copied
+            can_copy=False,
             clocks=Clocks(threads),
         )
         in_turns([profiler], limit_s / 2)
@@ -138,8 +138,12 @@ def _sizes(options: EngineOptions) -> tuple[int, int]:
 
 def check_draft(target: Model, draft: Model) -> None:
     """Raises ConfigError if the draft cannot propose for the target. Vocabularies are enough."""
-    for model, lack in ((target, "tokens that were wrong"), (draft, "what it proposed")):
-        if not (model.can_rewind and model.is_causal):
+    able = (
+        (target, target.can_roll_back, "tokens that were wrong"),
+        (draft, False, "what it proposed"),
+    )
+    for model, can_roll_back, lack in able:
+        if (model.is_recurrent and not can_roll_back) or not model.is_causal:
             raise ConfigError(
                 f"engine.draft: {model.path.name} cannot take back {lack}, as its layers are recurrent "
                 "or it makes embeddings only. Leave out the draft."
@@ -164,7 +168,9 @@ def check_draft(target: Model, draft: Model) -> None:
 
 # Architectures that take back tokens, whose prediction layers llama.cpp computes, and which tell the hidden
 # states of all rows. llama.cpp ends the process where a file of the first ones has several layers.
-_SINGLE = frozenset({"cohere2moe", "deepseek2", "deepseek32", "glm-dsa", "glm4moe"})
+_SINGLE = frozenset(
+    {"cohere2moe", "deepseek2", "deepseek32", "glm-dsa", "glm4moe", "qwen35", "qwen35moe"}
+)
 _SEVERAL = frozenset({"hy_v3"})
 _NONE = "engine.draft.own_layers: {} has no prediction layers of its own."
 _PROJECTION = "nextn.eh_proj.weight"
@@ -227,7 +233,7 @@ def check_own_layers(target: Model) -> None:
     name, architecture = target.path.name, target.architecture
     if not target.n_own_layers:
         raise ConfigError(_NONE.format(name))
-    if not target.can_rewind:
+    if target.is_recurrent and not target.can_roll_back:
         raise ConfigError(
             f"engine.draft.own_layers: {name} cannot take back tokens that were wrong, as its layers are "
             "recurrent. Leave out the draft."

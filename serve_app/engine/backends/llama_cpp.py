@@ -34,6 +34,7 @@ from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama import library
+from serve_app.llama.cache_sizes import cache_sizes
 from serve_app.llama.context import Adapter, Context, ContextOptions
 from serve_app.llama.formats import Threads
 from serve_app.llama.grammars.constraint import Constraint
@@ -58,6 +59,8 @@ _LEAST_UBATCH = 64
 # llama.cpp keeps the logits of all rows of such a batch. Bytes that these may take, and the number of rows
 # that is enough for speed.
 _LOGITS_BYTES, _ENOUGH_ROWS = 2**27, 64
+# Past states of recurrent layers: for the longest draft, and where they cost time.
+_LONGEST_DRAFT, _FEW_STATES = MAX_DRAFTED_ROWS - 1, 3
 
 
 class LlamaAdapters:
@@ -130,7 +133,7 @@ class LlamaEmbeddings:
             n_text = rows = min(n_text, model.n_ctx_train)
         n_rows = min(rows, options.n_batch) if model.is_causal else rows
         # Each sequence of recurrent layers takes memory of its own.
-        n_seq_max = _TEXTS_AT_ONCE if model.can_rewind else options.n_slots
+        n_seq_max = _TEXTS_AT_ONCE if not model.is_recurrent else options.n_slots
         pooling = model.pooling_with(options.embedding_pooling)
         if pooling == "rank" != model.pooling:
             # Of several texts, llama.cpp finds the scores where a classifier would put them.
@@ -285,6 +288,8 @@ class LlamaBackend:
             on_loaded=lambda part: report(Stage("loading", part)),
             own_layers=options.own_layers,
         )
+        if options.n_rs_seq is None:
+            options = replace(options, n_rs_seq=_n_past_states(model, options))
         self.options = options
         self.n_sequences = options.n_slots + len(options.pinned)
         self.cache_types = (options.cache_type_k, options.cache_type_v)
@@ -359,6 +364,7 @@ class LlamaBackend:
                 cache_type_k=options.cache_type_k,
                 cache_type_v=options.cache_type_v,
                 tells_hidden=options.own_layers,
+                n_rs_seq=options.n_rs_seq or 0,
             ),
         )
         context.warm_up()
@@ -380,7 +386,10 @@ class LlamaBackend:
         model, context = self.vocabulary, self._context
         consecutive = not (self.setup.mode.kv_unified or context.window)
         return CacheTraits(
-            model.can_rewind, context.can_shift, model.can_rewind and consecutive, context.forgets
+            n_rewind=context.n_rewind,
+            can_shift=context.can_shift,
+            fills_gaps=consecutive and not model.is_recurrent,
+            forgets=context.forgets,
         )
 
     def decode(self, rows: Sequence[Row]) -> None:
@@ -390,7 +399,7 @@ class LlamaBackend:
 
     def cancel(self, cancelled: bool) -> None:
         """Recurrent layers could not forget half of a pass: theirs are computed."""
-        self._context.cancel(cancelled and self.vocabulary.can_rewind)
+        self._context.cancel(cancelled and not self.vocabulary.is_recurrent)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
@@ -442,6 +451,7 @@ class LlamaBackend:
             window=context.window,
             window_bytes_per_token=context.layout.per_window_token,
             recurrent_bytes=context.layout.per_sequence,
+            rewind_bytes=context.layout.rewind_bytes,
         )
 
     def keep(self, profile: Profile) -> None:
@@ -455,6 +465,22 @@ class LlamaBackend:
         if self.draft is not None:
             self.draft.close()
         self.embeddings.close()
+
+
+def _n_past_states(model: Model, options: EngineOptions) -> int:
+    """The past states of recurrent layers that each slot keeps, for drafts of so many tokens to be taken
+    back: what half of the memory for checkpoints has room for. Where they slow every batch down, they are
+    few, and only for a draft that is configured."""
+    has_draft = options.own_layers or options.draft is not None
+    if not model.can_roll_back or not (options.speculate or has_draft):
+        return 0
+    if not (model.rolls_back_freely or has_draft):
+        return 0
+    most = _LONGEST_DRAFT if model.rolls_back_freely else _FEW_STATES
+    sizes = cache_sizes(model.path)
+    of_one = (sizes.recurrent_bytes if sizes else 0) * (options.n_slots + len(options.pinned))
+    n_states = min(most, options.checkpoint_ram_bytes // 2 // of_one) if of_one else most
+    return max(n_states, 1 if has_draft else 0)
 
 
 def _open_projector(model: Model, options: EngineOptions) -> MtmdProjector | None:

@@ -57,7 +57,7 @@ class ModeChooser:
         self._model, self._options = model, options
         self._open, self._report = open_context, report
         self._n_profiled = min(options.n_ctx_share, _PROFILE_CTX)
-        self._forgets = not model.can_rewind
+        self._forgets = model.is_recurrent
         self._can_change = not self._forgets and not model.window
         """Whether the model's states fit both kinds of cache."""
         depth = min(model.window or DEPTH, DEPTH, options.n_ctx_share - ROOM) // ROOM * ROOM
@@ -117,7 +117,7 @@ class ModeChooser:
                     n_slots=options.n_slots,
                     n_ctx_slot=self._n_profiled,
                     n_batch=options.n_batch,
-                    can_rewind=not self._forgets,
+                    can_copy=not self._forgets,
                     clocks=clocks,
                 )
                 for mode, context in shallow.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence, Set
 from dataclasses import replace
@@ -91,7 +92,7 @@ class OpenVinoBackend:
 
     adapters = pictures = modes = None
     slots_with_pending_copy: Set[int] = frozenset()  # the slots share blocks
-    traits = CacheTraits(can_rewind=True, can_shift=False, fills_gaps=False, forgets=False)
+    traits = CacheTraits(n_rewind=sys.maxsize, can_shift=False, fills_gaps=False, forgets=False)
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class OpenVinoBackend:
 
 def _check(model: Model) -> None:
     lacks = {
-        "layers that are recurrent": not model.can_rewind,
+        "layers that are recurrent": model.is_recurrent,
         "layers with a sliding window": model.window > 0,
         "attention to tokens behind": not model.is_causal,
         "scores instead of texts": model.pooling == "rank",

@@ -82,7 +82,7 @@ class EngineCore:
             costs,
             self.budget,
             mixed=backend.setup.mode.mixes,
-            cancellable=backend.traits.can_rewind,
+            n_rewind=backend.traits.n_rewind,
         )
         self.cache = open_cache(backend, costs, options, self.budget)
         self.cache.pin(options.n_batch)

@@ -15,6 +15,7 @@ import pytest
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import ConfigError, Engine, EngineOptions, EngineStats, SamplingParams
 from tests.integration.engine.test_draft_models import as_if_drafts_were_free, say
+from tests.integration.models.forgetful_models import write_qwen35
 from tests.integration.models.prediction_models import write_counting, write_random
 
 OPTIONS = EngineOptions(
@@ -49,10 +50,13 @@ def counting(
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def anything(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("own") / "random.gguf"
-    write_random(path)
+@pytest.fixture(scope="module", params=["glm4moe", "qwen35"])
+def anything(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / f"{request.param}.gguf"
+    if request.param == "qwen35":
+        write_qwen35(path, n_own_layers=1)
+    else:
+        write_random(path)
     return path
 
 
@@ -104,7 +108,7 @@ def test_behind_a_prefix_that_was_not_computed_again(counting: Engine) -> None:
 
 
 def test_the_text_is_the_same(anything: Path) -> None:
-    """Wrong guesses change neither greedy nor seeded text."""
+    """Wrong guesses change neither greedy nor seeded text, of a model with recurrent layers, too."""
     asked = [
         *((prompt, GREEDY) for prompt in PROMPTS),
         *((PROMPTS[0], SamplingParams(temperature=1.5, seed=n, max_tokens=20)) for n in range(12)),

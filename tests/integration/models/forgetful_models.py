@@ -91,8 +91,9 @@ def _draw_feed_forward(tensors: _Tensors, layer: str) -> None:
     tensors.draw(layer + "ffn_down.weight", _N_EMBD, _N_FF)
 
 
-def _draw_attention(tensors: _Tensors, layer: str) -> None:
-    tensors.draw(layer + "attn_q.weight", _N_HEAD * _HEAD_DIM, _N_EMBD, std=0.3)
+def _draw_attention(tensors: _Tensors, layer: str, *, gates: bool = False) -> None:
+    n_queries = _N_HEAD * _HEAD_DIM * (2 if gates else 1)
+    tensors.draw(layer + "attn_q.weight", n_queries, _N_EMBD, std=0.3)
     tensors.draw(layer + "attn_k.weight", _N_HEAD_KV * _HEAD_DIM, _N_EMBD, std=0.3)
     tensors.draw(layer + "attn_v.weight", _N_HEAD_KV * _HEAD_DIM, _N_EMBD)
     tensors.draw(layer + "attn_output.weight", _N_EMBD, _N_HEAD * _HEAD_DIM)
@@ -120,6 +121,88 @@ def write_lfm2(path: Path) -> None:
     finish(writer, tensors)
 
 
+def write_qwen35(path: Path, *, n_own_layers: int = 0) -> None:
+    """Hybrid: of four layers, the last with attention, and three with a gated delta rule; and perhaps own
+    prediction layers behind them."""
+    n_layer, n_conv, n_state, n_key_heads, n_value_heads = 4, 4, 16, 2, 4
+    n_inner, n_mixed = n_state * n_value_heads, n_state * (2 * n_key_heads + n_value_heads)
+    writer, tensors = _begin(path, "qwen35", n_layer + n_own_layers)
+    writer.add_nextn_predict_layers(n_own_layers)
+    _attention(writer, _N_HEAD_KV)
+    writer.add_key_length(_HEAD_DIM)
+    writer.add_value_length(_HEAD_DIM)
+    writer.add_rope_dimension_sections([_HEAD_DIM // 2 - 10, 5, 5, 0])
+    writer.add_ssm_conv_kernel(n_conv)
+    writer.add_ssm_inner_size(n_inner)
+    writer.add_ssm_state_size(n_state)
+    writer.add_ssm_time_step_rank(n_value_heads)
+    writer.add_ssm_group_count(n_key_heads)
+    writer.add_full_attention_interval(n_layer)
+    tensors.ones("output_norm.weight", _N_EMBD)
+    for i in range(n_layer + n_own_layers):
+        layer = f"blk.{i}."
+        tensors.ones(layer + "attn_norm.weight", _N_EMBD)
+        tensors.ones(layer + "post_attention_norm.weight", _N_EMBD)
+        if i >= n_layer:
+            tensors.draw(layer + "nextn.eh_proj.weight", _N_EMBD, 2 * _N_EMBD)
+            tensors.ones(layer + "nextn.enorm.weight", _N_EMBD)
+            tensors.ones(layer + "nextn.hnorm.weight", _N_EMBD)
+        if i + 1 >= n_layer:
+            _draw_attention(tensors, layer, gates=True)
+        else:
+            tensors.draw(layer + "attn_qkv.weight", n_mixed, _N_EMBD)
+            tensors.draw(layer + "attn_gate.weight", n_inner, _N_EMBD)
+            tensors.draw(layer + "ssm_conv1d.weight", n_mixed, n_conv)
+            tensors.draw(layer + "ssm_dt.bias", n_value_heads)
+            tensors.draw(layer + "ssm_a", n_value_heads, std=0.02, mean=-0.1)
+            tensors.draw(layer + "ssm_beta.weight", n_value_heads, _N_EMBD)
+            tensors.draw(layer + "ssm_alpha.weight", n_value_heads, _N_EMBD)
+            tensors.ones(layer + "ssm_norm.weight", n_state)
+            tensors.draw(layer + "ssm_out.weight", _N_EMBD, n_inner)
+        _draw_feed_forward(tensors, layer)
+        del tensors[layer + "ffn_norm.weight"]
+    finish(writer, tensors)
+
+
+def write_nemotron_h(path: Path) -> None:
+    """Hybrid: two recurrent layers of Mamba 2's kind, one with attention, and a feed-forward one."""
+    kinds, n_conv, n_state, n_ssm_head, n_group = "MAMF", 4, 16, 4, 2
+    n_inner = 2 * _N_EMBD
+    n_mixed = n_inner + 2 * n_group * n_state
+    writer, tensors = _begin(path, "nemotron_h", len(kinds))
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_feed_forward_length([_N_FF if kind == "F" else 0 for kind in kinds])
+    writer.add_head_count(_N_HEAD)
+    writer.add_head_count_kv([_N_HEAD_KV if kind == "A" else 0 for kind in kinds])
+    writer.add_key_length(_HEAD_DIM)
+    writer.add_value_length(_HEAD_DIM)
+    writer.add_ssm_conv_kernel(n_conv)
+    writer.add_ssm_inner_size(n_inner)
+    writer.add_ssm_state_size(n_state)
+    writer.add_ssm_time_step_rank(n_ssm_head)
+    writer.add_ssm_group_count(n_group)
+    tensors.ones("output_norm.weight", _N_EMBD)
+    for i, kind in enumerate(kinds):
+        layer = f"blk.{i}."
+        tensors.ones(layer + "attn_norm.weight", _N_EMBD)
+        if kind == "M":
+            tensors.draw(layer + "ssm_in.weight", n_inner + n_mixed + n_ssm_head, _N_EMBD)
+            tensors.draw(layer + "ssm_conv1d.weight", n_mixed, n_conv)
+            tensors.draw(layer + "ssm_conv1d.bias", n_mixed)
+            tensors.draw(layer + "ssm_dt.bias", n_ssm_head)
+            tensors.draw(layer + "ssm_a", n_ssm_head, 1, std=0.02, mean=-0.1)
+            tensors.draw(layer + "ssm_d", n_ssm_head, 1)
+            tensors[layer + "ssm_norm.weight"] = np.ones((n_group, n_inner // n_group), np.float32)
+            tensors.draw(layer + "ssm_out.weight", _N_EMBD, n_inner)
+        elif kind == "A":
+            _draw_attention(tensors, layer)
+            del tensors[layer + "attn_q_norm.weight"], tensors[layer + "attn_k_norm.weight"]
+        else:
+            tensors.draw(layer + "ffn_up.weight", _N_FF, _N_EMBD)
+            tensors.draw(layer + "ffn_down.weight", _N_EMBD, _N_FF)
+    finish(writer, tensors)
+
+
 def write_gemma3(path: Path, more_control: Sequence[str] = ()) -> None:
     """Of six layers, five with a window."""
     n_layer = 6
@@ -141,6 +224,8 @@ def write_gemma3(path: Path, more_control: Sequence[str] = ()) -> None:
 FORGETFUL: dict[str, Callable[[Path], None]] = {
     "mamba": write_mamba,
     "lfm2": write_lfm2,
+    "qwen35": write_qwen35,
+    "nemotron_h": write_nemotron_h,
     "gemma3": write_gemma3,
 }
 """Writes a model of each kind."""

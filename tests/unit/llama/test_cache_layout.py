@@ -27,10 +27,14 @@ RECURRENT = (
         ([FULL, "else", WINDOW], CacheLayout(128, 640, 0, 10240 * 128 + 1024 * 640)),
         ([RECURRENT], CacheLayout(0, 0, 3 * 2**19, 3 * 2**20)),
         ([FULL, RECURRENT], CacheLayout(128, 0, 3 * 2**19, 10240 * 128 + 3 * 2**20)),
+        (
+            [RECURRENT.replace("0 rs_seq", "2 rs_seq")],
+            CacheLayout(0, 0, 2**19, 3 * 2**20, 2 * 2**20),
+        ),
         (["something else"], None),
         ([FULL, WINDOW, WINDOW], None),
     ],
-    ids=["plain", "windows", "recurrent", "hybrid", "silent", "unknown kind"],
+    ids=["plain", "windows", "recurrent", "hybrid", "past states", "silent", "unknown kind"],
 )
 def test_by_layers(lines: list[str], expected: CacheLayout | None) -> None:
     assert CacheLayout.read(lines, 128, 2) == expected

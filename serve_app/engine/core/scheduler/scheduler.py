@@ -83,7 +83,7 @@ class Scheduler:
 
     Sequences that are behind all others (`is_behind`) advance while there is nothing else. Beside
     others, only decoding ones do, as many as cost these next to nothing; where all are behind nobody waits
-    between two tokens, and a batch that takes long can be cancelled (`cancellable`): prompts may take
+    between two tokens, and a batch that takes long can be cancelled (see `n_rewind`): prompts may take
     longer then, the longer nobody came. Unless they share batches, decoding ones wait for the prompts, so
     that they are as many as possible.
 
@@ -101,11 +101,12 @@ class Scheduler:
         budget: StepBudget | None = None,
         *,
         mixed: bool = False,
-        cancellable: bool = False,
+        n_rewind: int = 0,
     ) -> None:
         """`mixed` is for a unified cache: with a split one, llama.cpp would cut such a batch into pieces.
-        Without anything measured or without a bound, only `n_batch` limits the prompts. `cancellable` says
-        whether a batch in the background ends when a request comes."""
+        Without anything measured or without a bound, only `n_batch` limits the prompts. `n_rewind` are the
+        tokens that slots can drop behind a batch (`CacheTraits`): if these are all of a batch, one in the
+        background ends when a request comes."""
         self.costs = costs or CostModel(Profile())
         self._n_batch = n_batch
         self._budget = budget or StepBudget()
@@ -114,7 +115,9 @@ class Scheduler:
         self.drafts: DraftPlanner | None = None
         """The planner of drafts, if a guest is one. Its own passes may run while a step is planned."""
         self._mixed = mixed
-        self._cancellable = cancellable
+        self._cancellable = n_rewind >= n_batch
+        self._verifies_apart = n_rewind < n_batch
+        """Whether drafts have a batch of their own beside prompts, too: what they can be dropped behind."""
         self._n_cells = 0
         self._slot_ends: SlotEnds | None = None
         self._running: list[Sequence] = []
@@ -188,7 +191,10 @@ class Scheduler:
         spans = [plan_batch([turn], self._n_cells) for turn in prompts if turn.sequence.span]
         prompts = [turn for turn in prompts if not turn.sequence.span]
         if self._mixed and prompts:
-            return [plan_batch([*chain(*groups), *prompts], self._n_cells), *spans]
+            apart = [turns for turns in groups if turns[0].draft and self._verifies_apart]
+            together = [turns for turns in groups if turns not in apart]
+            mixed = plan_batch([*chain(*together), *prompts], self._n_cells)
+            return [mixed, *map(self._plan, apart), *spans]
         batches = [self._plan(turns) for turns in groups]
         return [*batches, *([plan_batch(prompts)] if prompts else []), *spans]
 

@@ -125,20 +125,20 @@ def test_a_profile_beside_a_full_load(
         assert made.profile.share == pytest.approx(0.54, abs=0.08)
 
 
-def profiler(machine: Machine, *, can_rewind: bool = True) -> Profiler:
+def profiler(machine: Machine, *, can_copy: bool = True) -> Profiler:
     return Profiler(
         machine,
         n_slots=len(machine.slots),
         n_ctx_slot=machine.n_ctx_slot,
         n_batch=machine.n_batch,
-        can_rewind=can_rewind,
+        can_copy=can_copy,
         clocks=clocks_of(machine),
     )
 
 
-def measured(machine: Machine, limit_s: float, *, can_rewind: bool = True) -> Profile:
+def measured(machine: Machine, limit_s: float, *, can_copy: bool = True) -> Profile:
     """All of a profile, with half of the time for each of its two parts."""
-    made = profiler(machine, can_rewind=can_rewind)
+    made = profiler(machine, can_copy=can_copy)
     in_turns([made], limit_s / 2)
     made.rest(limit_s / 2)
     return made.profile
@@ -162,7 +162,7 @@ def test_a_whole_profile(n_slots: int) -> None:
 
 
 def test_copies_of_slots_that_cannot_forget_are_not_measured() -> None:
-    found = measured(Machine(4, 2048, 512), 60, can_rewind=False)
+    found = measured(Machine(4, 2048, 512), 60, can_copy=False)
     assert found.copy_s == 0
     assert len(found.prefill_s) > 8
 

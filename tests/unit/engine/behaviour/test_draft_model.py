@@ -237,5 +237,5 @@ def test_a_draft_model_that_fails_is_left_alone() -> None:
 
 def test_a_model_that_cannot_rewind_has_no_proposals() -> None:
     made = backend(alphabet)
-    made.can_rewind = False
+    made.n_rewind = 0
     assert run(made).speculation.proposed_tokens == 0

@@ -70,13 +70,25 @@ def test_fewer_batches_than_tokens() -> None:
     assert stats.tokens.generated_tokens == inbox.end.usage.completion_tokens == 40
 
 
-@pytest.mark.parametrize("can_rewind", [True, False])
-def test_no_drafts_unless_slots_can_be_rewound(can_rewind: bool) -> None:
-    made = backend(1)
-    made.can_rewind = can_rewind
-    with running(made) as engine:
-        ask(engine, request("a", "la la la, la la la, ", max_tokens=30))
-        assert (engine.stats().speculation.drafted_tokens > 0) is can_rewind
+@pytest.mark.parametrize("n_rewind", [0, 1, 4])
+@pytest.mark.parametrize("n_cells", [None, 1000], ids=["split", "unified"])
+def test_drafts_are_as_long_as_slots_can_be_rewound(n_rewind: int, n_cells: int | None) -> None:
+    """Nothing is computed again for wrong ones, beside other streams and prompts, and slots between."""
+    made = FakeBackend(chorus, n_slots=4, forgets=True, n_cells=n_cells)
+    made.n_rewind, made.profile = n_rewind, DRAFTS_PAY
+    prompts = ("la la la, la la la, ", "x", "la la, la la la, la", "la la la, la la")
+    with running(made, options(4)) as engine:
+        requests = [request(text, text, max_tokens=30) for text in prompts]
+        requests[1] = request("x", "x", max_tokens=10)
+        inboxes = start(engine, *requests)
+        for inbox, text in zip(inboxes, prompts, strict=True):
+            inbox.wait()
+            assert inbox.token_ids == sung(text.encode(), 10 if text == "x" else 30)
+        assert ask(engine, request("b", "la la la, " * 3, max_tokens=9)).token_ids
+        stats = engine.stats()
+    assert (stats.speculation.drafted_tokens > 0) == (n_rewind > 0)
+    assert stats.speculation.drafted_tokens <= n_rewind * stats.speculation.drafts
+    assert stats.tokens.prompt_tokens == sum(map(len, prompts)) + 30 - stats.tokens.cached_tokens
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
