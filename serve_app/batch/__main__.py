@@ -1,8 +1,6 @@
 """Answer a file of requests, or a column of a table, without a server.
 
-    corral batch INPUT OUTPUT [--model MODEL | --config FILE]
-        [--column NAME] [--endpoint /v1/chat/completions] [--system TEXT] [--fields JSON]
-        [--slots N] [--context N] [--threads N] [--replicas N] [--lines-per-part N]
+    corral batch tickets.csv answers.jsonl --model MODEL.gguf --column text
 
 INPUT is a file, or a folder of files: JSON lines, Parquet or CSV. Without --column, each row is a request
 of OpenAI's batch format, with `custom_id`, `url` and `body`. With it, that column is the user's message (or
@@ -56,7 +54,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=int, help="tokens of a slot")
     add("--threads", type=int, help="threads of an engine")
     add("--replicas", type=int, help="engines; by default as many as have room")
-    lines = "lines that are written at once"
+    lines = "lines that are written at once; by default %(default)s"
     add("--lines-per-part", type=int, default=_LINES_PER_PART, help=lines)
     return parser.parse_args(argv)
 

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -87,7 +87,6 @@ Url = Annotated[str, _setting("URL", "The address of the server, with or without
 ApiKey = Annotated[str | None, _setting("API_KEY", "The API key to send, if the server needs one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _URL = "http://127.0.0.1:8000"
-_SLO = "ttft_p95=2s,itl_p95=150ms"
 _PIPE_WIDTH = 160
 """Columns of tables that go to a file or another program, which cut nothing off."""
 
@@ -323,73 +322,37 @@ def rollback(
 
 @app.command(rich_help_panel=_OFFLINE, context_settings=_FORWARDED, add_help_option=False)
 def batch(context: typer.Context) -> None:
-    """Answer a file of requests, or a column of a table. No server is needed.
-
-    Example: `corral batch tickets.csv answers.jsonl --model MODEL.gguf --column text`
-    """
+    """Answer a file of requests, or a column of a table. No server is needed."""
     _forward(context, "serve_app.batch", needs=("pyarrow", "pandas"))
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
 def bench(context: typer.Context) -> None:
-    """Measure the engine alone, without HTTP: tokens a second by the number of sequences.
-
-    Without --model, it measures the built-in model.
-
-    Example: `corral bench --model MODEL.gguf --sequences 1,4,16`
-    """
-    from serve_app.builtin_model import BUILTIN_MODEL
-
-    _forward(context, "serve_app.measure.bench", {("--model",): str(BUILTIN_MODEL)})
+    """Measure the engine alone, without HTTP: tokens a second by the number of sequences."""
+    _forward(context, "serve_app.measure.bench")
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
 def tune(context: typer.Context) -> None:
-    """Find the format, threads and cache with which this machine serves a model fastest.
-
-    Example: `corral tune --model MODEL-f16.gguf --users 4`
-    """
+    """Find the format, threads and cache with which this machine serves a model fastest."""
     _forward(context, "serve_app.measure.tune")
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
 def capacity(context: typer.Context) -> None:
-    """Find how many users a server holds within an SLO.
-
-    Without --url and --configs, it asks
-    the server at port 8000 of this machine; without --slo, it demands a first token within 2 s and 150 ms
-    between tokens, of 95 in 100.
-
-    Example: `corral capacity --slo ttft_p95=2s,itl_p95=150ms --url http://127.0.0.1:8000`
-    """
-    _forward(
-        context, "serve_app.measure.capacity", {("--url", "--configs"): _URL, ("--slo",): _SLO}
-    )
+    """Find how many users a server holds within an SLO."""
+    _forward(context, "serve_app.measure.capacity")
 
 
-def _forward(
-    context: typer.Context,
-    module: str,
-    defaults: Mapping[tuple[str, ...], str] = {},
-    needs: Sequence[str] = (),
-) -> NoReturn:
-    """Run a program with the command's arguments, and exit as it does. Of several options that exclude each
-    other, the first one has the default. Before the program's own help comes the command's, which has an
-    example; `needs` are packages of the extra with the command's name."""
-    arguments = [*context.args]
-    named = {argument.partition("=")[0] for argument in arguments}
-    if named & {"-h", "--help"}:
-        typer.echo(f"{context.command.help}\n")
-    else:
-        for options, default in defaults.items():
-            if named.isdisjoint(options):
-                arguments += [options[0], default]
+def _forward(context: typer.Context, module: str, needs: Sequence[str] = ()) -> NoReturn:
+    """Run a program with the command's arguments, its help among them, and exit as it does. `needs` are
+    packages of the extra with the command's name."""
     if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
         _fail(
             f"This command needs {' and '.join(missing)}. To install what it needs, run: "
             f"{sys.executable} -m pip install 'corral[{context.info_name}]'"
         )
-    raise typer.Exit(_run(module, arguments))
+    raise typer.Exit(_run(module, context.args))
 
 
 def _run(module: str, arguments: Sequence[str]) -> int:

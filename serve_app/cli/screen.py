@@ -146,7 +146,8 @@ def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
     engine = replicas[0]["engine"]
     n_slots, n_ctx_slot, n_ctx = (engine[name] for name in ("n_slots", "n_ctx_slot", "n_ctx"))
     times = f"{len(replicas)} replicas, each " if len(replicas) > 1 else ""
-    slots = f"{times}{n_slots} slots that share {n_ctx:,} tokens"
+    slots = f"{n_slots} slots that share" if n_slots > 1 else "1 slot of"
+    slots = f"{times}{slots} {n_ctx:,} tokens"
     lines = [f"Model     {model['id']}: {slots}, {engine['compute']['threads']} threads"]
     lines += [f"          {reason}" for reason in replicas[0]["placement"].split("; ")]
     lines.append(

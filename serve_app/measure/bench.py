@@ -1,7 +1,6 @@
 """Measures the engine alone, without Ray and HTTP, by the number of sequences.
 
-    corral bench --model PATH [--backends llama.cpp,openvino] [--sequences 1,2,4,8,16]
-        [--prompt-tokens 128] [--max-tokens 64] [--rounds 3] [--threads N] [--json FILE]
+    corral bench --model MODEL.gguf --sequences 1,4,16
 
 The backends get the same prompts and take turns, each in a process of its own. Every round has fresh random
 prompts, the same in every invocation, so that nobody finds a prefix in its cache. All processes stay open
@@ -22,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import EngineOptions
 from serve_app.engine.options import KernelsName
 from serve_app.measure import benchmark
@@ -114,8 +114,9 @@ def report(results: Mapping[int, Mapping[str, Mapping[str, float | None]]]) -> s
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="corral bench", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", type=Path, required=True, help="a GGUF file")
+    parser.formatter_class = benchmark.HelpFormatter
+    model = "a GGUF file, instead of the built-in model"
+    parser.add_argument("--model", type=Path, default=BUILTIN_MODEL, help=model)
     backends = benchmark.listed(benchmark.choice(*get_args(KernelsName)))
     compared = "the backends that are compared"
     parser.add_argument("--backends", type=backends, default=("llama.cpp",), help=compared)
@@ -134,7 +135,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     generated = "tokens that each sequence generates"
     add("--max-tokens", type=benchmark.bounded(WARM_UP_TOKENS, 4096), default=64, help=generated)
     add("--rounds", type=benchmark.bounded(1, 50), default=3, help="runs of each")
-    threads = "threads that compute; by default one for each core"
+    threads = "threads that compute"
     add("--threads", type=benchmark.bounded(1, 512), default=benchmark.usable_cores(), help=threads)
 
 

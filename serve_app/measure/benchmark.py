@@ -105,6 +105,18 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([_row(header), _row(["---"] * len(header)), *map(_row, rows)])
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of each option that has one, and the description as it is written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        if not action.option_strings or default in (None, "", argparse.SUPPRESS):
+            return action.help
+        return f"{action.help} (default: {default})".replace("%", "%%")
+
+
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))

@@ -1,7 +1,6 @@
 """Measures how many users a server holds.
 
-    corral capacity --slo ttft_p95=2s,itl_p95=150ms (--url URL | --configs FILE ...)
-        [--mix chat=1] [--think 5] [--seconds 60] [--most 256] [--seed 20] [--model NAME]
+    corral capacity --slo ttft_p95=2s,itl_p95=150ms --url http://127.0.0.1:8000
 
 Doubles the users until the SLO is missed, then halves the difference, to a tenth. A load holds if each
 percentile is within its bound and nothing was refused or failed. Each number of users is tried once, for
@@ -34,7 +33,7 @@ import httpx2
 import yaml
 
 from serve_app.measure import benchmark
-from serve_app.measure.benchmark import SEED, bounded
+from serve_app.measure.benchmark import SEED, HelpFormatter, bounded
 from serve_app.measure.outcomes import (
     ABORTED,
     COMPLETE,
@@ -305,11 +304,12 @@ def _starts(server: subprocess.Popen[bytes], url: str) -> bool:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="corral capacity", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add, slo = parser.add_argument, "what users should get, as ttft_p95=2s,itl_p95=150ms"
-    add("--slo", type=parse_slo, required=True, help=slo)
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--url", help="a server that runs already")
+    parser.formatter_class = HelpFormatter
+    add, slo = parser.add_argument, "what users should get"
+    add("--slo", type=parse_slo, default="ttft_p95=2s,itl_p95=150ms", help=slo)
+    where = parser.add_mutually_exclusive_group()
+    url = "a server that runs already"
+    where.add_argument("--url", default="http://127.0.0.1:8000", help=url)
     configs = "configuration files; each is served in turn"
     where.add_argument("--configs", type=Path, nargs="+", help=configs)
     add("--mix", type=checked_mix, default="chat=1", help="what users do, as chat=6,rag=2")

@@ -1,8 +1,6 @@
 """How a model is served fastest on this machine: format, threads, cache, attention. No Ray, no HTTP.
 
-    corral tune --model PATH [--formats Q4_0,Q4_K_M,IQ4_XS,Q8_0] [--users 4]
-        [--sequences 1,4,16] [--prompt-tokens 128] [--max-tokens 32] [--rounds 3] [--threads N]
-        [--text FILE] [--windows 8] [--worse 0.03] [--folder FOLDER] [--json FILE]
+    corral tune --model MODEL-f16.gguf --users 4
 
 First, llama.cpp makes a file of each format of yours, and keeps them in FOLDER. All are served by the
 engine in turns, A B C, C B A, each in a process of its own. A text is read by all: its perplexity, and how
@@ -229,7 +227,7 @@ def advice(best: Variant, *, is_given: bool) -> str:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's settings; `sequences` has the number of users, too."""
     parser = argparse.ArgumentParser(prog="corral tune", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = benchmark.HelpFormatter
     add, folder = parser.add_argument, folders.cache_folder() / "tuned"
     formats = benchmark.listed(benchmark.choice(*quantising.FORMATS))
     add("--model", type=Path, required=True, help="a GGUF file, best F16 or BF16")

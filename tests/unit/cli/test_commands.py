@@ -26,6 +26,7 @@ from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.main import app
 from serve_app.config import schema
 from serve_app.errors import ConfigError
+from serve_app.measure import bench, capacity
 from tests.unit.cli.conftest import Told
 
 RUN = CliRunner()
@@ -320,31 +321,16 @@ def test_top_shows_slots_and_what_happened(told: Told) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "module", "given"),
+    ("command", "module"),
     [
-        (["bench"], "serve_app.measure.bench", ["--model", str(BUILTIN_MODEL)]),
-        (
-            ["bench", "--model", "x", "--rounds", "1"],
-            "serve_app.measure.bench",
-            ["--model", "x", "--rounds", "1"],
-        ),
-        (["bench", "--help"], "serve_app.measure.bench", ["--help"]),
-        (["tune", "--model", "x"], "serve_app.measure.tune", ["--model", "x"]),
-        (["batch", "in", "out"], "serve_app.batch", ["in", "out"]),
-        (
-            ["capacity", "--seconds", "5"],
-            "serve_app.measure.capacity",
-            ["--seconds", "5", "--url", "http://127.0.0.1:8000", "--slo", main._SLO],
-        ),
-        (
-            ["capacity", "--configs", "a.yaml", "--slo=itl_p50=1s"],
-            "serve_app.measure.capacity",
-            ["--configs", "a.yaml", "--slo=itl_p50=1s"],
-        ),
+        ("batch", "serve_app.batch"),
+        ("bench", "serve_app.measure.bench"),
+        ("capacity", "serve_app.measure.capacity"),
+        ("tune", "serve_app.measure.tune"),
     ],
 )
-def test_measurements_get_what_newcomers_leave_out(
-    arguments: list[str], module: str, given: list[str], monkeypatch: pytest.MonkeyPatch
+def test_commands_that_are_programs_get_all_arguments(
+    command: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, list[str]]] = []
 
@@ -353,16 +339,19 @@ def test_measurements_get_what_newcomers_leave_out(
         return 0
 
     monkeypatch.setattr(main, "_run", run)
-    output(*arguments)
-    assert seen == [(module, given)]
+    output(command, "--model=x", "--help")
+    assert seen == [(module, ["--model=x", "--help"])]
 
 
-@pytest.mark.parametrize("command", ["batch", "bench", "capacity", "tune"])
-def test_the_help_of_a_forwarded_command_has_an_example(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(main, "_run", lambda *_arguments: 0)
-    assert f"Example: `corral {command} " in output(command, "--help")
+def test_measurements_have_what_newcomers_leave_out() -> None:
+    assert bench.parse_args([]).model == BUILTIN_MODEL
+    args = capacity.parse_args([])
+    assert (args.url, args.slo) == (
+        "http://127.0.0.1:8000",
+        capacity.parse_slo("ttft_p95=2s,itl_p95=150ms"),
+    )
+    args = capacity.parse_args(["--configs", "a.yaml", "--slo=itl_p50=1s"])
+    assert (args.configs, args.slo) == ([Path("a.yaml")], capacity.parse_slo("itl_p50=1s"))
 
 
 def test_a_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +363,6 @@ def test_a_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     said = output("batch", "in", "out", status=1)
     assert "needs pandas." in said
     assert "pip install 'corral[batch]'" in said
-    assert "Example: `corral batch " in output("batch", "--help", status=1)
 
 
 class _ReadyError(Exception):
@@ -403,6 +391,7 @@ def test_every_option_of_a_forwarded_command_says_what_it_is(
     (parser,) = ready.value.args
     assert len(parser._actions) > 5
     assert [action.dest for action in parser._actions if not action.help] == []
+    assert f"\n\n    {parser.prog} " in parser.format_help()  # an example
 
 
 def test_bench_is_the_program_itself() -> None:

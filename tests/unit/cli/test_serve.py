@@ -96,6 +96,8 @@ def test_a_port_that_is_taken_is_said_before_anything_is_started(tmp_path: Path)
 def test_replicas_are_counted() -> None:
     lines = screen.summary(served(), [model(8, 4096, 2)], {})
     assert "Model     m: 2 replicas, each 8 slots that share 32,768 tokens, 4 threads" in lines
+    lines = screen.summary(served(), [model(1, 4096, 1)], {})
+    assert "Model     m: 1 slot of 4,096 tokens, 4 threads" in lines
 
 
 @pytest.mark.parametrize(
