@@ -46,6 +46,7 @@ LEFT_OUT: Mapping[str, str] = {
     "ollama": "is another server's command",
     "open-webui": "is a client; tests/clients runs it",
     "kubectl": "needs a Kubernetes cluster; tests/unit/test_kubernetes.py renders the files",
+    "helm": "needs a Kubernetes cluster; tests/unit/test_kubernetes.py renders the chart",
     "locust": "measures for minutes; tests/integration/loadtests measure",
     "cd": "is for the reader's shell",
     "git": "downloads the source",

@@ -6,6 +6,7 @@ import copy
 import shutil
 import subprocess
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.config import schema
+from tests.documents.blocks import ROOT, blocks, commands
 from tests.unit import kuberay
 from tests.unit.kustomize import Document, render
 
@@ -262,6 +264,19 @@ def test_the_charts_values_make_the_small_overlay() -> None:
         keysSecret="corral-keys",
         storage={"size": "100Gi", "accessMode": "ReadWriteOnce"},
     )
+
+
+def test_the_page_installs_what_the_small_overlay_is() -> None:
+    sdk = pytest.importorskip("helm_python")
+    (command,) = (
+        words
+        for block in blocks(ROOT / "docs/deploy/kubernetes.md")
+        for words in commands(block.text)
+        if words[:2] == ["helm", "upgrade"]
+    )
+    sets = [value for option, value in pairwise(command) if option == "--set"]
+    overlay = by_kustomize(FOLDER / "overlays/small")
+    assert overlay == helm(serveConfig=served(overlay), **sdk.parse_set_string(",".join(sets)))
 
 
 def test_the_charts_values_make_the_overlay_for_twelve_nodes() -> None:
