@@ -44,6 +44,12 @@ def read_words(path: str | os.PathLike[str]) -> Words:
         return Words(words, model.eog)
 
 
+def tokenized(path: str | os.PathLike[str], text: str) -> list[int]:
+    """A text as tokens of a GGUF file's vocabulary, without any before or behind it."""
+    with BareModel(path, vocab_only=True) as model:
+        return _tokens(model, text.encode())
+
+
 def seed(number: int, workload: str, users: int) -> str:
     """The seed of the prompts of a round's burst."""
     return f"{SEED} {number} {workload} {users}"
@@ -89,6 +95,6 @@ def _piece(model: BareModel, token: int) -> bytes:
 
 
 def _tokens(model: BareModel, text: bytes) -> list[int]:
-    tokens = (llama_cpp.llama_token * 64)()
+    tokens = (llama_cpp.llama_token * max(64, len(text)))()
     n = llama_cpp.llama_tokenize(model.vocab, text, len(text), tokens, len(tokens), False, False)
     return list(tokens[: max(0, n)])

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "real"
 LLAMA_CPP = FOLDER / f"llama.cpp-{version('llama-cpp-python')}"
 """The source of the installed llama.cpp."""
-TEXT = (Path(__file__).parent / "alice.txt").read_text()
+TEXT = (ROOT / "loadtests" / "common" / "alice.txt").read_text()
 """English prose: the beginning of "Alice's Adventures in Wonderland" by Lewis Carroll, 1865."""
 
 
