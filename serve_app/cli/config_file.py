@@ -36,16 +36,17 @@ def named(model: str | None) -> NamedModel:
     if model is None:
         return NamedModel(DEMO, {"builtin": True})
     path = Path(model).expanduser()
+    is_file = path.is_file()  # first, because an error names this path
     folder = folder_of(path)
     if (folder / GRAPH).is_file():
         folder = folder.resolve()
         return NamedModel(_id_of(folder.name), {"path": str(folder)}, _OPENVINO)
-    if path.is_file():
+    if is_file:
         return NamedModel(_id_of(path.name), {"path": str(path.resolve())})
     if "://" in model and not names.is_hub_url(model):
         return NamedModel(_id_of(model.rpartition("/")[2]), {"url": model})
-    is_file = model.endswith(".gguf") and ":" not in model and not names.is_hub_url(model)
-    if is_file or model.startswith((".", "/", "~")):
+    is_path = model.endswith(".gguf") and ":" not in model and not names.is_hub_url(model)
+    if is_path or model.startswith((".", "/", "~")):
         if path.is_dir():
             raise ConfigError(
                 f"There is no {GRAPH} in the folder {model}. Of a GGUF model, name the file."

@@ -35,6 +35,8 @@ class Commands(TyperGroup):
             is_broken_pipe = isinstance(error, BrokenPipeError)  # which Typer ends quietly
             if is_broken_pipe or not isinstance(error, (ConfigError, ServerError, OSError)):
                 raise
+            if isinstance(error, OSError) and error.filename is not None:
+                _fail(f"{error.filename}: {error.strerror}")
             _fail(str(error))
 
 

@@ -75,7 +75,9 @@ def read(config: Path) -> Json:
     """A configuration file; its fields are the server's affair. Raises ConfigError."""
     try:
         content = yaml.safe_load(config.expanduser().read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(f"{config}: {error.strerror}") from None
+    except yaml.YAMLError as error:
         raise ConfigError(f"{config}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
         raise ConfigError(f"{config}: applications[0].args is missing")

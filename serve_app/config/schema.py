@@ -526,7 +526,9 @@ def load(path: Path) -> AppConfig:
     try:
         document = yaml.safe_load(path.read_text())
         args = document["applications"][0]["args"]
-    except (OSError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (KeyError, IndexError, TypeError):
         raise ConfigError(f"{path}: applications[0].args is missing") from None

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -60,6 +61,22 @@ def test_what_the_system_refuses_is_one_line() -> None:
     said = output("config", f"/tmp/{'x' * 300}.gguf", status=1)
     assert "File name too long" in said
     assert "Traceback" not in said
+
+
+def test_a_folder_that_may_not_be_entered_is_one_line(tmp_path: Path) -> None:
+    model = tmp_path / "closed" / "m.gguf"
+    model.parent.mkdir()
+    model.touch()
+    model.parent.chmod(0)
+    user = os.geteuid()
+    try:
+        if not user:
+            tmp_path.chmod(0o755)
+            os.seteuid(65534)  # root may enter all
+        said = output("config", str(model), status=1)
+    finally:
+        os.seteuid(user)
+    assert said.splitlines() == [f"{model}: Permission denied"]
 
 
 def test_every_command_has_help_with_an_example() -> None:
@@ -140,10 +157,10 @@ def test_options_come_from_the_environment_too() -> None:
         (["config", "no.gguf"], "There is no file no.gguf."),
         (["config", "--api-key-file", "no.yaml"], "--api-key-file: there is no file no.yaml."),
         (["serve", "no.gguf"], "There is no file no.gguf."),
-        (["serve", "--config", "no.yaml"], "no.yaml: [Errno 2]"),
+        (["serve", "--config", "no.yaml"], "no.yaml: No such file or directory"),
         (["serve", "m.gguf", "--config", "no.yaml"], "--config cannot be combined"),
         (["serve", "--port", "1", "--config", "no.yaml"], "--config cannot be combined"),
-        (["check", "no.yaml"], "no.yaml: [Errno 2]"),
+        (["check", "no.yaml"], "no.yaml: No such file or directory"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: list[str], message: str) -> None:
