@@ -51,7 +51,8 @@ NO_FILES: Mapping[str, bytes] = {}
 
 SMALL_BYTES, QUICK_BYTES = 16 * 2**10, 512 * 2**10
 """Bodies of more than SMALL_BYTES are read at a lower priority, by workers of their own, as they may well
-end a worker. Bodies of more than QUICK_BYTES take a place for slow work from the start."""
+end a worker, and in places of their own, as each may take ten times as long as a small one. Bodies of more
+than QUICK_BYTES take a place for slow work from the start."""
 QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
 """CPU seconds of quick work: so many in all, and so many for each byte of the body up to QUICK_BYTES, as
 long prompts and most pictures take. Slower work gets what others leave of the processors, and frees its
@@ -259,9 +260,10 @@ class Workers(Protocol):
 class WorkerPool:
     """Workers that are forked from one process, which has read the models' vocabularies. Event loop only.
 
-    `n_quick` requests are worked on at once. `n_slow` places, one for each client, are for very large
-    bodies, for work that takes longer than its size explains, and for bodies that ended a worker. Slow work
-    gets little of the processor. Clients take turns at the places.
+    `n_quick` requests with small bodies are worked on at once, and as many with larger ones. `n_slow`
+    places, one for each client, are for very large bodies, for work that takes longer than its size
+    explains, and for bodies that ended a worker. Slow work gets little of the processor. Clients take turns
+    at the places.
     """
 
     def __init__(
@@ -281,7 +283,8 @@ class WorkerPool:
         self._zygote = Zygote(self._start)
         self._forking = asyncio.Lock()
         self._n_quick = n_quick
-        self._quick, self._slow = FairSemaphore(n_quick), FairSemaphore(n_slow, most_each=1)
+        self._small, self._larger = FairSemaphore(n_quick), FairSemaphore(n_quick)
+        self._slow = FairSemaphore(n_slow, most_each=1)
         self._is_closed = False
         self._idle: list[Worker] = []
         self.at_work: set[Worker] = set()
@@ -341,8 +344,9 @@ class WorkerPool:
     async def _quickly(self, job: _Job) -> Outcome:
         """The result, or the CorralError that the work raised. Raises WorkerDiedError."""
         with ExitStack() as held:
-            async with self._quick.entered(job.client):
-                is_small = job.order.n_bytes <= SMALL_BYTES
+            is_small = job.order.n_bytes <= SMALL_BYTES
+            places = self._small if is_small else self._larger
+            async with places.entered(job.client):
                 worker = self._taken(not is_small) or await self._fork(is_niced=not is_small)
                 held.enter_context(self._doing(worker, job))
                 try:

@@ -185,6 +185,16 @@ async def test_long_prompts_have_workers_of_their_own_which_are_kept(pool: Worke
     assert await pool.run("b", work.pid, b"") == small
 
 
+async def test_small_bodies_wait_for_no_larger_ones(pool: WorkerPool) -> None:
+    larger = [bytes(SMALL_BYTES + number) for number in (1, 2, 3)]
+    waiting = [asyncio.create_task(pool.run("a", work.wait_for_ever, body)) for body in larger]
+    await until(lambda: len(pool.at_work) == 2)
+    async with asyncio.timeout(pool_module.STUCK_S / 2):
+        await pool.run("b", work.pid, bytes(SMALL_BYTES))
+    for task in waiting:
+        task.cancel()
+
+
 @pytest.mark.skipif(LINUX < (6, 12), reason="slices are the kernel's choice here")
 async def test_workers_hold_others_up_for_short_slices_only(pool: WorkerPool) -> None:
     for body in (b"", bytes(SMALL_BYTES + 1)):
