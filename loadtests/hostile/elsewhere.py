@@ -1,4 +1,8 @@
-"""A process that computes as if it were on another machine: it gets what others leave of the processors."""
+"""Processes that compute as if they were on other machines.
+
+An attacker gets what others leave of the processors, and honest users get the processors first: what they
+wait for is then the server.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-NICENESS = 19
+FIRST, LAST = -20, 19
+"""The niceness of honest users, and of attackers."""
 _PART = 2**16
 
 
@@ -42,7 +47,8 @@ def call(function: Callable[[], T], seconds: float) -> T | None:
 
 def _do(function: Callable[[], Any], writing: int) -> None:
     try:
-        _give_way()
+        os.setsid()
+        set_niceness(LAST)
         told = memoryview(pickle.dumps(function()))
         while told:
             told = told[os.write(writing, told) :]
@@ -52,12 +58,13 @@ def _do(function: Callable[[], Any], writing: int) -> None:
         os._exit(0)
 
 
-def _give_way() -> None:
-    """Linux may share processors among sessions first, and by niceness only within one: sched(7)."""
-    os.setsid()
-    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+def set_niceness(niceness: int) -> None:
+    """Set the niceness of this process, which has a session of its own, as far as the kernel allows. Linux
+    may share processors among sessions first, and by niceness only within one: sched(7)."""
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
     with suppress(OSError):  # it may not have that
-        Path("/proc/self/autogroup").write_text(str(NICENESS))
+        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _read(fd: int, until: float) -> bytes | None:

@@ -10,10 +10,11 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from loadtests.hostile.attack import MOST_BODY_BYTES, Attack, Bars
+from loadtests.hostile.attack import MIB, MOST_BODY_BYTES, Attack, Bars
 from loadtests.hostile.attacks.batch import (
     BATCHES,
     CHAT,
@@ -235,6 +236,8 @@ def _short_streams(scene: Scene) -> None:
 
 
 _MORE_ROWS = Bars(itl_factor=2.0)  # the attacker's own answers are rows of every batch
+_PICTURE_MIB = 12 * SIDE**2 / MIB
+"""The memory that a worker may take to decode a picture, as docs/security.md says."""
 _KINDS: dict[str, Callable[[Scene], None]] = {
     "tiny chunks": _tiny_chunks,
     "web sockets": _websockets,
@@ -248,8 +251,12 @@ _KINDS: dict[str, Callable[[Scene], None]] = {
     "everything at once": _everything,
     "short streams": _short_streams,
 }
-_ANSWERED = {"chains of responses", "strange files", "slow pictures", "many inputs"}
-"""Attacks that the engine computes for, now and then."""
+_BARS = {
+    "chains of responses": _MORE_ROWS,
+    "strange files": _MORE_ROWS,
+    "slow pictures": replace(_MORE_ROWS, memory_mib=80 + _PICTURE_MIB),
+    "many inputs": _MORE_ROWS,
+}
 _FILLING = {"everything at once": 16, "short streams": 32}
 """Attacks that fill the slots, with the answers that the client asks for at once."""
 
@@ -277,7 +284,7 @@ def _attacks() -> Iterator[Attack]:
             act=partial(_beside_a_batch, act=act),
             beside=_beside(name),
             seconds=15.0,
-            bars=_MORE_ROWS if name in _ANSWERED else Bars(),
+            bars=_BARS.get(name, Bars()),
             is_short=name == "chains of responses",
         )
 

@@ -16,7 +16,7 @@ def test_what_a_function_returns_comes_back_from_a_process_that_gives_way() -> N
     assert told is not None
     pid, niceness = told
     assert pid != os.getpid()
-    assert niceness == elsewhere.NICENESS
+    assert niceness == elsewhere.LAST
 
 
 def test_a_large_answer_comes_back_whole() -> None:
