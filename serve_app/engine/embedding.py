@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from heapq import nsmallest
 from typing import TYPE_CHECKING
@@ -52,7 +52,7 @@ class Texts:
         self, tokens: Sequence[tuple[int, ...]], client: str = "", *, background: bool = False
     ) -> None:
         self.tokens = tokens
-        self.background = background
+        self.client, self.background = client, background
         self.account = account(client, background=background)
         self.future: Future[Vectors] = Future()
         self._vectors: dict[int, NDArray[np.float64]] = {}
@@ -144,7 +144,9 @@ def may_embed(
 class EmbeddingQueue(Guest):
     """The texts that wait, and batches over them. Decoder thread only, but for `submit`.
 
-    Background requests come last, and only while no other sequence runs. Before that, the text goes
+    Background requests come last, and only while no other sequence runs; but while another client has
+    more texts than its share of a batch, or asks for more than its share of the slots, they are like
+    others. Before that, the text goes
     first whose client has least due: what it was charged, and its texts before this one. A client's
     requests take turns, text by text, so that a long list does not hold a short one up. A text that
     is longer than a batch goes on in the next one, if the model's tokens see only those before
@@ -219,7 +221,7 @@ class EmbeddingQueue(Guest):
     def before_schedule(self, core: EngineCore) -> None:
         """Compute a batch of texts, and admit the requests that came meanwhile."""
         if self._waiting:
-            self.step(core.running)
+            self.step(core.running, core.admission.has_share_left)
             core.take_commands()
             core.admit()
 
@@ -233,21 +235,27 @@ class EmbeddingQueue(Guest):
             self._waiting += [_Text(request, i, turn + i) for i in range(len(request.tokens))]
             self._waiting.sort(key=lambda text: text.turn)
 
-    def step(self, running: Sequence[EngineSequence]) -> None:
+    def step(
+        self,
+        running: Sequence[EngineSequence],
+        has_share_left: Callable[[str], bool] = lambda client: False,
+    ) -> None:
         """Compute a batch, if any text waits and those of `running` do not go before it: beside
-        them, within its share of the stall budget by the cost model. `deliver` reports each end."""
+        them, within its share of the stall budget by the cost model. `deliver` reports each end.
+        `has_share_left` is `SlotShares.has_share_left` of the moment."""
         for request in [one for one in self._live if one.future.cancelled()]:
             self._leave(request)
         self._waiting = [text for text in self._waiting if text.owner in self._live]
-        texts = self._first()
+        behind = self._behind(has_share_left)
+        texts = self._first(behind)
         if not texts:
             return
         first = texts[0].owner
         ahead = [one for one in running if not one.is_behind]
-        if first.background and ahead:
+        if first in behind and ahead:
             self._others_ran = time.monotonic()
             return
-        beside = running if first.background else ahead
+        beside = running if first in behind else ahead
         if self._gives_way(first.account, beside):
             return
         pending = [text.n_pending for text in texts]
@@ -269,7 +277,23 @@ class EmbeddingQueue(Guest):
             text.is_suspect = True
             text.begin()
 
-    def _first(self) -> list[_Text]:
+    def _behind(self, has_share_left: Callable[[str], bool]) -> Set[Texts]:
+        """The requests that all others go before."""
+        background = {text.owner for text in self._waiting if text.owner.background}
+        if not background:
+            return background
+        asked = (text.owner for text in self._waiting if not text.owner.background)
+        n_asked = Counter(owner.client for owner in asked)
+        n_clients = len(n_asked.keys() | {owner.client for owner in background})
+        share = max(1, self._shape.n_seq_max // n_clients)
+        beyond = {client for client, n in n_asked.items() if n > share}
+        return {
+            owner
+            for owner in background
+            if beyond <= {owner.client, owner.account} and not has_share_left(owner.client)
+        }
+
+    def _first(self, behind: Set[Texts]) -> list[_Text]:
         if suspects := [text for text in self._waiting if text.is_suspect]:
             return suspects[:1]
         row_s = self._slowdown * self._costs.prompt_token_s or 1.0
@@ -284,7 +308,7 @@ class EmbeddingQueue(Guest):
             due = due_s.get(client, self._accounts[client])
             due_s[client] = due + text.n_pending * row_s
             is_new = text.n_past == 0  # who has begun goes on
-            ranked.append(((is_new, text.owner.background), due, number, text))
+            ranked.append(((is_new, text.owner in behind), due, number, text))
         first = nsmallest(most, ranked, key=lambda entry: entry[:3])
         return [entry[-1] for entry in first]
 

@@ -115,6 +115,11 @@ class Admission:
         self._counts.restored_tokens += place.n_restored
         return True
 
+    def has_share_left(self, client: str) -> bool:
+        """Whether a client's texts in the background are not behind all others: see `SlotShares`."""
+        live = (*self._scheduler.running, *self._queue.waiting)
+        return self._shares.has_share_left(client, live, time.monotonic())
+
     def release(self, sequence: Sequence) -> None:
         """Take the slot of a sequence that has ended and is in the queue no more."""
         client, background = sequence.request.client, sequence.request.background

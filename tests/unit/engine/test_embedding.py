@@ -102,6 +102,36 @@ def batches(made: EmbeddingQueue, backend: FakeBackend, *, beside: bool = False)
     return [[row[0] for row in batch] for batch in backend.embed_batches]
 
 
+@pytest.mark.parametrize(
+    ("n_asked", "client", "place"),
+    [
+        pytest.param(12, "batch", 0, id="a flood"),
+        pytest.param(4, "batch", 4, id="another client's share"),
+        pytest.param(12, "asks", 12, id="its own flood"),
+    ],
+)
+def test_texts_in_the_background_are_behind_what_others_share_has(
+    n_asked: int, client: str, place: int
+) -> None:
+    made, backend, _ = queue()
+    made.add([Texts([(1,)] * n_asked, "asks"), Texts([(2,)] * 2, client, background=True)])
+    tokens = [token for batch in batches(made, backend) for token in batch]
+    assert tokens.index(2) // 2 * 2 == place
+
+
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_beside_sequences_texts_in_the_background_have_what_is_left_of_a_share(
+    is_computed: bool,
+) -> None:
+    accounts = Accounts()
+    made, backend = shared(accounts, Texts([(2,)], "batch", background=True))
+    accounts.enter("runs")
+    accounts.charge("runs", 5.0)
+    one = EngineSequence(replace(request("r", "x"), client="runs"), lambda delta: None)
+    made.step([one], lambda client: is_computed and client == "batch")
+    assert bool(backend.embed_batches) == is_computed
+
+
 def test_requests_take_turns() -> None:
     made, backend, _ = queue([(n,) * 8 for n in range(4)], [(9,), (10,)])
     first, *rest = batches(made, backend)

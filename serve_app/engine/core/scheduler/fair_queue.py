@@ -16,6 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from serve_app.engine.core.sequence import Sequence
+from serve_app.types import account
 
 Cost = Callable[[int, int], float]
 """The cost of prompt tokens and generated tokens: seconds, or any unit if nothing was measured."""
@@ -276,15 +277,30 @@ class SlotShares:
         if not background:
             return
         clients = {sequence.request.client for sequence in background}
-        share = self._share(clients | n_asked.keys() | self._expected(now))
-        beyond = {client for client, n in n_asked.items() if n > share}
         n_shared = Counter[str]()
+        lefts = {client: self._n_left(client, clients, n_asked, now) for client in clients}
         for sequence in background:
-            request = sequence.request
-            own = {request.client, request.account}  # a batch that has risen asks as the account
-            n_shared[request.account] += 1
-            n_own = n_shared[request.account] + sum(n_asked[client] for client in own)
-            sequence.is_behind = beyond <= own or n_own > share
+            client = sequence.request.client
+            n_shared[client] += 1
+            sequence.is_behind = n_shared[client] > lefts[client]
+
+    def has_share_left(self, client: str, live: Iterable[Sequence], now: float) -> bool:
+        """Whether a client's other work in the background is not behind all others, either."""
+        asking = (seq.request for seq in live if not (seq.request.background or seq.finished))
+        n_asked = Counter(request.client for request in asking)
+        return self._n_left(client, {client}, n_asked, now) > 0
+
+    def _n_left(self, client: str, clients: Set[str], n_asked: Counter[str], now: float) -> int:
+        """How many slots of the client's share are for its requests in the background: none, unless
+        another client asks for more than its share. `clients` have such requests."""
+        share = self._share(clients | n_asked.keys() | self._expected(now))
+        own = {
+            client,
+            account(client, background=True),
+        }  # a batch that has risen asks as the account
+        if all(n <= share or other in own for other, n in n_asked.items()):
+            return 0
+        return share - sum(n_asked[name] for name in own)
 
     def _expected(self, now: float) -> Set[str]:
         """The clients that are expected to ask again at once."""

@@ -157,6 +157,9 @@ def test_who_will_be_back_at_once_has_a_share_too() -> None:
     shares.left("a", 1.0)
     shares.rank_background([*people, *lines], 1.1)
     assert [one.is_behind for one in lines] == [False, False, True, True, True]
+    assert shares.has_share_left("e", people, 1.1)
+    assert not shares.has_share_left("e", people[:2], 1.1)
+    assert not shares.has_share_left("m", people, 1.1)
 
 
 def test_what_a_client_has_in_the_background_is_not_held_against_it() -> None:
