@@ -312,7 +312,7 @@ class ModelConfig(Section):
     Default: the model is always loaded."""
     batch_wait_timeout_s: Annotated[float, Field(ge=0, le=1)] = 0.0
     """How long a replica collects arrivals, in seconds, so that they enter the engine together. Every
-    request waits this long. docs/benchmarks.md says what it costs and gains."""
+    request waits this long. docs/develop/measurements.md says what it costs and gains."""
 
     @model_validator(mode="after")
     def _one_way_to_load(self) -> ModelConfig:
