@@ -257,8 +257,7 @@ class CacheModeSwitcher(Guest):
         at_rest = not (self._scheduler.running or self._waiting)
         by_traffic, other = self._traffic.reason(at_rest=at_rest), self._modes.other[0]
         self._admission.interrupt()
-        self._backend.keep(self._costs.learned())
-        self._modes.change(f"{other}: {need}" if need else by_traffic)
+        self._modes.change(f"{other}: {need}" if need else by_traffic, self._costs.learned())
         self._modes = self._backend.modes
         self._costs.begin(self._backend.setup.profile)
         self._traffic = self._observed()

@@ -397,11 +397,11 @@ class FakeBackend:
         self.slots[seq_id] = list(struct.unpack(f"{len(state) // 4}i", state))
         self.positions.put(seq_id, tiles)
 
-    def change(self, reason: str) -> None:
+    def change(self, reason: str, learned: Profile) -> None:
         """Empty all slots, and have the other mode."""
         if self.other is None:
             raise AssertionError("there is no other mode")
-        own = self.mode, self.profile
+        own = self.mode, learned
         (self.mode, self.profile), self.other = self.other, own
         self.mode_reason, self.fills_gaps = reason, not self.mode.kv_unified
         self.slots_with_pending_copy.clear()

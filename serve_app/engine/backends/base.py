@@ -289,10 +289,10 @@ class ModeSupport(Protocol):
     def change_s(self) -> float:
         """Seconds that `change` takes."""
 
-    def change(self, reason: str) -> None:
-        """Have the other mode, for that reason: all slots are empty then. States that were saved
-        can still be restored. Raises ConfigError if there is no memory for any cache; nothing may
-        be decoded then."""
+    def change(self, reason: str, learned: Profile) -> None:
+        """Have the other mode, for that reason: all slots are empty then. The costs `learned` until now are
+        kept for a change back. States that were saved can still be restored. Raises ConfigError if there is
+        no memory for any cache; nothing may be decoded then."""
 
 
 class Backend(Protocol):

@@ -247,9 +247,10 @@ class LlamaModes:
             raise ValueError("There is no other mode.")
         return other
 
-    def change(self, reason: str) -> None:
-        began = time.perf_counter()
-        backend, choice = self._backend, self._backend.choice.turned(reason)
+    def change(self, reason: str, learned: Profile) -> None:
+        began, backend = time.perf_counter(), self._backend
+        backend.choice = replace(backend.choice, profile=learned)
+        choice = backend.choice.turned(reason)
         try:
             backend.remake_cache(choice.mode)
         except ConfigError:

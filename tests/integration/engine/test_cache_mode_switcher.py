@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -118,15 +119,20 @@ async def test_prompts_of_their_own_change_nothing(path: Path) -> None:
 
 
 async def test_what_was_learned_is_kept_for_the_next_start(path: Path, tmp_path: Path) -> None:
-    backend = LlamaBackend(path, replace(OPTIONS, profile_folder=tmp_path))
+    backend, learned = (
+        LlamaBackend(path, replace(OPTIONS, profile_folder=tmp_path)),
+        replace(DEEP, copy_s=0.5),
+    )
     try:
         assert backend.modes is not None
         backend._kept_as = "a"
-        backend.modes.change("learned")
+        with mock.patch.object(profile_cache, "save", wraps=profile_cache.save) as save:
+            backend.modes.change("learned", learned)
+        assert save.call_count == 1
     finally:
         backend.close()
     assert profile_cache.load(tmp_path, "a", ModeChoice) == ModeChoice(
-        UNIFIED, "learned", FLAT, None, (SPLIT, DEEP)
+        UNIFIED, "learned", FLAT, None, (SPLIT, learned)
     )
 
 

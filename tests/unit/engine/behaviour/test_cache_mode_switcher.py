@@ -217,7 +217,7 @@ def test_it_changes_back() -> None:
 
 def test_a_change_that_finds_no_memory_is_the_last_one() -> None:
     class Cramped(FakeBackend):
-        def change(self, reason: str) -> None:
+        def change(self, reason: str, learned: Profile) -> None:
             self.slots, self.other = [[] for _ in self.slots], None
 
     backend = changing(Cramped(endless, n_slots=4))

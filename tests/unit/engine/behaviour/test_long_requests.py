@@ -147,7 +147,7 @@ def test_the_cache_stays_unified_while_the_chat_may_go_on(monkeypatch: pytest.Mo
 
 def test_without_memory_for_a_unified_cache_a_long_request_is_too_long() -> None:
     class Cramped(FakeBackend):
-        def change(self, reason: str) -> None:
+        def change(self, reason: str, learned: Profile) -> None:
             self.slots, self.other = [[] for _ in self.slots], None
 
     backend = Cramped(endless, n_slots=4, n_cells=64)
