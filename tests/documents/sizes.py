@@ -16,15 +16,31 @@ SYSTEM_BYTES = 2 * _GIB
 """What the table leaves to the system, Ray and the ingress."""
 MACHINES = ((2, 4), (2, 8), (4, 16), (8, 16), (8, 32), (16, 64))
 """Physical cores and GiB of memory."""
-# Measured: two cores of an EPYC with AVX-512, 0.6B in Q4_K_M, `llama-batched-bench`, 16 sequences.
 _MEASURED_CORES, _MEASURED_PARAMETERS = 2, 0.6e9
-_MEASURED_ALONE, _MEASURED_TOGETHER, _MEASURED_PREFILL = 62.0, 177.0, 450.0
 PERIOD_S = 120
 """Seconds between the questions of a person."""
 REASONING_TOKENS = 1000
 """What a model that thinks writes before an answer."""
 LOAD = 0.7
 """The part of the time that the machine may be busy, so that queues stay short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Tokens a second."""
+
+    alone: float
+    together: float
+    """Those of 16 sequences."""
+    prefill: float
+
+    def times(self, factor: float) -> Speeds:
+        """The speeds of a machine, or a model, that is so many times as fast."""
+        return Speeds(factor * self.alone, factor * self.together, factor * self.prefill)
+
+
+# Two cores of an EPYC with AVX-512, 0.6B in Q4_K_M, `llama-batched-bench`.
+_MEASURED = Speeds(62.0, 177.0, 450.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +56,13 @@ class Shape:
     n_kv_heads: int
     head_size: int
     n_ctx_train: int
+    measured: Speeds | None = None
+    """Its own speeds on as many cores; None: by its parameters."""
+
+    def speeds(self, cores: int) -> Speeds:
+        """The speeds on so many cores."""
+        own = self.measured or _MEASURED.times(_MEASURED_PARAMETERS / self.active_parameters)
+        return own.times(cores / _MEASURED_CORES)
 
     @property
     def needs(self) -> ModelNeeds:
@@ -60,7 +83,9 @@ SHAPES = (
     Shape("Qwen3 4B", 4.0e9, 2.50, 36, 8, 128, 40960),
     Shape("Qwen3 8B", 8.2e9, 5.03, 36, 8, 128, 40960),
     Shape("Qwen3 14B", 14.8e9, 9.00, 40, 8, 128, 40960),
-    Shape("Qwen3 30B-A3B", 3.3e9, 18.6, 48, 4, 128, 40960),
+    # By the times of one and of four of its layers. The speed alone is that by its parameters: in four
+    # layers, the experts of one token stay in the processor's caches.
+    Shape("Qwen3 30B-A3B", 3.3e9, 18.6, 48, 4, 128, 40960, Speeds(11.3, 31.0, 45.0)),
 )
 
 
@@ -91,8 +116,8 @@ def _rows() -> Iterator[tuple[str, ...]]:
                 f"{gib} GiB",
                 str(options.n_slots),
                 f"{options.n_ctx_slot:,}",
-                _rounded(_MEASURED_ALONE * _scale(shape, cores)),
-                _rounded(_MEASURED_TOGETHER * _scale(shape, cores)),
+                _rounded(shape.speeds(cores).alone),
+                _rounded(shape.speeds(cores).together),
                 str(people(shape, cores)),
                 str(people(shape, cores, REASONING_TOKENS) or "fewer than 1"),
             )
@@ -101,20 +126,16 @@ def _rows() -> Iterator[tuple[str, ...]]:
 def people(shape: Shape, cores: int, n_reasoning: int = 0) -> int:
     """Who can chat, by the measured speed scaled to this many cores and parameters: users of the kind
     `chat`, as `corral capacity` has them."""
-    scale = _scale(shape, cores)
+    speeds = shape.speeds(cores)
     n_prompt = mean(QUESTION) * TOKENS_PER_WORD
     n_answer = mean(CHAT_ANSWER) + n_reasoning
-    seconds = n_prompt / (_MEASURED_PREFILL * scale) + n_answer / (_MEASURED_TOGETHER * scale)
+    seconds = n_prompt / speeds.prefill + n_answer / speeds.together
     return int(LOAD * PERIOD_S / seconds)
 
 
 def mean(lengths: Lengths) -> float:
     """The mean of a log-normal distribution, whose ends are not cut off here."""
     return lengths.median * math.exp(lengths.spread**2 / 2)
-
-
-def _scale(shape: Shape, cores: int) -> float:
-    return cores / _MEASURED_CORES * _MEASURED_PARAMETERS / shape.active_parameters
 
 
 def _rounded(speed: float) -> str:
