@@ -33,7 +33,7 @@ from loadtests.hostile.scene import HELD, Answer, Scene
 COMPLETIONS, RESPONSES, EMBEDDINGS = "/v1/completions", "/v1/responses", "/v1/embeddings"
 N_LINES, N_PARTS, N_INPUTS, N_SOCKETS, N_AT_ONCE, SIDE = 4, 20_000, 10_000, 200, 4, 4000
 TOO_MANY = 429
-SPARE_S = 0.5
+SPARE_S = 1.0
 """A batch takes so much longer now and then: batches are looked for only so often, and who asks has what
 others leave of the processors."""
 
