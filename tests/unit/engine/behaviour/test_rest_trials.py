@@ -12,6 +12,7 @@ from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core import loop
+from serve_app.engine.core.batch_runner import BatchRunner
 from serve_app.errors import CacheFullError
 from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend
@@ -48,6 +49,8 @@ def share(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return seconds / shares[0] ** 2, shares[0]
 
     monkeypatch.setattr(Clocks, "end", end)
+    # Requests' batches take the double as long as the machine likes: nothing is learned of them.
+    monkeypatch.setattr(BatchRunner, "_learn", lambda *_: None)
     monkeypatch.setattr(loop, "_REST_S", 0.0)
     monkeypatch.setattr(rest_trials, "_PAUSE_S", 60.0)
     backends.clear()
