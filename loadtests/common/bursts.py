@@ -10,10 +10,9 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -97,20 +96,24 @@ def run(url: str, requests: Sequence[Mapping[str, Any]]) -> Burst:
     """POST these bodies to /v1/completions, all at once, each on a connection of its own, and read the
     streams to their ends. Raises BenchmarkError if one is refused, aiohttp.ClientError if nobody is
     there, TimeoutError after TIMEOUT_S."""
-    burst = run_at(url, requests, [0.0] * len(requests))
-    if refused := [answer.error for answer in burst.answers if answer.error and not answer.end_s]:
-        raise BenchmarkError(refused[0])
-    return burst
+    return asyncio.run(_run(url, requests, [0.0] * len(requests), _stream))
 
 
 def run_at(url: str, requests: Sequence[Mapping[str, Any]], at_s: Sequence[float]) -> Burst:
     """POST these bodies so many seconds from now, whatever became of others before. A refusal is an
-    answer with its error and `end_s` 0. Raises as `run` does but for that."""
+    answer with its error. Raises as `run` does but for that."""
+    return asyncio.run(_run(url, requests, at_s, _stream_or_refusal))
+
+
+async def _run(
+    url: str,
+    requests: Sequence[Mapping[str, Any]],
+    at_s: Sequence[float],
+    read: Callable[
+        [aiohttp.ClientSession, bytes, float], Awaitable[Sequence[Read] | StreamedAnswer]
+    ],
+) -> Burst:
     bodies = [json.dumps(body).encode() for body in requests]
-    return asyncio.run(_run(url, bodies, at_s))
-
-
-async def _run(url: str, bodies: Sequence[bytes], at_s: Sequence[float]) -> Burst:
     # llama-server closes kept-alive connections after some requests.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with (
@@ -118,26 +121,33 @@ async def _run(url: str, bodies: Sequence[bytes], at_s: Sequence[float]) -> Burs
         aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout()) as session,
     ):
         cpu, start = time.process_time(), time.perf_counter()
-        streams = [
-            _stream(session, body, start + at) for body, at in zip(bodies, at_s, strict=True)
-        ]
-        answers = await asyncio.gather(*streams)
+        streams = await asyncio.gather(
+            *(read(session, body, start + at) for body, at in zip(bodies, at_s, strict=True))
+        )
         wall_s, client_cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    return Burst(tuple(answer() for answer in answers), wall_s, client_cpu_s)
+    answers = (
+        stream if isinstance(stream, StreamedAnswer) else parse(stream) for stream in streams
+    )
+    return Burst(tuple(answers), wall_s, client_cpu_s)
 
 
-async def _stream(
+async def _stream_or_refusal(
     session: aiohttp.ClientSession, body: bytes, start: float
-) -> Callable[[], StreamedAnswer]:
-    """Reads are parsed later, by what this returns: parsing takes time that servers need."""
+) -> Sequence[Read] | StreamedAnswer:
+    try:
+        return await _stream(session, body, start)
+    except BenchmarkError as error:
+        return StreamedAnswer((), 0.0, 0, False, None, None, str(error))
+
+
+async def _stream(session: aiohttp.ClientSession, body: bytes, start: float) -> list[Read]:
     reads: list[Read] = []
     headers = {"Content-Type": "application/json"}
     await asyncio.sleep(start - time.perf_counter())
     async with session.post("/v1/completions", data=body, headers=headers) as response:
         if response.status != 200:
-            error = f"{response.status}: {await response.text()}"
-            return partial(StreamedAnswer, (), 0.0, 0, False, None, None, error)
+            raise BenchmarkError(f"{response.status}: {await response.text()}")
         with suppress(aiohttp.ClientPayloadError):  # cut off: an answer without its end
             async for data in response.content.iter_any():
                 reads.append((time.perf_counter() - start, data))
-    return partial(parse, reads)
+    return reads

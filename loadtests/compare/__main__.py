@@ -77,6 +77,7 @@ from loadtests.compare.sides import (
     PYTHON_BATCHED,
     SIDES,
     Sizes,
+    engine_settings,
     first_model,
     is_url,
     start,
@@ -287,13 +288,6 @@ def _sides(text: str) -> tuple[str, ...]:
     return sides
 
 
-def _engine(text: str) -> dict[str, Any]:
-    found = json.loads(text)  # ValueError: argparse says so
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON object.")
-    return found
-
-
 def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
     """The settings, and where the JSON goes."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.compare", description=__doc__)
@@ -306,16 +300,14 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
     parser.add_argument("--sides", type=_sides, default=(CORRAL, BARE, LLAMA_SERVER))
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
     parser.add_argument("--slots", type=bounded(1, MAX_SLOTS), default=16)
-    parser.add_argument("--server", type=absolute, default=llama_server.folder() / "llama-server")
-    parser.add_argument("--engine", type=_engine, default={})
+    llama_server.add_option(parser)
+    parser.add_argument("--engine", type=engine_settings, default={})
     parser.add_argument("--json", type=Path, default=None)
     args = vars(parser.parse_args(argv))
     json_file: Path | None = args.pop("json")
     settings = Settings(**args)
-    if LLAMA_SERVER in settings.sides and not settings.server.is_file():
-        parser.error(
-            "no llama-server: give --server, or run python -m loadtests.compare.llama_server"
-        )
+    if LLAMA_SERVER in settings.sides:
+        llama_server.expect(parser, settings.server)
     batched = llama_server.folder() / llama_server.BATCHED_SERVER
     if PYTHON_BATCHED in settings.sides and not batched.is_file():
         parser.error(f"no {batched}: run python -m loadtests.compare.llama_server")

@@ -193,19 +193,15 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rounds", type=bounded(1, 100), default=5)
-    parser.add_argument("--server", type=Path, default=llama_server.folder() / "llama-server")
+    llama_server.add_option(parser)
     parser.add_argument("--slots", type=bounded(1, 64), default=8)
     parser.add_argument("--context", type=bounded(64, 65536), default=1024)
     args = parser.parse_args()
-    if not args.server.is_file():
-        parser.error(
-            "no llama-server: give --server, or run python -m loadtests.compare.llama_server"
-        )
+    llama_server.expect(parser, args.server)
     servers.exit_on_sigterm()
     sizes = Sizes(usable_cores(), args.slots, args.context)
     model = args.model.resolve()
-    server = args.server.resolve()
-    rounds = measured(model, sizes, server, args.rounds)
+    rounds = measured(model, sizes, args.server, args.rounds)
     print(report(rounds), "\n")
     print(json.dumps(machine(model, sizes.threads)))
 

@@ -41,7 +41,7 @@ from loadtests.common.plot import Chart, svg
 from loadtests.common.servers import Server, exit_on_sigterm
 from loadtests.compare import llama_server
 from loadtests.compare.requests import read_words, request
-from loadtests.compare.sides import BARE, CORRAL, LLAMA_SERVER, Sizes, start
+from loadtests.compare.sides import BARE, CORRAL, LLAMA_SERVER, Sizes, engine_settings, start
 from serve_app.measure.benchmark import (
     SEED,
     BenchmarkError,
@@ -325,8 +325,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     parser.add_argument("--corral", choices=(CORRAL, BARE), default=CORRAL)
     backends = choice("llama.cpp", "openvino")
     parser.add_argument("--backends", type=listed(backends), default=("",))
-    parser.add_argument("--engine", type=json.loads, default={})
-    parser.add_argument("--server", type=absolute, default=llama_server.folder() / "llama-server")
+    parser.add_argument("--engine", type=engine_settings, default={})
+    llama_server.add_option(parser)
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None)
     args = vars(parser.parse_args(argv))
@@ -334,10 +334,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     settings = Settings(**args)
     if settings.streams >= settings.slots:
         parser.error("The long prompt needs a slot beside the streams.")
-    if settings.batches and not settings.server.is_file():
-        parser.error(
-            "no llama-server: give --server, or run python -m loadtests.compare.llama_server"
-        )
+    if settings.batches:
+        llama_server.expect(parser, settings.server)
     return settings, json_file, plot_file
 
 

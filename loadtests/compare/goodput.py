@@ -10,8 +10,8 @@ tokens) and 99% of its gaps are under 200 ms. A refusal is not good. Prompts beg
 Adventures in Wonderland", so that no two begin alike: `short` ones have 128 tokens and 64 of answer,
 `medium` ones 1,024 and 128, `long` ones 4,096 and 256. All answers have their full length.
 
-Sides are those of `loadtests.compare`. All servers are started and warmed up once. They take turns, rate
-by rate and round by round; one runs at a time, and the processes of all others are stopped meanwhile
+Sides are those of `loadtests.compare`. All servers are started and warmed up once. They take turns, round
+by round and rate by rate; one runs at a time, and the processes of all others are stopped meanwhile
 (SIGSTOP). All sides of a round get the same prompts at the same times. Every request is read to its end
 before the next side's turn. A side's best goodput is that of its best rate; the ratio is to llama-server's
 best in the same round.
@@ -40,7 +40,7 @@ from loadtests.common.plot import Chart, svg
 from loadtests.common.servers import Server, exit_on_sigterm
 from loadtests.compare import llama_server
 from loadtests.compare.requests import request, tokenized
-from loadtests.compare.sides import CORRAL, LLAMA_SERVER, NATIVE, Sizes, start
+from loadtests.compare.sides import CORRAL, LLAMA_SERVER, NATIVE, Sizes, engine_settings, start
 from serve_app.measure.benchmark import (
     SEED,
     bounded,
@@ -146,25 +146,25 @@ def measure(settings: Settings) -> list[dict[str, Goodput]]:
             )
             bursts.run(servers[side].url, bodies(text, 2, settings, "warm-up"))
             servers[side].pause()
-        results: list[dict[str, Goodput]] = [{} for _ in range(settings.rounds)]
-        for rate in settings.rates:
 
-            def run(number: int, side: str, rate: float = rate) -> Burst:
-                times = arrivals_s(rate, settings.seconds, number)
-                sent = bodies(text, len(times), settings, f"{number} {rate}")
-                servers[side].go_on()
-                time.sleep(REST_S)
-                burst = bursts.run_at(servers[side].url, sent, times)
-                servers[side].pause()
-                said = f"round {number}, {rate:g}/s, {side}: {goodput(burst, settings):.2f} good/s"
-                print(f"{said} of {len(times)} requests", file=sys.stderr, flush=True)
-                return burst
+        def run(number: int, way: tuple[float, str]) -> Burst:
+            rate, side = way
+            times = arrivals_s(rate, settings.seconds, number)
+            sent = bodies(text, len(times), settings, f"{number} {rate}")
+            servers[side].go_on()
+            time.sleep(REST_S)
+            burst = bursts.run_at(servers[side].url, sent, times)
+            servers[side].pause()
+            said = f"round {number}, {rate:g}/s, {side}: {goodput(burst, settings):.2f} good/s"
+            print(f"{said} of {len(times)} requests", file=sys.stderr, flush=True)
+            return burst
 
-            rounds = in_turns(settings.sides, settings.rounds, run, warm_up=False)
-            for result, measured in zip(results, rounds, strict=True):
-                for side, burst in measured.items():
-                    result.setdefault(side, {})[rate] = burst
-    return results
+        ways = [(rate, side) for rate in settings.rates for side in settings.sides]
+        rounds = in_turns(ways, settings.rounds, run, warm_up=False)
+    return [
+        {side: {rate: of_way[rate, side] for rate in settings.rates} for side in settings.sides}
+        for of_way in rounds
+    ]
 
 
 # -- the report ----------------------------------------------------------------------------------
@@ -237,17 +237,15 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     parser.add_argument("--seconds", type=bounded(5, 600), default=30)
     parser.add_argument("--slots", type=bounded(1, 64), default=16)
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
-    parser.add_argument("--server", type=absolute, default=llama_server.folder() / "llama-server")
-    parser.add_argument("--engine", type=json.loads, default={})
+    llama_server.add_option(parser)
+    parser.add_argument("--engine", type=engine_settings, default={})
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None)
     args = vars(parser.parse_args(argv))
     json_file, plot_file = args.pop("json"), args.pop("plot")
     settings = Settings(**args)
-    if LLAMA_SERVER in settings.sides and not settings.server.is_file():
-        parser.error(
-            "no llama-server: give --server, or run python -m loadtests.compare.llama_server"
-        )
+    if LLAMA_SERVER in settings.sides:
+        llama_server.expect(parser, settings.server)
     return settings, json_file, plot_file
 
 

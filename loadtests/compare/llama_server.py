@@ -22,6 +22,8 @@ from pathlib import Path
 
 import llama_cpp
 
+from loadtests.common.comparing import absolute
+
 PROGRAMS = ("llama-server", "llama-batched-bench")
 BATCHED_SERVER = "batched_server.py"
 """The package's examples/server/server.py."""
@@ -54,6 +56,19 @@ def folder() -> Path:
     """Where the programs of the installed version are, or will be."""
     name = f"llama-server-{version('llama-cpp-python')}{'-amx' if has_amx() else ''}"
     return Path.home() / ".cache/corral" / name
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Add --server, the path of llama-server, as commands have it that measure beside it."""
+    parser.add_argument("--server", type=absolute, default=folder() / "llama-server")
+
+
+def expect(parser: argparse.ArgumentParser, server: Path) -> None:
+    """End the command with an error if there is no such file."""
+    if not server.is_file():
+        parser.error(
+            "no llama-server: give --server, or run python -m loadtests.compare.llama_server"
+        )
 
 
 def is_built() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -65,6 +66,14 @@ def first_model(url: str) -> str:
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise BenchmarkError(f"{url}/v1/models names no model: {error}") from None
     return name
+
+
+def engine_settings(text: str) -> dict[str, Any]:
+    """The type of an argument with settings of Corral's engine, as JSON."""
+    settings = json.loads(text)  # ValueError: argparse says so
+    if not isinstance(settings, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object.")
+    return settings
 
 
 def start(
