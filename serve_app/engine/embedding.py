@@ -18,7 +18,7 @@ from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend, EmbeddingShape, Row
 from serve_app.engine.core.command_queue import Command
 from serve_app.engine.core.guest import Guest
-from serve_app.engine.core.scheduler.fair_queue import Accounts
+from serve_app.engine.core.scheduler.fair_queue import Accounts, others_go_beyond
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.health import Progress
@@ -286,11 +286,10 @@ class EmbeddingQueue(Guest):
         n_asked = Counter(owner.client for owner in asked)
         n_clients = len(n_asked.keys() | {owner.client for owner in background})
         share = max(1, self._shape.n_seq_max // n_clients)
-        beyond = {client for client, n in n_asked.items() if n > share}
         return {
             owner
             for owner in background
-            if beyond <= {owner.client, owner.account} and not has_share_left(owner.client)
+            if not (others_go_beyond(share, n_asked, owner.client) or has_share_left(owner.client))
         }
 
     def _first(self, behind: Set[Texts]) -> list[_Text]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 from serve_app.engine.backends.base import Backend
@@ -59,9 +61,7 @@ class Admission:
         self._budget.reserved_s = 0.0
         for sequence in self._scheduler.running:
             sequence.n_awaited = 0
-        had_slot_first = sorted(self._queue.waiting, key=lambda seq: seq.trace.admitted is None)
-        live = (*self._scheduler.running, *had_slot_first)
-        self._shares.rank_background(live, time.monotonic())
+        self._shares.rank_background(self._live, time.monotonic())
         if self._paused or not self._queue:
             return []
         self._preempt_fairly()
@@ -117,8 +117,11 @@ class Admission:
 
     def has_share_left(self, client: str) -> bool:
         """Whether a client's texts in the background are not behind all others: see `SlotShares`."""
-        live = (*self._scheduler.running, *self._queue.waiting)
-        return self._shares.has_share_left(client, live, time.monotonic())
+        return self._shares.has_share_left(client, self._live, time.monotonic())
+
+    @property
+    def _live(self) -> Iterator[Sequence]:
+        return chain(self._scheduler.running, self._queue.waiting)
 
     def release(self, sequence: Sequence) -> None:
         """Take the slot of a sequence that has ended and is in the queue no more."""

@@ -11,7 +11,7 @@ framework to overcome deceptive idleness in synchronous I/O", SOSP 2001.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -226,6 +226,16 @@ class PreemptionPolicy:
         return None
 
 
+def _names_of(client: str) -> tuple[str, str]:
+    """The names by which a client asks: a batch that has risen asks as the account."""
+    return client, account(client, background=True)
+
+
+def others_go_beyond(share: int, n_asked: Mapping[str, int], client: str) -> bool:
+    """Whether a client other than this one asks for more than its share."""
+    return any(n > share and other not in _names_of(client) for other, n in n_asked.items())
+
+
 class SlotShares:
     """Each client's share of the slots: as many as any other client's that has requests, or will
     probably have one at once.
@@ -265,8 +275,9 @@ class SlotShares:
         return min(len(expected), self._n_slots // 2)
 
     def rank_background(self, live: Iterable[Sequence], now: float) -> None:
-        """Set `is_behind` of all that are live. Of a client's requests in the background, the first
-        ones have its share."""
+        """Set `is_behind` of all that are live: those that run, and behind them those that wait. Of a
+        client's requests in the background, the first ones have its share, and had a slot if others had
+        none."""
         background = list[Sequence]()
         n_asked = Counter[str]()
         for sequence in live:
@@ -276,6 +287,7 @@ class SlotShares:
                 n_asked[sequence.request.client] += 1
         if not background:
             return
+        background.sort(key=lambda sequence: sequence.trace.admitted is None)
         clients = {sequence.request.client for sequence in background}
         n_shared = Counter[str]()
         lefts = {client: self._n_left(client, clients, n_asked, now) for client in clients}
@@ -294,13 +306,9 @@ class SlotShares:
         """How many slots of the client's share are for its requests in the background: none, unless
         another client asks for more than its share. `clients` have such requests."""
         share = self._share(clients | n_asked.keys() | self._expected(now))
-        own = {
-            client,
-            account(client, background=True),
-        }  # a batch that has risen asks as the account
-        if all(n <= share or other in own for other, n in n_asked.items()):
+        if not others_go_beyond(share, n_asked, client):
             return 0
-        return share - sum(n_asked[name] for name in own)
+        return share - sum(n_asked[name] for name in _names_of(client))
 
     def _expected(self, now: float) -> Set[str]:
         """The clients that are expected to ask again at once."""
