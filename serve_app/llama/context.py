@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -211,7 +211,7 @@ class Context:
         )
         """Last tokens of a batch's sequences that `truncate` can drop before the next batch: as many as
         recurrent layers keep past states of."""
-        self._rewinds: Mapping[int, int] = {}
+        self._rewinds: dict[int, int] = {}
         """The last tokens that recurrent layers could drop, by sequence of the last batch."""
         self._rolled_back: set[int] = set()
         """Sequences whose recurrent layers have yet to take a past state, which the next batch does."""
@@ -449,9 +449,8 @@ class Context:
         n_past = self._n_past(source)
         settled = self.slots_with_pending_copy.isdisjoint((source, target))
         takes_few = self._states and n_past <= _FEW_CELLS * self._n_ctx_share
-        rolled_back = (
-            source in self._rolled_back
-        )  # a cell that is shared would have the state before
+        # A cell that is shared would have the state before.
+        rolled_back = source in self._rolled_back
         if rolled_back and not settled:
             raise DecodeError(f"Sequence {source} is still to be rolled back.")
         if settled and (takes_few or rolled_back):
@@ -482,7 +481,7 @@ class Context:
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
     def _changes(self, seq_id: int) -> None:
-        self._rewinds = {other: n for other, n in self._rewinds.items() if other != seq_id}
+        self._rewinds.pop(seq_id, None)
         if self._copied is not None and self._copied[0] == seq_id:
             self._copied = None
 

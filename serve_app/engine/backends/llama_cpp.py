@@ -473,9 +473,8 @@ def _n_past_states(model: Model, options: EngineOptions) -> int:
     back: what half of the memory for checkpoints has room for. Where they slow every batch down, they are
     few, and only for a draft that is configured."""
     has_draft = options.own_layers or options.draft is not None
-    if not model.can_roll_back or not (options.speculate or has_draft):
-        return 0
-    if not (model.rolls_back_freely or has_draft):
+    may_look_up = options.speculate and model.rolls_back_freely
+    if not model.can_roll_back or not (has_draft or may_look_up):
         return 0
     most = _LONGEST_DRAFT if model.rolls_back_freely else _FEW_STATES
     sizes = cache_sizes(model.path)

@@ -115,9 +115,9 @@ class Scheduler:
         self.drafts: DraftPlanner | None = None
         """The planner of drafts, if a guest is one. Its own passes may run while a step is planned."""
         self._mixed = mixed
-        self._cancellable = n_rewind >= n_batch
-        self._verifies_apart = n_rewind < n_batch
-        """Whether drafts have a batch of their own beside prompts, too: what they can be dropped behind."""
+        self._drops_batches = n_rewind >= n_batch
+        """Whether all of a batch can be dropped. If not, it is not cancelled, and drafts have a batch of
+        their own beside prompts, too: what they can be dropped behind."""
         self._n_cells = 0
         self._slot_ends: SlotEnds | None = None
         self._running: list[Sequence] = []
@@ -178,7 +178,7 @@ class Scheduler:
             self._n_prompting = max(1, len(prompting))
         else:
             self._n_prompting = 1
-        self._in_background = self._cancellable and all(seq.is_behind for seq in self._served)
+        self._in_background = self._drops_batches and all(seq.is_behind for seq in self._served)
         decoding = [sequence for sequence in self._served if sequence.n_pending == 1]
         decoding.sort(key=lambda sequence: sequence.slot_id)
         rest_s = self._catch_up_s()
@@ -191,7 +191,7 @@ class Scheduler:
         spans = [plan_batch([turn], self._n_cells) for turn in prompts if turn.sequence.span]
         prompts = [turn for turn in prompts if not turn.sequence.span]
         if self._mixed and prompts:
-            apart = [turns for turns in groups if turns[0].draft and self._verifies_apart]
+            apart = [turns for turns in groups if turns[0].draft and not self._drops_batches]
             together = [turns for turns in groups if turns not in apart]
             mixed = plan_batch([*chain(*together), *prompts], self._n_cells)
             return [mixed, *map(self._plan, apart), *spans]
