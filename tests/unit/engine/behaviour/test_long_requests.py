@@ -17,6 +17,7 @@ from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.traffic import Traffic
 from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.core import loop
+from serve_app.engine.core.scheduler.fair_queue import FairQueue
 from serve_app.errors import PromptTooLongError
 from serve_app.types import FinishReason, GenerationRequest, SequenceEnd, TokenDelta
 from tests.doubles.backend import FakeBackend
@@ -184,8 +185,13 @@ def test_of_two_that_do_not_fit_together_the_second_waits() -> None:
 
 
 @pytest.mark.parametrize("mode", [SPLIT, UNIFIED])
-def test_short_ones_that_keep_coming_do_not_keep_a_long_one_waiting(mode: Mode) -> None:
-    """Nor is the cache changed before there is room for it."""
+def test_short_ones_that_keep_coming_do_not_keep_a_long_one_waiting(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the cache changed before there is room for it. Clients are charged alike for each batch,
+    however long the machine takes, so that they have their turns in the same order."""
+    charge = FairQueue.charge
+    monkeypatch.setattr(FairQueue, "charge", lambda queue, seq, _s: charge(queue, seq, 0.001))
     backend = pooled(mode)
     backend.hold()
     ended: dict[str, SequenceEnd] = {}
