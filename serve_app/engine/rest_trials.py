@@ -94,14 +94,15 @@ class RestTrials(Guest):
         return None
 
     def _ends(self, kind: str, n_rows: int) -> dict[int, int]:
-        """The slots of a batch and where they end; empty if they have no room for it."""
+        """The slots of a batch and where they end; empty if they have no room for it. Of consecutive slots,
+        those that hold the least: what a batch takes with nothing before it is the clearest."""
         n_slots, n_each = (n_rows, 1) if kind == "decode" else (1, n_rows)
         slots = [slot for slot in self._table.slots if slot.idle]
-        if n_slots == 1:
-            slots.sort(key=lambda slot: len(slot.idle_tokens))
-        ends = {slot.id: len(slot.idle_tokens) for slot in slots[:n_slots]}
-        has_room = len(ends) == n_slots and max(ends.values()) + n_each <= self._table.room
-        return ends if has_room else {}
+        groups = [slots[i : i + n_slots] for i in range(len(slots) - n_slots + 1)]
+        ends = [{slot.id: len(slot.idle_tokens) for slot in group} for group in groups]
+        least = min(ends, key=lambda group: sum(group.values()), default={})
+        has_room = least and max(least.values()) + n_each <= self._table.room
+        return least if has_room else {}
 
     def _try(self, core: EngineCore, kind: str, n_rows: int, ends: Mapping[int, int]) -> None:
         n_each = n_rows // len(ends)

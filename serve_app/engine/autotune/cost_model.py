@@ -3,12 +3,13 @@
 A batch is either some tokens of each of some decoding sequences, or a chunk of one prompt, and a step's
 time is their sum; in a unified cache the two share one. It takes `speed * (base + slope * depth)`: the base
 for its number of rows, the slope for each token that stands in the cache before them. In a unified cache
-those of other sequences count, too, as far as the kernel does not skip what is masked. All numbers are
-measured at the start and learned while running.
+those of other sequences count, too, as far as the kernel does not skip what is masked.
 
-A Kalman filter learns them from the relative errors of forecasts. It knows how unsure each number is, and
-which were wrong together. Sources: Kalman, "A New Approach to Linear Filtering and Prediction Problems",
-1960; errors are bounded as in Huber, "Robust Estimation of a Location Parameter", 1964.
+The profile has bases and slopes as they were measured. Their factors are learned while running, by a Kalman
+filter: one for the speed, one for each measured base, and one for the slopes of each kind of batch. It
+corrects what a forecast was most likely wrong about, as it knows how unsure each factor is. Sources:
+Kalman, "A New Approach to Linear Filtering and Prediction Problems", 1960; errors are bounded as in Huber,
+"Robust Estimation of a Location Parameter", 1964.
 
 Each measurement carries its own trust: the part of their time that its threads had, its `share`. Other
 programs had the rest, which says nothing about a batch (`own_s`). The smaller the share, the less the
@@ -28,19 +29,19 @@ import numpy as np
 _NOISE = 0.08**2
 # An error counts up to so many standard deviations: more may be a hiccup. One that stays is learnt anyway.
 _MOST_DEVIATIONS = 2.0
-# Of a forecast, the part by the number of rows, from which on depth hardly counts.
-_MOSTLY_BASE = 0.9
+# What was measured is wrong by a seventh, as a variance. A size whose variance is above the second one is
+# worth a trial.
+_TRUSTED, _WORTH_A_TRIAL = 0.02, 0.03
+# The variance of the speed, which changes soon, and what an error adds that is too large to be noise.
+_SPEED, _JUMP = 0.005, 0.03
+# How soon what was learned is forgotten, with each batch: of the speed, and of all else.
+_SOON, _LATE = 0.14, 0.001
 # Where no slope was measured, a depth of so many tokens may double what a batch takes.
 _DOUBLING_DEPTH = 4_000
 # Seconds of batches of one size, of which one is learnt from.
 _LEARN_S = 0.1
-# Variances of what was measured: it is wrong by a seventh, or, where it is doubted, by anything. A number
-# of rows whose variance is above the last one is worth a trial.
-_TRUSTED, _TRUSTED_SLOPE, _DOUBTED, _WORTH_A_TRIAL = 0.02, 0.1, 1.0, 0.03
 # The weight of the newest batch in how much longer batches take because of other programs.
 _NEWEST_DELAY = 0.2
-# Doubted are batches that take so many times longer than a larger one, or, by row, than a smaller one.
-_SLOWER, _SLOWER_BY_ROW = 1.1, 1.2
 # Up to so many rows, kernels like multiples of the second number; beyond the last one, of _LARGE_STEP.
 _ROW_STEPS = ((64, 4), (128, 8), (256, 16))
 _LARGE_STEP = 32
@@ -65,59 +66,65 @@ def own_s(seconds: float, share: float) -> float:
     return seconds * share**2
 
 
-class Estimates:
-    """Numbers that are learned from forecasts' errors. The first one is the speed: how much longer all
-    batches take than when they were measured (throttling, memory that others use), as a logarithm."""
+def envelope(times: Mapping[int, float], *, by_row: bool = True) -> dict[int, float]:
+    """The most that batches can take by the times of all: no longer than a larger one; and `by_row` no
+    longer by row than a smaller one, several of which could be computed instead.
+
+    Other programs only ever make a batch longer. So what is above this was probably measured beside them.
+    Kernels with tiles are above it, too.
+    """
+    return {
+        n: min(times[m] * max(1.0, n / m) for m in times if m >= n or by_row) for n in sorted(times)
+    }
+
+
+class Factors:
+    """Corrections that are learned from forecasts' errors, all 0 at first. The first one is the speed, as a
+    logarithm: how much longer all batches take than when they were measured (throttling, memory that
+    others use)."""
 
     def __init__(self, doubt: float = 0.0) -> None:
         """`doubt` is the variance of all that was measured together."""
-        self.delay = 1.0
-        """The factor by which batches take longer because other programs have the cores."""
         self.values: list[float] = []
-        self._covariance = np.zeros((0, 0))
-        self._drift, self._jump = np.zeros(0), np.zeros(0)
-        self._most = np.zeros(0)
-        self._speed = self.add(0.005 + doubt, 0.0007, jump=0.03)
+        self._covariance, self._begun = np.zeros((0, 0)), np.zeros(0)
+        self.add(_SPEED + doubt)
+        self._begun[0] = _SPEED
 
     @property
     def speed(self) -> float:
         """The factor of measured seconds, without delays."""
-        return math.exp(self.values[self._speed])
+        return math.exp(self.values[0])
 
-    def variance(self, i: int) -> float:
-        """The present variance of a number and the speed together."""
-        matrix, speed = self._covariance, self._speed
-        return float(matrix[i, i] + 2 * matrix[i, speed] + matrix[speed, speed])
+    def variance(self, growth: Mapping[int, float]) -> float:
+        """The present variance of a forecast's relative error. `growth` says how much the forecast grows,
+        relatively, with each number."""
+        indices, parts = list(growth), np.array(list(growth.values()))
+        return float(parts @ self._covariance[np.ix_(indices, indices)] @ parts)
 
-    def add(self, variance: float, drift: float, jump: float = 0.0) -> int:
-        """Add a number, 0 at first, and return its index. It becomes unsure again by `drift` with each
-        error, until it is as unsure as at the beginning; and by `jump` with each that is too large to be
-        noise."""
+    def add(self, variance: float) -> int:
+        """Add a factor, which is that unsure, and return its index."""
         self.values.append(0.0)
-        n = len(self.values)
         self._covariance = np.pad(self._covariance, (0, 1))
         self._covariance[-1, -1] = variance
-        self._drift = np.append(self._drift, drift)
-        self._jump = np.append(self._jump, jump)
-        self._most = np.append(self._most, variance)
-        return n - 1
+        self._begun = np.append(self._begun, variance)
+        return len(self.values) - 1
 
-    def learn(self, growth: Mapping[int, float], error: float, noise: float = _NOISE) -> None:
-        """Learn from a forecast's relative error, which has that variance. `growth` says how much the
-        forecast grows, relatively, with each number; with the speed, it grows as much as that."""
-        growth = {self._speed: 1.0, **growth}
+    def learn(self, growth: Mapping[int, float], error: float, noise: float) -> None:
+        """Learn from a forecast's relative error, which has that variance besides. `growth` is that of
+        `variance`."""
         diagonal = np.einsum("ii->i", self._covariance)
-        np.add(diagonal, self._drift, out=diagonal, where=diagonal < self._most)
+        forgotten = np.maximum(0.0, self._begun - diagonal)
+        diagonal += _LATE * forgotten
+        diagonal[0] += _SOON * forgotten[0]
         indices, parts = list(growth), np.array(list(growth.values()))
         due = parts @ self._covariance[indices]  # it is symmetric
         variance = noise + float(parts @ due[indices])
         most = _MOST_DEVIATIONS * math.sqrt(variance)
-        moved = due * (max(-most, min(most, error)) / variance)
-        self.values = (moved + self.values).tolist()
+        self.values = (due * (max(-most, min(most, error)) / variance) + self.values).tolist()
         if abs(error) <= most:
             self._covariance -= np.outer(due, due) / variance
-        else:  # a hiccup, which tells nothing, or something has changed
-            diagonal += self._jump
+        else:  # a hiccup, which tells nothing, or the machine has changed
+            diagonal[0] += _JUMP
 
 
 class Curve:
@@ -128,73 +135,68 @@ class Curve:
         shallow: Mapping[int, float],
         deep: Mapping[int, float],
         depth: int,
-        estimates: Estimates,
+        factors: Factors,
         doubt: float = 0.0,
     ) -> None:
-        """`doubt` is the additional variance of each measured number."""
-        self.measured = sorted(shallow)
-        self._doubted = doubtful(shallow)
-        self._all_doubted = _TRUSTED + doubt > _WORTH_A_TRIAL
-        # What is thought too fast is tried and learned, what is thought too slow never is.
-        by_row = (
-            doubt > _TRUSTED
-        )  # some kernels are odd, and that is to be believed of a quiet machine
-        shallow = {
-            n: _mended(shallow, n, by_row=by_row) if n in self._doubted else shallow[n]
-            for n in shallow
-        }
-        self._estimates = estimates
-        self._seconds = [shallow[n] for n in self.measured]
-        known = sorted(n for n in deep if n in shallow)
-        added = {n: max(0.0, deep[n] - shallow[n]) for n in known}
-        doubted_slopes = [n for n in known if n in doubtful(added) or not added[n]]
+        """`doubt` is the additional variance of each measured number. What is thought too fast is tried and
+        learned, what is thought too slow never is: so batches begin at the envelope. But some kernels are
+        odd, and that is to be believed of a quiet machine."""
+        self.measured, self._factors = sorted(shallow), factors
+        by_row = doubt > _TRUSTED
+        likely_s = envelope(shallow, by_row=by_row)
+        self._seconds = list(likely_s.values())
+        self._bases = [
+            factors.add(_TRUSTED + doubt + math.log(shallow[n] / likely_s[n]) ** 2)
+            for n in self.measured
+        ]
+        added_s = {n: max(0.0, deep[n] - shallow[n]) for n in deep if n in shallow}
         if by_row:
-            added = {n: _mended(added, n, by_row=True) for n in known}
-        slopes = [added[n] / max(1, depth) for n in known]
-        self._slopes = [_by_rows(known, slopes, n) for n in self.measured]
+            added_s = envelope(added_s)
+        sizes = sorted(added_s)
         row_s = min((shallow[n] / n for n in self.measured), default=0.0)
+        self._slopes = [
+            _by_rows(sizes, [added_s[m] / max(1, depth) for m in sizes], n) for n in self.measured
+        ]
         self._scales = [
             max(slope, n * row_s / _DOUBLING_DEPTH)
             for n, slope in zip(self.measured, self._slopes, strict=True)
         ]
-        add = estimates.add
-        self._bases = [
-            add(_DOUBTED if n in self._doubted else _TRUSTED + doubt, 2e-5) for n in self.measured
-        ]
-        self._deeper = [
-            add(_DOUBTED if n in doubted_slopes else _TRUSTED_SLOPE + doubt, 5e-5)
-            for n in self.measured
-        ]
-        self._all_deeper = add(1.0, 1e-4)
+        self._deeper = factors.add(1.0)
         self._unlearnt_s: dict[int, float] = {}
         """The seconds that batches of each number of rows took since one was learnt from."""
-        self.deepest = 0.0
-        """The most tokens before a batch that was learnt from."""
-
-    def at(self, n_rows: int, n_past: float) -> float:
-        """Seconds of a batch; 0 if none was measured."""
-        return self._estimates.delay * self.own_s(n_rows, n_past)
+        self._seen_at: dict[int, float] = {}
+        """The tokens before the last batch of each number of rows."""
 
     def own_s(self, n_rows: int, n_past: float) -> float:
         """Seconds of a batch if no other program had the cores; 0 if none was measured."""
-        parts, attending = _parts(self.measured, n_rows), n_past * self._depth_share(n_rows)
-        return self._estimates.speed * sum(
-            weight * (self._base_s(i) + attending * self._slope_s(i)) for i, weight in parts
+        attending = n_past * self._depth_share(n_rows)
+        return self._factors.speed * sum(
+            weight * (self._base_s(i) + attending * self._slope_s(i))
+            for i, weight in _parts(self.measured, n_rows)
         )
 
-    def own_times(self) -> dict[int, float]:
-        """Seconds that `own_s` gives in an empty cache, for all numbers of rows that were measured."""
-        return {n: self.own_s(n, 0) for n in self.measured}
-
-    def _knows(self, n_rows: int) -> bool:
-        """Whether no trial of so many rows would be worth it."""
-        bases = (self._bases[i] for i, _ in _parts(self.measured, n_rows))
-        return all(self._estimates.variance(base) <= _WORTH_A_TRIAL for base in bases)
+    def own_times(self, n_past: float = 0) -> dict[int, float]:
+        """Seconds that `own_s` gives for all numbers of rows that were measured."""
+        return {n: self.own_s(n, n_past) for n in self.measured}
 
     @property
     def worth_a_trial(self) -> list[int]:
         """The numbers of rows of which too little is known, fewer first."""
         return [n for n in self.measured if not self._knows(n)]
+
+    def _knows(self, n_rows: int) -> bool:
+        """Whether forecasts are sure enough at the depth at which such batches are computed."""
+        growth = self._growth(n_rows, self._seen_at.get(n_rows, 0.0))
+        return self._factors.variance(growth) <= _WORTH_A_TRIAL
+
+    def _growth(self, n_rows: int, n_past: float) -> dict[int, float]:
+        """How much a forecast grows, relatively, with each number that is learned; as much as the speed."""
+        scale = self._factors.speed / (self.own_s(n_rows, n_past) or 1.0)
+        attending, growth = n_past * self._depth_share(n_rows), {0: 1.0, self._deeper: 0.0}
+        for i, weight in _parts(self.measured, n_rows):
+            growth[self._bases[i]] = scale * weight * self._base_s(i)
+            growth[self._deeper] += scale * weight * attending * self._scales[i]
+        return growth
 
     def _depth_share(self, n_rows: int) -> float:
         """The part of the first point's slope that fewer rows have: the weights are read for one row
@@ -202,39 +204,25 @@ class Curve:
         return min(1.0, n_rows / self.measured[0]) if self.measured else 1.0
 
     def learn(self, n_rows: int, n_past: float, seconds: float, share: float) -> None:
-        """Learn from a batch whose threads had that share of its time. Of short batches of one size, one
-        in `_LEARN_S` counts: all tell the same, and learning takes time, too."""
+        """Learn from a batch that took `seconds` of its threads' own time, of which they had that share. Of
+        short batches of one size, one in `_LEARN_S` counts: all tell the same, and learning takes time."""
         unlearnt_s = self._unlearnt_s.get(n_rows, _LEARN_S) + seconds
-        self._unlearnt_s[n_rows] = unlearnt_s
-        is_unsure = n_rows in self._doubted or (self._all_doubted and not self._knows(n_rows))
-        if unlearnt_s < _LEARN_S and not is_unsure:
+        self._unlearnt_s[n_rows], self._seen_at[n_rows] = unlearnt_s, n_past
+        expected_s = self.own_s(n_rows, n_past)
+        if expected_s <= 0 or (unlearnt_s < _LEARN_S and self._knows(n_rows)):
             return
         self._unlearnt_s[n_rows] = 0.0
-        self.deepest = max(self.deepest, n_past)
-        expected, computed_s = self.own_s(n_rows, n_past), own_s(seconds, share)
-        if not expected or computed_s <= 0:
-            return
-        self._estimates.delay += _NEWEST_DELAY * (seconds / computed_s - self._estimates.delay)
-        scale, deeper = self._estimates.speed / expected, 0.0
-        growth: dict[int, float] = {}
-        for i, weight in _parts(self.measured, n_rows):
-            growth[self._bases[i]] = scale * weight * self._base_s(i)
-            attending = n_past * self._depth_share(n_rows)
-            growth[self._deeper[i]] = scale * weight * attending * self._scales[i]
-            deeper += growth[self._deeper[i]]
-        growth[self._all_deeper] = deeper
-        ratio, factors = computed_s / expected, sum(growth.get(i, 0.0) for i in self._bases)
-        # Bases and the speed are factors, slopes are added to them.
-        error = math.log(ratio) if factors > _MOSTLY_BASE else ratio - 1
-        self._estimates.learn(growth, error, _NOISE + (1 - share) ** 2)
+        growth = self._growth(n_rows, n_past)
+        # Speed and bases are factors, slopes are added.
+        ratio, added = seconds / expected_s, min(1.0, growth[self._deeper])
+        error = (1 - added) * math.log(ratio) + added * (ratio - 1)
+        self._factors.learn(growth, error, _NOISE + (1 - share) ** 2)
 
     def _base_s(self, i: int) -> float:
-        return math.exp(self._estimates.values[self._bases[i]]) * self._seconds[i]
+        return math.exp(self._factors.values[self._bases[i]]) * self._seconds[i]
 
     def _slope_s(self, i: int) -> float:
-        values = self._estimates.values
-        more = values[self._all_deeper] + values[self._deeper[i]]
-        return max(0.0, self._slopes[i] + more * self._scales[i])
+        return max(0.0, self._slopes[i] + self._factors.values[self._deeper] * self._scales[i])
 
 
 def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
@@ -261,28 +249,6 @@ def _by_rows(points: Sequence[int], values: Sequence[float], x: int) -> float:
     if points and x < points[0]:
         return values[0] * x / points[0]
     return sum(weight * values[i] for i, weight in _parts(points, x))
-
-
-def _mended(times: Mapping[int, float], n: int, *, by_row: bool) -> float:
-    """The most that a batch can take by the times of others: no longer than a larger one; and `by_row` no
-    longer than a smaller one."""
-    return min(times[m] * max(1.0, n / m) for m in times if m >= n or by_row)
-
-
-def doubtful(times: Mapping[int, float]) -> list[int]:
-    """The numbers of rows that may have been measured while something else ran.
-
-    More rows take no less time, and not much more by row than fewer. Kernels with tiles break both rules,
-    so what is still doubtful when it is measured again is to be believed.
-    """
-    sizes = sorted(times)
-    least_by_row = {n: min(times[m] / m for m in sizes if m <= n) for n in sizes}
-    least = {n: min(times[m] for m in sizes if m >= n) for n in sizes}
-    return [
-        n
-        for n in sizes
-        if times[n] > _SLOWER * least[n] or times[n] / n > _SLOWER_BY_ROW * least_by_row[n]
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,11 +289,13 @@ class CostModel:
     def begin(self, profile: Profile) -> None:
         """Predict by that profile from now on, and learn anew, of another kind of cache."""
         depth, doubt = profile.depth, profile.doubt
-        self._estimates = estimates = Estimates(doubt)
+        self._factors = factors = Factors(doubt)
+        self._delay = 1.0
+        """The factor by which batches take longer because other programs have the cores."""
         self._profile = profile
-        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, estimates, doubt)
-        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth, estimates, doubt)
-        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth, estimates, doubt)
+        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, factors, doubt)
+        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth, factors, doubt)
+        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth, factors, doubt)
         self.copy_s = profile.copy_s
         """Seconds that copying a slot takes."""
         self._masked = profile.masked
@@ -349,7 +317,7 @@ class CostModel:
 
     def decode_s(self, n_rows: int, n_past: float = 0) -> float:
         """Seconds to compute `n_rows` tokens of decoding sequences that have `n_past` tokens each."""
-        return self._decode.at(n_rows, n_past)
+        return self._delay * self._decode.own_s(n_rows, n_past)
 
     def verify_s(self, n_sequences: int, n_drafted: int, n_past: float) -> float:
         """Seconds to compute the next token of each sequence, and so many drafted ones behind each."""
@@ -357,12 +325,12 @@ class CostModel:
         if n_sequences > 1 or n_drafted == 0 or not self._verify.measured:
             longer = self._longer.get(_doublings(n_rows), 1.0) if n_drafted else 1.0
             return longer * self.decode_s(n_rows, n_past)
-        return self._verify.at(n_rows, n_past)
+        return self._delay * self._verify.own_s(n_rows, n_past)
 
     def prefill_s(self, n_rows: int, n_past: float) -> float:
         """Seconds to compute `n_rows` of a prompt that has `n_past` tokens in the cache; in a unified
         one, where kernels see all rows alike, of whatever sequences."""
-        return self._prefill.at(n_rows, n_past)
+        return self._delay * self._prefill.own_s(n_rows, n_past)
 
     def batch_s(self, n_rows: int, n_past: float) -> float:
         """Seconds that a batch of so many rows may take, whatever they are of; 0 if none was
@@ -487,9 +455,9 @@ class CostModel:
         """Learn from a batch over decoding sequences, one row of each or with drafts. Its threads had that
         share of their time."""
         if n_rows == n_sequences:
-            self._decode.learn(n_rows, n_past, seconds, share)
+            self._learn(self._decode, n_rows, n_past, seconds, share)
         elif n_sequences == 1:
-            self._verify.learn(n_rows, n_past, seconds, share)
+            self._learn(self._verify, n_rows, n_past, seconds, share)
         elif self:
             size, expected_s = _doublings(n_rows), self.decode_s(n_rows, n_past)
             known = self._longer.get(size, 1.0)
@@ -507,7 +475,15 @@ class CostModel:
     ) -> None:
         """Learn from a batch of the kind that `prefill_s` predicts. Its threads had that share of their
         time."""
-        self._prefill.learn(n_rows, n_past, seconds, share)
+        self._learn(self._prefill, n_rows, n_past, seconds, share)
+
+    def _learn(
+        self, curve: Curve, n_rows: int, n_past: float, seconds: float, share: float
+    ) -> None:
+        computed_s = own_s(seconds, share)
+        if computed_s > 0:
+            self._delay += _NEWEST_DELAY * (seconds / computed_s - self._delay)
+            curve.learn(n_rows, n_past, computed_s, share)
 
     def yardsticks(self, most: int) -> dict[int, float]:
         """Seconds of prompts of up to so many rows with nothing before them, by number of rows."""
@@ -515,7 +491,7 @@ class CostModel:
 
     def rested(self) -> None:
         """Forget, after a pause, how much longer batches took because of other programs."""
-        self._estimates.delay = 1.0
+        self._delay = 1.0
 
     @property
     def worth_a_trial(self) -> list[tuple[str, int]]:
@@ -525,37 +501,32 @@ class CostModel:
         return sorted(pairs, key=lambda pair: curves[pair[0]].own_s(pair[1], 0))
 
     def learned(self) -> Profile:
-        """The profile by what is known now. What a depth adds is kept as it was measured, unless batches
-        told it that were at least half as deep."""
-        profile = self._profile
+        """The profile by what is known now."""
+        profile, depth = self._profile, self._profile.depth
+        deep_decode_s, deep_prefill_s = (
+            {n: seconds for n, seconds in curve.own_times(depth).items() if n in deep}
+            for curve, deep in (
+                (self._decode, profile.deep_decode_s),
+                (self._prefill, profile.deep_prefill_s),
+            )
+        )
         return replace(
             profile,
             decode_s=self._decode.own_times(),
             prefill_s=self._prefill.own_times(),
             verify_s=self._verify.own_times(),
-            deep_decode_s=self._deep_s(self._decode, profile.decode_s, profile.deep_decode_s),
-            deep_prefill_s=self._deep_s(self._prefill, profile.prefill_s, profile.deep_prefill_s),
-            copy_s=self._estimates.speed * profile.copy_s,
+            deep_decode_s=deep_decode_s,
+            deep_prefill_s=deep_prefill_s,
+            copy_s=self._factors.speed * profile.copy_s,
             share=profile.share if self.worth_a_trial else 1.0,
         )
 
-    def _deep_s(
-        self, curve: Curve, shallow: Mapping[int, float], deep: Mapping[int, float]
-    ) -> dict[int, float]:
-        depth, speed = self._profile.depth, self._estimates.speed
-        known = [n for n in deep if n in shallow]
-        if 2 * curve.deepest >= depth:
-            return {n: curve.own_s(n, depth) for n in known}
-        return {n: curve.own_s(n, 0) + speed * (deep[n] - shallow[n]) for n in known}
-
     def curve(self) -> dict[str, dict[int, float]]:
         """The times known now, in milliseconds by number of rows, with an empty cache."""
+        curves = {"decode_ms": self._decode, "prefill_ms": self._prefill, "verify_ms": self._verify}
         return {
-            "decode_ms": {n: round(1000 * self.decode_s(n), 1) for n in self._decode.measured},
-            "prefill_ms": {
-                n: round(1000 * self.prefill_s(n, 0), 1) for n in self._prefill.measured
-            },
-            "verify_ms": {n: round(1000 * self._verify.at(n, 0), 1) for n in self._verify.measured},
+            name: {n: round(1000 * self._delay * s, 1) for n, s in curve.own_times().items()}
+            for name, curve in curves.items()
         }
 
 

@@ -11,12 +11,12 @@ from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 from serve_app.engine.autotune.clocks import UNDISTURBED, Clocks
-from serve_app.engine.autotune.cost_model import Profile, doubtful, own_s, predicted
+from serve_app.engine.autotune.cost_model import Profile, envelope, own_s, predicted
 from serve_app.engine.backends.base import Row, State
 
 # Batches are measured again until they took this, up to so many times more: the shorter, the noisier. And
-# batches whose time is doubtful get so many rounds more.
-_SHORT_S, _MOST_ROUNDS, _DOUBTED_ROUNDS = 0.35, 5, 2
+# batches that take so many times what they should by the times of others get so many rounds more.
+_SHORT_S, _MOST_ROUNDS, _ODD, _ODD_ROUNDS = 0.35, 5, 1.15, 2
 
 # Numbers of rows: the most telling ones first. Flash attention has another kernel from 64 on.
 _CHUNKS, _NEXT_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 48), (24, 40, 56, 128, 96, 256, 512)
@@ -157,8 +157,9 @@ class Trials:
                 if max(1, n_round) * times.get(n, _SHORT_S) < _SHORT_S:
                     self._again(times, n, trial)
                 yield
-        for _ in range(_DOUBTED_ROUNDS):
-            for n in sorted(set(new) & set(doubtful(times))):
+        for _ in range(_ODD_ROUNDS):
+            likely_s = envelope(times)
+            for n in [n for n in new if times.get(n, 0.0) > _ODD * likely_s.get(n, 0.0)]:
                 self._again(times, n, trial)
                 yield
 

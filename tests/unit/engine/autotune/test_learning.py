@@ -139,6 +139,24 @@ def test_what_was_learned_is_the_next_profile() -> None:
     assert not CostModel(learned).worth_a_trial
 
 
+def test_trials_behind_what_slots_hold_come_to_an_end() -> None:
+    """A base and a slope cannot be told apart there. Forecasts at that depth are sure all the same."""
+    busy = {n: seconds / 2 for n, seconds in MEASURED.decode_s.items()}
+    deep = {n: 4 * seconds for n, seconds in MEASURED.deep_decode_s.items()}
+    model = CostModel(replace(MEASURED, decode_s=busy, deep_decode_s=deep, share=0.45))
+    truth, n_trials = CostModel(MEASURED), 0
+    while model.worth_a_trial and n_trials < 40:
+        kind, n = model.worth_a_trial[0]
+        if kind == "prefill":
+            model.observe_prefill(n, 200, truth.prefill_s(n, 200))
+        else:
+            model.observe_decode(n, n, 200, truth.decode_s(n, 200))
+        n_trials += 1
+    assert n_trials <= 20
+    for n in MEASURED.decode_s:
+        assert model.decode_s(n, 200) == pytest.approx(truth.decode_s(n, 200), rel=0.1)
+
+
 def test_a_slope_is_kept_as_it_was_learned_if_batches_were_deep() -> None:
     model = CostModel(MEASURED)
     for _ in range(60):

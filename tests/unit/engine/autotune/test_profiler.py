@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import CostModel, Profile, doubtful
+from serve_app.engine.autotune.cost_model import CostModel, Profile, envelope
 from serve_app.engine.autotune.profiler import (
     DEPTH,
     DeepProfiler,
@@ -26,19 +26,21 @@ from tests.unit.engine.autotune.machine import Machine
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("times", "monotone", "by_row"),
     [
-        ({}, []),
-        ({1: 0.02, 2: 0.03, 4: 0.05}, []),
-        ({6: 0.116, 8: 0.044}, [6]),
-        ({1: 0.02, 2: 0.06, 4: 0.05}, [2]),
-        ({1: 0.02, 4: 0.2, 8: 0.25}, [4, 8]),
-        ({8: 0.045, 9: 0.044}, []),
-        ({63: 0.5, 64: 0.25}, [63]),
+        ({}, {}, {}),
+        ({1: 0.02, 2: 0.03, 4: 0.05}, {}, {}),
+        ({6: 0.116, 8: 0.044}, {6: 0.044}, {6: 0.044}),
+        ({1: 0.02, 2: 0.06, 4: 0.05}, {2: 0.05}, {2: 0.04}),
+        ({1: 0.02, 4: 0.2, 8: 0.25}, {}, {4: 0.08, 8: 0.16}),
+        ({63: 0.5, 64: 0.25}, {63: 0.25}, {63: 0.25}),
     ],
 )
-def test_what_breaks_an_order_is_doubted(found: dict[int, float], expected: list[int]) -> None:
-    assert doubtful(found) == expected
+def test_the_envelope_is_the_most_that_batches_can_take_by_the_times_of_others(
+    times: dict[int, float], monotone: dict[int, float], by_row: dict[int, float]
+) -> None:
+    assert envelope(times, by_row=False) == pytest.approx(times | monotone)
+    assert envelope(times) == pytest.approx(times | by_row)
 
 
 def test_what_stays_so_is_believed_after_a_few_more_rounds() -> None:
