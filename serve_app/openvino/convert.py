@@ -78,7 +78,7 @@ def finish(part: Path) -> None:
 _LIMIT_S = 3600.0
 _LOOK_EVERY_S, _SAY_EVERY_S = 0.3, 10.0
 _BUILDING = 0.8
-_MADE_BY = ("gguf_model.py", "graph.py", "weights.py")
+_MADE_BY = ("architectures.py", "gguf_model.py", "graph.py", "weights.py")
 
 
 @cache

@@ -7,9 +7,8 @@ Context Window Extension of Large Language Models" (Peng et al., 2023), section 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,8 @@ from gguf import GGMLQuantizationType, GGUFReader
 from numpy.typing import NDArray
 
 from serve_app.errors import ConfigError
+from serve_app.openvino.architectures import ARCHITECTURES, Architecture
 from serve_app.openvino.weights import is_quantised, is_rounded, n_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """The traits that tell it from others."""
-
-    interleaved: bool = False
-    """Whether neighbours turn together, as llama.cpp stores Llama's heads; otherwise halves do."""
-
-
-ARCHITECTURES = {
-    "llama": Architecture(interleaved=True),
-    "qwen2": Architecture(),
-    "qwen3": Architecture(),
-}
-
-
-_BETA_FAST, _BETA_SLOW = 32.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +33,60 @@ class Rotary:
     """How much longer than in training contexts may be."""
     n_ctx_train: int = 0
     attention_factor: float = 1.0
+    n_turned: int = 0
+    """The dimensions of a head that turn; 0 for all."""
+    betas: tuple[float, float] = (32.0, 1.0)
+    """YaRN leaves a pair alone that turns as often in training, and scales one that turns more seldom."""
+    log_multiplier: float = 0.0
+    """YaRN's factor of the logarithm by which it divides the magnitude."""
 
     def frequencies(self, factors: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Radians for each position, of each pair of dimensions. `factors` divide them, as Llama 3.1's."""
-        pairs = np.arange(0, self.head_size, 2) / self.head_size
+        """Radians for each position, of each pair of dimensions; 0 for pairs that do not turn. `factors`
+        divide them, as Llama 3.1's."""
+        pairs = np.arange(0, self._n_turned, 2) / self._n_turned
         radians = self.base**-pairs
         if factors is not None:
             radians = radians / factors
         if self.scaling != "none":
             kept = self._ramp() if self.scaling == "yarn" else 0.0
             radians = radians * ((1 - kept) / self.factor + kept)
-        return radians.astype(np.float32)
+        return np.pad(radians, (0, self.head_size // 2 - len(radians))).astype(np.float32)
 
     @property
-    def attention_scale(self) -> float:
-        """The factor of scores. llama.cpp has a part of it in queries and keys."""
-        mscale = self.attention_factor
+    def _n_turned(self) -> int:
+        return self.n_turned or self.head_size
+
+    @property
+    def magnitude(self) -> float:
+        """The factor of the dimensions that turn, in queries and in keys."""
+        magnitude = self.attention_factor
         if self.scaling == "yarn" and self.factor > 1:
-            mscale *= 1 + 0.1 * math.log(self.factor)
-        return mscale**2 / math.sqrt(self.head_size)
+            log = 0.1 * math.log(self.factor)
+            magnitude *= (1 + log) / (1 + log * self.log_multiplier)
+        return magnitude
+
+    def order(self, neighbours: bool) -> NDArray[np.intp]:
+        """The dimensions of a head in the order in which the first half turns with the second, as
+        `frequencies` has them. `neighbours` says that each dimension turns with the next in the file."""
+        turned = np.arange(self._n_turned)
+        first, second = turned.reshape(-1, 2).T if neighbours else np.split(turned, 2)
+        others = np.split(np.arange(self._n_turned, self.head_size), 2)
+        return np.concatenate([first, others[0], second, others[1]])
 
     def _ramp(self) -> NDArray[np.float64]:
         """1 where a pair turns often in the context of training, and is left alone; 0 where it does not."""
-        low = max(0, math.floor(self._dimension(_BETA_FAST)))
-        high = min(self.head_size - 1, math.ceil(self._dimension(_BETA_SLOW)))
-        at = np.arange(self.head_size // 2)
+        low, high = (self._dimension(beta) for beta in self.betas)
+        low, high = max(0, math.floor(low)), min(self._n_turned - 1, math.ceil(high))
+        at = np.arange(self._n_turned // 2)
         return 1 - np.clip((at - low) / max(0.001, high - low), 0, 1)
 
     def _dimension(self, n_turns: float) -> float:
         turns = self.n_ctx_train / (n_turns * 2 * math.pi)
-        return self.head_size * math.log(turns) / (2 * math.log(self.base))
+        return self._n_turned * math.log(turns) / (2 * math.log(self.base))
 
 
-_SCALINGS = ("none", "linear", "yarn")
+_SCALINGS = ("none", "linear", "yarn", "longrope")
+_LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,9 @@ class Tensor:
 
 
 class GgufModel:
-    """Opened for reading; the tensors stay in the file until they are read. Remembers which were taken."""
+    """Opened for reading; the tensors stay in the file until they are read. Remembers which were taken.
+
+    Raises ConfigError for an architecture that is not known, with the reason as the rest of a sentence."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         readers = [GGUFReader(path) for path in files]
@@ -109,6 +114,9 @@ class GgufModel:
         }
         self._taken = set[str]()
         self.architecture = str(self._value("general.architecture"))
+        if self.architecture not in ARCHITECTURES:
+            raise ConfigError(f"the architecture {self.architecture} is not known")
+        self.kind: Architecture = ARCHITECTURES[self.architecture]
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of the architecture's key."""
@@ -161,7 +169,6 @@ class GgufModel:
             self.count("attention.key_length", size),
             self.count("attention.value_length", size),
         }
-        sizes.add(self.count("rope.dimension_count", max(sizes)))
         if len(sizes) > 1:
             raise ConfigError("the sizes of its heads differ")
         return sizes.pop()
@@ -172,6 +179,10 @@ class GgufModel:
         scaling = self.value("rope.scaling.type", "linear")
         if scaling not in _SCALINGS:
             raise ConfigError(f"its positions are scaled as {scaling}")
+        if any(self.value("rope.dimension_sections", [])[:2]):
+            raise ConfigError("its positions have several dimensions")
+        if self.kind.scaled and not self.value("rope.scaling.finetuned", True):
+            raise ConfigError("it has no positions")
         factor = self.value("rope.scaling.factor") or self.value("rope.scale_linear") or 1.0
         return Rotary(
             self.head_size,
@@ -180,18 +191,43 @@ class GgufModel:
             factor,
             self.value("rope.scaling.original_context_length") or self.count("context_length"),
             self.value("rope.scaling.attn_factor", 1.0),
+            self.count("rope.dimension_count", self.head_size),
+            (
+                self.value("rope.scaling.yarn_beta_fast", 32.0),
+                self.value("rope.scaling.yarn_beta_slow", 1.0),
+            ),
+            self.value("rope.scaling.yarn_log_multiplier", 0.0),
         )
+
+    @property
+    def window_rotary(self) -> Rotary:
+        """How positions turn queries and keys in layers with a sliding window."""
+        rotary, kind = self.rotary, self.kind
+        base = self.value("rope.freq_base_swa", kind.window_base or rotary.base)
+        if kind.window_scaled:
+            return replace(rotary, base=base)
+        return replace(rotary, base=base, scaling="none", attention_factor=1.0)
+
+    @property
+    def windows(self) -> list[int]:
+        """The sliding window of each layer, in tokens with a token itself; 0 for layers without one."""
+        window = self.value("attention.sliding_window", 0) if self.kind.windows else 0
+        pattern = self.value("attention.sliding_window_pattern", self.kind.windows)
+        n_layer = self.count("block_count")
+        if isinstance(pattern, int):  # the length of a period
+            pattern = [pattern == 0 or i % pattern < pattern - 1 for i in range(n_layer)]
+        return [window if has_window else 0 for has_window in pattern[:n_layer]]
+
+    @property
+    def rotary_factors(self) -> list[NDArray[np.float32]]:
+        """The divisors of frequencies: none, those for all contexts, or those for contexts up to that of
+        training and those for longer ones."""
+        names = [name for name in ("rope_freqs.weight", *_LONG_ROPE) if self.has(name)]
+        return [self.vector(name) for name in names]
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """A tensor of one dimension."""
         return self.take(name).data.astype(np.float32)
-
-
-_TENSORS = re.compile(
-    r"(token_embd|output_norm|output|rope_freqs"
-    r"|blk\.\d+\.(attn_norm|attn_q|attn_k|attn_v|attn_q_norm|attn_k_norm|attn_output"
-    r"|ffn_norm|ffn_gate|ffn_up|ffn_down))\.(weight|bias)"
-)
 
 
 def unreadable(files: Sequence[Path]) -> str | None:
@@ -199,13 +235,11 @@ def unreadable(files: Sequence[Path]) -> str | None:
     for the moment that it takes to read names."""
     try:
         model = GgufModel(files)
-        if model.architecture not in ARCHITECTURES:
-            return f"the architecture {model.architecture} is not known"
         _ = model.rotary
     except ConfigError as error:
         return str(error)
     for tensor in model.tensors:
-        if not _TENSORS.fullmatch(tensor.name):
+        if not model.kind.reads(tensor.name):
             return f"its tensor {tensor.name} would not be used"
         if is_quantised(tensor.kind) and not _is_known(tensor.kind):
             return f"nobody has written how to read {tensor.kind.name} weights"

@@ -1,37 +1,72 @@
-"""Builds OpenVINO's graph of a GGUF model: Llama's architecture, and those that differ little from it.
+"""Builds OpenVINO's graph of a GGUF model, by the table of its architecture.
 
 The graph is the one that OpenVINO's own tools write for such models, so that its passes know it: keys and
 values are state, which paged attention replaces, and the rotary embedding and the norms are written out.
-`ARCHITECTURES` says how they differ.
+What attention has in single layers is in `GraphNotes`, until paged attention is there to have it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import openvino
 from numpy.typing import NDArray
 from openvino import opset13 as op
 
 from serve_app.errors import ConfigError
-from serve_app.openvino.gguf_model import ARCHITECTURES, GgufModel, Tensor
+from serve_app.openvino.gguf_model import GgufModel, Rotary, Tensor
 from serve_app.openvino.weights import GROUP, Quantised, floats, is_quantised, quantised
 
 HIDDEN = "hidden_states"
-FREQUENCIES = "rotary_frequencies"
+FREQUENCIES, WINDOW_FREQUENCIES = "rotary_frequencies", "rotary_frequencies_of_windows"
 
 Node = Any
+
+
+class LayerNotes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What attention has in one layer."""
+
+    window: int = 0
+    """Tokens that a token sees, with itself; 0 for all."""
+    frequencies: str | None = FREQUENCIES
+    """The name of the constant that says how far positions turn; None if they do not."""
+
+
+class GraphNotes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a graph says about its attention, in its runtime information. A graph that was not built here
+    says nothing: its layers are all alike."""
+
+    layers: list[LayerNotes] = []
+    long_frequencies: list[float] = []
+    """Frequencies for contexts longer than `n_ctx_train`, instead of those in the graph; empty for none."""
+    n_ctx_train: int = 0
+
+    def add_to(self, graph: openvino.Model) -> None:
+        graph.set_rt_info(msgspec.json.encode(self).decode(), [_NOTES])
+
+    @classmethod
+    def of(cls, graph: openvino.Model) -> GraphNotes:
+        if not graph.has_rt_info([_NOTES]):
+            return cls()
+        return msgspec.json.decode(graph.get_rt_info([_NOTES]).astype(str), type=cls)
+
+    def layer(self, index: int) -> LayerNotes:
+        return self.layers[index] if self.layers else LayerNotes()
+
+
+_NOTES = "corral_attention"
 
 
 def build(files: Sequence[Path], tell: Callable[[float], None]) -> openvino.Model:
     """The graph of the model in these files; `tell` is told now and then which part of it is there. Raises
     ConfigError for a model that it does not know, with the reason as the rest of a sentence."""
     model = GgufModel(files)
-    if model.architecture not in ARCHITECTURES:
-        raise ConfigError(f"the architecture {model.architecture} is not known")
     graph = _Graph(model, tell).build()
     if model.left:
         more = f" and {len(model.left) - 1} more" if len(model.left) > 1 else ""
@@ -39,17 +74,26 @@ def build(files: Sequence[Path], tell: Callable[[float], None]) -> openvino.Mode
     return graph
 
 
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """Cosines and sines by which positions turn the dimensions of a head."""
+
+    cos: Node
+    sin: Node
+
+
 class _Graph:
     """The graph while it is built."""
 
     def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
         self._model, self._tell = model, tell
-        self._kind = ARCHITECTURES[model.architecture]
+        self._kind = model.kind
         self._n_head = model.count("attention.head_count")
         self._n_head_kv = model.count("attention.head_count_kv", self._n_head)
         self._head = model.head_size
-        self._rotary = model.rotary
+        self._order = model.rotary.order(self._kind.pairs == "neighbours")
         self._epsilon = float(model.value("attention.layer_norm_rms_epsilon"))
+        self._residual_scale = model.value("residual_scale", 1.0) if self._kind.scaled else 1.0
         self._inputs = {
             "input_ids": op.parameter([-1, -1], np.int64, name="input_ids"),
             "attention_mask": op.parameter([-1, -1], np.int64, name="attention_mask"),
@@ -61,16 +105,20 @@ class _Graph:
         self._sinks: list[Node] = []
         shape = op.shape_of(self._inputs["input_ids"])
         self._n_texts = op.gather(shape, _ints(0), _int(0))
+        self._positions = op.convert(self._inputs["position_ids"], np.float32)
+        self._turns: dict[str, _Turns] = {}
 
     def build(self) -> openvino.Model:
-        model = self._model
+        model, kind = self._model, self._kind
         embeddings = model.take("token_embd.weight")
-        table = _rows(embeddings)
         ids = op.convert(self._inputs["input_ids"], np.int32)
-        hidden = op.gather(table, ids, op.constant(np.int32(0)))
-        self._cos, self._sin = self._turns()
-        for layer in range(model.count("block_count")):
-            hidden = self._layer(f"blk.{layer}.", layer, hidden)
+        hidden = op.gather(_rows(embeddings), ids, op.constant(np.int32(0)))
+        width = model.count("embedding_length")
+        scale = model.value("embedding_scale", 1.0) if kind.scaled else 1.0
+        hidden = _scaled(hidden, math.sqrt(width) if kind.normed_embeddings else scale)
+        notes = self._notes()
+        for index, layer in enumerate(notes.layers):
+            hidden = self._layer(index, layer, hidden)
             self._tell(model.part_taken)
         hidden = self._norm("output_norm", hidden)
         hidden.output(0).set_names({HIDDEN})
@@ -78,65 +126,151 @@ class _Graph:
             logits = self._product("output", hidden)
         else:
             logits = _times(hidden, embeddings, None)
-        result = op.result(logits)
+        result = op.result(self._finished(logits))
         result.output(0).set_names({"logits"})
-        return openvino.Model([result], self._sinks, list(self._inputs.values()), "model")
+        graph = openvino.Model([result], self._sinks, list(self._inputs.values()), "model")
+        notes.add_to(graph)
+        return graph
 
-    def _turns(self) -> tuple[Node, Node]:
-        name = "rope_freqs.weight"
-        factors = self._model.vector(name) if self._model.has(name) else None
-        frequencies = op.constant(self._rotary.frequencies(factors).reshape(1, -1, 1))
-        frequencies.set_friendly_name(FREQUENCIES)
+    def _notes(self) -> GraphNotes:
+        model, kind = self._model, self._kind
+        windows = model.windows
+        rotary, *longer = map(model.rotary.frequencies, model.rotary_factors or (None,))
+        self._turns[FREQUENCIES] = self._turned_by(FREQUENCIES, rotary, model.rotary)
+        if any(windows):
+            frequencies = model.window_rotary.frequencies()
+            self._turns[WINDOW_FREQUENCIES] = self._turned_by(
+                WINDOW_FREQUENCIES, frequencies, model.window_rotary
+            )
+        layers = []
+        for index, window in enumerate(windows):
+            is_last = kind.unrotated > 0 and (index + 1) % kind.unrotated == 0
+            name: str | None = WINDOW_FREQUENCIES if window else FREQUENCIES
+            if is_last or (kind.full_unrotated and any(windows) and not window):
+                name = None
+            layers.append(LayerNotes(window, name))
+        return GraphNotes(
+            layers, [float(x) for one in longer for x in one], model.rotary.n_ctx_train
+        )
+
+    def _finished(self, logits: Node) -> Node:
+        model = self._model
+        if self._kind.scaled:
+            logits = _scaled(logits, 1 / model.value("logit_scale", 1.0))
+        if cap := model.value("final_logit_softcapping", 0.0):
+            logits = _scaled(op.tanh(_scaled(logits, 1 / cap)), cap)
+        return logits
+
+    def _turned_by(self, name: str, frequencies: NDArray[np.float32], rotary: Rotary) -> _Turns:
+        constant = op.constant(frequencies.reshape(1, -1, 1))
+        constant.set_friendly_name(name)
         shape = op.concat([self._n_texts, _ints(1), _ints(1)], 0)
-        positions = op.convert(op.unsqueeze(self._inputs["position_ids"], _int(1)), np.float32)
-        spread = op.broadcast(frequencies, shape, broadcast_spec="BIDIRECTIONAL")
+        positions = op.unsqueeze(self._positions, _int(1))
+        spread = op.broadcast(constant, shape, broadcast_spec="BIDIRECTIONAL")
         angles = op.transpose(
             op.matmul(spread, positions, False, False), op.constant(np.array([0, 2, 1], np.int32))
         )
         both = op.concat([angles, angles], -1)
-        return op.unsqueeze(op.cos(both), _int(1)), op.unsqueeze(op.sin(both), _int(1))
+        turns = [op.unsqueeze(turn(both), _int(1)) for turn in (op.cos, op.sin)]
+        if rotary.magnitude != 1:
+            n_pairs = self._head // 2
+            turned = np.arange(n_pairs) < (rotary.n_turned or self._head) // 2
+            factors = np.tile(np.where(turned, rotary.magnitude, 1), 2).astype(np.float32)
+            turns = [op.multiply(turn, op.constant(factors)) for turn in turns]
+        return _Turns(*turns)
 
-    def _layer(self, block: str, layer: int, hidden: Node) -> Node:
-        normed = self._norm(f"{block}attn_norm", hidden)
-        attended = self._attention(block, layer, normed)
-        hidden = op.add(hidden, self._product(f"{block}attn_output", attended))
-        normed = self._norm(f"{block}ffn_norm", hidden)
-        gate = op.swish(self._product(f"{block}ffn_gate", normed))
-        inner = op.multiply(gate, self._product(f"{block}ffn_up", normed))
-        return op.add(hidden, self._product(f"{block}ffn_down", inner))
+    def _layer(self, index: int, notes: LayerNotes, hidden: Node) -> Node:
+        kind, block = self._kind, f"blk.{index}."
+        normed = self._norm(kind.attention_norm, hidden, block)
+        attended = self._attention(block, index, notes, normed)
+        added = self._product(f"{block}attn_output", attended)
+        hidden = self._add(hidden, self._norm(kind.attention_post_norm, added, block))
+        normed = self._norm(kind.ffn_norm, hidden, block)
+        added = self._feed_forward(block, normed)
+        return self._add(hidden, self._norm(kind.ffn_post_norm, added, block))
 
-    def _attention(self, block: str, layer: int, hidden: Node) -> Node:
+    def _add(self, hidden: Node, added: Node) -> Node:
+        return op.add(hidden, _scaled(added, self._residual_scale))
+
+    def _feed_forward(self, block: str, hidden: Node) -> Node:
+        if self._kind.gate_in_up:
+            n_ff = self._model.count("feed_forward_length")
+            gate = self._product(f"{block}ffn_up", hidden, np.arange(n_ff))
+            up = self._product(f"{block}ffn_up", hidden, np.arange(n_ff, 2 * n_ff))
+        else:
+            gate, up = (self._product(f"{block}ffn_{name}", hidden) for name in ("gate", "up"))
+        gate = op.swish(gate) if self._kind.activation == "silu" else op.gelu(gate, "tanh")
+        return self._product(f"{block}ffn_down", op.multiply(gate, up))
+
+    def _attention(self, block: str, index: int, notes: LayerNotes, hidden: Node) -> Node:
         n, n_kv, head = self._n_head, self._n_head_kv, self._head
-        # Neighbours that turn together become halves of a head that do.
-        interleaved = np.arange(head).reshape(-1, 2).T.reshape(-1)
-        order = interleaved if self._kind.interleaved else None
-        query = self._heads(f"{block}attn_q", self._product(f"{block}attn_q", hidden, order), n)
-        key = self._heads(f"{block}attn_k", self._product(f"{block}attn_k", hidden, order), n_kv)
-        value = self._heads(f"{block}attn_v", self._product(f"{block}attn_v", hidden), n_kv)
-        query, key = self._turned(query), self._turned(key)
-        keys = self._kept(f"past_key_values.{layer}.key", f"present.{layer}.key", key)
-        values = self._kept(f"past_key_values.{layer}.value", f"present.{layer}.value", value)
+        query = self._heads(block, "q", hidden, n, self._order)
+        key = self._heads(block, "k", hidden, n_kv, self._order)
+        value = self._heads(block, "v", hidden, n_kv, np.arange(head))
+        if notes.frequencies is not None:
+            turns = self._turns[notes.frequencies]
+            query, key = self._turned(query, turns), self._turned(key, turns)
+        query = self._warmed(query)
+        keys = self._kept(f"past_key_values.{index}.key", f"present.{index}.key", key)
+        values = self._kept(f"past_key_values.{index}.value", f"present.{index}.value", value)
         if n != n_kv:
             keys, values = self._repeated(keys), self._repeated(values)
-        scale = op.constant(np.float32(self._rotary.attention_scale))
+        scale = op.constant(np.float32(self._attention_scale))
         mask = op.constant(np.zeros((1, 1, 1, 1), np.float32))  # paged attention has its own
-        found = op.scaled_dot_product_attention(query, keys, values, mask, scale, False)
-        found = op.transpose(found, op.constant(np.array([0, 2, 1, 3], np.int32)))
-        return op.reshape(found, _ints(0, 0, n * head), True)
+        attended = op.scaled_dot_product_attention(query, keys, values, mask, scale, False)
+        attended = op.transpose(attended, op.constant(np.array([0, 2, 1, 3], np.int32)))
+        return op.reshape(attended, _ints(0, 0, n * head), True)
 
-    def _heads(self, name: str, flat: Node, n_heads: int) -> Node:
-        heads = op.reshape(flat, _ints(0, 0, n_heads, self._head), True)
-        if self._model.has(f"{name}_norm.weight"):
-            heads = self._norm(f"{name}_norm", heads)
+    @property
+    def _attention_scale(self) -> float:
+        model, scale = self._model, 0.0
+        if self._kind.scaled:
+            scale = model.value("attention.scale", 0.0)
+        size = self._head
+        if model.count("block_count") == self._kind.layers_scaled_by_width:
+            size = model.count("embedding_length") // self._n_head
+        return scale or 1 / math.sqrt(size)
+
+    def _heads(
+        self, block: str, name: str, hidden: Node, n_heads: int, order: NDArray[np.intp]
+    ) -> Node:
+        """Queries, keys or values; `order` is that of a head's dimensions."""
+        head, stem = self._head, f"{block}attn_{name}"
+        rows = (np.arange(n_heads)[:, None] * head + order).reshape(-1)
+        if self._model.has(f"{block}attn_qkv.weight"):
+            n_before = {"q": 0, "k": self._n_head, "v": self._n_head + self._n_head_kv}[name]
+            flat = self._product(f"{block}attn_qkv", hidden, n_before * head + rows)
+        else:
+            flat = self._product(stem, hidden, rows)
+        weights = None
+        if self._model.has(f"{stem}_norm.weight"):
+            weights = self._model.vector(f"{stem}_norm.weight")
+        if weights is not None and len(weights) > head:
+            flat = self._normed(flat, weights[rows])
+        heads = op.reshape(flat, _ints(0, 0, n_heads, head), True)
+        if weights is not None and len(weights) == head:
+            heads = self._normed(heads, weights[order])
         return op.transpose(heads, op.constant(np.array([0, 2, 1, 3], np.int32)))
 
-    def _turned(self, heads: Node) -> Node:
+    def _turned(self, heads: Node, turns: _Turns) -> Node:
         half, end, step, axis = _ints(self._head // 2), _ints(2**63 - 1), _ints(1), _ints(3)
         second = op.slice(heads, half, end, step, axis)
         negative = op.multiply(second, op.constant(np.float32(-1)))
         first = op.slice(heads, _ints(0), half, step, axis)
         across = op.concat([negative, first], -1)
-        return op.add(op.multiply(heads, self._cos), op.multiply(across, self._sin))
+        return op.add(op.multiply(heads, turns.cos), op.multiply(across, turns.sin))
+
+    def _warmed(self, query: Node) -> Node:
+        """Queries that are scaled by their position: by 1 in the first context of training, and by more in
+        each further one. Source: llama.cpp, `llm_graph_input_attn_temp`."""
+        model = self._model
+        scale = model.value("attention.temperature_scale", 0.0) if self._kind.temperature else 0.0
+        if not scale:
+            return query
+        n_contexts = op.floor(_scaled(self._positions, 1 / model.rotary.n_ctx_train))
+        one = op.constant(np.float32(1))
+        factor = op.add(_scaled(op.log(op.add(n_contexts, one)), scale), one)
+        return op.multiply(query, op.unsqueeze(factor, _ints(1, 3)))
 
     def _kept(self, past: str, present: str, new: Node) -> Node:
         n_kv, head = self._n_head_kv, self._head
@@ -157,25 +291,29 @@ class _Graph:
         spread = op.broadcast(op.unsqueeze(heads, _int(2)), wanted, broadcast_spec="BIDIRECTIONAL")
         return op.reshape(spread, _ints(0, n, -1, head), True)
 
-    def _norm(self, name: str, values: Node) -> Node:
+    def _norm(self, name: str | None, values: Node, block: str = "") -> Node:
+        if name is None:
+            return values
+        return self._normed(values, self._model.vector(f"{block}{name}.weight"))
+
+    def _normed(self, values: Node, weights: NDArray[np.float32]) -> Node:
         square = op.power(values, op.constant(np.float32(2)))
         mean = op.reduce_mean(square, op.constant(np.array([-1], np.int32)), True)
         root = op.sqrt(op.add(mean, op.constant(np.float32(self._epsilon))))
         normed = op.multiply(values, op.divide(op.constant(np.float32(1)), root))
-        return op.multiply(normed, op.constant(self._model.vector(f"{name}.weight")))
+        return op.multiply(normed, op.constant(weights))
 
-    def _product(self, name: str, values: Node, order: NDArray[np.intp] | None = None) -> Node:
-        """Times the matrix of that name, with its bias if it has one; `order` is that of a head's rows."""
-        tensor = self._model.take(f"{name}.weight")
-        rows = None
-        if order is not None:
-            heads = np.arange(0, len(tensor.data), self._head)
-            rows = (heads[:, None] + order).reshape(-1)
-        product = _times(values, tensor, rows)
+    def _product(self, name: str, values: Node, rows: NDArray[np.intp] | None = None) -> Node:
+        """The product with rows of the matrix of that name, and of its bias if it has one."""
+        product = _times(values, self._model.take(f"{name}.weight"), rows)
         if self._model.has(f"{name}.bias"):
             bias = self._model.vector(f"{name}.bias")
             product = op.add(product, op.constant(bias if rows is None else bias[rows]))
         return product
+
+
+def _scaled(values: Node, factor: float) -> Node:
+    return values if factor == 1 else op.multiply(values, op.constant(np.float32(factor)))
 
 
 def _ints(*values: int) -> Node:
@@ -187,7 +325,7 @@ def _int(value: int) -> Node:
 
 
 def _times(values: Node, tensor: Tensor, rows: NDArray[np.intp] | None) -> Node:
-    """The product with a matrix, whose rows may have another order."""
+    """The product with a matrix, or with some of its rows."""
     data = tensor.data if rows is None else tensor.data[rows]
     if not is_quantised(tensor.kind):
         return op.matmul(values, _plain(floats(data, tensor.kind)), False, True)

@@ -226,7 +226,6 @@ class OpenVinoBackend:
 def _check(model: Model) -> None:
     lacks = {
         "layers that are recurrent": model.is_recurrent,
-        "layers with a sliding window": model.window > 0,
         "attention to tokens behind": not model.is_causal,
         "scores instead of texts": model.pooling == "rank",
     }

@@ -20,7 +20,7 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from serve_app.errors import ConfigError
 from serve_app.openvino.exported.files import trusted
-from serve_app.openvino.graph import FREQUENCIES, HIDDEN
+from serve_app.openvino.graph import FREQUENCIES, HIDDEN, GraphNotes
 
 CacheType = Literal["f16", "bf16"]
 """The format of keys and values. With bf16, attention is computed with such numbers, too, which some
@@ -33,6 +33,8 @@ KEYS = "key_cache."
 CACHES = (KEYS, "value_cache.")
 """The names of inputs that are one layer's cache begin so."""
 _ATTENTION = "PagedAttentionExtension"
+# Inputs of paged attention, by number. Source: OpenVINO, `op/paged_attention.hpp`.
+_KEY_CACHE, _WINDOW = 3, 10
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx")
 # By so much exporters round frequencies, which they write as 16-bit floats.
 _RELATIVE, _ABSOLUTE = 2e-3, 1e-7
@@ -80,21 +82,38 @@ def read(path: Path, frequencies: NDArray[np.float32] | None, n_vocab: int) -> o
 
 
 def compiled(
-    path: Path, model: openvino.Model, threads: int, cache_type: CacheType
-) -> tuple[openvino.CompiledModel, NDArray[np.float32]]:
-    """The model with paged attention, whose last product has the rows only that are sampled; and how far
-    its positions turn. Raises ConfigError."""
+    path: Path, model: openvino.Model, threads: int, cache_type: CacheType, n_ctx: int
+) -> tuple[openvino.CompiledModel, dict[str, NDArray[np.float32]]]:
+    """The model with paged attention for contexts of `n_ctx` tokens, whose last product has the rows only
+    that are sampled; and how far positions turn the keys of each cache of keys. Raises ConfigError."""
     try:
-        names = {one.get_friendly_name(): one for one in model.get_ops()}
-        frequencies = np.array(names[FREQUENCIES].data, np.float32).reshape(-1)
+        notes = GraphNotes.of(model)
+        constants = {one.get_friendly_name(): one for one in model.get_ops()}
+        if notes.long_frequencies and n_ctx > notes.n_ctx_train:
+            short = constants[FREQUENCIES]
+            longer = np.array(notes.long_frequencies, np.float32).reshape(short.data.shape)
+            constants[FREQUENCIES] = op.constant(longer)
+            short.output(0).replace(constants[FREQUENCIES].output(0))
         paged_attention_transformation(model)
+        frequencies = {}
+        for attention in _attentions(model):
+            cache = attention.input_value(_KEY_CACHE).get_node().get_friendly_name()
+            layer = notes.layer(int(cache.removeprefix(KEYS)))
+            window = op.constant(np.int32(layer.window))
+            attention.input(_WINDOW).replace_source_output(window.output(0))
+            radians = np.array(constants[layer.frequencies or FREQUENCIES].data, np.float32)
+            frequencies[cache] = radians.reshape(-1) * (layer.frequencies is not None)
         _choose_rows(model)
         if cache_type == "bf16":
             _narrow_attention(model)
-        found = openvino.Core().compile_model(model, "CPU", settings(threads, cache_type))
-        return found, frequencies
+        executable = openvino.Core().compile_model(model, "CPU", settings(threads, cache_type))
+        return executable, frequencies
     except RuntimeError as error:
         raise ConfigError(f"OpenVINO cannot compile {path}: {error}") from error
+
+
+def _attentions(model: openvino.Model) -> list[Any]:
+    return [one for one in model.get_ops() if one.get_type_name() == _ATTENTION]
 
 
 def _choose_rows(model: openvino.Model) -> None:
@@ -121,7 +140,7 @@ def _choose_rows(model: openvino.Model) -> None:
 def _narrow_attention(model: openvino.Model) -> None:
     """Have attention compute with bf16, and everything else as before: its queries, keys and values become
     such numbers, and what comes out becomes f32."""
-    for attention in [one for one in model.get_ops() if one.get_type_name() == _ATTENTION]:
+    for attention in _attentions(model):
         for port in attention.inputs()[:3]:
             wide = port.get_source_output()
             port.replace_source_output(op.convert(wide, "bf16").output(0))

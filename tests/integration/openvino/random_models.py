@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, LlamaFileType
 
+from serve_app.openvino.architectures import ARCHITECTURES, Architecture
 from tools.gguf_file import ModelShape, add_hyperparameters, add_tokenizer
 from tools.random_models.model import vocabulary
 
@@ -23,27 +26,29 @@ _SHAPE = ModelShape("random", 2, 256, 512, 4, 2, 64, 512, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A model with random weights."""
+    """A model with random weights, with the parts that the architecture's table has."""
 
     architecture: str
     kind: Kind = Kind.F16
     biases: bool = False
     tied: bool = False
-    n_frequencies: int = 0
-    scaling: dict[str, str | float] = field(default_factory=dict)
-    stranger: str | None = None
-    """The name of one more tensor."""
+    one_qkv: bool = False
+    """Whether queries, keys and values are one matrix."""
+    wide_norms: bool = False
+    """Whether norms of queries and keys are those of all heads together."""
+    n_layer: int = _SHAPE.n_layer
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """More of the architecture's metadata."""
+    vectors: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """More tensors: their lengths and the mean of their values."""
 
     def write(self, path: Path) -> Path:
         tokens, merges = vocabulary(_SHAPE.n_vocab)
         writer, rng = GGUFWriter(path, self.architecture), np.random.default_rng(1)
-        add_hyperparameters(writer, _SHAPE, _FILE_TYPES[self.kind], rope_base=1e4)
-        for key, value in self.scaling.items():
-            name = f"{self.architecture}.rope.scaling.{key}"
-            if isinstance(value, str):
-                writer.add_string(name, value)
-            else:
-                writer.add_float32(name, value)
+        shape = replace(_SHAPE, n_layer=self.n_layer)
+        add_hyperparameters(writer, shape, _FILE_TYPES[self.kind], rope_base=1e4)
+        for name, value in self.metadata.items():
+            _add(writer, f"{self.architecture}.{name}", value)
         add_tokenizer(writer, tokens, merges)
 
         def matrix(name: str, rows: int, columns: int) -> None:
@@ -54,6 +59,7 @@ class Made:
         def vector(name: str, n: int, mean: float = 1.0) -> None:
             writer.add_tensor(name, rng.normal(mean, 0.2, n).astype(np.float32))
 
+        parts = ARCHITECTURES.get(self.architecture, Architecture())
         n_embd, n_ff, head = _SHAPE.n_embd, _SHAPE.n_ff, _SHAPE.head_dim
         heads = {"q": _SHAPE.n_head * head, "k": _SHAPE.n_head_kv * head}
         heads["v"] = heads["k"]
@@ -61,27 +67,45 @@ class Made:
         vector("output_norm.weight", n_embd)
         if not self.tied:
             matrix("output.weight", len(tokens), n_embd)
-        if self.n_frequencies:
-            vector("rope_freqs.weight", self.n_frequencies, 4.0)
-        if self.stranger:
-            vector(self.stranger, n_embd)
-        for layer in range(_SHAPE.n_layer):
+        for name, (n, mean) in self.vectors.items():
+            vector(name, n, mean)
+        norms = (
+            parts.attention_norm,
+            parts.attention_post_norm,
+            parts.ffn_norm,
+            parts.ffn_post_norm,
+        )
+        for layer in range(self.n_layer):
             block = f"blk.{layer}."
-            vector(f"{block}attn_norm.weight", n_embd)
-            vector(f"{block}ffn_norm.weight", n_embd)
-            for name, rows in heads.items():
+            for name in filter(None, norms):
+                vector(f"{block}{name}.weight", n_embd)
+            for name, rows in (
+                {"qkv": sum(heads.values())}.items() if self.one_qkv else heads.items()
+            ):
                 matrix(f"{block}attn_{name}.weight", rows, n_embd)
                 if self.biases:
                     vector(f"{block}attn_{name}.bias", rows, 0.0)
             matrix(f"{block}attn_output.weight", n_embd, heads["q"])
-            for name in ("gate", "up"):
-                matrix(f"{block}ffn_{name}.weight", n_ff, n_embd)
+            if not parts.gate_in_up:
+                matrix(f"{block}ffn_gate.weight", n_ff, n_embd)
+            matrix(f"{block}ffn_up.weight", 2 * n_ff if parts.gate_in_up else n_ff, n_embd)
             matrix(f"{block}ffn_down.weight", n_embd, n_ff)
-            if self.architecture == "qwen3":
-                vector(f"{block}attn_q_norm.weight", head, 1.5)
-                vector(f"{block}attn_k_norm.weight", head, 1.5)
+            if parts.head_norms:
+                for name in "qk":
+                    n = heads[name] if self.wide_norms else head
+                    vector(f"{block}attn_{name}_norm.weight", n, 1.5)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
         return path
+
+
+def _add(writer: GGUFWriter, name: str, value: Any) -> None:
+    add: dict[type, Callable[[str, Any], None]] = {
+        str: writer.add_string,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
+    add[type(value)](name, value)

@@ -17,7 +17,7 @@ def test_pairs_turn_slower_and_slower() -> None:
     found = PLAIN.frequencies()
     assert found[0] == 1
     np.testing.assert_allclose(found[1:] / found[:-1], 10000 ** (-2 / 64), rtol=1e-5)
-    assert PLAIN.attention_scale == 1 / 8
+    assert PLAIN.magnitude == 1
 
 
 def test_own_factors_divide_them() -> None:
@@ -28,7 +28,7 @@ def test_own_factors_divide_them() -> None:
 def test_linear_scaling_divides_all() -> None:
     linear = replace(PLAIN, factor=4.0)
     np.testing.assert_allclose(linear.frequencies() * 4, PLAIN.frequencies(), rtol=1e-6)
-    assert linear.attention_scale == 1 / 8
+    assert linear.magnitude == 1
     none = replace(linear, scaling="none")
     np.testing.assert_array_equal(none.frequencies(), PLAIN.frequencies())
 
@@ -39,4 +39,12 @@ def test_yarn_leaves_fast_pairs_alone() -> None:
     assert ratio[:8] == pytest.approx(1)
     assert ratio[-4:] == pytest.approx(4)
     assert (np.diff(ratio) > -1e-5).all()
-    assert yarn.attention_scale == pytest.approx((1 + 0.1 * math.log(4)) ** 2 / 8)
+    assert yarn.magnitude == pytest.approx(1 + 0.1 * math.log(4))
+    assert replace(yarn, log_multiplier=1.0).magnitude == 1
+
+
+def test_what_does_not_turn_has_no_frequency_and_follows_what_turns_in_each_half() -> None:
+    partial = replace(PLAIN, head_size=8, n_turned=4)
+    assert (partial.frequencies() > 0).tolist() == [True, True, False, False]
+    assert partial.order(neighbours=True).tolist() == [0, 2, 4, 5, 1, 3, 6, 7]
+    assert partial.order(neighbours=False).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]

@@ -1,0 +1,135 @@
+"""Tables of the decoders that OpenVINO's graph is built for: what their layers are made of.
+
+An architecture is one entry of `ARCHITECTURES`, by llama.cpp's name. Keys of metadata and names of tensors
+are those of GGUF files. Source: the model files of llama.cpp (`src/models`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The parts of a decoder's layers. The defaults are Llama's parts.
+
+    Every matrix may have a bias. Queries, keys and values may be one matrix, and the output may be that of
+    the embeddings. Norms are RMS norms.
+    """
+
+    pairs: Literal["halves", "neighbours"] = "halves"
+    """The dimensions of a head that turn together: the first half with the second, or neighbours."""
+    attention_norm: str | None = "attn_norm"
+    """The norm before attention. None leaves it out, as with the three norms below."""
+    attention_post_norm: str | None = None
+    """The norm of what attention adds."""
+    ffn_norm: str | None = "ffn_norm"
+    """The norm before the feed-forward part."""
+    ffn_post_norm: str | None = None
+    """The norm of what the feed-forward part adds."""
+    head_norms: bool = False
+    """Whether queries and keys have norms: of each head, or of all heads together if it is that long."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """The activation of the gate."""
+    gate_in_up: bool = False
+    """Whether the first half of `ffn_up` is the gate."""
+    scaled: bool = False
+    """Whether metadata scale embeddings, attention, what layers add, and logits (Granite)."""
+    normed_embeddings: bool = False
+    """Whether embeddings are scaled by the square root of their width (Gemma)."""
+    temperature: bool = False
+    """Whether metadata may scale queries the more, the further behind they are (Mistral 3)."""
+    windows: int = 0
+    """Layers in a period of which all but the last have a sliding window, if metadata have one. 0: metadata
+    of windows are ignored, as by llama.cpp."""
+    window_base: float | None = None
+    """The base of the rotary embedding in layers with a window; None for the base of the others."""
+    window_scaled: bool = True
+    """Whether the rotary embedding is scaled in layers with a window, too."""
+    unrotated: int = 0
+    """Layers in a period of which the last has no positions; 0 if all have."""
+    full_unrotated: bool = False
+    """Whether layers without a window have no positions in a model that has windows (EXAONE 4)."""
+    layers_scaled_by_width: int = 0
+    """The number of layers of the model whose scores are scaled by a head's share of the embeddings' width,
+    and not by a head's size (Gemma 3 27B)."""
+
+    def reads(self, tensor: str) -> bool:
+        """Whether the graph uses a tensor of that name."""
+        inside = re.fullmatch(r"blk\.\d+\.(\w+)\.(weight|bias)", tensor)
+        if inside is None:
+            return tensor in _AROUND_LAYERS
+        name, kind = inside.groups()
+        if name in _PRODUCTS:
+            return name != "ffn_gate" or not self.gate_in_up
+        return kind == "weight" and name in self._norms
+
+    @property
+    def _norms(self) -> set[str | None]:
+        norms = {self.attention_norm, self.attention_post_norm, self.ffn_norm, self.ffn_post_norm}
+        return norms | ({"attn_q_norm", "attn_k_norm"} if self.head_norms else set())
+
+
+_AROUND_LAYERS = frozenset(
+    {
+        "token_embd.weight",
+        "output_norm.weight",
+        "output.weight",
+        "output.bias",
+        "rope_freqs.weight",
+        "rope_factors_long.weight",
+        "rope_factors_short.weight",
+    }
+)
+_PRODUCTS = frozenset(
+    {"attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down"}
+)
+_AFTER_ATTENTION, _AFTER_FFN = "post_attention_norm", "post_ffw_norm"
+
+ARCHITECTURES = {
+    "llama": Architecture(pairs="neighbours"),
+    "mistral3": Architecture(pairs="neighbours", temperature=True),
+    "granite": Architecture(pairs="neighbours", scaled=True),
+    "smollm3": Architecture(pairs="neighbours", unrotated=4),
+    "qwen2": Architecture(),
+    "qwen3": Architecture(head_norms=True),
+    "phi3": Architecture(gate_in_up=True),
+    "glm4": Architecture(
+        pairs="neighbours",
+        gate_in_up=True,
+        attention_post_norm=_AFTER_ATTENTION,
+        ffn_post_norm=_AFTER_FFN,
+    ),
+    "gemma3": Architecture(
+        attention_post_norm=_AFTER_ATTENTION,
+        ffn_post_norm=_AFTER_FFN,
+        head_norms=True,
+        activation="gelu",
+        normed_embeddings=True,
+        windows=6,
+        window_base=10000.0,
+        window_scaled=False,
+        layers_scaled_by_width=62,
+    ),
+    "olmo2": Architecture(
+        attention_norm=None,
+        attention_post_norm=_AFTER_ATTENTION,
+        ffn_norm=None,
+        ffn_post_norm=_AFTER_FFN,
+        head_norms=True,
+        windows=4,
+        window_scaled=False,
+    ),
+    "exaone4": Architecture(
+        attention_norm=None,
+        attention_post_norm=_AFTER_ATTENTION,
+        ffn_norm=None,
+        ffn_post_norm=_AFTER_FFN,
+        head_norms=True,
+        windows=4,
+        full_unrotated=True,
+    ),
+}
+"""The architectures by name, Llama's and those that follow it closely first."""
