@@ -11,6 +11,8 @@ one of --server, or of `python -m loadtests.compare.llama_server`. Others that m
 - `ray-defaults`: `serve run` without it;
 - `openvino`: what `make serve` runs, with `engine.backend: openvino`; `openvino-bf16` the same with
   `engine.cache_type_k` and `engine.cache_type_v` as `bf16`;
+- `vllm`: vLLM's CPU build with weights as W8A8, of `python -m loadtests.compare.vllm`; `vllm-bf16` the same
+  with BF16;
 - `llama-cpp-python`: `python -m llama_cpp.server`, which computes one request after the other (with
   --interrupt_requests False: by default a request cuts off the stream before it);
 - `llama-cpp-python-batched`: the example server of its source package, kept by
@@ -21,9 +23,9 @@ one of --server, or of `python -m loadtests.compare.llama_server`. Others that m
 Each that is started has 16 slots of 1024 tokens, or --slots; `llama-cpp-python` has one. With --engine,
 Corral's have these settings of `engine` besides. Users all ask at once and read streams of 64 tokens.
 `independent` prompts have 128 random words, `shared` ones 512 that are the same for all users and 32 of
-their own; each word is one token. Corral and llama-server get prompts as token ids, with `ignore_eos`; the
-others as text, with a `logit_bias` against what ends an answer. Where a stream does not tell its tokens,
-its texts are counted. A side that answered less than it should is warned of.
+their own; each word is one token. Corral, llama-server and vLLM get prompts as token ids, with
+`ignore_eos`; the others as text, with a `logit_bias` against what ends an answer. Where a stream does not
+tell its tokens, its texts are counted. A side that answered less than it should is warned of.
 
 In every round each side's server is started and warmed up with a request. Then they take turns, burst by
 burst: A B C, C B A, ... One runs at a time; the processes of all others are stopped meanwhile (SIGSTOP). A
@@ -74,10 +76,10 @@ from loadtests.compare.sides import (
     CORRAL,
     LLAMA_SERVER,
     NATIVE,
-    PYTHON_BATCHED,
     SIDES,
     Sizes,
     engine_settings,
+    expect,
     first_model,
     is_url,
     start,
@@ -306,11 +308,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
     args = vars(parser.parse_args(argv))
     json_file: Path | None = args.pop("json")
     settings = Settings(**args)
-    if LLAMA_SERVER in settings.sides:
-        llama_server.expect(parser, settings.server)
-    batched = llama_server.folder() / llama_server.BATCHED_SERVER
-    if PYTHON_BATCHED in settings.sides and not batched.is_file():
-        parser.error(f"no {batched}: run python -m loadtests.compare.llama_server")
+    expect(parser, settings.sides, settings.model, settings.server)
     return settings, json_file
 
 

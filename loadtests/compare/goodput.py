@@ -40,7 +40,15 @@ from loadtests.common.plot import Chart, svg
 from loadtests.common.servers import Server, exit_on_sigterm
 from loadtests.compare import llama_server
 from loadtests.compare.requests import request, tokenized
-from loadtests.compare.sides import CORRAL, LLAMA_SERVER, NATIVE, Sizes, engine_settings, start
+from loadtests.compare.sides import (
+    CORRAL,
+    LLAMA_SERVER,
+    NATIVE,
+    Sizes,
+    engine_settings,
+    expect,
+    start,
+)
 from serve_app.measure.benchmark import (
     SEED,
     bounded,
@@ -244,8 +252,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     args = vars(parser.parse_args(argv))
     json_file, plot_file = args.pop("json"), args.pop("plot")
     settings = Settings(**args)
-    if LLAMA_SERVER in settings.sides:
-        llama_server.expect(parser, settings.server)
+    expect(parser, settings.sides, settings.model, settings.server)
     return settings, json_file, plot_file
 
 

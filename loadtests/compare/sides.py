@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,16 +24,18 @@ from loadtests.common.servers import (
     serve_run,
     write_config,
 )
-from loadtests.compare import llama_server
+from loadtests.compare import llama_server, vllm
 from serve_app.measure.benchmark import BenchmarkError
 from serve_app.start.one_machine import environment_of
 
 CORRAL, BARE, LLAMA_SERVER = "corral", "bare", "llama-server"
 SERVE_PROXY, RAY_DEFAULTS = "serve-proxy", "ray-defaults"
 OPENVINO, OPENVINO_BF16 = "openvino", "openvino-bf16"
+VLLM: Mapping[str, str] = {"vllm": "w8a8", "vllm-bf16": "bf16"}
+"""Its sides, and the form of each one's weights."""
 PYTHON, PYTHON_BATCHED = "llama-cpp-python", "llama-cpp-python-batched"
-NATIVE = (CORRAL, BARE, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, OPENVINO, OPENVINO_BF16)
-"""Those that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
+NATIVE = (CORRAL, BARE, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, OPENVINO, OPENVINO_BF16, *VLLM)
+"""Sides that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
 SIDES = (*NATIVE, PYTHON, PYTHON_BATCHED)
 _OPENVINO: dict[str, dict[str, str]] = {
     OPENVINO: {"backend": "openvino"},
@@ -76,6 +78,19 @@ def engine_settings(text: str) -> dict[str, Any]:
     return settings
 
 
+def expect(
+    parser: argparse.ArgumentParser, sides: Collection[str], model: Path, server: Path
+) -> None:
+    """End the command with an error that says what to run if a peer's program is not there."""
+    if LLAMA_SERVER in sides:
+        llama_server.expect(parser, server)
+    batched = llama_server.folder() / llama_server.BATCHED_SERVER
+    if PYTHON_BATCHED in sides and not batched.is_file():
+        parser.error(f"no {batched}: run python -m loadtests.compare.llama_server")
+    if VLLM.keys() & set(sides) and not vllm.is_built(model):
+        parser.error(f"no vLLM for {model}: run python -m loadtests.compare.vllm --model {model}")
+
+
 def start(
     side: str,
     model: Path,
@@ -95,6 +110,11 @@ def start(
 
     def peer(_: Path, port: int) -> list[str | Path]:
         return llama_server_command(server, model, sizes, port)
+
+    def vllm_peer(_: Path, port: int) -> list[str | Path]:
+        return vllm.command(
+            *(model, VLLM[side], port), n_slots=sizes.n_slots, n_ctx_slot=sizes.n_ctx_slot
+        )
 
     def python(_: Path, port: int) -> list[str | Path]:
         return [
@@ -120,6 +140,8 @@ def start(
         return serve_run(entry, environment_of("one-machine.env"))
     if side == RAY_DEFAULTS:
         return serve_run(entry, NO_SETTINGS)
+    if side in VLLM:
+        return running(vllm_peer, is_healthy, vllm.environment(sizes.threads))
     command, is_ready = {
         BARE: (bare, corral_is_ready),
         LLAMA_SERVER: (peer, is_healthy),

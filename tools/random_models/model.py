@@ -1,6 +1,6 @@
 """Writes GGUF models with random weights: real shapes and speed, meaningless text, no download.
 
-    python -m tools.random_models.model OUT --shape 0.6b --type q4_0
+    python -m tools.random_models.model OUT --shape 0.6b --type q4_0 [--layers N]
 
 The architecture is Qwen3, or one of Qwen's that see, with tied embeddings and a byte-level BPE
 vocabulary of its own. The same shape, type and seed give the same bytes (under one version of
@@ -20,7 +20,7 @@ import os
 import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,6 +43,8 @@ SHAPES: dict[str, ModelShape] = {
     "wide": ModelShape("random-wide", 1, 64, 128, 2, 1, 32, 151936, 32768),
     "0.6b": ModelShape("random-0.6b", 28, 1024, 3072, 16, 8, 128, 151936, 32768),
     "1.7b": ModelShape("random-1.7b", 28, 2048, 6144, 16, 8, 128, 151936, 32768),
+    "4b": ModelShape("random-4b", 36, 2560, 9728, 32, 8, 128, 151936, 32768),
+    "8b": ModelShape("random-8b", 36, 4096, 12288, 32, 8, 128, 151936, 32768),
 }
 """The shapes on offer: tiny ones for tests, `wide` for its large vocabulary, and
 the sizes of the Qwen3 models that the others are named after."""
@@ -293,9 +295,14 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--type", choices=TYPES | MIXTURES, default="f16")
+    parser.add_argument("--layers", type=int, help="write so many of the shape's layers")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     shape = SHAPES[args.shape]
+    if args.layers is not None:
+        if not 0 < args.layers <= shape.n_layer:
+            parser.error(f"--layers: the shape has {shape.n_layer}")
+        shape = replace(shape, name=f"{shape.name}-{args.layers}-layers", n_layer=args.layers)
     write_random_gguf(args.out, shape, args.type, args.seed)
     size = args.out.stat().st_size
     print(f"{args.out}: {size / 1e6:.1f} MB, {parameter_count(shape) / 1e6:.1f} M parameters")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.common.bursts import FIGURES, Burst
-from loadtests.compare import __main__, llama_server
+from loadtests.compare import __main__, llama_server, vllm
 from loadtests.compare import report as peer_report
 from loadtests.compare.__main__ import Record, Settings, by_point, parse_args, report, requests
 from loadtests.compare.requests import (
@@ -311,3 +311,21 @@ def test_the_batched_example_must_be_there(
     llama_server.folder().mkdir(parents=True)
     (llama_server.folder() / llama_server.BATCHED_SERVER).touch()
     assert parse_args(line)[0].sides == ("llama-cpp-python-batched",)
+
+
+def test_vllm_must_have_the_weights_of_this_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"first")
+    line = ["--model", str(model), "--sides", "vllm"]
+    with pytest.raises(SystemExit):
+        parse_args(line)
+    assert f"run python -m loadtests.compare.vllm --model {model}" in capsys.readouterr().err
+    for form in vllm.FORMS:
+        vllm.weights(model, form).mkdir(parents=True)
+    assert parse_args(line)[0].sides == ("vllm",)
+    model.write_bytes(b"another file of this name")
+    with pytest.raises(SystemExit):
+        parse_args(line)

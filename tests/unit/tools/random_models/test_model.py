@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, GGUFReader, TokenType, dequantize
 
 from tools.chat_template import CONTROL_TOKENS
 from tools.gguf_file import ModelShape
-from tools.random_models.model import SHAPES, TYPES, parameter_count, write_random_gguf
+from tools.random_models.model import SHAPES, TYPES, main, parameter_count, write_random_gguf
 
 TINY = SHAPES["tiny"]
 # Grouped heads that do not add up to n_embd, and a vocabulary past the learned merges.
@@ -148,3 +148,17 @@ def test_rejects_what_it_cannot_write(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown type 'q3'"):
         write_random_gguf(tmp_path / "m.gguf", TINY, "q3")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_shape_can_be_cut_and_its_name_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.gguf"
+    monkeypatch.setattr("sys.argv", ["model", str(path), "--shape", "tiny", "--layers", "1"])
+    main()
+    reader = GGUFReader(path)
+    assert value(reader, "general.name") == "random-tiny-1-layers"
+    assert value(reader, "qwen3.block_count") == 1
+    monkeypatch.setattr("sys.argv", ["model", str(path), "--shape", "tiny", "--layers", "3"])
+    with pytest.raises(SystemExit):
+        main()
