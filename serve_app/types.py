@@ -223,6 +223,8 @@ class Timings:
     """The generated tokens that are from these replicas."""
     gaps: tuple[tuple[int, float], ...] = ()
     """The gaps between two tokens: their number and seconds for each bucket of GAP_BOUNDARIES_S."""
+    compute_s: float = 0.0
+    """The decoder's seconds that were charged to the request: its share of each batch, and its samplers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,7 @@ def access(ingress: IngressConfig, *, data_at_rest: bool = True) -> Access:
         ingress.verbose,
         tuple(ingress.picture_hosts),
         data_at_rest,
+        ingress.usage_folder and ingress.usage_folder.expanduser(),
     )
 
 

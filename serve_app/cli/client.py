@@ -44,6 +44,11 @@ class Client:
         with self._open(path) as response:
             return self._parsed(response.read())
 
+    def text(self, path: str) -> str:
+        """An answer as it is. Raises ServerError."""
+        with self._open(path) as response:
+            return response.read().decode(errors="replace")
+
     def post(self, path: str, body: Json) -> Json:
         """The JSON answer to a JSON body. Raises ServerError."""
         with self._open(path, body) as response:

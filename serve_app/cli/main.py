@@ -282,6 +282,31 @@ def top(
 
 
 @app.command(rich_help_panel=_LOOK)
+def usage(
+    days: Annotated[int, typer.Option(min=1, max=366, help="Days, today among them.")] = 7,
+    by: Annotated[str, typer.Option(help="Columns: key, model, endpoint, batch.")] = "key,model",
+    url: Url = _URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print a table for spreadsheets.")] = False,
+) -> None:
+    """Print what was used by day. Operators see all API keys, others their own.
+
+    Examples:
+
+    * `corral usage --days 30`
+    * `corral usage --by model --csv > usage.csv`
+    """
+    from serve_app.cli import usage as command
+
+    groups = [name.strip() for name in by.split(",") if name.strip()]
+    if unknown := [name for name in groups if name not in command.GROUPS]:
+        _fail(f"--by: {unknown[0]!r} is none of {', '.join(command.GROUPS)}.")
+    form = "csv" if as_csv else "json" if as_json else "table"
+    command.usage(_client(url, api_key), _console(), days, groups, form=form)
+
+
+@app.command(rich_help_panel=_LOOK)
 def traffic(
     model: Annotated[str, typer.Argument(help="The model's id.")],
     changes: Annotated[

@@ -415,6 +415,10 @@ class IngressConfig(Section):
     max_responses_mib: PositiveInt = 256
     """Memory of all keys' responses, in MiB. At the limit, the key with the most loses its oldest
     one."""
+    usage_folder: Path | None = None
+    """The folder where [usage](usage.md) is kept by key and model, without any text. All nodes with an
+    ingress must see it, on a file system with locks. Without it, each ingress replica knows what it has
+    served itself since its start."""
     batch: BatchConfig = BatchConfig()
     """Files and batches, below."""
     deployment: DeploymentConfig = DeploymentConfig()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,6 +35,8 @@ from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
 from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import Bounds, Store
+from serve_app.ingress.usage import routes as usage_routes
+from serve_app.ingress.usage.ledger import Ledger
 from serve_app.ingress.versions import routes as version_routes
 from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.workers.pool import Workers
@@ -49,6 +52,7 @@ ROUTERS = (
     embedding_routes.ROUTER,
     ollama_routes.ROUTER,
     batch_routes.ROUTER,
+    usage_routes.ROUTER,
 )
 """The protocols and their parts."""
 WORKER_MODULES = worker_modules(ROUTERS)
@@ -77,14 +81,23 @@ def build_api(
     workers = workers or InProcess(models)
     fetch = Fetcher(access.picture_hosts).fetch if access.picture_hosts else None
     bodies = Bodies(workers, strict=access.strict, fetch=fetch)
-    accounts = access.accounts()
+    accounts, ledger = access.accounts(), Ledger(access.usage_folder)
     executor = None
     if batches is not None:
         executor = BatchExecutor(lambda *call: app(*call), batches, workers, accounts)
+
+    @asynccontextmanager
+    async def running(_: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(ledger.close)
+            if executor is not None:
+                await stack.enter_async_context(executor.running())
+            yield
+
     app = FastAPI(
         title="Corral",
         version=__version__,
-        lifespan=None if executor is None else executor.running,
+        lifespan=running,
         docs_url=None,  # the page has it; FastAPI's would load it from elsewhere
         redoc_url=None,
     )
@@ -95,21 +108,31 @@ def build_api(
     app.state.sse_ping_interval_s = sse_ping_interval_s
     app.state.versions = versions
     app.state.responses = responses or BackgroundResponses(models, Store(Bounds()), open_requests)
+    app.state.responses.counter = ledger.counter
     app.state.batches = executor
     app.state.broadcaster = Broadcaster(models)
     errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)
-    _add_middleware(app, access, accounts, open_requests)
+    app.state.ledger = ledger
+    _add_middleware(app, access, accounts, open_requests, ledger)
     add_routes(app, ROUTERS)
     spec.install(app)
     return app
 
 
 def _add_middleware(
-    app: FastAPI, access: Access, accounts: KeyAccounts | None, open_requests: OpenRequests
+    app: FastAPI,
+    access: Access,
+    accounts: KeyAccounts | None,
+    open_requests: OpenRequests,
+    ledger: Ledger,
 ) -> None:
     """The last one added is the first one asked."""
     app.add_middleware(
-        AccessMiddleware, access=access, accounts=accounts, open_requests=open_requests
+        AccessMiddleware,
+        access=access,
+        accounts=accounts,
+        open_requests=open_requests,
+        ledger=ledger,
     )
     if access.ui:
         app.add_middleware(Page, switch=access.ui, network=access.network)

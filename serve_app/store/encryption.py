@@ -1,4 +1,4 @@
-"""Whether a folder lies on an encrypted file system, as far as Linux tells: dm-crypt (LUKS), or fscrypt."""
+"""A folder's file system, and whether it is encrypted as far as Linux tells: dm-crypt, or fscrypt."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import struct
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from serve_app.errors import ConfigError
 
@@ -54,10 +55,21 @@ def _has_policy(folder: Path) -> bool:
     return True
 
 
-def _is_on_encrypted_device(folder: Path, root: Path) -> bool:
+class Mount(NamedTuple):
+    """What is mounted where a folder lies."""
+
+    number: str
+    """The device's, as `major:minor`."""
+    kind: str
+    """The kind of file system, such as `ext4`."""
+    source: str
+
+
+def mount_of(folder: Path, root: Path = Path("/")) -> Mount | None:
+    """The mount with this folder, or with its first parent that is there; None if nobody knows."""
     # By the path and not by the folder's device: a subvolume of Btrfs has a number of its own.
     where = _existing(folder).resolve()
-    mounts: list[tuple[int, int, str, str, str]] = []
+    mounts: list[tuple[int, int, Mount]] = []
     for line in (root / "proc/self/mountinfo").read_text().splitlines():
         # "36 35 98:0 /root /mount options - type source more": see proc(5).
         fields, _, rest = line.partition(" - ")
@@ -65,15 +77,18 @@ def _is_on_encrypted_device(folder: Path, root: Path) -> bool:
         mount = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), point))
         if where.is_relative_to(mount):
             kind, source, *_ = rest.split(" ")
-            mounts.append((len(mount.parts), len(mounts), number, kind, source))
-    if not mounts:
-        return False
-    _, _, number, kind, source = max(mounts)  # the last one covers the others
-    if kind in _IN_MEMORY:
-        return True
+            mounts.append((len(mount.parts), len(mounts), Mount(number, kind, source)))
+    return max(mounts)[2] if mounts else None  # the last one covers the others
+
+
+def _is_on_encrypted_device(folder: Path, root: Path) -> bool:
+    mount = mount_of(folder, root)
+    if mount is None or mount.kind in _IN_MEMORY:
+        return mount is not None
+    number = mount.number
     if number.startswith("0:"):  # Btrfs, for example, has no device of its own
         with suppress(OSError):
-            device = Path(source).stat().st_rdev
+            device = Path(mount.source).stat().st_rdev
             number = f"{os.major(device)}:{os.minor(device)}"
     return _is_encrypted(root / "sys/dev/block" / number)
 

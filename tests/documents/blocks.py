@@ -22,7 +22,10 @@ SERVER = "http://127.0.0.1:8000"
 YOURS = "https://llm.example"
 """and one that only the reader has: tests ask the former."""
 RUN = (
-    *(f"corral {name}" for name in ("chat", "check", "config model.gguf", "ps", "stats", "top")),
+    *(
+        f"corral {name}"
+        for name in ("chat", "check", "config model.gguf", "ps", "stats", "top", "usage")
+    ),
     f"curl {SERVER}",
     f"curl {YOURS}/v1",
     "python3 -c",

@@ -382,7 +382,7 @@ class Sequence:
             reason=reason,
             usage=Usage(self.n_prompt, self.n_generated, min(self.n_cached, self.n_prompt)),
             timings=replace(
-                self.trace.end(),
+                self.trace.end(self.spent_s),
                 failed_over_s=self.request.failed_over_s,
                 n_failovers=self.request.n_failovers,
                 n_resumed=len(self.request.generated),

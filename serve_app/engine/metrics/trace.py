@@ -72,8 +72,8 @@ class Trace:
         """Seconds since the sequence got its first slot; 0 before that."""
         return 0.0 if self.admitted is None else time.monotonic() - self.admitted
 
-    def end(self) -> Timings:
-        """The times up to now."""
+    def end(self, compute_s: float = 0.0) -> Timings:
+        """The times up to now, and the seconds that were charged to the request."""
         now = time.monotonic()
         if self._preempted is not None:
             self._without_slot(now - self._preempted)
@@ -90,6 +90,7 @@ class Trace:
             n_preemptions=self._n_preemptions,
             mean_batch=self._n_sequences / self._n_batches if self._n_batches else 0.0,
             gaps=tuple(zip(self._n_gaps, self._gaps_s, strict=True)),
+            compute_s=compute_s,
         )
 
     def _without_slot(self, seconds: float) -> None:

@@ -37,6 +37,7 @@ from serve_app.ingress.access.network import NetworkPolicy
 from serve_app.ingress.access.turnstile import OpenRequests, Turnstile
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.request_context import RETRY_S, Caller
+from serve_app.ingress.usage.ledger import Ledger
 
 # What load balancers ask for, by any name and without keys.
 _OPEN_PATHS = frozenset({"/health", "/v1/health"})
@@ -84,6 +85,8 @@ class Access:
     """The hosts that pictures are fetched from. Without any, nothing is fetched."""
     data_at_rest: bool = True
     """Whether clients' texts may lie on disks."""
+    usage_folder: Path | None = None
+    """The folder of the ledger of usage, which all ingresses see. Without a folder, it is in memory."""
 
     def accounts(self) -> KeyAccounts | None:
         """The accounts of the key file, if there is one. Raises ConfigError if it cannot be used."""
@@ -112,9 +115,10 @@ class AccessMiddleware:
         access: Access,
         open_requests: OpenRequests,
         accounts: KeyAccounts | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        """`accounts` are those of `access`, or made of it. Raises ConfigError for a key file that cannot be
-        used."""
+        """`accounts` are those of `access`, or made of it. The ledger is told what callers use. Raises
+        ConfigError for a key file that cannot be used."""
         self._app = app
         self._open = open_requests
         self._accounts = access.accounts() if accounts is None else accounts
@@ -124,6 +128,7 @@ class AccessMiddleware:
         self._disabled_routes = access.disabled_routes
         self._turnstile = Turnstile()
         self._n_held = 0
+        self._ledger = ledger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -136,6 +141,12 @@ class AccessMiddleware:
                 caller = line or self._caller(scope, headers)
                 self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work
+                    if self._ledger is not None:
+                        caller.count = self._ledger.counter(
+                            "" if caller.account is None else caller.account.key.name,
+                            scope["path"],
+                            batch=caller.is_batch_line,
+                        )
                     if line is None:
                         held.enter_context(self._open.entered(caller.holder))
                     held.enter_context(caller.running())

@@ -8,6 +8,7 @@ import numpy as np
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
+from serve_app.errors import CorralError
 from serve_app.ingress.embeddings import preparation
 from serve_app.ingress.embeddings.preparation import (
     ComputedVectors,
@@ -82,8 +83,15 @@ async def embed(model: ServedModel, texts: Texts, user: str | None = None) -> Ve
     may not, and what the engine does."""
     caller = request_context.current()
     caller.admit(texts)
-    vectors = await model.engine.embed(texts, caller.client(user), background=caller.is_background)
+    try:
+        vectors = await model.engine.embed(
+            texts, caller.client(user), background=caller.is_background
+        )
+    except CorralError:
+        caller.count(model.id, {"refused": 1})
+        raise
     caller.computed()
+    caller.count(model.id, {"requests": 1, "completed": 1, "prompt_tokens": n_tokens(texts)})
     return vectors
 
 

@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from serve_app.errors import CorralError
 from serve_app.ingress.generation.preparation import Chat, Generation, PromptLength
 from serve_app.ingress.http import request_context
+from serve_app.ingress.http.request_context import Caller, UsageCounts
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.prompt.output_parser import OutputParser, Part
-from serve_app.types import Accepted, GenerationRequest, TokenDelta
+from serve_app.types import Accepted, FinishReason, GenerationRequest, TokenDelta
 
 
 async def n_tokens(models: Mapping[str, ServedModel], length: PromptLength) -> int:
@@ -47,21 +48,85 @@ def requests(answer_id: str, generation: Generation) -> list[GenerationRequest]:
 async def start(model: ServedModel, requests: Sequence[GenerationRequest]) -> Deltas:
     """Start the requests, and wait until all of them are accepted: until then, an answer's status can still
     say what went wrong. Raises CorralError, and ends those that were accepted, if one is refused."""
-    deltas = Deltas([model.engine.generate(request) for request in requests])
+    streams = [model.engine.generate(request) for request in requests]
+    caller = request_context.current()
+    deltas = Deltas(streams, [RequestMeter(caller, model.id, request) for request in requests])
     await deltas.accepted()
     return deltas
+
+
+class RequestMeter:
+    """UsageCounts a request for its caller: tokens as they come, and what its end tells."""
+
+    def __init__(self, caller: Caller, model: str, request: GenerationRequest) -> None:
+        self._caller, self._model = caller, model
+        self._n_prompt, self._n_tokens = len(request.prompt), len(request.generated)
+        self._n_before = self._n_tokens
+        """The tokens that another ingress has counted, with the prompt."""
+        self._is_running = self._has_ended = False
+
+    def accepted(self) -> None:
+        if not self._is_running:
+            self._is_running = True
+            if not self._n_before:
+                self._count({"requests": 1, "prompt_tokens": self._n_prompt})
+
+    def delivered(self, delta: TokenDelta) -> None:
+        self.accepted()
+        n_tokens = len(delta.token_ids)
+        self._n_tokens += n_tokens
+        self._caller.charge(n_tokens)
+        if delta.end is None:
+            self._count({"completion_tokens": n_tokens})
+            return
+        self._has_ended = True
+        usage, timings = delta.end.usage, delta.end.timings
+        counts: UsageCounts = {
+            "prompt_tokens": usage.prompt_tokens - self._n_prompt,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": n_tokens + usage.completion_tokens - self._n_tokens,
+            "compute_s": timings.compute_s,
+            "queue_s": timings.queue_s,
+            "first_token_s": timings.failed_over_s + timings.queue_s + timings.prefill_s,
+        }
+        if delta.end.reason == FinishReason.ERROR:
+            counts["failed"] = 1
+        elif delta.end.reason == FinishReason.ABORT:
+            counts["aborted"] = 1
+        else:
+            counts["completed"] = 1
+        self._count(counts)
+
+    def closed(self, error: BaseException | None) -> None:
+        """Note that nothing more comes: because of this error, or as the client left. Idempotent."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if not isinstance(error, Exception):
+            self._count({"aborted": 1})
+        elif self._is_running:
+            self._count({"failed": 1})
+        else:
+            self._count({"refused": 1})
+
+    def _count(self, counts: UsageCounts) -> None:
+        self._caller.count(self._model, counts)
 
 
 class Deltas:
     """The deltas of several requests as they come, each with its request's index, up to all ends.
 
-    An async iterator for one reader, in one event loop. Each delta is charged to the caller of the task
-    that made the iterator. When anything fails, or the reader is cancelled, all requests end.
+    An async iterator for one reader, in one event loop. When anything fails, or the reader is cancelled,
+    all requests end.
     """
 
-    def __init__(self, streams: Sequence[AsyncGenerator[Accepted | TokenDelta]]) -> None:
-        self._streams = streams
-        self._caller = request_context.current()
+    def __init__(
+        self,
+        streams: Sequence[AsyncGenerator[Accepted | TokenDelta]],
+        meters: Sequence[RequestMeter],
+    ) -> None:
+        """`meters` count what is read of each stream."""
+        self._streams, self._meters = streams, meters
         self._open = set(range(len(streams)))
         """The requests whose end has not come."""
         self._early: deque[tuple[int, TokenDelta]] = deque()
@@ -91,14 +156,16 @@ class Deltas:
                 await asyncio.sleep(0)  # others have their turns, as between deltas that come
             index, item = self._early.popleft() if self._early else await self._next()
             if isinstance(item, TokenDelta):
-                self._caller.charge(len(item.token_ids))
+                self._meters[index].delivered(item)
                 return index, item
         await self.aclose()
         raise StopAsyncIteration
 
-    async def aclose(self) -> None:
-        """End all requests. Idempotent."""
+    async def aclose(self, error: BaseException | None = None) -> None:
+        """End all requests, because of this error if there is one. Idempotent."""
         self._open.clear()
+        for meter in self._meters:
+            meter.closed(error)
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
@@ -110,10 +177,12 @@ class Deltas:
             index, item = await self._arrived.get() if self._readers else (0, await self._item(0))
             if isinstance(item, Exception):
                 raise item
-        except BaseException:
-            await self.aclose()
+        except BaseException as error:
+            await self.aclose(error)
             raise
-        if isinstance(item, TokenDelta) and item.end is not None:
+        if isinstance(item, Accepted):
+            self._meters[index].accepted()
+        elif item.end is not None:
             self._open.discard(index)
         return index, item
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
@@ -157,6 +157,29 @@ class Account:
         self._filled = now
 
 
+class UsageCounts(TypedDict, total=False):
+    """Counts of requests, which the ledger of usage keeps."""
+
+    requests: int
+    """Requests that an engine accepted. Each answer of `n` is one."""
+    completed: int
+    aborted: int
+    """Requests whose clients left."""
+    failed: int
+    refused: int
+    """Requests that no engine accepted."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of these prompts that were in the KV cache."""
+    completion_tokens: int
+    compute_s: float
+    """Seconds of the decoder that were charged to the requests."""
+    queue_s: float
+    first_token_s: float
+    """Seconds from the submission to the first token."""
+    cost: float
+
+
 # Statuses of answers that say: nothing was done for this request.
 _REFUSALS = frozenset({400, 429, 503})
 
@@ -177,6 +200,8 @@ class Caller:
     """Whether the line's time runs out: it takes part with all requests, as one more client, and is charged
     and limited as they are."""
     ignored: list[str] = field(default_factory=list)
+    count: Callable[[str, UsageCounts], None] = lambda _, __: None
+    """UsageCounts what is used of a model."""
     _n_reserved: int = field(default=0, init=False)
     _n_running: int = field(default=0, init=False)
     _is_running: bool = field(default=False, init=False)

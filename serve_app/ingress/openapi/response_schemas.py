@@ -202,3 +202,30 @@ OllamaModelInfo = _schema(
     capabilities=list[str],
     modified_at=str,
 )
+UsageResult = _schema(
+    "UsageResult",
+    about="Sums of a bucket of time, of one value of each dimension that is asked for.",
+    object=Literal["organization.usage.completions.result"],
+    input_tokens=int,
+    output_tokens=int,
+    input_cached_tokens=int,
+    num_model_requests=int,
+    api_key_id=str | None,
+    model=str | None,
+    endpoint=str | None,
+    batch=bool | None,
+)
+UsageBucket = _schema(
+    "UsageBucket",
+    object=Literal["bucket"],
+    start_time=int,
+    end_time=int,
+    results=_many(UsageResult),
+)
+UsagePage = _schema(
+    "UsagePage",
+    object=Literal["page"],
+    data=_many(UsageBucket),
+    has_more=bool,
+    next_page=str | None,
+)

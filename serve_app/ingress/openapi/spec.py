@@ -135,6 +135,7 @@ ROUTES = {
     "ollama_embed": Route(d.OllamaVectors, OllamaEmbedRequest, {"input": ["A fox."]}),
     "ollama_embeddings": Route(d.OllamaVector, OllamaEmbeddingsRequest, {"prompt": "A fox."}),
     "ollama_show": Route(d.OllamaModelInfo, OllamaShowRequest, {}),
+    "usage": Route(d.UsagePage),
     "create_file": Route(
         form={
             "type": "object",

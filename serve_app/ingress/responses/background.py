@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.failover import continued
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.errors import unexpected
-from serve_app.ingress.http.request_context import Caller
+from serve_app.ingress.http.request_context import Caller, UsageCounts
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.responses.store import (
     ABANDONED_S,
@@ -105,6 +105,8 @@ class BackgroundResponses:
     ) -> None:
         self.models = models
         self.open_requests = open_requests
+        self.counter: Callable[[str, str], Callable[[str, UsageCounts], None]] | None = None
+        """Makes what counts for a key (empty without keys), at an endpoint."""
         self._store = store
         self._responses: dict[str, BackgroundResponse] = {}
         self._telling: asyncio.Task[None] | None = None
@@ -147,7 +149,8 @@ class BackgroundResponses:
 
     async def adopt(self, response_id: str) -> bool:
         """Go on with a response whose ingress is gone. Returns whether there is something to do.
-        Tokens generated from here on are charged to no key: this ingress has not seen the owner."""
+        Tokens generated from here on are counted, and charged to no limit: this ingress has not seen the
+        owner."""
         try:
             stored = await self._store.adopt(response_id)
         except ConnectionError:
@@ -161,6 +164,8 @@ class BackgroundResponses:
         entries = [entry async for part in self._parts(stored) for entry in part]
         response = BackgroundResponse(stored_request, stored.owner, entries, stored.turn)
         caller = Caller(request_id=stored_request.request.http_id, is_operator=False)
+        if self.counter is not None:
+            caller.count = self.counter(stored.owner.key or "", "/v1/responses")
         self._begin(response, caller, ExitStack())
         return True
 

@@ -46,6 +46,7 @@ COMMANDS = {
     "capacity",
     "batch",
     "traffic",
+    "usage",
     "rollback",
 }
 
@@ -447,6 +448,25 @@ def test_weights_are_shown_and_changed(
     lines = [line.split() for line in output(*arguments, "--url", told.url).splitlines()]
     assert lines[1:] == [["m@old", "75", "100%", "loaded"], ["m@new", "25", "0%", "unloaded"]]
     assert [(asked, sent) for asked, _, sent in told.asked] == [(path, body)]
+
+
+@pytest.mark.parametrize("form", ["table", "json", "csv"])
+def test_usage_is_shown_by_day(form: str, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 20_000 * 86400 + 5.0)
+    query = "start_time=1727913600&bucket_width=1d&limit=2&group_by=model"
+    row = {"num_model_requests": 1200, "input_tokens": 5, "input_cached_tokens": 3}
+    result = {**row, "output_tokens": 2, "compute_s": 1.25, "model": "m"}
+    page = {"data": [{"start_time": 1727913600, "results": [result]}]}
+    told.json(f"/v1/usage?{query}", page)
+    told.answers[f"/v1/usage?{query}&format=csv"] = 200, "text/csv", b"start,model\n"
+    shape = [] if form == "table" else [f"--{form}"]
+    printed = output("usage", "--days", "2", "--by", "model", "--url", told.url, *shape)
+    if form == "table":
+        (line,) = printed.splitlines()[1:]
+        assert line.split() == ["2024-10-03", "m", "1,200", "5", "3", "2", "1.2"]
+    else:
+        assert printed == {"json": f"{json.dumps(page)}\n", "csv": "start,model\n"}[form]
+    assert "'who' is none of key" in output("usage", "--by", "who", status=1)
 
 
 def test_weights_that_are_none_are_not_sent(told: Told) -> None:

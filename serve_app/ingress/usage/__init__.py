@@ -1,0 +1,1 @@
+"""Who used what: the ledger of all ingresses, and the routes that show it."""
