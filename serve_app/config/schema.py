@@ -148,8 +148,7 @@ class EngineConfig(Section):
     backend: BackendName = "llama.cpp"
     """The kernels that compute the model. `openvino` is faster for several sequences at once, slower
     for a single one, and has fewer features: see [OpenVINO](openvino.md). `auto` measures both,
-    and takes the faster one for the slots. For K- and IQ-quants it also measures whether llama.cpp is
-    faster with the weights as they are stored, or repacked."""
+    and takes the faster one for the slots."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory. `mlock` keeps them in RAM; `none` reads them instead of mapping
     the file."""

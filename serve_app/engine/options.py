@@ -78,8 +78,9 @@ class EngineOptions:
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     load_mode: LoadMode = "auto"
-    repack: bool = True
-    """Whether llama.cpp lays the weights out anew when it loads them, for kernels of few rows."""
+    repack: bool | None = None
+    """Whether llama.cpp lays the weights out anew when it loads them, for kernels of few rows; None: as is
+    measured to be faster."""
     backend: BackendName = "llama.cpp"
     """The library that computes the model; `auto` takes the one that is measured to be faster."""
     max_converted_bytes: int | None = None

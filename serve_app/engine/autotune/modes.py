@@ -14,6 +14,8 @@ from serve_app.llama.formats import Threads, block_size
 # Modes in which a request takes up to so much longer than in the best one are as good; or up to so many
 # times what the same batch took longer one time than another.
 _SAME, _NOISES = 0.12, 2.0
+# Other kernels must take so much less time, as a part: less is noise.
+_LEAST_GAIN = 0.05
 Name = TypeVar("Name")
 
 
@@ -192,3 +194,29 @@ def alike(profiles: Mapping[Name, Profile]) -> dict[Name, Profile]:
         }
         same[key] = replace(profile, **curves)
     return same
+
+
+def compared(
+    other: Profile, usual: Profile, options: EngineOptions, other_mode: Mode, usual_mode: Mode
+) -> tuple[bool, str] | None:
+    """Whether the other kernels pay, and the ratios of the times of a request; None if nothing was
+    measured.
+
+    A server with several slots often has a single stream, too. So the time is the geometric mean of
+    two: with one sequence, and with all slots busy. A ratio counts the same upwards and downwards then.
+    """
+    profiles = alike({True: other, False: usual})
+    ratios = {}
+    for n in sorted({1, options.n_slots}):
+        sized = replace(options, n_slots=n)
+        other_s = request_s(profiles[True], sized, other_mode)
+        usual_s = request_s(profiles[False], sized, usual_mode)
+        if other_s and usual_s:
+            ratios[n] = other_s / usual_s
+    if not ratios:
+        return None
+    mean = math.exp(sum(math.log(ratio) for ratio in ratios.values()) / len(ratios))
+    figures = ", ".join(f"{ratio:.2f} with {n} at once" for n, ratio in ratios.items())
+    if len(ratios) > 1:
+        figures += f", {mean:.2f} in the mean"
+    return mean <= 1 - _LEAST_GAIN, figures

@@ -7,7 +7,7 @@ import json
 import logging
 import platform
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ import msgspec
 
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.options import EngineOptions
+from serve_app.locks import FolderLocks
 
 logger = logging.getLogger("corral.engine")
 
@@ -76,6 +77,25 @@ def save(folder: Path | None, name: str, choice: object) -> None:
         Path(file.name).replace(folder / f"{name}.json")
     except OSError as error:
         logger.warning("The profile cannot be kept in %s: %s", folder, error)
+
+
+def remembered(
+    folder: Path | None,
+    name: str,
+    kind: type[_Choice],
+    measure: Callable[[], tuple[_Choice, bool]],
+) -> _Choice:
+    """The choice that was kept under that name, or else a measured one, which is kept if it is good for
+    later starts. Of several processes of this node that ask at once, one measures."""
+    if folder is None:
+        return measure()[0]
+    with FolderLocks(folder).alone(f"{name}.lock", wait=True):
+        choice = load(folder, name, kind)
+        if choice is None:
+            choice, is_certain = measure()
+            if is_certain:
+                save(folder, name, choice)
+        return choice
 
 
 def is_worth_keeping(profiles: Iterable[Profile]) -> bool:

@@ -284,7 +284,7 @@ class LlamaBackend:
         self.vocabulary = model = Model(
             path,
             load_mode=options.load_mode,
-            repack=options.repack,
+            repack=options.repack is not False,
             delimiters=delimiters,
             on_loaded=lambda part: report(Stage("loading", part)),
             own_layers=options.own_layers,

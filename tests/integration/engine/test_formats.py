@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from serve_app.engine import ConfigError, Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.backends.choice import chosen
+from serve_app.engine.backends.layouts import chosen_layout
+from serve_app.progress import nowhere
 from tools.random_models.model import SHAPES, write_random_gguf
 
 OPTIONS: dict[str, Any] = {"n_slots": 2, "n_ctx_slot": 256, "threads": 1, "n_batch": 64}
@@ -58,7 +59,7 @@ async def test_every_load_mode_loads(tiny_gguf: Path, load_mode: Any) -> None:
 
 
 async def test_weights_of_k_quants_serve_repacked_and_as_they_are_stored(tmp_path: Path) -> None:
-    """Both layouts say the same, but for rounding, and `auto` has a choice between them."""
+    """Both layouts say the same, but for rounding, and are compared."""
     path = tmp_path / "model.gguf"
     write_random_gguf(path, SHAPES["tiny"], "q4_k_m")
     texts, sampling = [], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -71,9 +72,7 @@ async def test_weights_of_k_quants_serve_repacked_and_as_they_are_stored(tmp_pat
         finally:
             engine.close()
     assert texts[0][:1] == texts[1][:1]
-    options = EngineOptions(**OPTIONS, profile_limit_s=0.5, backend="auto", flash_attn=False)
-    choice = chosen(path, options)
-    assert choice.name == "llama.cpp"
+    choice = chosen_layout(path, EngineOptions(**OPTIONS, profile_limit_s=0.5), nowhere)
     assert "as stored to repacked, is" in choice.reason
 
 

@@ -12,11 +12,13 @@ import pytest
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends import choice as choosing
+from serve_app.engine.backends import layouts
 from serve_app.engine.backends.base import Setup
 from serve_app.engine.backends.choice import LLAMA_CPP, OPENVINO
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
 from serve_app.llama.formats import Threads
+from serve_app.progress import nowhere
 
 OPTIONS = EngineOptions(n_slots=4, n_ctx_slot=64, threads=1, backend="auto")
 MODES = {LLAMA_CPP: Mode(True, False), OPENVINO: Mode(True, False, paged=True)}
@@ -33,14 +35,10 @@ class Machine:
         self.asked: list[KernelsName] = []
         self.share = 1.0
         self.seconds: dict[KernelsName, float] = {LLAMA_CPP: 2.0, OPENVINO: 1.0}
-        self.as_stored_s = 1.5
-        """Seconds with llama.cpp and weights that are not repacked."""
         self.failure: Exception | None = None
 
-    def measured(self, name: KernelsName, _path: Path, options: EngineOptions) -> Setup:
+    def measured(self, name: KernelsName, _path: Path, _options: EngineOptions) -> Setup:
         self.asked.append(name)
-        if not options.repack:
-            return Setup(name, MODES[name], Threads.alike(1, None), profile(self.as_stored_s))
         if self.failure is not None and name == OPENVINO:
             raise self.failure
         return Setup(
@@ -177,52 +175,75 @@ def _raiser(error: Exception) -> Callable[[], str]:
     return fail
 
 
+class Layouts:
+    """The times of a request with both layouts of weights, and how often they were measured."""
+
+    def __init__(self) -> None:
+        self.as_stored_s, self.repacked_s, self.share = 1.5, 2.0, 1.0
+        self.n_measured = 0
+        self.failure: Exception | None = None
+
+    def apart(self, _function: object, *_: object) -> tuple[Profile, Profile]:
+        self.n_measured += 1
+        if self.failure is not None:
+            raise self.failure
+        return replace(profile(self.as_stored_s), share=self.share), profile(self.repacked_s)
+
+
 @pytest.fixture
-def quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+def measured_layouts(monkeypatch: pytest.MonkeyPatch) -> Layouts:
     """A file in a format for which llama.cpp has two layouts."""
-    monkeypatch.setattr(choosing, "_has_layouts", lambda _path: True)
+    made = Layouts()
+    monkeypatch.setattr(layouts, "apart", made.apart)
+    monkeypatch.setattr(layouts, "_has_layouts", lambda _path: True)
+    return made
 
 
-@pytest.mark.usefixtures("quantised")
-@pytest.mark.parametrize(
-    ("as_stored_s", "openvino_s", "name", "repack"),
-    [
-        (1.5, 1.0, OPENVINO, False),
-        (1.5, 1.45, LLAMA_CPP, False),
-        (1.5, 3.0, LLAMA_CPP, False),
-        (1.95, 1.97, LLAMA_CPP, True),
-        (3.0, 3.0, LLAMA_CPP, True),
-    ],
-)
+@pytest.mark.parametrize(("as_stored_s", "repack"), [(1.5, False), (1.95, True), (3.0, True)])
 def test_weights_stay_as_they_are_stored_where_that_is_faster(
-    machine: Machine,
+    measured_layouts: Layouts,
     model: Path,
     options: EngineOptions,
     as_stored_s: float,
-    openvino_s: float,
-    name: KernelsName,
     repack: bool,
 ) -> None:
-    """Repacked, llama.cpp takes 2 s. OpenVINO is compared with the faster layout."""
-    machine.as_stored_s, machine.seconds[OPENVINO] = as_stored_s, openvino_s
-    choice = choosing.chosen(model, options)
-    assert (choice.name, choice.repack) == (name, repack)
+    measured_layouts.as_stored_s = as_stored_s
+    choice = layouts.chosen_layout(model, options, nowhere)
+    assert choice.repack is repack
     layout = "repacked" if repack else "as they are stored"
-    assert f"weights {layout}: the time of a request, as stored to repacked, is" in choice.reason
-    assert machine.asked == [OPENVINO, LLAMA_CPP, LLAMA_CPP]
-    assert choosing.chosen(model, options) == choice
-    assert len(machine.asked) == 3
+    ratio = f"{as_stored_s / 2:.2f}"
+    expected = f"weights {layout}: the time of a request, as stored to repacked, is {ratio} with 1"
+    assert choice.reason.startswith(expected)
+    assert layouts.chosen_layout(model, options, nowhere) == choice
+    assert measured_layouts.n_measured == 1
 
 
-@pytest.mark.usefixtures("quantised")
-def test_layouts_are_compared_without_openvino(
-    machine: Machine, model: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+def test_layouts_that_were_compared_beside_other_programs_are_compared_again(
+    measured_layouts: Layouts, model: Path, options: EngineOptions
 ) -> None:
-    monkeypatch.setattr(choosing, "versions", _raiser(ConfigError("Install corral[openvino].")))
-    choice = choosing.chosen(model, options)
-    assert (choice.name, choice.repack) == (LLAMA_CPP, False)
-    assert choice.reason.startswith("Install corral[openvino]; weights as they are stored:")
-    assert machine.asked == [LLAMA_CPP, LLAMA_CPP]
+    measured_layouts.share = 0.5
+    assert not layouts.chosen_layout(model, options, nowhere).repack
+    measured_layouts.as_stored_s = 3.0
+    assert layouts.chosen_layout(model, options, nowhere).repack
+
+
+@pytest.mark.parametrize("error", [ConfigError("scripted"), EngineFailedError("scripted")])
+def test_weights_are_repacked_if_the_comparison_fails(
+    measured_layouts: Layouts, model: Path, options: EngineOptions, error: Exception
+) -> None:
+    measured_layouts.failure = error
+    assert layouts.chosen_layout(model, options, nowhere).repack
+    measured_layouts.failure = None
+    assert not layouts.chosen_layout(model, options, nowhere).repack
+
+
+@pytest.mark.parametrize("change", [{"repack": True}, {"repack": False}, {"profile_limit_s": 0}])
+def test_layouts_that_are_configured_or_not_to_be_measured_are_not(
+    measured_layouts: Layouts, model: Path, options: EngineOptions, change: dict[str, Any]
+) -> None:
+    choice = layouts.chosen_layout(model, replace(options, **change), nowhere)
+    assert choice.repack is change.get("repack", True)
+    assert measured_layouts.n_measured == 0
 
 
 class Opened:
@@ -233,30 +254,36 @@ class Opened:
         self.setup = Setup(LLAMA_CPP, MODES[LLAMA_CPP], Threads.alike(1, None), profile(1.0))
 
 
-@pytest.mark.parametrize("repack", [True, False])
-def test_a_named_backend_has_the_layout_of_its_options(
-    repack: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_named_backend_has_the_layout_that_was_measured(
+    measured_layouts: Layouts, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         choosing, "open_named", lambda _name, _path, options, _report: Opened(options)
     )
-    options = replace(OPTIONS, backend=LLAMA_CPP, repack=repack)
-    opened: Any = choosing.open_backend(tmp_path / "model.gguf", options)
-    assert opened.options.repack is repack
+    opened: Any = choosing.open_backend(model, replace(OPTIONS, backend=LLAMA_CPP))
+    assert opened.options.repack is False
+    assert opened.setup.kernels_reason.startswith("as configured; weights as they are stored:")
 
 
+@pytest.mark.usefixtures("measured_layouts")
 def test_llama_cpp_in_openvinos_place_has_the_layout_that_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_named(name: KernelsName, _path: Path, options: EngineOptions, _report: Any) -> Opened:
         if name == OPENVINO:
             raise ConfigError("scripted")
         return Opened(options)
 
-    measured = choosing.KernelsChoice(OPENVINO, "measured", repack=False)
-    monkeypatch.setattr(choosing, "chosen", lambda *_: measured)
+    asked: list[EngineOptions] = []
+
+    def chosen(_path: Path, options: EngineOptions, _report: Any) -> choosing.KernelsChoice:
+        asked.append(options)
+        return choosing.KernelsChoice(OPENVINO, "measured")
+
+    monkeypatch.setattr(choosing, "chosen", chosen)
     monkeypatch.setattr(choosing, "open_named", open_named)
-    opened: Any = choosing.open_backend(tmp_path / "model.gguf", OPTIONS)
+    opened: Any = choosing.open_backend(model, OPTIONS)
+    assert asked[0].repack is False, "OpenVINO is compared with the faster layout"
     assert opened.options.backend == LLAMA_CPP
     assert opened.options.repack is False
     assert "OpenVINO could not be started: scripted" in opened.setup.kernels_reason
