@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.errors import InvalidRequestError, RequestTooLargeError
-from serve_app.ingress.batch.routes import UploadForm
+from serve_app.ingress.http.upload_form import UploadForm
 
 KIND = 'multipart/form-data; boundary="xx"'
 
