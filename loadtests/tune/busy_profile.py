@@ -78,6 +78,7 @@ class EngineProcess:
         choices = (
             profile_cache.load(self._folder, path.stem, ModeChoice)
             for path in self._folder.glob("*.json")
+            if "-" not in path.stem  # the choice of a layout has a prefix
         )
         profiles = [choice.profile for choice in choices if choice is not None]
         return {kind: getattr(profiles[0], kind) for kind in _KINDS} if profiles else None

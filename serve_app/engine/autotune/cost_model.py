@@ -152,15 +152,10 @@ class Curve:
         added_s = {n: max(0.0, deep[n] - shallow[n]) for n in deep if n in shallow}
         if by_row:
             added_s = envelope(added_s)
-        sizes = sorted(added_s)
-        row_s = min((shallow[n] / n for n in self.measured), default=0.0)
-        self._slopes = [
-            _by_rows(sizes, [added_s[m] / max(1, depth) for m in sizes], n) for n in self.measured
-        ]
-        self._scales = [
-            max(slope, n * row_s / _DOUBLING_DEPTH)
-            for n, slope in zip(self.measured, self._slopes, strict=True)
-        ]
+        self._attending = [0, *sorted(added_s)]
+        """The numbers of rows of which a slope is known: none for no rows."""
+        self._slopes = [added_s.get(n, 0.0) / max(1, depth) for n in self._attending]
+        self._row_s = min((shallow[n] / n for n in self.measured), default=0.0)
         self._deeper = factors.add(1.0)
         self._unlearnt_s: dict[int, float] = {}
         """The seconds that batches of each number of rows took since one was learnt from."""
@@ -169,11 +164,12 @@ class Curve:
 
     def own_s(self, n_rows: int, n_past: float) -> float:
         """Seconds of a batch if no other program had the cores; 0 if none was measured."""
-        attending = n_past * self._depth_share(n_rows)
-        return self._factors.speed * sum(
-            weight * (self._base_s(i) + attending * self._slope_s(i))
-            for i, weight in _parts(self.measured, n_rows)
-        )
+        if not self.measured:
+            return 0.0
+        base_s = sum(weight * self._base_s(i) for i, weight in _parts(self.measured, n_rows))
+        slope_s, scale_s = self._slope_s(n_rows)
+        slope_s += self._factors.values[self._deeper] * scale_s
+        return self._factors.speed * (base_s + n_past * max(0.0, slope_s))
 
     def own_times(self, n_past: float = 0) -> dict[int, float]:
         """Seconds that `own_s` gives for all numbers of rows that were measured."""
@@ -192,16 +188,10 @@ class Curve:
     def _growth(self, n_rows: int, n_past: float) -> dict[int, float]:
         """How much a forecast grows, relatively, with each number that is learned; as much as the speed."""
         scale = self._factors.speed / (self.own_s(n_rows, n_past) or 1.0)
-        attending, growth = n_past * self._depth_share(n_rows), {0: 1.0, self._deeper: 0.0}
+        growth = {0: 1.0, self._deeper: scale * n_past * self._slope_s(n_rows)[1]}
         for i, weight in _parts(self.measured, n_rows):
             growth[self._bases[i]] = scale * weight * self._base_s(i)
-            growth[self._deeper] += scale * weight * attending * self._scales[i]
         return growth
-
-    def _depth_share(self, n_rows: int) -> float:
-        """The part of the first point's slope that fewer rows have: the weights are read for one row
-        as for eight, but each row attends for itself."""
-        return min(1.0, n_rows / self.measured[0]) if self.measured else 1.0
 
     def learn(self, n_rows: int, n_past: float, seconds: float, share: float) -> None:
         """Learn from a batch that took `seconds` of its threads' own time, of which they had that share. Of
@@ -221,8 +211,14 @@ class Curve:
     def _base_s(self, i: int) -> float:
         return math.exp(self._factors.values[self._bases[i]]) * self._seconds[i]
 
-    def _slope_s(self, i: int) -> float:
-        return max(0.0, self._slopes[i] + self._factors.values[self._deeper] * self._scales[i])
+    def _slope_s(self, n_rows: int) -> tuple[float, float]:
+        """Seconds that a token before so many rows adds, as measured, and what may be added to that. Fewer
+        rows than were measured attend for themselves, too."""
+        slope_s = 0.0
+        if len(self._slopes) > 1:
+            parts = _parts(self._attending, n_rows)
+            slope_s = sum(weight * self._slopes[i] for i, weight in parts)
+        return slope_s, max(slope_s, n_rows * self._row_s / _DOUBLING_DEPTH)
 
 
 def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
@@ -243,12 +239,6 @@ def predicted(times: Mapping[int, float], n: int) -> float:
     """Seconds of so many rows by the times of others: straight between them, and beyond."""
     points = sorted(times)
     return sum(weight * times[points[i]] for i, weight in _parts(points, n))
-
-
-def _by_rows(points: Sequence[int], values: Sequence[float], x: int) -> float:
-    if points and x < points[0]:
-        return values[0] * x / points[0]
-    return sum(weight * values[i] for i, weight in _parts(points, x))
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,18 +335,27 @@ class CostModel:
         return min(self.prefill_s(n, 0) / n for n in self._prefill.measured)
 
     def chunk(
-        self, n_pending: int, n_past: float, *, within_s: float, beside_s: float = 0.0
+        self,
+        n_pending: int,
+        n_past: float,
+        *,
+        within_s: float,
+        beside_s: float = 0.0,
+        n_beside: int = 0,
     ) -> int:
-        """How many of a prompt's next rows to compute in a batch of `within_s` at most, beside
-        `beside_s` that the step takes anyway: those that get the prompt on fastest; 0 if none fit.
+        """How many of a prompt's next rows to compute in a batch of `within_s` at most, with `n_beside`
+        rows of other sequences, in a step that takes `beside_s` besides: those that get the prompt on
+        fastest, of equal ones the most; 0 if none fit.
 
         Kernels have steps, and 63 rows can cost twice what 64 do: what comes into question are the
         measured numbers of rows, between them multiples of 4, and of more the larger they are, and all
         that is left.
         """
-        sizes = [size for size in self._sizes if size < n_pending] + [n_pending]
-        times = {size: self.prefill_s(size, n_past) for size in sizes}
-        return _fastest(times, within_s, beside_s)
+        sizes = [n - n_beside for n in self._sizes if n_beside < n < n_beside + n_pending]
+        times = {n: self.prefill_s(n_beside + n, n_past) for n in [*sizes, n_pending]}
+        rates = {n: n / (beside_s + s or 1e-9) for n, s in times.items() if s <= within_s}
+        best = max(rates.values(), default=0.0)
+        return max((n for n in rates if rates[n] >= best * (1 - 1e-9)), default=0)
 
     def first_part(self, n_pending: int, n_past: float, *, within_s: float, most_s: float) -> int:
         """How many of a prompt's rows to compute in a batch of `within_s` at most, if the rest follows in
@@ -370,13 +369,6 @@ class CostModel:
             if seconds <= within_s
         }
         return min(both, key=lambda n: (both[n], -n), default=0)
-
-    def mixed_chunk(self, n_pending: int, n_beside: int, n_past: float, *, within_s: float) -> int:
-        """The largest chunk for a batch that has `n_beside` rows of other sequences: the numbers that
-        come into question are of all rows."""
-        sizes = [n - n_beside for n in self._sizes if n_beside < n < n_beside + n_pending]
-        times = {n: self.prefill_s(n_beside + n, n_past) for n in [*sizes, n_pending]}
-        return _fastest(times, within_s, 0.0)
 
     @property
     def _sizes(self) -> Sequence[int]:
@@ -533,15 +525,6 @@ class CostModel:
 def _deep_verify_s(profile: Profile) -> dict[int, float]:
     deeper_s = profile.deep_decode_s.get(1, 0.0) - profile.decode_s.get(1, 0.0)
     return {n: seconds + n * max(0.0, deeper_s) for n, seconds in profile.verify_s.items()}
-
-
-def _fastest(times: Mapping[int, float], within_s: float, beside_s: float) -> int:
-    """The number of rows with the best rate among those whose time fits, of equal ones the largest; 0
-    if none does."""
-    fitting = [size for size, seconds in times.items() if seconds <= within_s]
-    rates = {size: size / (beside_s + times[size] or 1e-9) for size in fitting}
-    best = max(rates.values(), default=0.0)
-    return max((size for size in fitting if rates[size] >= best * (1 - 1e-9)), default=0)
 
 
 def _span(slots: Sequence[int]) -> int:

@@ -134,7 +134,7 @@ def _bounded_prompt_s(
         n_most = min(tokens.stop - n_past, options.n_batch)
         depth = costs.attended(n_past, n_cells)
         if mixes:
-            fits = costs.mixed_chunk(n_most, n_beside, depth, within_s=within_s + beside_s)
+            fits = costs.chunk(n_most, depth, within_s=within_s + beside_s, n_beside=n_beside)
             n_rows = fits or costs.smallest_chunk(n_most)
             more_s = costs.prefill_s(n_beside + n_rows, depth) - beside_s
             bounded_s += max(more_s, n_rows * costs.prompt_token_s)

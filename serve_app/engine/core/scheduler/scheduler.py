@@ -407,9 +407,10 @@ class Scheduler:
             return self.costs.first_part(
                 n_rows, depth, within_s=within_s, most_s=_STRETCH * within_s
             )
-        if self._mixed:
-            return self.costs.mixed_chunk(n_rows, n_beside, depth, within_s=within_s)
-        return self.costs.chunk(n_rows, depth, within_s=within_s, beside_s=beside_s)
+        beside_s = 0.0 if self._mixed else beside_s
+        return self.costs.chunk(
+            n_rows, depth, within_s=within_s, beside_s=beside_s, n_beside=n_beside
+        )
 
     def _batch_s(self, turns: list[SequenceRows]) -> float:
         n_past = self._depth(turn.sequence for turn in turns)

@@ -68,10 +68,10 @@ def test_verifying_drafts(n_sequences: int, n_drafted: int, expected: float) -> 
 
 def test_a_chunk_beside_other_rows() -> None:
     model = CostModel(MEASURED)
-    assert model.mixed_chunk(500, 16, 0, within_s=0.2) == 48
-    assert model.mixed_chunk(20, 16, 0, within_s=0.2) == 20  # all that is left
-    assert model.mixed_chunk(500, 56, 0, within_s=0.2) == 8
-    assert model.mixed_chunk(500, 16, 0, within_s=0.05) == 0
+    assert model.chunk(500, 0, within_s=0.2, n_beside=16) == 48
+    assert model.chunk(20, 0, within_s=0.2, n_beside=16) == 20  # all that is left
+    assert model.chunk(500, 0, within_s=0.2, n_beside=56) == 8
+    assert model.chunk(500, 0, within_s=0.05, n_beside=16) == 0
 
 
 @pytest.mark.parametrize(
