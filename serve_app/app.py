@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ray.serve import Application
+from ray.serve._private.config import DeploymentConfig
 from ray.serve.exceptions import RayServeException
 
-from serve_app.application import rollout
 from serve_app.application.deployments import (
-    access,
-    batches,
     engine_options,
     ingress_options,
-    kept_responses,
+    ingress_settings,
     refuse_strangers,
 )
-from serve_app.application.resolving import names_its_share, resolve
+from serve_app.application.resolving import resolve_all
+from serve_app.application.rollout import fingerprint
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import AppConfig, ModelConfig
+from serve_app.config.schema import ModelConfig
 from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
-from serve_app.placement import machine
-from serve_app.replica.deployment import EngineReplica
-from serve_app.replica.on_demand import OnDemandReplica
+from serve_app.replica.deployment import EngineReplica, OnDemandReplica
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -37,45 +33,39 @@ def build(args: dict[str, Any]) -> Application:
     try:
         app = schema.parse(args)
         refuse_strangers(app.ingress)
-        models = _resolved(app)
+        models = resolve_all(app)
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     engines = [
         _engine(configured, model) for configured, model in zip(app.models, models, strict=True)
     ]
     ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
-    return ingress.bind(  # type: ignore[no-any-return]
-        models,
-        engines,
-        access(app.ingress, data_at_rest=app.data_at_rest is True),
-        app.ingress.sse_ping_interval_s,
-        kept_responses(app.ingress),
-        batches(app.ingress.batch, encrypts=app.data_at_rest == "encrypted"),
-    )
-
-
-def _resolved(app: AppConfig) -> list[ResolvedModel]:
-    """All models, with nothing left open. Raises ConfigError."""
-    models = [
-        replace(
-            model,
-            batches_may_scale=app.ingress.batch.may_scale,
-            max_load_s=app.max_load_s,
-            data_at_rest=app.data_at_rest is True,
-            encrypts_folders=app.data_at_rest == "encrypted",
-        )
-        for model in resolve(app.models, downloads=app.downloads, max_loaded=app.max_loaded_models)
-    ]
-    here_alone = [
-        model
-        for model, configured in zip(models, app.models, strict=True)
-        if not names_its_share(configured)
-    ]
-    rollout.check_memory(here_alone, machine.read().total_bytes)
-    return models
+    return ingress.bind(models, engines, ingress_settings(app))  # type: ignore[no-any-return]
 
 
 def _engine(configured: ModelConfig, model: ResolvedModel) -> Application:
     deployment: Any = EngineReplica if model.on_demand is None else OnDemandReplica
     bound = deployment.options(**engine_options(configured, model)).bind(model)
-    return rollout.keep(bound, model)
+    return _keep(bound, model)
+
+
+class _VersionedDeployment(DeploymentConfig):
+    """A deployment whose replicas Serve leaves alone as long as this version of it stays the same.
+
+    Serve gives all deployments of an application one version, made from all of its `args`: any change
+    would restart all replicas. Not public, as of Serve 2.60.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "version" or self.version is None:
+            super().__setattr__(name, value)
+
+
+def _keep(engines: Application, model: ResolvedModel) -> Application:
+    """A model's engines as an application, whose replicas are replaced only if their parts change."""
+    deployment: Any = engines._bound_deployment
+    configured = deployment._deployment_config
+    kept = _VersionedDeployment.model_construct(**dict(configured))
+    kept.version = fingerprint(model)
+    deployment._deployment_config = kept
+    return engines

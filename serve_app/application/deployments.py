@@ -6,17 +6,21 @@ import math
 import os
 from typing import Any
 
-import ray
-from ray.serve.context import _get_global_client
-
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import BatchConfig, DeploymentConfig, IngressConfig, ModelConfig
+from serve_app.config.schema import (
+    AppConfig,
+    BatchConfig,
+    DeploymentConfig,
+    IngressConfig,
+    ModelConfig,
+)
 from serve_app.errors import ConfigError
 from serve_app.ingress.access.addresses import is_loopback
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.access.bodies import BodyLimits
 from serve_app.ingress.batch.store import BatchLimits, BatchOptions
 from serve_app.ingress.responses.store import Bounds
+from serve_app.ingress.server import IngressSettings
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
 _CONTROL_REQUESTS = 16
@@ -95,6 +99,17 @@ def _serve_options(
     return options
 
 
+def ingress_settings(app: AppConfig) -> IngressSettings:
+    """What all ingresses of an application are made with."""
+    ingress = app.ingress
+    return IngressSettings(
+        access(ingress, data_at_rest=app.data_at_rest is True),
+        ingress.sse_ping_interval_s,
+        kept_responses(ingress),
+        batches(ingress.batch, encrypts=app.data_at_rest == "encrypted"),
+    )
+
+
 def access(ingress: IngressConfig, *, data_at_rest: bool = True) -> Access:
     """The access rules, by the configuration and by the proxy before the ingress. The page keeps
     conversations in the browser, so there is none without data at rest."""
@@ -167,6 +182,9 @@ def _proxy_hides_strangers() -> bool:
 def _http_host() -> str | None:
     """Serve's `http_options.host`, which no client has a say in: HAProxy listens on what it says, and it
     stays while Serve runs. None if Serve does not run here."""
+    import ray
+    from ray.serve.context import _get_global_client
+
     serve = (
         _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
     )

@@ -13,13 +13,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import ray
-
 from serve_app.application import rollout
 from serve_app.config import sizing
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import OnDemandSettings, ResolvedModel
-from serve_app.config.schema import DefaultsConfig, DeploymentConfig, EngineConfig, ModelConfig
+from serve_app.config.schema import (
+    AppConfig,
+    DefaultsConfig,
+    DeploymentConfig,
+    EngineConfig,
+    ModelConfig,
+)
 from serve_app.config.sizing import ModelNeeds
 from serve_app.config.sources import (
     NO_DOWNLOADS,
@@ -40,8 +44,8 @@ from serve_app.placement.plan import Share
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.sampling import Api
 from serve_app.store import models as store
-from serve_app.store.remote import ALONE, UnreachableError
-from serve_app.store.sharing import ClusterSharing
+from serve_app.store.remote import UnreachableError
+from serve_app.store.shared_entries import sharing_here
 
 logger = logging.getLogger("corral.config")
 
@@ -83,6 +87,27 @@ def resolve(
             )
         )
     return resolved
+
+
+def resolve_all(app: AppConfig) -> list[ResolvedModel]:
+    """All models of an application, with nothing left open. Raises ConfigError."""
+    models = [
+        replace(
+            model,
+            batches_may_scale=app.ingress.batch.may_scale,
+            max_load_s=app.max_load_s,
+            data_at_rest=app.data_at_rest is True,
+            encrypts_folders=app.data_at_rest == "encrypted",
+        )
+        for model in resolve(app.models, downloads=app.downloads, max_loaded=app.max_loaded_models)
+    ]
+    here_alone = [
+        model
+        for model, configured in zip(models, app.models, strict=True)
+        if not names_its_share(configured)
+    ]
+    rollout.check_memory(here_alone, machine.read().total_bytes)
+    return models
 
 
 def names_its_share(model: ModelConfig) -> bool:
@@ -150,7 +175,7 @@ def _most_replicas(configured: DeploymentConfig, share: Share) -> int:
     """The most replicas that may run at once, on any machine."""
     scaling = configured.autoscaling_config
     if scaling is not None and "max_replicas" in scaling.model_fields_set:
-        most = scaling.max_replicas
+        most = int(scaling.max_replicas)
     else:
         most = configured.num_replicas or share.n_replicas
     return min(most, configured.max_replicas_per_node or most)
@@ -376,5 +401,4 @@ def _with_draft(
 
 def _vocabulary(source: ModelSource, downloads: DownloadsConfig) -> Path:
     """The model's vocabulary, which replicas and ingresses may copy from here."""
-    sharing = ClusterSharing() if ray.is_initialized() else ALONE
-    return store.vocabulary(source, downloads, sharing)
+    return store.vocabulary(source, downloads, sharing_here())

@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from ray.serve import Application
-from ray.serve._private.config import DeploymentConfig
-
 from serve_app import __version__
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import DEFAULT_VERSION, ModelConfig
@@ -64,28 +61,6 @@ def check_memory(models: Sequence[ResolvedModel], total_bytes: int) -> None:
                 f"machine has {total_bytes / 2**30:.1f} GiB of memory. If they run on different machines, "
                 "say so: set deployment.ray_actor_options.num_cpus for each."
             )
-
-
-class _VersionedDeployment(DeploymentConfig):
-    """A deployment whose replicas Serve leaves alone as long as this version of it stays the same.
-
-    Serve gives all deployments of an application one version, made from all of its `args`: any change
-    would restart all replicas. Not public, as of Serve 2.60.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "version" or self.version is None:
-            super().__setattr__(name, value)
-
-
-def keep(engines: Application, model: ResolvedModel) -> Application:
-    """A model's engines as an application, whose replicas are replaced only if their parts change."""
-    deployment: Any = engines._bound_deployment
-    configured = deployment._deployment_config
-    kept = _VersionedDeployment.model_construct(**dict(configured))
-    kept.version = fingerprint(model)
-    deployment._deployment_config = kept
-    return engines
 
 
 def fingerprint(model: ResolvedModel) -> str:

@@ -19,9 +19,9 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
-from ray.serve.config import AutoscalingConfig
 
 from serve_app.config.sources import (
     MODEL_ID,
@@ -175,10 +175,16 @@ class EngineConfig(Section):
     model whose file does not say that it is one. `auto` is what the file says, or else `mean`."""
 
 
-class Autoscaling(AutoscalingConfig):
+def _autoscaling(options: Any) -> Any:
     """Ray Serve's own autoscaling options, by their own names; misspelt ones are refused."""
+    if options is None:
+        return None
+    from ray.serve.config import AutoscalingConfig  # takes a second, and most servers need none
 
-    model_config = ConfigDict(extra="forbid")
+    class Autoscaling(AutoscalingConfig):
+        model_config = ConfigDict(extra="forbid")
+
+    return Autoscaling.model_validate(options)
 
 
 class RayActorOptions(Section):
@@ -198,7 +204,9 @@ class RayActorOptions(Section):
 class DeploymentConfig(Section):
     """A Ray Serve deployment, by Serve's own option names."""
 
-    autoscaling_config: Autoscaling | None = None
+    autoscaling_config: Annotated[
+        Any, BeforeValidator(_autoscaling), WithJsonSchema({"type": "object"})
+    ] = None
     """[Serve's autoscaling options](https://docs.ray.io/en/latest/serve/autoscaling-guide.html).
     Engines scale by work, with `upscale_delay_s: 10` and `look_back_period_s: 15`. Default: for an
     engine, one replica, or one for each NUMA node; for the ingress, 1 to 4 replicas."""

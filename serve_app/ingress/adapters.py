@@ -6,10 +6,8 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
-from ray.serve.handle import DeploymentHandle
-
+from serve_app.channel.handle import ReplicaHandle
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import (
@@ -20,7 +18,6 @@ from serve_app.errors import (
 )
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.workers.pool import WorkerPool
-from serve_app.routing import broadcast
 from serve_app.store import models as store
 from serve_app.store.shared_entries import LoadedAdapter, LoadedAdapters
 from serve_app.types import AdapterUse
@@ -70,9 +67,7 @@ class AdapterControl:
         for name, those in adapters.items():
             self._models[name] = dataclasses.replace(self._models[name], adapters=those)
 
-    async def load(
-        self, model_id: str, config: AdapterConfig, handle: DeploymentHandle[Any]
-    ) -> None:
+    async def load(self, model_id: str, config: AdapterConfig, handle: ReplicaHandle) -> None:
         """Have it at all replicas behind the handle, of which one runs at least. Raises CorralError, and
         nobody has it then."""
         resolved = self._resolved[model_id]
@@ -81,7 +76,7 @@ class AdapterControl:
                 f"The configuration already has the adapter {config.id!r}.", "load"
             )
         config = await asyncio.to_thread(_pinned, config, resolved)
-        answers = await broadcast.ask_all(handle, "load_adapter", config, timeout_s=_LOAD_S)
+        answers = await handle.ask_all("load_adapter", config, timeout_s=_LOAD_S)
         versions = {answer for answer in answers if isinstance(answer, str)}
         try:
             for answer in answers:
@@ -98,13 +93,11 @@ class AdapterControl:
                 one.version for one in self._known.get(model_id, ()) if one.config.id == config.id
             }
             for version in versions - in_use:
-                await broadcast.ask_all(
-                    handle, "unload_adapter", config.id, version, timeout_s=_TELL_S
-                )
+                await handle.ask_all("unload_adapter", config.id, version, timeout_s=_TELL_S)
             raise
         await self._tell()
 
-    async def unload(self, model_id: str, adapter_id: str, handle: DeploymentHandle[Any]) -> None:
+    async def unload(self, model_id: str, adapter_id: str, handle: ReplicaHandle) -> None:
         """Have it no more, nowhere: what runs with it goes on. Raises CorralError."""
         if adapter_id in {one.id for one in self._resolved[model_id].adapters}:
             raise InvalidRequestError(
@@ -116,8 +109,7 @@ class AdapterControl:
         if gone is None:
             raise InvalidRequestError(f"There is no adapter {adapter_id!r}.", "unload")
         await self._tell()
-        told = adapter_id, gone.version
-        await broadcast.ask_all(handle, "unload_adapter", *told, timeout_s=_TELL_S)
+        await handle.ask_all("unload_adapter", adapter_id, gone.version, timeout_s=_TELL_S)
 
     async def _tell(self) -> None:
         await self.look()

@@ -1,4 +1,4 @@
-"""An ingress's way to the engines of one model: a client behind a Serve handle."""
+"""An ingress's way to the engines of one model: a client behind a handle of its replicas."""
 
 from __future__ import annotations
 
@@ -6,34 +6,27 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
+from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from ray import serve
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ApplicationStatus
 
+from serve_app.channel.handle import ReplicaCall, ReplicaHandle
 from serve_app.channel.listener import IncomingCall, Listener
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import (
     CorralError,
-    EngineClosedError,
     EngineFailedError,
     EngineUnavailableError,
     ModelLoadingError,
-    QueueFullError,
 )
 from serve_app.ingress.adapters import AdapterControl
 from serve_app.ingress.generation.failover import retried, unbroken
 from serve_app.ingress.model_registry import Answers
 from serve_app.ingress.shared_looks import SharedLooks
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
-from serve_app.routing import broadcast, reports
-from serve_app.store.shared_entries import fetching_replicas
+from serve_app.routing import reports
 from serve_app.types import (
     Accepted,
     Asleep,
@@ -50,9 +43,6 @@ _STATS_TIMEOUT_S = 2.0
 _SLOT_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.1
 """However many ask, replicas are asked the same once in so many seconds at most."""
-_LEAVING_S = 1.0
-"""When a client leaves, Serve cancels what its request has called, and then the request: the second comes
-within so many seconds of the first."""
 _STARTING, _STARTING_EACH = 16, 8
 """Requests that may be on their way to an engine at once, in all and of each client: each takes
 milliseconds of the event loop, and another client's is sent between those of a burst."""
@@ -61,11 +51,11 @@ _LATE_S = 10.0
 
 
 class HandleClient:
-    """The EngineClient of one model's engines behind a Serve handle. Used in the ingress's event loop."""
+    """The EngineClient of one model's engines behind a handle. Used in the ingress's event loop."""
 
     def __init__(
         self,
-        handle: DeploymentHandle[Any],
+        handle: ReplicaHandle,
         vocabulary_key: bytes,
         listener: Listener,
         max_load_s: float,
@@ -85,12 +75,9 @@ class HandleClient:
         self._vocabulary_key = vocabulary_key
         self._listener = listener
         self._stats = SharedLooks(lambda _: self._ask_all("stats"), _LOOK_EVERY_S)
-        named = handle.app_name, handle.deployment_name
-        self._fetching = SharedLooks(
-            lambda _: asyncio.to_thread(fetching_replicas, *named), _LOOK_EVERY_S
-        )
+        self._fetching = SharedLooks(lambda _: handle.fetching(), _LOOK_EVERY_S)
         self._explained = SharedLooks(self._ask_explain, _LOOK_EVERY_S)
-        self._states = SharedLooks(lambda _: asyncio.to_thread(serve.status), _LOOK_EVERY_S)
+        self._states = SharedLooks(lambda _: handle.replica_states(), _LOOK_EVERY_S)
         self._starting = FairSemaphore(_STARTING, _STARTING_EACH)
         self._following: set[asyncio.Task[None]] = set()
         """The followers of calls. A complete answer's follower ends by itself, a moment later."""
@@ -105,8 +92,8 @@ class HandleClient:
         with self._listener.call() as call:
             try:
                 async with self._loading(), self._starting.entered(request.account):
-                    response: Any = self._handle.generate.remote(
-                        request, self._vocabulary_key, address, call.number
+                    response = self._handle.call(
+                        "generate", request, self._vocabulary_key, address, call.number
                     )
                     following = asyncio.create_task(_follow(response, call))
                     self._following.add(following)
@@ -119,7 +106,7 @@ class HandleClient:
                 if following is not None and not call.has_ended:
                     following.cancel()
                     await asyncio.wait([following])
-                    _leave(response)
+                    response.cancel()
 
     @asynccontextmanager
     async def _loading(self) -> AsyncIterator[None]:
@@ -141,21 +128,19 @@ class HandleClient:
 
     @property
     def is_loaded(self) -> bool:
-        running = broadcast.running(self._handle)
+        running = self._handle.running()
         if self._is_on_demand:  # its replicas have channels while the model is loaded
             return any(reports.HERE.hears(one) for one in running)
         return bool(running)
 
     async def load(self) -> None:
-        async with self._loading(), _translated():
-            refusal: CorralError | None = await self._handle.is_there.remote()
-            if refusal is not None:
-                raise refusal
+        async with self._loading():
+            _succeeded(await self._handle.call("is_there"))
 
     async def release(self) -> None:
         if not self._is_on_demand:
             return
-        await broadcast.ask_all(self._handle, "release", timeout_s=_STATS_TIMEOUT_S)
+        await self._handle.ask_all("release", timeout_s=_STATS_TIMEOUT_S)
 
     async def load_adapter(self, adapter: AdapterConfig) -> None:
         await self.load()
@@ -174,36 +159,29 @@ class HandleClient:
         self, texts: tuple[tuple[int, ...], ...], client: str, background: bool
     ) -> NDArray[np.float32]:
         key = self._vocabulary_key
-        response: Any = self._handle.embed.remote(texts, client, key, background)
+        response = self._handle.call("embed", texts, client, key, background)
         try:
-            async with _translated():
-                vectors: NDArray[np.float32] = _succeeded(await response)
+            vectors: NDArray[np.float32] = _succeeded(await response)
             return vectors
         finally:
-            _leave(response)
+            response.cancel()
 
     async def stats(self) -> Answers[ReplicaStats]:
         return await self._stats.ask()
 
     async def replica_states(self) -> dict[str, int]:
-        """The number of replicas in each state, by Serve's controller. Nothing if that is away, or late."""
+        """The number of replicas in each state. Nothing if that cannot be known in time."""
         try:
             async with asyncio.timeout(_STATS_TIMEOUT_S):
-                status = await self._states.ask()
-        except (RayError, TimeoutError):
+                return await self._states.ask()
+        except TimeoutError:
             return {}
-        application = status.applications.get(self._handle.app_name)
-        if application is None or application.status == ApplicationStatus.DELETING:
-            raise EngineClosedError("The application is being stopped.")
-        deployment = application.deployments.get(self._handle.deployment_name)
-        # Serve's model keeps the names of its states, and not the states that its types promise.
-        return {} if deployment is None else cast(dict[str, int], deployment.replica_states)
 
     async def fetching(self) -> Sequence[FetchingReplica]:
         try:
             async with asyncio.timeout(_STATS_TIMEOUT_S):
                 return await self._fetching.ask()
-        except (RayError, OSError, TimeoutError):
+        except Exception:  # Ray's head is away for a moment, or late
             return ()
 
     async def explain(self, request_id: str) -> Answers[RequestRecord]:
@@ -215,29 +193,28 @@ class HandleClient:
         return Answers(tuple(records), answers.missing)
 
     async def media_tokens(self, sizes: Sequence[Size]) -> int:
-        async with self._loading(), _translated():
-            n_tokens: int = _succeeded(await self._handle.media_tokens.remote(sizes))
+        async with self._loading():
+            n_tokens: int = _succeeded(await self._handle.call("media_tokens", sizes))
         return n_tokens
 
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:
         arguments = "act_on_slot", replica_id, action, slot_id, name
-        asking = broadcast.ask_one(self._handle, *arguments, timeout_s=_SLOT_TIMEOUT_S)
-        answer = _succeeded(await asking)
+        answer = _succeeded(await self._handle.ask_one(*arguments, timeout_s=_SLOT_TIMEOUT_S))
         if not isinstance(answer, SlotAction):
             raise EngineUnavailableError(f"The replica {replica_id} does not answer.")
         return answer
 
     async def _ask_all(self, method: str, *arguments: Any) -> Answers[Any]:
         """The answers, each with its `replica_id`; missing are replicas that ran all the time."""
-        running = broadcast.running(self._handle)
-        found = await broadcast.ask_all(
-            self._handle, method, *arguments, timeout_s=_STATS_TIMEOUT_S
+        running = self._handle.running()
+        answers = await self._handle.ask_all(method, *arguments, timeout_s=_STATS_TIMEOUT_S)
+        running &= self._handle.running()
+        missing = tuple(sorted(running - {answer.replica_id for answer in answers}))
+        return Answers(
+            tuple(answer for answer in answers if not isinstance(answer, Asleep)), missing
         )
-        running &= broadcast.running(self._handle)
-        missing = tuple(sorted(running - {answer.replica_id for answer in found}))
-        return Answers(tuple(answer for answer in found if not isinstance(answer, Asleep)), missing)
 
 
 def _succeeded(answer: Any) -> Any:
@@ -247,48 +224,12 @@ def _succeeded(answer: Any) -> Any:
     return answer
 
 
-async def _follow(response: Any, call: IncomingCall) -> None:
+async def _follow(response: ReplicaCall, call: IncomingCall) -> None:
     """Let the call fail if its request is refused or its replica is lost."""
     try:
-        async with _translated():
-            refusal: CorralError | None = await response
+        refusal: CorralError | None = await response
     except CorralError as error:
         refusal = error
     if refusal is None and not call.has_ended:
         await asyncio.sleep(_LATE_S)
     call.fail(refusal or EngineFailedError("The engine's stream ended without an end."))
-
-
-@asynccontextmanager
-async def _translated() -> AsyncIterator[None]:
-    """Whatever goes wrong behind a call is raised as a CorralError."""
-    try:
-        yield
-    except CorralError:
-        raise
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        await asyncio.sleep(_LEAVING_S)  # nobody asks another replica for a client that has left
-        raise EngineFailedError("The engine replica cancelled the request.") from None
-    except Exception as error:  # of any kind, if a replica is lost while Serve chooses it
-        raise _translate(error) from error
-
-
-def _leave(response: Any) -> None:
-    """Have a call end if it has not. Where no replica took it, Serve raises once more here what that failed
-    with."""
-    with suppress(Exception):
-        response.cancel()
-
-
-def _translate(error: Exception) -> CorralError:
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, CorralError):
-        return cause
-    if isinstance(cause, BackPressureError):
-        return QueueFullError("All replicas and their queues are full.", 1)
-    if isinstance(cause, DeploymentUnavailableError):
-        return EngineUnavailableError("No engine of this model is up.")
-    return EngineFailedError(f"The engine replica failed ({type(cause).__name__}).")

@@ -15,8 +15,7 @@ from serve_app.errors import ConfigError, CorralError, InvalidRequestError
 from serve_app.llama.context import adapter_fingerprint
 from serve_app.progress import Report, Stage, nowhere
 from serve_app.store.models import locate
-from serve_app.store.shared_entries import LoadedAdapter, LoadedAdapters
-from serve_app.store.sharing import ClusterSharing
+from serve_app.store.shared_entries import LoadedAdapter, LoadedAdapters, sharing_here
 from serve_app.types import Adapters, AdapterUse
 
 
@@ -38,7 +37,7 @@ class Files:
             last = stage
             self._report(stage)
 
-        path = await asyncio.to_thread(locate, source, self._downloads, take, ClusterSharing())
+        path = await asyncio.to_thread(locate, source, self._downloads, take, sharing_here())
         self.n_bytes.update(origin=last.from_origin_bytes, nodes=last.from_nodes_bytes)
         return path
 

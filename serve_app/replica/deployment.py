@@ -1,401 +1,71 @@
-"""The engine as a Serve deployment."""
+"""An engine replica as a Serve deployment."""
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import logging
-import os
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from urllib.parse import quote
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray import serve
+from ray._private import worker
 
 from serve_app import heap
-from serve_app.channel.protocol import Address
-from serve_app.channel.sender import Channel, Channels
-from serve_app.config import sizing
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.sources import AdapterConfig
-from serve_app.engine import Engine, Texts
-from serve_app.engine.kv_cache.prefixes import Prefix
-from serve_app.engine.options import AdapterFile
-from serve_app.errors import ChannelBrokenError, CorralError, EngineFailedError, ModelReplacedError
-from serve_app.folders import cache_folder
 from serve_app.logs import forward_to_serve
-from serve_app.openvino.exported.header import vocabulary_file
-from serve_app.placement.machine import ThrottleWatch, available_memory, cpu_quota, throttled_s
-from serve_app.placement.pinning import place_on_cpus
-from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.replica.adapters import Files, ReplicaAdapters
-from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
-from serve_app.replica.reporting import ReplicaMetrics, Reporting, pressure
-from serve_app.store.encryption import check_encrypted
-from serve_app.store.models import n_bytes
-from serve_app.store.shared_entries import LoadedAdapters, progress_told
-from serve_app.types import (
-    GenerationRequest,
-    ReplicaRecords,
-    ReplicaStats,
-    SequenceEnd,
-    Size,
-    SlotAction,
-    Sound,
-    TokenDelta,
-)
-
-logger = logging.getLogger("corral.replica")
-
-MOST_ENTERING = 16
-"""Requests that are submitted in one turn of the event loop: the heaviest takes 20 ms, and Serve's health
-checks have their turns in between."""
-Entry = tuple[GenerationRequest, Callable[[TokenDelta], None]]
+from serve_app.replica.loaded_model import LoadedModel
+from serve_app.replica.on_demand import OnDemandModel
+from serve_app.replica.place import ReplicaPlace
+from serve_app.routing.serve_handle import handle_for_now
 
 
 @cache
-def prepare_process(*, keeps_texts: bool) -> None:
-    """Once in a replica's process: `keeps_texts` says whether its log may have clients' texts."""
+def prepared(*, keeps_texts: bool) -> ReplicaPlace:
+    """The place of the replica that this process is. `keeps_texts` says whether its log may have clients'
+    texts."""
     forward_to_serve(keeps_texts=keeps_texts)
     heap.give_back()
-
-
-class LoadedModel:
-    """A loaded model's engine. Its methods run in the replica's event loop; decoding has its thread."""
-
-    async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
-        prepare_process(keeps_texts=model.data_at_rest)
-        if model.encrypts_folders:
-            check_encrypted("engine.cache_folder", model.options.prefix_folder)
-            check_encrypted("engine.slot_folder", model.options.slot_folder)
-        self._closing = AsyncExitStack()
-        context, (_, node_id) = serve.get_replica_context(), _whereabouts()
-        async with progress_told(context, node_id) as tell:
-            files = Files(model.downloads, tell)
-            find = files.find
-            path = await find(model.source)
-            adapters = [AdapterFile(part.id, await find(part.source)) for part in model.adapters]
-            projector = None if model.projector is None else await find(model.projector)
-            draft = None if model.draft is None else await find(model.draft)
-        weights = sum(n_bytes(part) for part in (path, projector, draft) if part is not None)
-        on_demand = model.on_demand
-        reserved = _reserved_cpus() if on_demand is None else on_demand.num_cpus
-        self._cpus, self._sizing = place_on_cpus(model, reserved), model.sizing
-        self._closing.callback(self._cpus.pinning.undo)
-        self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
-        options = dataclasses.replace(
-            sizing.bounded(model.options, model.memory_shares, available_memory() - weights),
-            threads=self._cpus.threads,
-            fewer_threads=model.threads is None and model.options.threads_batch is None,
-            computing_cpus=self._cpus.computing_cpus,
-            pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
-            profile_folder=cache_folder() / "profiles",
-            adapters=tuple(adapters),
-            projector=projector,
-            draft=draft,
-            max_converted_bytes=model.downloads.max_converted_bytes,
-        )
-        self._channels = Channels(node_id, context.replica_id.unique_id)
-        self._closing.callback(self._channels.close)
-        async with progress_told(context, node_id) as tell:
-            self._engine = await _in_new_thread(partial(Engine.load, path, options, tell))
-        self._closing.push_async_callback(asyncio.to_thread, self._engine.close, timeout_s=0)
-        self._vocabulary_key = self._engine.vocabulary_key
-        self._engine.on_delivered(self._channels.flush)
-        self._metrics = ReplicaMetrics(model.id)
-        self._closing.callback(self._metrics.rest)
-        self._metrics.downloaded(files.n_bytes)
-        self._reporting = Reporting(self._engine, self._channels)
-        self._batches_may_scale = model.batches_may_scale
-        batched: Any = (self._enter, self._enter_texts)  # Serve's setters are not in its types
-        for batching in batched:
-            batching.set_max_batch_size(min(MOST_ENTERING, options.n_slots + options.max_waiting))
-            batching.set_batch_wait_timeout_s(model.batch_wait_timeout_s)
-        logger.info(
-            "Model %s: %d slots, %d tokens together, %d in a request; %d threads (%s), %s; %s.",
-            model.id,
-            options.n_slots,
-            options.n_ctx_together,
-            options.n_ctx_slot,
-            options.threads,
-            self._cpus.reason,
-            self._cpus.pinning.report,
-            model.sizing,
-        )
-        logger.info("Model %s: %s.", model.id, self._engine.stats().memory_report())
-        self._adapters = ReplicaAdapters(model, self._engine, LoadedAdapters(context.app_name))
-        await self._adapters.catch_up()
-        self._kv_transfer = KVTransfer(self._engine)
-        if on_demand is None or on_demand.has_peers:
-            await self._kv_transfer.pull()
-        self._reporter = asyncio.create_task(self._reporting.run())
-        self._closing.callback(self._reporter.cancel)
-
-    async def generate(
-        self, request: GenerationRequest, vocabulary_key: bytes, address: Address, number: int
-    ) -> CorralError | None:
-        """Run a request to its end, whose tokens are of that vocabulary. That the engine has taken it, and
-        its deltas, go over the channel to that address, for the call of that number. Cancelling frees its
-        slot. If it is refused, or its channel breaks, that is returned: what is raised, Serve takes for an
-        error of the replica, and logs it with its traceback. An error that ends it goes over the channel,
-        too: from here, it might overtake what came before."""
-        try:
-            self._refuse_strange_tokens(vocabulary_key)
-            await self._adapters.have(request.adapters)
-            channel = await self._channels.to(address)
-            if sizes := [one.size for one in request.media if isinstance(one, Sound)]:
-                await asyncio.to_thread(self._engine.media_tokens, sizes)
-            end = await self._run(request, channel, number)
-            if not request.background:
-                self._metrics.ended(end)
-            _log(request, end)
-            if isinstance(end.error, EngineFailedError):
-                raise end.error
-        except ChannelBrokenError as error:
-            logger.warning("%s ends: %s", request.id, error)
-            return error
-        except EngineFailedError as error:
-            _end_process(error)
-        except CorralError as error:
-            logger.info("%s is refused: %s", request.id, error)
-            return error
-        return None
-
-    async def _run(self, request: GenerationRequest, channel: Channel, number: int) -> SequenceEnd:
-        """How it ended. Raises CorralError if it is refused or its channel breaks."""
-        call = channel.open_call(number)
-        try:
-            prepared = None
-            if request.sampling.grammar is not None or request.sampling.looks_back:
-                prepared = await asyncio.to_thread(self._engine.prepare, request)
-            refusal = await self._enter((request, partial(channel.push, number)))
-            del prepared  # the sequence has it now
-            if refusal is not None:
-                raise refusal
-            channel.push(number, None)
-            channel.flush()
-            return await call
-        finally:
-            self._engine.abort(request.id)
-            channel.close_call(number)
-
-    # Serve gives every caller the same exception if this raises, so refusals are returned.
-    @serve.batch
-    async def _enter(self, entries: list[Entry]) -> list[CorralError | None]:
-        return self._engine.submit_to(entries)
-
-    async def embed(
-        self,
-        texts: tuple[tuple[int, ...], ...],
-        client: str,
-        vocabulary_key: bytes,
-        background: bool = False,  # by its place: see prompt_of
-    ) -> NDArray[np.float32] | CorralError:
-        """Compute embeddings: see Engine.embed. The texts' tokens are of that vocabulary. Cancelling the
-        call spares what was not yet computed. Errors are returned."""
-        try:
-            self._refuse_strange_tokens(vocabulary_key)
-            return await self._embed(Texts(texts, client, background=background))
-        except EngineFailedError as error:
-            _end_process(error)
-        except CorralError as error:
-            logger.info("Texts are refused or failed: %s", error)
-            return error
-
-    async def _embed(self, texts: Texts) -> NDArray[np.float32]:
-        entering = asyncio.ensure_future(self._enter_texts(texts))
-        try:
-            outcome = await asyncio.shield(entering)
-        except asyncio.CancelledError:
-            entering.add_done_callback(_give_up)
-            raise
-        if isinstance(outcome, CorralError):
-            raise outcome
-        return await asyncio.wrap_future(outcome)
-
-    @serve.batch
-    async def _enter_texts(
-        self, requests: list[Texts]
-    ) -> list[Future[NDArray[np.float32]] | CorralError]:
-        """Submit what arrived together in one go: one batch computes what fits of all of it."""
-        return self._engine.embed_many(requests)
-
-    def _refuse_strange_tokens(self, vocabulary_key: bytes) -> None:
-        """A `serve deploy` with another model replaces replicas one by one. Raises ModelReplacedError."""
-        if vocabulary_key != self._vocabulary_key:
-            raise ModelReplacedError("The model is being replaced by one with another vocabulary.")
-
-    async def stats(self) -> ReplicaStats:
-        replica_id, node_id = _whereabouts()
-        return ReplicaStats(
-            replica_id=replica_id,
-            node_id=node_id,
-            engine=dataclasses.asdict(self._engine.stats()),
-            cores=self._cpus.pinning.cores,
-            numa_node=self._cpus.pinning.numa_node,
-            placement=f"{self._cpus.pinning.report}; {self._sizing}",
-            latencies=self._engine.latencies(),
-        )
-
-    async def media_tokens(self, sizes: Sequence[Size]) -> int | CorralError:
-        """Tokens of pictures of these sizes. Errors are returned."""
-        try:
-            return await asyncio.to_thread(self._engine.media_tokens, sizes)
-        except CorralError as error:
-            return error
-
-    async def act_on_slot(
-        self, replica_id: str, action: str, slot_id: int, name: str
-    ) -> SlotAction | CorralError | None:
-        """Save, restore or erase a slot; None if another replica is meant. Errors are returned."""
-        if replica_id != _whereabouts()[0]:
-            return None
-        try:
-            return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
-        except CorralError as error:
-            return error
-
-    async def load_adapter(self, config: AdapterConfig) -> str | CorralError:
-        """Load an adapter, and return its version. Errors are returned."""
-        try:
-            return await self._adapters.load(config)
-        except CorralError as error:
-            return error
-
-    async def unload_adapter(self, adapter_id: str, version: str) -> bool:
-        """Unload an adapter when nobody uses it any more."""
-        self._adapters.unload(adapter_id, version)
-        return True
-
-    async def explain(self, request_id: str) -> ReplicaRecords:
-        replica_id, node_id = _whereabouts()
-        records = (
-            dataclasses.replace(record, replica_id=replica_id, node_id=node_id)
-            for record in self._engine.explain(request_id)
-        )
-        return ReplicaRecords(replica_id, tuple(records))
-
-    async def offer_prefixes(self, asker: str) -> Offer | None:
-        return await self._kv_transfer.offer(asker)
-
-    async def send_prefix(self, source: str, prefix: Prefix) -> list[Any] | None:
-        return await self._kv_transfer.send(source, prefix)
-
-    async def lack_prefixes(self, asker: str, prefixes: list[Prefix]) -> TransferTarget | None:
-        return await self._kv_transfer.lacks(asker, prefixes)
-
-    async def take_prefix(self, target: str, sent: list[Any]) -> int | None:
-        return await self._kv_transfer.take(target, sent)
-
-    async def attach(self, address: Address) -> bool:
-        """Tell that ingress from now on what this replica holds. Returns whether it can be reached."""
-        try:
-            await self._reporting.attach(address)
-        except ChannelBrokenError:
-            return False
-        return True
-
-    async def is_there(self) -> None:
-        """Return: the model is loaded."""
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
-        engine, scales = self._engine, self._batches_may_scale
-        return pressure(engine.stats(), with_background=scales)
-
-    def check_health(self) -> None:
-        """Serve asks every few seconds. Ends the process if the engine failed or hangs."""
-        try:
-            self._engine.check_health()
-        except EngineFailedError as error:
-            _end_process(error)
-        throttled = self._throttling.look(throttled_s(), cpu_quota(), time.monotonic())
-        if throttled is not None:
-            logger.warning("%s", throttled)
-        self._metrics.update(self._engine.stats())
-
-    async def close(self) -> None:
-        """Unload the model, and give all back. Running requests end with an error, and go on when
-        there is a replica. Idempotent; for one whose start failed, too."""
-        await self._closing.aclose()
-
-    def forget(self) -> None:
-        """Let go of everything, after `close` and when no call runs any more. Serve's queues keep the
-        object whose method they called last, and with it the model's memory."""
-        vars(self).clear()
+    context = serve.get_replica_context()
+    ray_context: Any = ray.get_runtime_context()
+    node_id = ray_context.get_node_id()
+    session: Any = worker._global_node  # not public, as of Ray 2.60
+    return ReplicaPlace(
+        context.app_name,
+        context.deployment,
+        context.replica_id.unique_id,
+        node_id,
+        folder=Path(session.get_session_dir_path())
+        / "corral"
+        / node_id
+        / quote(context.app_name, safe=""),
+        reserved_cpus=float(ray_context.get_assigned_resources().get("CPU", 0.0)),
+        peers=partial(handle_for_now, context.deployment, context.app_name),
+        put=ray.put,
+    )
 
 
 @serve.deployment
 class EngineReplica(LoadedModel):
     """A model that is loaded as long as its process lives."""
 
+    async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
+        place = prepared(keeps_texts=model.data_at_rest)
+        await super().__init__(model, place)
+
     async def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
-        await self._kv_transfer.push()
-        await self.close()
+        await self.leave()
 
 
-def _end_process(error: EngineFailedError) -> NoReturn:
-    """Serve replaces the replica at once then, and streams go on elsewhere. Else it would send requests
-    here until three health checks have failed."""
-    logger.error("The replica ends, as its engine failed: %s", error)
-    os._exit(1)
+@serve.deployment
+class OnDemandReplica(OnDemandModel):
+    """A model that is loaded and unloaded within its process."""
 
+    async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
+        place = prepared(keeps_texts=model.data_at_rest)
+        await super().__init__(model, place)
 
-def _whereabouts() -> tuple[str, str]:
-    replica_id = serve.get_replica_context().replica_id.unique_id
-    return replica_id, ray.get_runtime_context().get_node_id()
-
-
-def _give_up(entering: asyncio.Future[Future[NDArray[np.float32]] | CorralError]) -> None:
-    """Nobody waits any more for texts that have just been accepted."""
-    if not entering.cancelled() and entering.exception() is None:
-        outcome = entering.result()
-        if isinstance(outcome, Future):
-            outcome.cancel()
-
-
-def _log(request: GenerationRequest, end: SequenceEnd) -> None:
-    usage, spent = end.usage, end.timings
-    if end.error is not None:
-        logger.info("%s failed: %s", request.id, end.error)
-    logger.info(
-        "%s ended (%s): %d prompt tokens, %d of them cached, %d generated; queue %.3f s, prefill %.3f s, "
-        "decode %.3f s, stalled %.3f s.",
-        request.id,
-        end.reason.value,
-        usage.prompt_tokens,
-        usage.cached_tokens,
-        usage.completion_tokens,
-        spent.queue_s,
-        spent.prefill_s,
-        spent.decode_s,
-        spent.stalled_s,
-    )
-
-
-def _prefixes(
-    path: Path, system_prompts: Sequence[str], chat_template: str | None
-) -> tuple[tuple[int, ...], ...]:
-    if not system_prompts:
-        return ()
-    tokenizer = Tokenizer(vocabulary_file(path), chat_template)
-    return tuple(tokenizer.encode_system_prompt(text) for text in system_prompts)
-
-
-async def _in_new_thread(load: Callable[[], Engine]) -> Engine:
-    """The event loop goes on meanwhile. The thread is new because it inherits this one's processors."""
-    with ThreadPoolExecutor(1) as pool:
-        return await asyncio.get_running_loop().run_in_executor(pool, load)
-
-
-def _reserved_cpus() -> float:
-    context: Any = ray.get_runtime_context()
-    return float(context.get_assigned_resources().get("CPU", 0.0))
+    async def __del__(self) -> None:
+        """Serve's destructor hook; before it, Serve has let running requests finish."""
+        await self.leave()

@@ -10,16 +10,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve.handle import DeploymentHandle
-
+from serve_app.channel.handle import ReplicaHandle
 from serve_app.engine import Engine
 from serve_app.engine.kv_cache import packing
 from serve_app.engine.kv_cache.prefixes import Prefix
 from serve_app.engine.kv_cache.transfers import HotPrefix, Payload, RefusedPrefixError, hottest
-from serve_app.routing import broadcast
+from serve_app.replica.place import ReplicaPlace
 
 logger = logging.getLogger("corral.replica")
 
@@ -60,10 +56,8 @@ class KVTransfer:
     returns None.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        context = serve.get_replica_context()
-        self._id = context.replica_id.unique_id
-        self._deployment = context.deployment, context.app_name
+    def __init__(self, engine: Engine, place: ReplicaPlace) -> None:
+        self._id, self._peers, self._put = place.replica_id, place.peers, place.put
         self._engine = engine
         self._prefixes = engine.prefixes
 
@@ -77,13 +71,13 @@ class KVTransfer:
 
     async def _bounded(
         self,
-        work: Callable[[DeploymentHandle[Any], TransferTally], Awaitable[None]],
+        work: Callable[[ReplicaHandle, TransferTally], Awaitable[None]],
         tally: TransferTally,
     ) -> None:
-        if not self._prefixes.budget_bytes:
+        if not self._prefixes.budget_bytes or self._peers is None:
             return
         try:
-            async with broadcast.handle_for_now(*self._deployment) as peers:
+            async with self._peers() as peers:
                 async with asyncio.timeout(_LIMIT_S):
                     await work(peers, tally)
         except Exception as error:
@@ -91,39 +85,39 @@ class KVTransfer:
         if tally.n_prefixes:
             logger.info("%s", tally)
 
-    async def _pull(self, peers: DeploymentHandle[Any], tally: TransferTally) -> None:
-        offers = await broadcast.ask_all(peers, "offer_prefixes", self._id, timeout_s=_OFFERS_S)
+    async def _pull(self, peers: ReplicaHandle, tally: TransferTally) -> None:
+        offers = await peers.ask_all("offer_prefixes", self._id, timeout_s=_OFFERS_S)
         held = await asyncio.to_thread(self._prefixes.held)
         room_bytes = self._prefixes.budget_bytes - self._engine.stats().cache.stored_bytes
         for wanted, source in plan_pull(self._usable(offers, Offer), held, room_bytes):
-            sent: list[Any] | None = await broadcast.ask_one(
-                peers, "send_prefix", source, wanted.prefix, timeout_s=_LIMIT_S
+            sent: list[Any] | None = await peers.ask_one(
+                "send_prefix", source, wanted.prefix, timeout_s=_LIMIT_S
             )
             if not sent:
                 continue
             try:
                 payload: Payload = await sent[0]
-            except RayError as error:  # its source is gone; the others are not
+            except Exception as error:  # of Ray's, as its source is gone; the others are not
                 logger.warning("A prefix of %s is lost: %r.", source, error)
                 continue
             tally.add(source, wanted.prefix, await self._import(payload, wanted.prefix))
 
-    async def _push(self, peers: DeploymentHandle[Any], tally: TransferTally) -> None:
+    async def _push(self, peers: ReplicaHandle, tally: TransferTally) -> None:
         offered = await asyncio.to_thread(self._prefixes.offers, 1)
         prefixes = [one.prefix for one in offered]
         if not prefixes:
             return
-        asked = "lack_prefixes", self._id, prefixes
-        answers = await broadcast.ask_all(peers, *asked, timeout_s=_OFFERS_S)
+        question = "lack_prefixes", self._id, prefixes
+        answers = await peers.ask_all(*question, timeout_s=_OFFERS_S)
         sent: list[Prefix] = []
         for hot, target in plan_push(offered, self._usable(answers, TransferTarget)):
             if any(one.serves(hot.prefix) for one in sent):
                 continue
             payload = await asyncio.to_thread(self._prefixes.export_prefix, hot.prefix)
             if payload is not None:
-                reference = await asyncio.to_thread(ray.put, payload)
-                n_bytes = await broadcast.ask_one(
-                    peers, "take_prefix", target, [reference], timeout_s=_LIMIT_S
+                reference = await asyncio.to_thread(self._put, payload)
+                n_bytes = await peers.ask_one(
+                    "take_prefix", target, [reference], timeout_s=_LIMIT_S
                 )
                 tally.add(target, payload.prefix, n_bytes or 0)
                 sent.append(payload.prefix)
@@ -144,7 +138,7 @@ class KVTransfer:
         if source != self._id:
             return None
         payload = await asyncio.to_thread(self._prefixes.export_prefix, prefix)
-        return [] if payload is None else [await asyncio.to_thread(ray.put, payload)]
+        return [] if payload is None else [await asyncio.to_thread(self._put, payload)]
 
     async def lacks(self, asker: str, prefixes: list[Prefix]) -> TransferTarget | None:
         """Return, as the target, which of these prefixes are not here, and the room for them."""

@@ -1,6 +1,6 @@
-"""A model on demand: its place on the node, when it is loaded, when it leaves, and its Serve deployment.
+"""A model on demand: its place on the node, when it is loaded, and what its process answers.
 
-The deployment's processes stay when the model is unloaded. To start a process, and to import what an engine
+The model's processes stay when the model is unloaded. To start a process, and to import what an engine
 needs, takes seconds; to load a model into a process that has done so takes little more than to read it.
 """
 
@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import ray
-from ray import serve
-from ray._private import worker
-
 from serve_app import heap, locks
 from serve_app.channel.protocol import Address
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import CorralError, EngineUnavailableError
 from serve_app.locks import is_locked, lock, make_private
-from serve_app.replica.deployment import LoadedModel, prepare_process
+from serve_app.replica.loaded_model import LoadedModel
+from serve_app.replica.place import ReplicaPlace
 from serve_app.routing.autoscaling import PRESSURE
 from serve_app.types import Asleep, ReplicaRecords
 
@@ -291,7 +288,7 @@ def _take_note(coming: asyncio.Task[None]) -> None:
 
 
 def _loading(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method of a loaded model as one of OnDemandReplica, which loads the model for it. A CorralError
+    """The method of a loaded model as one of OnDemandModel, which loads the model for it. A CorralError
     is returned if the model cannot be loaded."""
 
     @functools.wraps(method)
@@ -308,7 +305,7 @@ def _loading(method: Callable[..., Any]) -> Callable[..., Any]:
 def _if_loaded(
     method: Callable[..., Any], default: Callable[..., Any] = lambda *_: None
 ) -> Callable[..., Any]:
-    """The method of a loaded model as one of OnDemandReplica, which does not load the model for it.
+    """The method of a loaded model as one of OnDemandModel, which does not load the model for it.
     `default` answers for a model that is not loaded: it gets the replica's id and the arguments."""
 
     @functools.wraps(method)
@@ -321,20 +318,18 @@ def _if_loaded(
     return call
 
 
-@serve.deployment
-class OnDemandReplica:
+class OnDemandModel:
     """A model that is loaded and unloaded within one process. Calls that need the model load it; all others
     answer without it while it is not loaded. Used in the replica's event loop."""
 
-    async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
-        prepare_process(keeps_texts=model.data_at_rest)
+    async def __init__(self, model: ResolvedModel, place: ReplicaPlace) -> None:  # type: ignore[misc]  # Serve awaits it
         settings = model.on_demand
-        assert settings is not None  # or it would be an EngineReplica
-        context = serve.get_replica_context()
-        self.id = context.replica_id.unique_id
-        residency = Residency(_folder(context.app_name), self.id, settings.max_loaded)
+        assert settings is not None  # or it would be a LoadedModel
+        self.id = place.replica_id
+        folder = place.folder / "on-demand"
+        residency = Residency(folder, self.id, settings.max_loaded)
         self.lifecycle = ModelLifecycle(
-            model.id, settings.keep_alive_s, residency, lambda: _load(model), _clean_up
+            model.id, settings.keep_alive_s, residency, lambda: _load(model, place), _clean_up
         )
 
     generate = _loading(LoadedModel.generate)
@@ -376,24 +371,16 @@ class OnDemandReplica:
         if model is not None:
             model.check_health()
 
-    async def __del__(self) -> None:
-        """Serve's destructor hook; before it, Serve has let running requests finish."""
+    async def leave(self) -> None:
+        """Unload the model for good."""
         await self.lifecycle.close()
 
 
-def _folder(app: str) -> Path:
-    """Where an application's processes on this node keep the places of models: it goes with Ray's session.
-    Not public, as of Ray 2.60."""
-    session: Any = worker._global_node
-    node_id = ray.get_runtime_context().get_node_id()
-    return Path(session.get_session_dir_path()) / "corral" / node_id / quote(app, safe="")
-
-
-async def _load(model: ResolvedModel) -> LoadedModel:
-    """Raises ConfigError, and whatever else may go wrong."""
+async def _load(model: ResolvedModel, place: ReplicaPlace) -> LoadedModel:
+    """Load a model. Raises ConfigError, and whatever else may go wrong; nothing is left of it then."""
     loaded = LoadedModel.__new__(LoadedModel)
     try:
-        await loaded.__init__(model)  # type: ignore[misc]  # as Serve does
+        await loaded.__init__(model, place)  # type: ignore[misc]  # as Serve does
     except BaseException:
         await loaded.close()
         loaded.forget()

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from ray.util.metrics import Counter, Gauge, Histogram
-
+from serve_app import metrics
 from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channel, Channels
 from serve_app.engine import CachedPrefixes, Engine, EngineStats
+from serve_app.metrics import Counter, Histogram
 from serve_app.placement.machine import throttled_s
 from serve_app.routing.autoscaling import PRESSURE, engine_pressure
 from serve_app.routing.blocks import Inventory, request_key, turn_key
@@ -150,20 +150,13 @@ class ReplicaMetrics:
     """
 
     def __init__(self, model: str) -> None:
+        tags = {"model": model}
+
         def histogram(name: str, what: str, ends: Sequence[float] = _SECONDS) -> Histogram:
-            made = Histogram(f"corral_{name}_seconds", what, list(ends), ("model",))
-            made.set_default_tags({"model": model})
-            return made
+            return metrics.histogram(f"{name}_seconds", what, ends, tags=tags)
 
-        def counter(name: str, what: str, *tags: str) -> Counter:
-            made = Counter(f"corral_{name}", what, ("model", *tags))
-            made.set_default_tags({"model": model})
-            return made
-
-        def gauge(name: str, what: str) -> Gauge:
-            made = Gauge(f"corral_{name}", what, ("model",))
-            made.set_default_tags({"model": model})
-            return made
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return metrics.counter(name, what, ("model", *labels), tags)
 
         self._queue = histogram("queue_time", "Queue time: from arrival to a slot, in seconds.")
         self._prefill = histogram(
@@ -202,7 +195,7 @@ class ReplicaMetrics:
             "memory_tier_bytes": "Memory tier: prefixes without a slot, in bytes.",
             "backlog_seconds": "Backlog: forecast of the time until all accepted work is done, in seconds.",
         }
-        self._gauges = {name: gauge(name, what) for name, what in gauges.items()}
+        self._gauges = {name: metrics.gauge(name, what, tags=tags) for name, what in gauges.items()}
         self._seen: dict[str, float] = {"throttled": throttled_s()}
 
     def ended(self, end: SequenceEnd) -> None:

@@ -1,28 +1,31 @@
 """Entries that all ingresses and replicas of an application know: adapters, weights, downloads.
 
-They are kept with Ray's head, and last as long as it does. Functions and methods ask Ray's head, block
-meanwhile, and raise its errors, unless they say otherwise.
+Processes of Ray keep them with Ray's head, and they last as long as it does. Those of a local server keep
+them in its folder (`keep_in`). Functions and methods block meanwhile, and raise errors of Ray or of the
+file system, unless they say otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from ray.experimental import internal_kv
-from ray.serve.context import ReplicaContext
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote, unquote
 
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
 from serve_app.progress import Report, Stage
+from serve_app.store.remote import ALONE, Sharing
 from serve_app.types import AdapterUse, FetchingReplica
 
-_NAMESPACE = b"corral"
 _TELL_EVERY_S = 1.0
 _STALE_S = 10.0
 """What was not told anew for so long is of a replica that is gone. Clocks of nodes may differ by less."""
@@ -33,6 +36,90 @@ Entry = Mapping[str, Any]
 Weights = Mapping[str, float]
 
 
+class KeyValues(Protocol):
+    """The values that processes share, by their keys. Any thread."""
+
+    def list(self, prefix: str) -> Iterable[str]:
+        """The keys that begin so."""
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def put(self, key: str, value: bytes, *, overwrite: bool) -> bool:
+        """Write a value, if there is none or it may be overwritten. Returns whether there was one."""
+
+    def delete(self, key: str) -> None: ...
+
+
+class FolderValues:
+    """The KeyValues of processes on one machine: a file for each key."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def list(self, prefix: str) -> Iterable[str]:
+        keys = (unquote(path.name) for path in self._folder.iterdir())
+        return [key for key in keys if key.startswith(prefix)]
+
+    def get(self, key: str) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return self._path(key).read_bytes()
+        return None
+
+    def put(self, key: str, value: bytes, *, overwrite: bool) -> bool:
+        path = self._path(key)
+        existed = path.exists()
+        with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".", delete=False) as part:
+            part.write(value)  # readers see all of it, or nothing
+        try:
+            if overwrite:
+                os.replace(part.name, path)  # noqa: PTH105
+                return existed
+            try:
+                os.link(part.name, path)
+            except FileExistsError:
+                return True
+            return False
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(part.name)  # noqa: PTH108
+
+    def delete(self, key: str) -> None:
+        self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / quote(key, safe="")
+
+
+_values: KeyValues | None = None
+
+
+def keep_in(folder: Path) -> None:
+    """Have this process share its entries with others that name the same folder. Call it once, at the
+    start of a process."""
+    global _values
+    _values = FolderValues(folder)
+
+
+def shared_values() -> KeyValues:
+    """The values that this process shares: those of Ray's head, unless it keeps them in a folder."""
+    global _values
+    if _values is None:
+        from serve_app.store.ray_values import RayValues
+
+        _values = RayValues()
+    return _values
+
+
+def sharing_here() -> Sharing:
+    """The help of the cluster's other nodes, if this is a process of Ray's."""
+    ray: Any = sys.modules.get("ray")  # whoever has not imported it has no other nodes
+    if ray is None or not ray.is_initialized():
+        return ALONE
+    from serve_app.store.sharing import ClusterSharing
+
+    return ClusterSharing()
+
+
 class NumberedEntries:
     """The entries of one kind in an application. Each model's are numbered from 0 on."""
 
@@ -41,15 +128,15 @@ class NumberedEntries:
 
     def numbers(self, model: str) -> list[int]:
         """The numbers of the entries, the lowest first."""
-        listed = internal_kv._internal_kv_list(self._of(model), namespace=_NAMESPACE)
-        return sorted(int(key.rpartition(b"/")[2]) for key in listed)
+        listed = shared_values().list(self._of(model))
+        return sorted(int(key.rpartition("/")[2]) for key in listed)
 
     def read(self, model: str, last: int = 0) -> list[tuple[int, Entry]]:
         """The last entries, or all, with their numbers, the lowest first, without the empty ones."""
         entries = []
         for number in self.numbers(model)[-last:]:
             key = self._key(model, number)
-            value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+            value = shared_values().get(key)
             if value is not None and (entry := json.loads(value)):
                 entries.append((number, entry))
         return entries
@@ -71,19 +158,18 @@ class NumberedEntries:
 
     def remove(self, model: str, number: int) -> None:
         """Have an entry no more. Its number may be used again if it was the highest."""
-        internal_kv._internal_kv_del(self._key(model, number), namespace=_NAMESPACE)
+        shared_values().delete(self._key(model, number))
 
     def _put(self, model: str, number: int, entry: Entry, *, overwrite: bool) -> bool:
         """Write an entry. Returns whether there was one."""
         key, value = self._key(model, number), json.dumps(entry).encode()
-        existed: bool = internal_kv._internal_kv_put(key, value, overwrite, namespace=_NAMESPACE)
-        return existed
+        return shared_values().put(key, value, overwrite=overwrite)
 
-    def _key(self, model: str, number: int) -> bytes:
-        return self._of(model) + str(number).encode()
+    def _key(self, model: str, number: int) -> str:
+        return f"{self._of(model)}{number}"
 
-    def _of(self, model: str) -> bytes:
-        return f"{self._prefix}{model.replace('/', '%')}/".encode()
+    def _of(self, model: str) -> str:
+        return f"{self._prefix}{model.replace('/', '%')}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +266,12 @@ class VersionWeights:
 
 
 @asynccontextmanager
-async def progress_told(context: ReplicaContext, node_id: str) -> AsyncIterator[Report]:
+async def progress_told(
+    app: str, deployment: str, replica_id: str, node_id: str
+) -> AsyncIterator[Report]:
     """Let everybody know, every second until the end of the block, how far this replica is with its model:
     no replica answers before it has one. Raises nothing of Ray's."""
-    replica_id = context.replica_id.unique_id
-    key = _fetching(context.app_name, context.deployment) + replica_id.encode()
+    key = _fetching(app, deployment) + replica_id
     latest: list[Stage] = []
     enough = asyncio.Event()
 
@@ -198,9 +285,7 @@ async def progress_told(context: ReplicaContext, node_id: str) -> AsyncIterator[
                 replica = FetchingReplica(replica_id, node_id, stage.name, stage.done, *figures)
                 value = json.dumps({"at": time.time(), "told": asdict(replica)}).encode()
                 with suppress(Exception):  # Ray's head is away for a moment
-                    await asyncio.to_thread(
-                        internal_kv._internal_kv_put, key, value, True, namespace=_NAMESPACE
-                    )
+                    await asyncio.to_thread(shared_values().put, key, value, overwrite=True)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_TELL_EVERY_S):
                     await enough.wait()
@@ -212,14 +297,14 @@ async def progress_told(context: ReplicaContext, node_id: str) -> AsyncIterator[
         enough.set()
         await telling
         with suppress(Exception):
-            await asyncio.to_thread(internal_kv._internal_kv_del, key, namespace=_NAMESPACE)
+            await asyncio.to_thread(shared_values().delete, key)
 
 
 def fetching_replicas(app: str, deployment: str) -> tuple[FetchingReplica, ...]:
     """The replicas of a deployment that fetch their model now."""
     replicas = []
-    for key in internal_kv._internal_kv_list(_fetching(app, deployment), namespace=_NAMESPACE):
-        value: bytes | None = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    for key in shared_values().list(_fetching(app, deployment)):
+        value = shared_values().get(key)
         if value is not None:
             entry = json.loads(value)
             if time.time() - entry["at"] < _STALE_S:
@@ -227,5 +312,5 @@ def fetching_replicas(app: str, deployment: str) -> tuple[FetchingReplica, ...]:
     return tuple(replicas)
 
 
-def _fetching(app: str, deployment: str) -> bytes:
-    return f"fetching/{app}/{deployment}/".encode()
+def _fetching(app: str, deployment: str) -> str:
+    return f"fetching/{app}/{deployment}/"

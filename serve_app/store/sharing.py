@@ -24,11 +24,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError
-from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from serve_app.store.remote import Holder, Listing, Peers, RemoteFile, Sharing
-from serve_app.store.shared_entries import NumberedEntries
+from serve_app.store.shared_entries import NumberedEntries, shared_values
 
 logger = logging.getLogger("corral.store")
 
@@ -130,14 +129,13 @@ class ClusterSharing(Sharing):
         return None
 
     def put_listing(self, name: str, listing: Listing) -> None:
-        key, value = f"listings/{name}".encode(), json.dumps(listing).encode()
         with suppress(Exception):  # Ray's head is away for a moment
-            internal_kv._internal_kv_put(key, value, True, namespace=_NAMESPACE.encode())
+            value = json.dumps(listing).encode()
+            shared_values().put(f"listings/{name}", value, overwrite=True)
 
     def listing(self, name: str) -> Listing | None:
         with suppress(Exception):
-            key, namespace = f"listings/{name}".encode(), _NAMESPACE.encode()
-            value: bytes | None = internal_kv._internal_kv_get(key, namespace=namespace)
+            value = shared_values().get(f"listings/{name}")
             return None if value is None else dict(json.loads(value))
         return None
 

@@ -14,6 +14,7 @@ from ray.serve.exceptions import RayServeException
 
 from serve_app.app import build
 from serve_app.ingress.access.auth import Access
+from serve_app.ingress.server import IngressSettings
 
 MODELS = [{"id": "demo", "source": {"builtin": True}, "engine": {"n_slots": 1, "n_ctx_slot": 256}}]
 
@@ -53,7 +54,7 @@ def put_behind_haproxy(monkeypatch: pytest.MonkeyPatch, host: str | None) -> Non
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     serve = None if host is None else SimpleNamespace(http_config=HTTPOptions(host=host))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr("serve_app.application.deployments._get_global_client", lambda **_: serve)
+    monkeypatch.setattr("ray.serve.context._get_global_client", lambda **_: serve)
 
 
 @pytest.mark.parametrize(("ui", "behind"), [("auto", False), (True, True), (False, False)])
@@ -68,5 +69,6 @@ def test_behind_haproxy_the_page_is_only_there_if_it_was_asked_for(
 
 def access(application: Application) -> Access:
     """What the ingress gets."""
-    (found,) = (one for one in application._bound_deployment.init_args if isinstance(one, Access))
+    arguments = application._bound_deployment.init_args
+    (found,) = (one.access for one in arguments if isinstance(one, IngressSettings))
     return found

@@ -43,6 +43,10 @@ from serve_app.types import GenerationRequest
 if TYPE_CHECKING:
     from serve_app.ingress.responses.actor import RayStore
 
+    ResponseStore = Store | RayStore
+else:
+    ResponseStore = Store
+
 logger = logging.getLogger("corral.ingress")
 
 TELL_S, ALIVE_S = 0.25, 2.0
@@ -100,7 +104,7 @@ class BackgroundResponses:
     def __init__(
         self,
         models: Mapping[str, ServedModel],
-        store: Store | RayStore,
+        store: ResponseStore,
         open_requests: OpenRequests,
     ) -> None:
         self.models = models

@@ -8,8 +8,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-from ray.util.metrics import Gauge
-
+from serve_app import metrics
 from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.model_registry import ServedModel, shares
 from serve_app.store.shared_entries import VersionWeights
@@ -81,7 +80,7 @@ class VersionMetrics:
 
     def __init__(self) -> None:
         what = "Share of a model's requests that a version gets, from 0 to 1."
-        self._share = Gauge("corral_version_share", what, ("model", "version"))
+        self._share = metrics.gauge("version_share", what, ("model", "version"))
 
     def update(self, shares: Mapping[str, Mapping[str, float]]) -> None:
         for model, versions in shares.items():

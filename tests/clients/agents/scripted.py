@@ -19,7 +19,7 @@ from ray.serve import Application
 from serve_app import app
 from serve_app.engine.backends import llama_cpp
 from serve_app.llama.grammars.constraint import Constraint
-from serve_app.replica.deployment import LoadedModel
+from serve_app.replica.loaded_model import LoadedModel
 from serve_app.sampling import SamplingParams
 from serve_app.types import Sampled, TokenLogprobs
 

@@ -7,7 +7,7 @@ import time
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.config.schema import DeploymentConfig
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.replica.deployment import MOST_ENTERING
+from serve_app.replica.loaded_model import MOST_ENTERING
 from serve_app.sampling import LogitBias
 
 N_CTX = 131_072

@@ -32,7 +32,7 @@ from serve_app.openvino.exported.files import GRAPH
 from serve_app.openvino.exported.header import header_of_graph, hyperparameters_of
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.replica.deployment import _prefixes
+from serve_app.replica.loaded_model import _prefixes
 from serve_app.store.models import n_bytes
 from tests.integration.openvino.bf16 import computes_bf16, with_bf16
 from tests.integration.openvino.exported_models import as_gguf, changed, unpacked

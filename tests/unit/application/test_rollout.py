@@ -124,7 +124,7 @@ def test_versions_that_do_not_fit_in_memory_together_are_refused(
     with pytest.raises(ConfigError, match=r"m@default and m@new have 0\.0 GiB of weights"):
         rollout.check_memory(both, n_bytes - 1)
     rollout.check_memory([replace(one, on_demand=SETTINGS) for one in both], 1)
-    monkeypatch.setattr("serve_app.app.rollout.check_memory", _refuse)
+    monkeypatch.setattr("serve_app.application.resolving.rollout.check_memory", _refuse)
     with pytest.raises(RayServeException, match="does not fit"):
         build({"models": [entry()]})
 

@@ -14,7 +14,6 @@ from serve_app.errors import ConfigError, EngineUnavailableError, InvalidRequest
 from serve_app.ingress.adapters import AdapterControl
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.openai.answers import model_cards
-from serve_app.routing import broadcast
 from serve_app.store.shared_entries import LoadedAdapters
 from serve_app.types import AdapterUse
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
@@ -37,12 +36,17 @@ class Scene:
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
     async def load(self, config: AdapterConfig = LEGAL) -> None:
-        handle: Any = None
+        handle: Any = self
         await self.control.load("m", config, handle)
 
     async def unload(self, name: str) -> None:
-        handle: Any = None
+        handle: Any = self
         await self.control.unload("m", name, handle)
+
+    async def ask_all(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+        """As a handle of the replicas."""
+        self.calls.append((method, *arguments))
+        return list(self.answers) if method == "load_adapter" else []
 
     @property
     def names(self) -> list[str]:
@@ -69,12 +73,6 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     loaded = LoadedAdapters("app")
     control = AdapterControl(models, {"m": resolved}, workers, loaded, tell_ingresses)
     found = Scene(shared, control, models, workers, ["v1", "v1"])
-
-    async def ask_all(handle: object, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
-        found.calls.append((method, *arguments))
-        return list(found.answers) if method == "load_adapter" else []
-
-    monkeypatch.setattr(broadcast, "ask_all", ask_all)
     return found
 
 

@@ -27,8 +27,9 @@ from serve_app.errors import (
 )
 from serve_app.ingress import handle_client
 from serve_app.ingress.handle_client import HandleClient
-from serve_app.routing import reports
+from serve_app.routing import reports, serve_handle
 from serve_app.routing.broadcast import note_running
+from serve_app.routing.serve_handle import ServeHandle
 from serve_app.sampling import SamplingParams
 from serve_app.types import (
     Accepted,
@@ -128,7 +129,7 @@ async def listener() -> AsyncIterator[Listener]:
 
 def client(handle: Handle, listener: Listener) -> HandleClient:
     handle.listener = listener
-    return HandleClient(handle, b"", listener, 60.0, "m", None)  # type: ignore[arg-type]
+    return HandleClient(ServeHandle(handle), b"", listener, 60.0, "m", None)  # type: ignore[arg-type]
 
 
 async def tokens(handle: Handle, listener: Listener) -> list[int]:
@@ -161,7 +162,7 @@ async def test_every_failure_is_told_and_the_call_is_left(
     monkeypatch: pytest.MonkeyPatch,
     listener: Listener,
 ) -> None:
-    monkeypatch.setattr(handle_client, "_LEAVING_S", 0.0)
+    monkeypatch.setattr(serve_handle, "_LEAVING_S", 0.0)
     handle = Handle(failure)
     with pytest.raises(told):
         await tokens(handle, listener)
@@ -278,7 +279,7 @@ class SilentHandle:
 
 async def test_a_burst_of_one_client_leaves_room_for_another(listener: Listener) -> None:
     handle = SilentHandle()
-    engines = HandleClient(handle, b"", listener, 60.0, "m", None)  # type: ignore[arg-type]
+    engines = HandleClient(ServeHandle(handle), b"", listener, 60.0, "m", None)  # type: ignore[arg-type]
 
     def asks(client: str) -> asyncio.Future[object]:
         asked = dataclasses.replace(REQUEST, client=client)
@@ -305,7 +306,10 @@ def asking(*answers: Any) -> tuple[HandleClient, replicas.Handle]:
     """A client of three replicas, and its handle."""
     handle = replicas.Handle(list(answers))
     note_running(handle.app_name, handle.deployment_name, ["r1", "r2", "r3"])
-    return HandleClient(handle, b"", Listener(HERE, "127.0.0.1"), 60.0, "m", None), handle  # type: ignore[arg-type]
+    of_three: Any = ServeHandle(handle)  # type: ignore[arg-type]
+    none: Any = None
+    client = HandleClient(of_three, b"", Listener(HERE, "127.0.0.1"), 60.0, "m", none)
+    return client, handle
 
 
 @pytest.fixture
@@ -338,7 +342,7 @@ async def test_a_model_whose_process_stays_is_loaded_while_it_has_a_channel(
     note_running(handle.app_name, handle.deployment_name, ["r1"])
     monkeypatch.setattr(reports, "HERE", SimpleNamespace(hears=heard.__contains__))
     found = [
-        HandleClient(handle, b"", listener, 60.0, "m", None, is_on_demand=is_on_demand)  # type: ignore[arg-type]
+        HandleClient(ServeHandle(handle), b"", listener, 60.0, "m", None, is_on_demand=is_on_demand)  # type: ignore[arg-type]
         for is_on_demand in (True, False)
     ]
     assert [one.is_loaded for one in found] == [False, True]
@@ -352,7 +356,7 @@ async def test_why_a_model_cannot_be_loaded_is_raised() -> None:
 
     handle: Any = replicas.Handle([])
     handle.is_there = SimpleNamespace(remote=refuse)
-    client = HandleClient(handle, b"", Listener(HERE, "127.0.0.1"), 60.0, "m", None)  # type: ignore[arg-type]
+    client = HandleClient(ServeHandle(handle), b"", Listener(HERE, "127.0.0.1"), 60.0, "m", None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="damaged"):
         await client.load()
 
@@ -409,7 +413,7 @@ async def test_a_late_controller_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         assert may_answer.wait(30)
         raise RayError("away")
 
-    monkeypatch.setattr("serve_app.ingress.handle_client.serve.status", status)
+    monkeypatch.setattr("serve_app.routing.serve_handle.serve.status", status)
     client, _ = asking()
     try:
         assert [await client.replica_states() for _ in range(3)] == [{}] * 3
@@ -422,7 +426,7 @@ async def test_a_late_controller_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 async def test_a_model_that_takes_too_long_to_load_is_told_of(listener: Listener) -> None:
     handle = SilentHandle()
     note_running(handle.app_name, handle.deployment_name, [])
-    engines = HandleClient(handle, b"", listener, 0.01, "m", None)  # type: ignore[arg-type]
+    engines = HandleClient(ServeHandle(handle), b"", listener, 0.01, "m", None)  # type: ignore[arg-type]
     assert not engines.is_loaded
     with pytest.raises(ModelLoadingError) as refused:
         await anext(engines.generate(REQUEST))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serve_app.errors import EngineFailedError
-from serve_app.replica.deployment import EngineReplica
+from serve_app.replica.loaded_model import LoadedModel
 
 
 class EndedError(Exception):
@@ -16,7 +16,7 @@ class EndedError(Exception):
 
 
 class Broken:
-    """A replica whose engine fails whatever is asked of it: what methods of EngineReplica see of it."""
+    """A replica whose engine fails whatever is asked of it: what methods of LoadedModel see of it."""
 
     def __init__(self) -> None:
         self._engine = self
@@ -38,10 +38,10 @@ def _ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(status: int) -> None:
         raise EndedError(status)
 
-    monkeypatch.setattr("serve_app.replica.deployment.os._exit", end)
+    monkeypatch.setattr("serve_app.replica.loaded_model.os._exit", end)
 
 
-SERVED: Any = EngineReplica
+Replica: Any = LoadedModel
 
 
 @pytest.mark.usefixtures("_ends")
@@ -49,11 +49,11 @@ def test_a_replica_whose_engine_is_not_healthy_ends_its_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.ERROR, "corral.replica"), pytest.raises(EndedError):
-        SERVED.func_or_class.check_health(Broken())
+        Replica.check_health(Broken())
     assert "The replica ends, as its engine failed: It hangs." in caplog.text
 
 
 @pytest.mark.usefixtures("_ends")
 async def test_so_does_one_that_cannot_embed() -> None:
     with pytest.raises(EndedError):
-        await SERVED.func_or_class.embed(Broken(), ((1,),), "", b"key")
+        await Replica.embed(Broken(), ((1,),), "", b"key")

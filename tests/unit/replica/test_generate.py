@@ -21,7 +21,8 @@ from serve_app.errors import (
     ModelReplacedError,
     PromptTooLongError,
 )
-from serve_app.replica.deployment import EngineReplica, Entry
+from serve_app.replica.batching import Batcher
+from serve_app.replica.loaded_model import LoadedModel
 from serve_app.sampling import SamplingParams
 from serve_app.types import (
     Accepted,
@@ -55,24 +56,17 @@ class NoAdapters:
         assert not adapters
 
 
-class Replica(EngineReplica.func_or_class):  # type: ignore[misc, name-defined]
+class Replica(LoadedModel):
     """One without Serve, whose engine is given."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._vocabulary_key = KEY
-        self._metrics = Metrics()
-        self._adapters = NoAdapters()
+        self._metrics = Metrics()  # type: ignore[assignment]
+        self._adapters = NoAdapters()  # type: ignore[assignment]
         self._channels = Channels(HERE, "r")
+        self._entries = Batcher(engine.submit_to, 16, 0.0)
         engine.on_delivered(self._channels.flush)
-
-    async def _enter(self, entry: Entry) -> CorralError | None:
-        """Without Serve's batching."""
-        (refusal,) = self._engine.submit_to([entry])
-        return refusal
-
-    def __del__(self) -> None:
-        """Whoever gave the engine closes it."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,8 @@ def test_every_gap_is_observed_in_its_bucket(clock: Clock, monkeypatch: pytest.M
     """The boundaries are those that Ray's histogram gets, and its sum is the time between the tokens."""
     observed: list[float] = []
     made = ReplicaMetrics("m")
-    assert made._itl.info["boundaries"] == list(GAP_BOUNDARIES_S)
+    of_ray: Any = made._itl
+    assert of_ray.info["boundaries"] == list(GAP_BOUNDARIES_S)
     monkeypatch.setattr(made._itl, "observe", observed.append)
     gaps = [0.004, 0.0045, 0.19, 0.019, 0.019, 40.0]
     spent = traced(clock, (1.0, 1), *((gap, 1) for gap in gaps))

@@ -9,18 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray import serve
 
 from serve_app.channel.protocol import Address
 from serve_app.config.resolved import OnDemandSettings
 from serve_app.errors import ConfigError
 from serve_app.replica import on_demand
+from serve_app.replica.place import ReplicaPlace
 from serve_app.types import Asleep, ReplicaRecords
 
 ADDRESS = Address("node", "path", "127.0.0.1", 1, "secret")
-KIND: Any = on_demand.OnDemandReplica
-Replica: Any = type("Replica", (KIND.func_or_class,), {"__del__": lambda _: None})
-"""Serve calls that hook, and no collector of garbage."""
+Replica: Any = on_demand.OnDemandModel
 CALLS: dict[str, tuple[Any, ...]] = {
     "generate": (SimpleNamespace(id="r"), b"key", ADDRESS, 1),
     "embed": (((1, 2),), "client", b"key", True),
@@ -51,16 +49,12 @@ class Engine:
 
 @pytest.fixture
 async def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    async def loaded(model: Any) -> Engine:
+    async def loaded(model: Any, _: object) -> Engine:
         if model.id == "damaged":
             raise ConfigError("It is damaged.")
         return Engine()
 
-    context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="replica"))
-    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(on_demand, "_folder", lambda _: tmp_path / "loaded")
     monkeypatch.setattr(on_demand, "_load", loaded)
-    monkeypatch.setattr(on_demand, "prepare_process", lambda **_: None)
     monkeypatch.setattr(on_demand, "_clean_up", lambda: None)
 
     async def start(name: str = "m") -> Any:
@@ -69,8 +63,8 @@ async def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
             SimpleNamespace(
                 id=name,
                 on_demand=OnDemandSettings(3600.0, 2.0, 1, has_peers=False),
-                data_at_rest=True,
-            )
+            ),
+            ReplicaPlace("app", "engines", "replica", "node", tmp_path / "loaded"),
         )
         return made
 
@@ -113,5 +107,5 @@ async def test_an_operator_loads_it_and_the_end_of_the_replica_unloads_it(replic
     one = await replica()
     assert await one.is_there() is None
     engine = one.lifecycle.loaded
-    await KIND.func_or_class.__del__(one)
+    await one.leave()
     assert engine.is_closed

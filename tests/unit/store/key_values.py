@@ -1,6 +1,8 @@
-"""A stand-in for what Ray's nodes share."""
+"""A stand-in for what processes share."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import pytest
 
@@ -8,32 +10,32 @@ from serve_app.store import shared_entries
 
 
 class KeyValues:
-    """As `ray.experimental.internal_kv`."""
+    """The values of a cluster whose head may be away."""
 
     def __init__(self) -> None:
-        self.values: dict[bytes, bytes] = {}
+        self.values: dict[str, bytes] = {}
         self.is_away = False
 
-    def _internal_kv_list(self, prefix: bytes, namespace: bytes) -> list[bytes]:
+    def list(self, prefix: str) -> Iterable[str]:
         if self.is_away:
             raise RuntimeError("Ray's head is away.")
         return [key for key in self.values if key.startswith(prefix)]
 
-    def _internal_kv_get(self, key: bytes, namespace: bytes) -> bytes | None:
+    def get(self, key: str) -> bytes | None:
         return self.values.get(key)
 
-    def _internal_kv_put(self, key: bytes, value: bytes, overwrite: bool, namespace: bytes) -> bool:
+    def put(self, key: str, value: bytes, *, overwrite: bool) -> bool:
         existed = key in self.values
         if overwrite or not existed:
             self.values[key] = value
         return existed
 
-    def _internal_kv_del(self, key: bytes, namespace: bytes) -> int:
-        return 0 if self.values.pop(key, None) is None else 1
+    def delete(self, key: str) -> None:
+        self.values.pop(key, None)
 
 
 def shared(monkeypatch: pytest.MonkeyPatch) -> KeyValues:
     """What is shared from now on."""
     found = KeyValues()
-    monkeypatch.setattr(shared_entries, "internal_kv", found)
+    monkeypatch.setattr(shared_entries, "_values", found)
     return found

@@ -14,9 +14,13 @@ from serve_app.types import AdapterUse
 from tests.unit.store import key_values
 
 
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> LoadedAdapters:
+@pytest.fixture(params=["a cluster", "a folder"])
+def kept(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> LoadedAdapters:
     key_values.shared(monkeypatch)
+    if request.param == "a folder":
+        shared_entries.keep_in(tmp_path)
     return LoadedAdapters("app")
 
 

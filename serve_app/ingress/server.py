@@ -1,0 +1,166 @@
+"""The ingress: every model's vocabulary, the way to its engines, and the application with all routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from serve_app import heap
+from serve_app.channel.handle import ReplicaHandle
+from serve_app.channel.listener import Listener
+from serve_app.config.resolved import ResolvedModel
+from serve_app.ingress.access.auth import Access
+from serve_app.ingress.access.turnstile import OpenRequests
+from serve_app.ingress.adapters import AdapterControl, numbered
+from serve_app.ingress.api import WORKER_MODULES, build_api
+from serve_app.ingress.batch.store import BatchOptions
+from serve_app.ingress.handle_client import HandleClient
+from serve_app.ingress.media.decoder import opened
+from serve_app.ingress.model_registry import ModelFile, ServedModel
+from serve_app.ingress.responses.background import BackgroundResponses, ResponseStore
+from serve_app.ingress.responses.store import Bounds
+from serve_app.ingress.versions.control import VersionControl, VersionMetrics
+from serve_app.ingress.workers.pool import WorkerPool
+from serve_app.llama.vision.senses import NO_SENSES
+from serve_app.llama.vision.senses import senses as senses_of
+from serve_app.routing import reports
+from serve_app.store.encryption import check_encrypted
+from serve_app.store.models import vocabulary
+from serve_app.store.shared_entries import LoadedAdapters, VersionWeights, sharing_here
+
+logger = logging.getLogger("corral.ingress")
+
+_LOOK_EVERY_S = 5.0
+"""However a change that ingresses share was missed, it is known here after so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class IngressSettings:
+    """The settings of all ingresses of an application."""
+
+    access: Access
+    sse_ping_interval_s: float
+    kept_responses: Bounds
+    batches: BatchOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IngressPlace:
+    """The place of one ingress: what Serve, or a local server, gives to its process."""
+
+    app: str
+    node_id: str
+    host: str
+    """The address at which other nodes' engines reach this process."""
+    handles: Sequence[ReplicaHandle]
+    """The way to each model's replicas."""
+    store: ResponseStore
+    tell_ingresses: Callable[[], Awaitable[None]]
+    """Has all ingresses look at what they share, which has changed."""
+
+
+def _file(model: ResolvedModel, path: Path) -> ModelFile:
+    """The file with the model's vocabulary, for this process and the workers. Raises ConfigError."""
+    senses = NO_SENSES
+    if model.projector is not None:
+        senses = senses_of(vocabulary(model.projector, model.downloads))
+    return ModelFile(
+        str(path),
+        model.name,
+        model.options.n_ctx_slot,
+        model.options.embedding_pooling,
+        model.defaults,
+        aliases=model.aliases,
+        tags=model.tags,
+        n_ctx_text=model.options.n_ctx_share,
+        adapters=numbered(model),
+        senses=senses,
+        is_on_demand=model.on_demand is not None,
+        version=model.version,
+    )
+
+
+class IngressServer:
+    """Answers requests for all models, by their engines. Used in one event loop."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, models: list[ResolvedModel], settings: IngressSettings, place: IngressPlace
+    ) -> None:
+        """Open the vocabularies, and start the workers. Raises ConfigError."""
+        batches, access = settings.batches, settings.access
+        if batches is not None and batches.is_encrypted:
+            check_encrypted("ingress.batch.folder", batches.folder)
+        heap.give_back()
+        self._settings = settings
+        self.open_requests = OpenRequests(access.max_requests)
+        paths = [
+            await asyncio.to_thread(vocabulary, model.source, model.downloads, sharing_here())
+            for model in models
+        ]
+        files = [
+            await asyncio.to_thread(_file, model, path)
+            for model, path in zip(models, paths, strict=True)
+        ]
+        self._workers = WorkerPool(files, WORKER_MODULES, opened, keeps_texts=access.data_at_rest)
+        listener = Listener(place.node_id, place.host, reports.HERE.connection)
+        reports.HERE.address = await listener.address()
+        self._models: dict[str, ServedModel] = {}
+        self._adapters = AdapterControl(
+            self._models,
+            {model.name: model for model in models},
+            self._workers,
+            LoadedAdapters(place.app),
+            place.tell_ingresses,
+        )
+        for model, file, handle in zip(models, files, place.handles, strict=True):
+            info = opened(file)
+            if not info.tokenizer.has_template:
+                logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
+            client = HandleClient(
+                handle,
+                info.tokenizer.model.vocabulary_key,
+                listener,
+                model.max_load_s,
+                model.name,
+                self._adapters,
+                is_on_demand=info.is_on_demand,
+            )
+            self._models[model.name] = info.served_by(client)
+        self._versions = VersionControl(
+            self._models,
+            VersionWeights(place.app),
+            place.tell_ingresses,
+            VersionMetrics().update,
+        )
+        self._workers.weights = self._versions.given
+        await asyncio.gather(self._adapters.look(), self._versions.start())
+        self._watching = asyncio.create_task(self._watch())
+        self.responses = BackgroundResponses(self._models, place.store, self.open_requests)
+
+    def api(self) -> FastAPI:
+        """The application with all routes."""
+        return build_api(
+            self._models,
+            self._settings.access,
+            self._workers,
+            self._settings.sse_ping_interval_s,
+            self.open_requests,
+            self.responses,
+            self._settings.batches,
+            self._versions,
+        )
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            await self.look_again()
+
+    async def look_again(self) -> bool:
+        """Look at what ingresses share, which has changed."""
+        await asyncio.gather(self._adapters.look(), self._versions.look())
+        return True

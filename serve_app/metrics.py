@@ -1,0 +1,114 @@
+"""Metrics for Prometheus. Ray exports those of its processes; those of a local server are in a folder.
+
+Names are the same on both ways: `ray_corral_` and the metric's own. A metric with the label `model` counts
+for the model that it is made for, or that `tags` name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+Tags = Mapping[str, str]
+
+
+class Counter(Protocol):
+    def inc(self, value: float = 1.0, tags: Any = None) -> None: ...
+
+
+class Gauge(Protocol):
+    def set(self, value: Any, tags: Any = None) -> None: ...
+
+
+class Histogram(Protocol):
+    def observe(self, value: float, tags: Any = None) -> None: ...
+
+
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def keep_in(folder: Path) -> None:
+    """Keep the metrics of this process, and of those that it starts, in a folder instead of Ray's exporter.
+    Call it once, at the start of a process."""
+    os.environ[_FOLDER] = str(folder)  # prometheus_client reads it when it is imported
+
+
+def exposition() -> bytes | None:
+    """The metrics of all processes that share the folder, in Prometheus's text format; None with Ray."""
+    if _FOLDER not in os.environ:
+        return None
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return generate_latest(registry)
+
+
+def counter(name: str, what: str, labels: Sequence[str] = ("model",), tags: Tags = {}) -> Counter:  # noqa: B006
+    made: Counter = _made("Counter", name, what, labels, tags)
+    return made
+
+
+def gauge(name: str, what: str, labels: Sequence[str] = ("model",), tags: Tags = {}) -> Gauge:  # noqa: B006
+    made: Gauge = _made("Gauge", name, what, labels, tags, multiprocess_mode="mostrecent")
+    return made
+
+
+def histogram(
+    name: str,
+    what: str,
+    ends: Sequence[float],
+    labels: Sequence[str] = ("model",),
+    tags: Tags = {},  # noqa: B006
+) -> Histogram:
+    """A histogram whose buckets have these upper ends."""
+    made: Histogram = _made("Histogram", name, what, labels, tags, ends)
+    return made
+
+
+def _made(
+    kind: str,
+    name: str,
+    what: str,
+    labels: Sequence[str],
+    tags: Tags,
+    ends: Sequence[float] | None = None,
+    **options: Any,
+) -> Any:
+    if _FOLDER in os.environ:
+        import prometheus_client
+
+        if ends is not None:
+            options["buckets"] = ends
+        of_kind = getattr(prometheus_client, kind)
+        made = of_kind(f"ray_corral_{name}", what, labels, registry=None, **options)
+        return PrometheusMetric(made, tags)
+    from ray.util import metrics
+
+    boundaries = () if ends is None else (list(ends),)
+    of_ray = getattr(metrics, kind)(f"corral_{name}", what, *boundaries, tuple(labels))
+    of_ray.set_default_tags(dict(tags))
+    return of_ray
+
+
+class PrometheusMetric:
+    """A metric of prometheus_client with the methods of Ray's."""
+
+    def __init__(self, metric: Any, tags: Tags) -> None:
+        self._metric, self._tags = metric, tags
+
+    def inc(self, value: float = 1.0, tags: Tags | None = None) -> None:
+        self._with(tags).inc(value)
+
+    def set(self, value: float, tags: Tags | None = None) -> None:
+        self._with(tags).set(value)
+
+    def observe(self, value: float, tags: Tags | None = None) -> None:
+        self._with(tags).observe(value)
+
+    def _with(self, tags: Tags | None) -> Any:
+        labels = {**self._tags, **(tags or {})}
+        return self._metric.labels(**labels) if labels else self._metric

@@ -1,0 +1,29 @@
+"""The place of a replica: what Serve, or a local server, gives to the process of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serve_app.channel.handle import ReplicaHandle
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """The names of one replica, and what it has of others."""
+
+    app: str
+    deployment: str
+    replica_id: str
+    node_id: str
+    folder: Path
+    """The folder that all processes of this application on this node share. It goes with the server."""
+    reserved_cpus: float = 0.0
+    """The CPUs that are reserved for the replica; 0: none."""
+    peers: Callable[[], AbstractAsyncContextManager[ReplicaHandle]] | None = None
+    """A handle to the replicas of the same deployment, for a while; None: there are no others."""
+    put: Callable[[Any], Any] = lambda value: value
+    """Makes of a large value what another replica gets the value from by `await`. Blocks."""
