@@ -97,7 +97,20 @@ def forward_to_serve(*, keeps_texts: bool = True) -> None:
     logger.parent = logging.getLogger("ray.serve")
     logger.setLevel(logging.INFO)
     logger.parent.addFilter(AccessLogBound())
+    _filter(logger.parent.handlers, keeps_texts=keeps_texts)
+
+
+def write_to_stderr(*, keeps_texts: bool = True) -> None:
+    """Write lines to the standard error, as processes of a local server do. See above for `keeps_texts`."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s -- %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("corral").setLevel(logging.INFO)
+    _filter([handler], keeps_texts=keeps_texts)
+
+
+def _filter(handlers: Iterable[logging.Handler], *, keeps_texts: bool) -> None:
     if not keeps_texts:
-        forbid_texts(logger.parent.handlers)
-    for handler in logger.parent.handlers:
+        forbid_texts(handlers)
+    for handler in handlers:
         handler.addFilter(OneLine())

@@ -35,16 +35,16 @@ def keep_in(folder: Path) -> None:
     os.environ[_FOLDER] = str(folder)  # prometheus_client reads it when it is imported
 
 
-def exposition() -> bytes | None:
-    """The metrics of all processes that share the folder, in Prometheus's text format; None with Ray."""
+def exposition() -> bytes:
+    """The metrics of all processes that share the folder, in Prometheus's text format; nothing with Ray."""
     if _FOLDER not in os.environ:
-        return None
+        return b""
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
 
     registry = CollectorRegistry()
     MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    return generate_latest(registry)
+    return bytes(generate_latest(registry))
 
 
 def counter(name: str, what: str, labels: Sequence[str] = ("model",), tags: Tags = {}) -> Counter:  # noqa: B006

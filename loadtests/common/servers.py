@@ -108,6 +108,11 @@ def make_serve_command(config: Path) -> list[str | Path]:
     return [sys.executable, "-m", "serve_app.start.one_machine", config]
 
 
+def local_command(config: Path) -> list[str | Path]:
+    """The command that `corral serve` runs."""
+    return [sys.executable, "-P", "-m", "serve_app.local.server", config]
+
+
 BUILD = "serve_app.app:build"
 """The function that builds the application."""
 

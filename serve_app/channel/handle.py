@@ -14,7 +14,7 @@ class ReplicaCall(Protocol):
 
     def __await__(self) -> Generator[Any, None, Any]: ...
 
-    def cancel(self) -> None:
+    def cancel(self) -> object:
         """Have the call end if it has not. Raises nothing."""
 
 

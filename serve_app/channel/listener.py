@@ -111,7 +111,8 @@ class Listener:
     def __init__(
         self, node_id: str, host: str, receiver_of: Callable[[str], ReportReceiver] | None = None
     ) -> None:
-        """Ray's id and address of this node; who hears a replica with that id, if anybody does."""
+        """Ray's id and address of this node, or no address if all replicas are on it; who hears a replica
+        with that id, if anybody does."""
         self._receiver_of = receiver_of
         self._node_id = node_id
         self._host = host
@@ -133,14 +134,16 @@ class Listener:
 
     async def _start(self) -> Address:
         loop, path = asyncio.get_running_loop(), f"corral-{secrets.token_hex(16)}"
-        remote = await self._start_remote()
+        port = 0
+        if self._host:
+            self._servers.append(await self._start_remote())
+            port = self._servers[0].sockets[0].getsockname()[1]
         try:
             local = await loop.create_unix_server(lambda: _Connection(self), "\0" + path)
         except BaseException:
-            remote.close()
+            self.close()
             raise
-        self._servers += remote, local
-        port = remote.sockets[0].getsockname()[1]
+        self._servers.append(local)
         return Address(self._node_id, path, self._host, port, self._secret)
 
     async def _start_remote(self) -> asyncio.Server:

@@ -132,7 +132,11 @@ _report = msgspec.msgpack.Decoder(bytes)
 
 def frame(value: Hello | list[Item] | bytes) -> bytes:
     """The value as a frame, ready to be sent."""
-    body = _encoder.encode(value)
+    return framed(_encoder.encode(value))
+
+
+def framed(body: bytes) -> bytes:
+    """A body behind its length."""
     return _LENGTH.pack(len(body)) + body
 
 

@@ -127,8 +127,16 @@ def serve(
             help="A configuration file, instead of MODEL and the options above.",
         ),
     ] = None,
+    cluster: Annotated[
+        bool,
+        typer.Option(
+            "--cluster",
+            help="Serve with Ray Serve, on which more machines can join. A configuration that asks for "
+            "several replicas or autoscaling has it by itself.",
+        ),
+    ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also print the lines of Ray and Serve.")
+        bool, typer.Option("--verbose", "-v", help="Also print the server's log.")
     ] = False,
 ) -> None:
     """Serve models on this machine until Ctrl-C.
@@ -148,7 +156,7 @@ def serve(
     options = ServeOptions(tuple(models or ()), host, port, *sizes, *access)
     if config is not None and options != ServeOptions():
         _fail("--config cannot be combined with MODEL or other options: the file has all settings.")
-    raise typer.Exit(server.run(options, config, _console(), verbose=verbose))
+    raise typer.Exit(server.run(options, config, _console(), cluster=cluster, verbose=verbose))
 
 
 @app.command("config", rich_help_panel=_RUN)

@@ -100,7 +100,8 @@ class Served:
     key_file: Path | None
     allow_anonymous: bool
     log: Path
-    ray_logs: str = "/tmp/ray"
+    ray_logs: str | None = None
+    """The folder with Ray's own logs, if Ray runs."""
 
     @property
     def address(self) -> str:
@@ -126,7 +127,9 @@ def summary(served: Served, models: Sequence[Json], trained: Mapping[str, int]) 
     lines += [f"          {_who(served)}", f"Page      {served.address}/"]
     for model in models:
         lines += _model_lines(model, trained)
-    lines += [f"Logs      {_short(served.log)}", f"          {served.ray_logs} (Ray's own)"]
+    lines.append(f"Logs      {_short(served.log)}")
+    if served.ray_logs is not None:
+        lines.append(f"          {served.ray_logs} (Ray's own)")
     lines.append("Ctrl-C stops it. In another terminal, try: corral chat, corral top")
     return lines
 

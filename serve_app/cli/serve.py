@@ -41,6 +41,7 @@ _REMOTE = {"repo", "repo_id", "url"}
 _TOLD_LINES = 15
 """Lines of the log's end that are shown where the server ends without a word."""
 STEPS = {
+    "libraries": "Loading Ray's libraries",
     "ray": "Starting Ray",
     "serve": "Starting the server",
     "deployed": "Starting the model's processes",
@@ -51,9 +52,17 @@ class Stopped(Exception):  # noqa: N818
     """A signal asks this program to end."""
 
 
-def run(options: ServeOptions, config: Path | None, console: Console, *, verbose: bool) -> int:
-    """Serve until Ctrl-C or SIGTERM; the exit status. Raises ConfigError for what cannot be served."""
-    if (reason := preflight.missing()) is not None:
+def run(
+    options: ServeOptions,
+    config: Path | None,
+    console: Console,
+    *,
+    cluster: bool,
+    verbose: bool,
+) -> int:
+    """Serve until Ctrl-C or SIGTERM; the exit status. `cluster` has Ray Serve do it, whatever the
+    configuration asks for. Raises ConfigError for what cannot be served."""
+    if (reason := preflight.missing(with_ray=cluster)) is not None:
         raise ConfigError(reason)
     folder = Path(tempfile.mkdtemp(prefix="corral-run-"))
     try:
@@ -64,7 +73,7 @@ def run(options: ServeOptions, config: Path | None, console: Console, *, verbose
         _check_address(content)
         with _signals(), Screen(console) as shown:
             _download(content, shown)
-            return _Server(config, content, shown, verbose=verbose).run()
+            return _Server(config, content, shown, cluster=cluster, verbose=verbose).run()
     except Stopped:
         return 0
     finally:
@@ -162,8 +171,11 @@ def _download(content: Json, shown: Screen) -> None:
 class _Server:
     """The process that serves, and what it tells."""
 
-    def __init__(self, config: Path, content: Json, shown: Screen, *, verbose: bool) -> None:
+    def __init__(
+        self, config: Path, content: Json, shown: Screen, *, cluster: bool, verbose: bool
+    ) -> None:
         self._config, self._shown, self._verbose = config, shown, verbose
+        self._module = "start.one_machine" if cluster else "local.server"
         ingress: Mapping[str, Any] = _args(content).get("ingress") or {}
         host, port = _address(content)
         key_file = ingress.get("api_key_file")
@@ -181,7 +193,7 @@ class _Server:
     def run(self) -> int:
         """Run the server until it ends, or until Stopped is raised. Returns the exit status."""
         reading, writing = os.pipe()
-        program = ["-P", "-m", "serve_app.start.one_machine", str(self._config)]
+        program = ["-P", "-m", f"serve_app.{self._module}", str(self._config)]
         process = subprocess.Popen(
             [sys.executable, *program, "--events", str(writing)],
             stdin=subprocess.PIPE,
@@ -213,7 +225,7 @@ class _Server:
 
     def _follow(self, process: subprocess.Popen[bytes], events: int) -> None:
         """Tell how far the start is, until all models are served or the process has ended."""
-        self._shown.step("Loading Ray's libraries")
+        self._shown.step("Starting the server")
         queue = SimpleQueue[Json]()
         threading.Thread(target=_read_events, args=(events, queue), daemon=True).start()
         while process.poll() is None:

@@ -210,9 +210,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.events is not None:
         threading.Thread(target=_watch_parent, daemon=True).start()
-    elif (reason := preflight.missing()) is not None:  # `corral serve` has looked before
-        _tell(None, "failed", reason)
+    if (reason := preflight.missing()) is not None:
+        _tell(args.events, "failed", reason)
         sys.exit(1)
+    _tell(args.events, "libraries")
     content = yaml.safe_load(args.config.read_text())
     with prepared(content):
         _serve(content, args.events)

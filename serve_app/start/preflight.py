@@ -15,15 +15,27 @@ _RAYS_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_s
 _TOKEN_SETTINGS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
-def missing() -> str | None:
+def missing(*, with_ray: bool = True) -> str | None:
     """The first reason why nothing can be served here, in one line; None if there is none."""
     try:
-        return next(_reasons(Path("/dev/shm")), None)
+        return next(_reasons(Path("/dev/shm"), with_ray=with_ray), None)
     except RuntimeError:  # of pathlib
         return "This user has no home folder. Set HOME to a folder that this user may write to."
 
 
-def _reasons(shared_memory: Path) -> Iterator[str]:
+def _reasons(shared_memory: Path, *, with_ray: bool) -> Iterator[str]:
+    if with_ray:
+        yield from _reasons_of_ray(shared_memory)
+    elif not _can_write(Path("/tmp")):
+        yield "The temporary folder /tmp cannot be written to."
+    if not _can_write(cache_folder()):
+        yield (
+            f"Logs and profiles are in {cache_folder()}, which cannot be written to. Set XDG_CACHE_HOME to "
+            "another folder."
+        )
+
+
+def _reasons_of_ray(shared_memory: Path) -> Iterator[str]:
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     most = _SOCKET_BYTES - len(_RAYS_SOCKET)
     if len(temporary) > most:
@@ -43,11 +55,6 @@ def _reasons(shared_memory: Path) -> Iterator[str]:
                 f"Ray keeps a token in {token.parent}, which cannot be written to. Set HOME to "
                 "another folder."
             )
-    if not _can_write(cache_folder()):
-        yield (
-            f"Logs and profiles are in {cache_folder()}, which cannot be written to. Set XDG_CACHE_HOME to "
-            "another folder."
-        )
 
 
 def _can_write(folder: Path) -> bool:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,12 +73,13 @@ class Corral:
         models: list[dict[str, Any]],
         *,
         make_serve: bool = False,
+        local: bool = False,
         args: Mapping[str, object] | None = None,
         import_path: str = servers.BUILD,
         **ingress: object,
     ) -> None:
-        """As `make serve` starts it, or by `serve run`, as in clusters. `args` are the application's beside
-        `models`; `ingress` are settings of that."""
+        """As `make serve` starts it, as `corral serve` does, or by `serve run`, as in clusters. `args` are
+        the application's beside `models`; `ingress` are settings of that."""
         self.directory = directory
         self.port = servers.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -87,11 +88,11 @@ class Corral:
             directory, models, self.port, args, import_path, **ingress
         )
         self._log = directory / servers.LOG
-        command = (
-            servers.make_serve_command(self._config)
-            if make_serve
-            else servers.serve_command("run", self._config)
-        )
+        command: Sequence[str | Path] = servers.serve_command("run", self._config)
+        if local:
+            command = servers.local_command(self._config)
+        elif make_serve:
+            command = servers.make_serve_command(self._config)
         self.process = servers.start(
             command, directory, SETTINGS | {"XDG_RUNTIME_DIR": str(directory)}
         )
@@ -126,6 +127,15 @@ class Corral:
 
         def ready() -> bool:
             return servers.corral_is_ready(self.url, self.http.headers)
+
+        servers.wait_ready(self.process, ready, self.directory)
+
+    def wait_for_model(self, name: str) -> None:
+        """Wait until an engine of this model answers."""
+
+        def ready() -> bool:
+            models = httpx.get(f"{self.url}/v1/stats").json()["models"]
+            return any(model["id"] == name and model["replicas"] for model in models)
 
         servers.wait_ready(self.process, ready, self.directory)
 
@@ -227,7 +237,13 @@ def settings(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def corral(gguf: Path) -> Iterator[Corral]:
+def without_ray(request: pytest.FixtureRequest) -> bool:
+    """Whether the servers of most tests are started without Ray Serve."""
+    return bool(request.config.getoption("--without-ray"))
+
+
+@pytest.fixture(scope="session")
+def corral(gguf: Path, without_ray: bool) -> Iterator[Corral]:
     """One server for most tests: "big" has room, "small" is soon full, "demo" makes sense."""
     models = [
         model(gguf, "big", n_slots=16, n_ctx_slot=2048),
@@ -236,17 +252,21 @@ def corral(gguf: Path) -> Iterator[Corral]:
     ]
     with short_folder() as directory:
         models[-1]["engine"]["slot_folder"] = str(directory / "slots")
-        with stopped_at_the_end(Corral(directory, models, make_serve=True)) as server:
+        with stopped_at_the_end(
+            Corral(directory, models, make_serve=True, local=without_ray)
+        ) as server:
             yield server
 
 
 @pytest.fixture(scope="session")
-def readers_server() -> Iterator[Corral]:
+def readers_server(without_ray: bool) -> Iterator[Corral]:
     """The server that readers of the documents have: the built-in model, with a folder for batches."""
     served = [model(None, "corral-demo", n_slots=4, n_ctx_slot=2048)]
     with short_folder() as directory:
         batch = {"folder": str(directory / "batches")}
-        with stopped_at_the_end(Corral(directory, served, make_serve=True, batch=batch)) as server:
+        with stopped_at_the_end(
+            Corral(directory, served, make_serve=True, local=without_ray, batch=batch)
+        ) as server:
             yield server
 
 

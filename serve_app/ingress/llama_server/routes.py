@@ -5,6 +5,7 @@ Source: llama.cpp, tools/server/README.md.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 import uuid
@@ -30,6 +31,7 @@ from serve_app.ingress.llama_server.protocol import MEDIA_MARKER, AdapterChange
 from serve_app.ingress.llama_server.serving import LlamaAnswer, LlamaChoice
 from serve_app.ingress.model_registry import Answers, ServedModel, find
 from serve_app.ingress.openai.serving import BUILD
+from serve_app.metrics import exposition
 from serve_app.sampling import SamplingParams
 
 ROUTER = APIRouter()
@@ -286,8 +288,10 @@ async def change_props(
 
 @ROUTER.get("/metrics", response_class=PlainTextResponse)
 async def metrics(models: ModelsArgument, model: str | None = None) -> Response:
-    """llama-server's metrics, summed over the replicas of the model."""
+    """llama-server's metrics, summed over the replicas of the model. A server without Ray has Corral's own
+    behind them."""
     answers = await find(models, model).engine.stats()
     text = llama_metrics.render(answers.found, len(answers.missing))
+    text += await asyncio.to_thread(exposition)
     began = {"Process-Start-Time-Unix": str(int(_STARTED_S))}
     return Response(text, headers=began, media_type=CONTENT_TYPE_LATEST)

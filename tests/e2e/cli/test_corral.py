@@ -47,7 +47,7 @@ class Started:
 
     @property
     def log(self) -> Path:
-        """What Ray and Serve have printed."""
+        """What the server's processes have printed."""
         return self.folder / "corral/logs" / f"server-{self.port}.log"
 
     def wait_for(self, text: str) -> None:
@@ -94,8 +94,9 @@ def test_the_start_is_said_in_a_few_lines(server: Started) -> None:
     assert summary[1].startswith("          Only for this machine.")
     assert "corral-demo: 4 slots that share 8,192 tokens" in summary[3]
     assert len(lines) < 24
-    assert "ServeController" not in server.said
-    assert "ServeController" in server.log.read_text()
+    assert "corral.replica" not in server.said
+    assert "corral.replica" in server.log.read_text()
+    assert not processes.tagged(server.folder, "raylet")
 
 
 def test_chat_ps_stats_and_top(server: Started) -> None:
@@ -118,16 +119,8 @@ def test_metrics_are_where_prometheus_is_told(server: Started) -> None:
     wait_until(lambda: "ray_corral_slots_busy" in exported(), EXPORT_TIMEOUT_S, exported)
 
 
-def test_ray_is_started_without_what_one_machine_does_not_need(server: Started) -> None:
-    for program in ("dashboard/dashboard.py", "autoscaler/v2/monitor.py", "_private/monitor.py"):
-        assert not processes.tagged(server.folder, program)
-    assert processes.tagged(
-        server.folder, "log_monitor.py"
-    )  # its processes are found by such names
-
-
 def test_ctrl_c_ends_every_process(server: Started) -> None:
-    assert processes.tagged(server.folder, "raylet")
+    assert processes.tagged(server.folder, "serve_app.local.engine")
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(servers.STOP_TIMEOUT_S) == 0
     wait_until(
@@ -154,11 +147,19 @@ def test_a_server_that_is_killed_leaves_nothing_behind(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_when_ray_is_killed_haproxy_ends_too(own_folder: Path) -> None:
-    started = Started(own_folder, "--slots", "2")
+def test_a_cluster_of_one_machine_has_what_it_needs_and_ends_with_ray(own_folder: Path) -> None:
+    started = Started(own_folder, "--slots", "2", "--cluster")
     try:
         started.wait_for("Ctrl-C stops it.")
+        for program in (
+            "dashboard/dashboard.py",
+            "autoscaler/v2/monitor.py",
+            "_private/monitor.py",
+        ):
+            assert not processes.tagged(own_folder, program)
+        assert processes.tagged(own_folder, "log_monitor.py")
         assert processes.tagged(own_folder, "haproxy")
+        assert "(Ray's own)" in started.said
         (starter,) = processes.tagged(own_folder, "serve_app.start.one_machine")
         os.kill(starter, signal.SIGKILL)
         wait_until(

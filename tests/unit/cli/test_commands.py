@@ -187,18 +187,20 @@ def test_check_names_the_models_or_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[ServeOptions, Path | None, bool]] = []
+    seen: list[tuple[ServeOptions, Path | None, bool, bool]] = []
 
-    def run(options: ServeOptions, config: Path | None, _console: object, *, verbose: bool) -> int:
-        seen.append((options, config, verbose))
+    def run(
+        options: ServeOptions, config: Path | None, _: object, *, cluster: bool, verbose: bool
+    ) -> int:
+        seen.append((options, config, cluster, verbose))
         return 3
 
     monkeypatch.setattr(server, "run", run)
     output("serve", "a.gguf", "b.gguf", "--context", "64", "-v", status=3)
-    output("serve", "--config", "c.yaml", status=3)
+    output("serve", "--config", "c.yaml", "--cluster", status=3)
     assert seen == [
-        (ServeOptions(models=("a.gguf", "b.gguf"), context=64), None, True),
-        (ServeOptions(), Path("c.yaml"), False),
+        (ServeOptions(models=("a.gguf", "b.gguf"), context=64), None, False, True),
+        (ServeOptions(), Path("c.yaml"), True, False),
     ]
 
 

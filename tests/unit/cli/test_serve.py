@@ -87,10 +87,12 @@ def test_a_port_that_is_taken_is_said_before_anything_is_started(tmp_path: Path)
         port = other.getsockname()[1]
         config.write_text(f"http_options: {{host: 127.0.0.1, port: {port}}}\napplications: []\n")
         with pytest.raises(ConfigError, match=f"Another program listens on port {port}"):
-            serve.run(ServeOptions(), config, Console(file=io.StringIO()), verbose=False)
+            serve.run(
+                ServeOptions(), config, Console(file=io.StringIO()), cluster=False, verbose=False
+            )
     config.write_text("http_options: {host: 192.0.2.77}\napplications: []\n")
     with pytest.raises(ConfigError, match=r"cannot listen on port 8000 of 192\.0\.2\.77"):
-        serve.run(ServeOptions(), config, Console(file=io.StringIO()), verbose=False)
+        serve.run(ServeOptions(), config, Console(file=io.StringIO()), cluster=False, verbose=False)
 
 
 def test_replicas_are_counted() -> None:

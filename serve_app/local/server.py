@@ -1,0 +1,254 @@
+"""The server of one machine without Ray: the ingress in this process, each model in one of its own.
+
+    python -m serve_app.local.server CONFIG [--events FD]
+
+A configuration that asks for more than one machine and one replica of each model runs on Ray Serve instead:
+this process becomes `serve_app.start.one_machine`, which has the same arguments and events.
+
+SIGINT and SIGTERM end it in order: running answers end first. Most of a start is imports, so the models'
+processes import theirs while this one reads the configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from serve_app import logs, metrics
+from serve_app.errors import ConfigError, CorralError
+from serve_app.local.handle import EngineChild, LocalHandle, folder_for
+from serve_app.start.one_machine import Content, is_plain
+from serve_app.store import shared_entries
+
+if TYPE_CHECKING:
+    from serve_app.config.resolved import ResolvedModel
+    from serve_app.config.schema import AppConfig
+
+_HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
+_DRAIN_S = 600.0
+_KEEP_ALIVE_S = 90
+
+
+class ClusterNeededError(Exception):
+    """The configuration asks for what only Ray Serve can do."""
+
+
+def why_cluster(content: Content) -> str | None:
+    """Why only Ray Serve can serve this configuration, as far as its text tells; None if this can."""
+    if not is_plain(content):
+        return "the file has more than one application of Corral"
+    (application,) = content["applications"]
+    if application.get("route_prefix", "/") != "/" or content.get("grpc_options"):
+        return "the file has a route_prefix or grpc_options"
+    if others := (content.get("http_options") or {}).keys() - _HTTP_OPTIONS:
+        return f"http_options.{min(others)}"
+    if content.get("proxy_location", "HeadOnly") not in ("HeadOnly", "EveryNode"):
+        return "proxy_location"
+    return None
+
+
+def _check_replicas(app: AppConfig, models: list[ResolvedModel]) -> None:
+    """Raises ClusterNeededError if a model has several replicas."""
+    for configured, model in zip(app.models, models, strict=True):
+        deployment = configured.deployment
+        if deployment.autoscaling_config is not None:
+            raise ClusterNeededError(f"deployment.autoscaling_config of {configured.id}")
+        if (deployment.num_replicas or model.n_replicas) > 1:
+            raise ClusterNeededError(f"several replicas of {configured.id}")
+    if app.ingress.deployment.autoscaling_config or (app.ingress.deployment.num_replicas or 1) > 1:
+        raise ClusterNeededError("several replicas of the ingress")
+
+
+class LocalServer:
+    """The models' processes and the ingress before them. Used in one event loop."""
+
+    def __init__(self, app: AppConfig, models: list[ResolvedModel], folder: Path) -> None:
+        self._app, self._models = app, models
+        self.handles = [
+            LocalHandle(model, folder, _reserved_cpus(configured.deployment, model))
+            for configured, model in zip(app.models, models, strict=True)
+        ]
+
+    async def run(
+        self, children: list[EngineChild], http: Content, tell: Any
+    ) -> ConfigError | None:
+        """Serve until a signal ends it. Returns why a model cannot be served, if that ended it."""
+        import uvicorn
+
+        from serve_app.application.deployments import ingress_settings
+        from serve_app.ingress.responses.store import Store
+        from serve_app.ingress.server import IngressPlace, IngressServer
+        from serve_app.local.http import BoundedHttp
+        from serve_app.routing import reports
+
+        settings = ingress_settings(self._app)
+        keeping = [
+            asyncio.create_task(handle.keep(child))
+            for handle, child in zip(self.handles, children, strict=True)
+        ]
+        place = IngressPlace(
+            "corral", "local", "", self.handles, Store(settings.kept_responses), _alone
+        )
+        ingress = IngressServer.__new__(IngressServer)
+        await ingress.__init__(self._models, settings, place)  # type: ignore[misc]
+        assert reports.HERE.address is not None  # the ingress listens now
+        for handle in self.handles:
+            await handle.attach(reports.HERE.address)
+        drain_s = self._app.ingress.deployment.graceful_shutdown_timeout_s
+        config = uvicorn.Config(
+            ingress.api(),
+            http.get("host") or "127.0.0.1",
+            http.get("port") or 8000,
+            http=BoundedHttp,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=2048,
+            timeout_keep_alive=http.get("keep_alive_timeout_s") or _KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(_DRAIN_S if drain_s is None else drain_s),
+        )
+        server = uvicorn.Server(config)
+        problem: ConfigError | None = None
+
+        def ended(task: asyncio.Task[None]) -> None:
+            nonlocal problem
+            if not task.cancelled() and isinstance(error := task.exception(), ConfigError):
+                problem, server.should_exit = error, True
+
+        for task in keeping:
+            task.add_done_callback(ended)
+        draining = asyncio.create_task(self._drain(server))
+        tell("deployed")
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # uvicorn raises them again when it has ended
+            signal.signal(number, lambda *_: None)
+        await server.serve()
+        for task in (draining, *keeping):
+            task.cancel()
+        await asyncio.gather(draining, *keeping, return_exceptions=True)
+        return problem
+
+    async def _drain(self, server: Any) -> None:
+        while not server.should_exit:  # noqa: ASYNC110  # a signal's handler sets it
+            await asyncio.sleep(0.1)
+        for handle in self.handles:
+            handle.drain()
+
+
+async def _alone() -> None:
+    """Tell the other ingresses what has changed: there are none."""
+
+
+def _reserved_cpus(deployment: Any, model: ResolvedModel) -> float:
+    reserved = deployment.ray_actor_options.num_cpus
+    return float(model.num_cpus if reserved is None else reserved)
+
+
+def _tell(events: int | None, kind: str, text: str = "") -> None:
+    if events is not None:
+        os.write(events, json.dumps({"kind": kind, "text": text}).encode() + b"\n")
+    elif kind == "failed":
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _discoverable(http: Content) -> Iterator[None]:
+    """Keep a file that tells Prometheus where this server's metrics are."""
+    from serve_app.folders import cache_folder
+
+    host, port = http.get("host") or "127.0.0.1", http.get("port") or 8000
+    file = cache_folder() / "prometheus" / f"server-{port}.json"
+    with suppress(OSError):  # metrics are no reason not to serve
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps([{"labels": {"job": "corral"}, "targets": [f"{host}:{port}"]}]))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()
+
+
+def serve(content: Content, events: int | None) -> str | None:
+    """Serve until a signal ends it. Returns why that cannot be done, if so. Raises ClusterNeededError."""
+    if (why := why_cluster(content)) is not None:
+        raise ClusterNeededError(why)
+    args: dict[str, Any] = content["applications"][0].get("args") or {}
+    http = content.get("http_options") or {}
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))  # private
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder_for(folder)
+        metrics.keep_in(folder / "metrics")
+        shared_entries.keep_in(folder / "entries")
+        children = [EngineChild(folder) for _ in args.get("models") or ()]
+        for child in children:
+            stack.callback(child.kill)
+        from serve_app.application.resolving import resolve_all
+        from serve_app.config import schema
+
+        try:
+            app = schema.parse(args)
+            if app.data_at_rest is not True:
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            logs.write_to_stderr(keeps_texts=app.data_at_rest is True)
+            models = resolve_all(app)
+            _check_replicas(app, models)
+            stack.enter_context(_discoverable(http))
+            server = LocalServer(app, models, folder)
+            problem = asyncio.run(server.run(children, http, lambda kind: _tell(events, kind)))
+        except CorralError as error:
+            return str(error)
+        return None if problem is None else str(problem)
+
+
+def _watch_parent() -> None:
+    while os.read(0, 1):  # not by sys.stdin, whose lock would be held at the end
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Serve until Ctrl-C or SIGTERM; exits with 1 if the models cannot be served."""
+    parser = argparse.ArgumentParser(prog="python -m serve_app.local.server", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--events", type=int, metavar="FD")
+    arguments = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(0))
+    try:
+        if arguments.events is not None:
+            os.set_inheritable(arguments.events, False)
+            threading.Thread(target=_watch_parent, daemon=True).start()
+        problem = serve(yaml.safe_load(arguments.config.read_text()), arguments.events)
+    except ClusterNeededError as error:
+        print(f"Ray Serve runs this configuration: {error}.", file=sys.stderr, flush=True)
+        if arguments.events is not None:
+            os.set_inheritable(arguments.events, True)
+        program = ["-P", "-m", "serve_app.start.one_machine", *sys.argv[1:]]
+        os.execv(sys.executable, [sys.executable, *program])
+    if problem is not None:
+        _tell(arguments.events, "failed", problem)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A server without Ray: its processes, and what happens when one is lost or asked to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.cluster.test_failover import EXACT, Streams
+from tests.e2e.conftest import Corral, model, short_folder, wait_until
+
+N_STREAMS = 16
+RESTART_S = 60
+
+
+@pytest.fixture(scope="module")
+def server(gguf: Path) -> Iterator[Corral]:
+    """Two models, the second on demand."""
+    models = [
+        model(gguf, "m", n_slots=4, n_ctx_slot=4096, max_waiting=32, **EXACT),
+        model(None, "asleep", n_slots=2, n_ctx_slot=2048) | {"keep_alive": "1h"},
+    ]
+    with short_folder() as directory:
+        corral = Corral(directory, models, local=True)
+        try:
+            corral.wait_for_model("m")
+            yield corral
+        finally:
+            corral.stop()
+
+
+def engines(server: Corral) -> list[int]:
+    return server.pids("serve_app.local.engine")
+
+
+def test_no_process_has_loaded_ray(server: Corral) -> None:
+    pids = server.pids("")
+    assert len(pids) >= 4  # the server, two models, and a worker
+    for pid in pids:
+        assert "_raylet" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_streams_go_on_when_the_engine_is_killed(server: Corral) -> None:
+    streams = Streams(server, N_STREAMS, 1000)
+    with ThreadPoolExecutor(N_STREAMS) as pool:
+        alone = list(pool.map(streams.alone, streams.numbers))
+        reading = [pool.submit(streams.read, number) for number in streams.numbers]
+        wait_until(lambda: streams.n_begun >= 4, 60, "streams")
+        os.kill(min(engines(server)), signal.SIGKILL)
+        for stream in reading:
+            stream.result(120)
+    assert streams.texts == alone
+    assert server.stats()["requests"]["failovers"] > 0
+
+
+def test_a_model_on_demand_is_loaded_by_a_request_and_released(server: Corral) -> None:
+    body = {"model": "asleep", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    assert server.replicas(1) == []
+    answer = server.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert len(server.replicas(1)) == 1
+    server.http.post("/api/generate", json={"model": "asleep", "keep_alive": 0})
+    wait_until(lambda: server.replicas(1) == [], RESTART_S, "the model is unloaded")
+
+
+def test_metrics_have_the_names_that_ray_exports(server: Corral) -> None:
+    body = {"model": "m", "prompt": "Hello", "max_tokens": 4}
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+
+    def exported() -> str:
+        return server.http.get("/metrics").text
+
+    wait_until(lambda: 'ray_corral_requests_total{model="m"' in exported(), 30, exported)
+    for name in ("queue_time_seconds_bucket", "generated_tokens_total", "slots_busy"):
+        assert f"ray_corral_{name}{{" in exported()
+
+
+def test_a_client_that_leaves_frees_its_slot(server: Corral) -> None:
+    body = {"model": "m", "prompt": "Hello", "max_tokens": 100_000, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post("/v1/completions", json=body, timeout=1.0)
+    wait_until(lambda: server.stats()["queue"]["running"] == 0, 5, "the slot is free")
+
+
+def test_a_head_that_does_not_end_is_bounded(server: Corral) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.settimeout(20)
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 20_000)
+        with pytest.raises(ConnectionError):  # noqa: PT012
+            while client.recv(4096):
+                pass
+            raise ConnectionResetError
+
+
+def test_running_answers_end_first(server: Corral) -> None:
+    """The last test of this server."""
+    streams = Streams(server, 2, 1500)
+    with ThreadPoolExecutor(2) as pool:
+        reading = [pool.submit(streams.read, number) for number in streams.numbers]
+        wait_until(lambda: streams.n_begun == 2, 60, "streams")
+        server.process.send_signal(signal.SIGTERM)
+        for stream in reading:
+            stream.result(120)
+    assert server.process.wait(30) == 0
+    began = time.monotonic()
+    while server.pids("") and time.monotonic() - began < 10:
+        time.sleep(0.1)
+    assert server.pids("") == []
