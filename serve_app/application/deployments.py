@@ -13,6 +13,7 @@ from serve_app.config.schema import (
     DeploymentConfig,
     IngressConfig,
     ModelConfig,
+    PriceConfig,
 )
 from serve_app.errors import ConfigError
 from serve_app.ingress.access.addresses import is_loopback
@@ -21,6 +22,7 @@ from serve_app.ingress.access.bodies import BodyLimits
 from serve_app.ingress.batch.store import BatchLimits, BatchOptions
 from serve_app.ingress.responses.store import Bounds
 from serve_app.ingress.server import IngressSettings
+from serve_app.ingress.usage.ledger import Price
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
 _CONTROL_REQUESTS = 16
@@ -130,7 +132,13 @@ def access(ingress: IngressConfig, *, data_at_rest: bool = True) -> Access:
         tuple(ingress.picture_hosts),
         data_at_rest,
         ingress.usage_folder and ingress.usage_folder.expanduser(),
+        {model: _price(price) for model, price in ingress.prices.items()},
     )
+
+
+def _price(configured: PriceConfig) -> Price:
+    cached = configured.prompt if configured.cached is None else configured.cached
+    return Price(configured.prompt, cached, configured.generated, configured.compute_second)
 
 
 def kept_responses(ingress: IngressConfig) -> Bounds:

@@ -360,6 +360,19 @@ class BatchConfig(Section):
     that are there."""
 
 
+class PriceConfig(Section):
+    """The price of a model, in a currency of your choice."""
+
+    prompt: NonNegativeFloat = 0.0
+    """The price of a million prompt tokens."""
+    cached: NonNegativeFloat | None = None
+    """The price of a million prompt tokens that were in the KV cache. Default: that of `prompt`."""
+    generated: NonNegativeFloat = 0.0
+    """The price of a million generated tokens."""
+    compute_second: NonNegativeFloat = 0.0
+    """The price of a second of the decoder."""
+
+
 class IngressConfig(Section):
     """The HTTP side, below."""
 
@@ -426,6 +439,8 @@ class IngressConfig(Section):
     """The folder where [usage](usage.md) is kept by key and model, without any text. All nodes with an
     ingress must see it, on a file system with locks. Without it, each ingress replica knows what it has
     served itself since its start."""
+    prices: Annotated[dict[str, PriceConfig], Field(max_length=1000)] = {}
+    """[Prices](usage.md#prices) by model, below. `*` is every other model. Default: none."""
     batch: BatchConfig = BatchConfig()
     """Files and batches, below."""
     deployment: DeploymentConfig = DeploymentConfig()

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app import __version__
 from serve_app.ingress import information
 from serve_app.ingress.access.api_keys import KeyAccounts
-from serve_app.ingress.access.auth import IGNORED, Access, AccessMiddleware
+from serve_app.ingress.access.auth import COST, IGNORED, Access, AccessMiddleware
 from serve_app.ingress.access.network import Cors
 from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.anthropic import routes as anthropic_routes
@@ -81,7 +81,8 @@ def build_api(
     workers = workers or InProcess(models)
     fetch = Fetcher(access.picture_hosts).fetch if access.picture_hosts else None
     bodies = Bodies(workers, strict=access.strict, fetch=fetch)
-    accounts, ledger = access.accounts(), Ledger(access.usage_folder)
+    ledger = Ledger(access.usage_folder, prices=access.prices)
+    accounts = access.accounts(ledger)
     executor = None
     if batches is not None:
         executor = BatchExecutor(lambda *call: app(*call), batches, workers, accounts)
@@ -146,7 +147,7 @@ def _add_middleware(
             allow_methods=["GET", "HEAD", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             allow_credentials=not access.cors_origins,
-            expose_headers=["x-request-id", "retry-after", IGNORED],
+            expose_headers=["x-request-id", "retry-after", IGNORED, COST],
         )
 
 

@@ -16,6 +16,7 @@ from serve_app.config.schema import (
     EngineConfig,
     IngressConfig,
     ModelConfig,
+    PriceConfig,
     RayActorOptions,
 )
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
@@ -36,6 +37,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "downloads": (DownloadsConfig, "downloads."),
     "ingress": (IngressConfig, "ingress."),
     "batch": (BatchConfig, "ingress.batch."),
+    "prices": (PriceConfig, "ingress.prices.*."),
     "keys": (ApiKey, "keys[]."),
 }
 _HEAD = ("field", "type", "default", "meaning")

@@ -20,7 +20,9 @@ from serve_app.errors import (
     AuthenticationError,
     ConfigError,
 )
-from serve_app.ingress.http.request_context import Account, ApiKey, Clock
+from serve_app.ingress.http.request_context import ApiKey, Clock
+from serve_app.ingress.usage.accounts import KeyAccount
+from serve_app.ingress.usage.ledger import Ledger
 
 logger = logging.getLogger("corral.ingress")
 
@@ -46,19 +48,23 @@ class KeyAccounts:
     Raises ConfigError if the file cannot be read or is none; when that happens later, the keys stay what
     they were, and the log says why."""
 
-    def __init__(self, path: Path, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, ledger: Ledger | None = None, clock: Clock = time.monotonic
+    ) -> None:
+        """The ledger has the keys' budgets; without one, this process alone holds them."""
         self._path = path
+        self._ledger = ledger or Ledger()
         self._clock = clock
-        self._accounts: dict[str, Account] = {}
-        self._digests: Sequence[tuple[str, Account]] = ()
+        self._accounts: dict[str, KeyAccount] = {}
+        self._digests: Sequence[tuple[str, KeyAccount]] = ()
         self._stamp = self._read_stamp()
         self._load()
 
-    def named(self, name: str) -> Account | None:
+    def named(self, name: str) -> KeyAccount | None:
         self._follow()
         return self._accounts.get(name)
 
-    def find(self, secret: str | None) -> Account:
+    def find(self, secret: str | None) -> KeyAccount:
         """The account of this key. Raises AuthenticationError. How long that takes does not depend on how
         much of a key is right."""
         self._follow()
@@ -95,7 +101,9 @@ class KeyAccounts:
         keys = read(self._path)
         before, self._accounts = self._accounts, {}
         for key in keys:
-            account = self._accounts[key.name] = before.get(key.name) or Account(key, self._clock)
+            account = self._accounts[key.name] = before.get(key.name) or KeyAccount(
+                key, self._ledger, self._clock
+            )
             account.key = key.model_copy(update={"key": None, "sha256": key.digest})
         self._digests = [(key.digest, self._accounts[key.name]) for key in keys]
         if any(key.key is not None for key in keys):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -37,7 +37,7 @@ from serve_app.ingress.access.network import NetworkPolicy
 from serve_app.ingress.access.turnstile import OpenRequests, Turnstile
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.request_context import RETRY_S, Caller
-from serve_app.ingress.usage.ledger import Ledger
+from serve_app.ingress.usage.ledger import Ledger, Price
 
 # What load balancers ask for, by any name and without keys.
 _OPEN_PATHS = frozenset({"/health", "/v1/health"})
@@ -50,6 +50,8 @@ BATCH_LINE = "corral.batch_line"
 """The scope's key of the Caller of a batch's line, which this process asks. Clients cannot write there."""
 IGNORED = "x-corral-ignored"
 """The header of answers that names the request's fields which Corral does not support."""
+COST = "x-corral-cost"
+"""The header of whole answers that has their cost. A stream's headers are sent before anybody knows it."""
 MOST_IGNORED, MOST_IGNORED_CHARS = 32, 128
 """The fields that are named at most, and the characters of each name: a path of nested fields is long."""
 _BEARER, _KEY = re.compile(r"bearer +([!-~]+) *", re.IGNORECASE), re.compile(r"([!-~]+)")
@@ -87,10 +89,12 @@ class Access:
     """Whether clients' texts may lie on disks."""
     usage_folder: Path | None = None
     """The folder of the ledger of usage, which all ingresses see. Without a folder, it is in memory."""
+    prices: Mapping[str, Price] = field(default_factory=dict)
+    """Prices by model; `*` is for all others."""
 
-    def accounts(self) -> KeyAccounts | None:
+    def accounts(self, ledger: Ledger | None = None) -> KeyAccounts | None:
         """The accounts of the key file, if there is one. Raises ConfigError if it cannot be used."""
-        return None if self.api_key_file is None else KeyAccounts(self.api_key_file)
+        return None if self.api_key_file is None else KeyAccounts(self.api_key_file, ledger)
 
     @property
     def network(self) -> NetworkPolicy:
@@ -136,20 +140,20 @@ class AccessMiddleware:
             return
         headers = Headers(scope=scope)
         line: Caller | None = scope.get(BATCH_LINE)
-        with ExitStack() as held:
+        async with AsyncExitStack() as held:
             try:
                 caller = line or self._caller(scope, headers)
                 self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work
                     if self._ledger is not None:
-                        caller.count = self._ledger.counter(
+                        caller.counter = self._ledger.counter(
                             "" if caller.account is None else caller.account.key.name,
                             scope["path"],
                             batch=caller.is_batch_line,
                         )
                     if line is None:
                         held.enter_context(self._open.entered(caller.holder))
-                    held.enter_context(caller.running())
+                    await held.enter_async_context(caller.running())
                 is_in_turn = line is None and scope["path"] not in _OPEN_PATHS
                 if is_in_turn and _may_wait(scope, headers):
                     await self._turnstile.turn(caller.holder)
@@ -227,6 +231,8 @@ def _noting_status(caller: Caller, send: Send) -> Send:
             caller.answered(message["status"])
             if caller.ignored:
                 MutableHeaders(scope=message)[IGNORED] = _told(caller.ignored)
+            if caller.cost:
+                MutableHeaders(scope=message)[COST] = f"{caller.cost:.9f}".rstrip("0")
         await send(message)
 
     return noting

@@ -24,7 +24,7 @@ from serve_app.ingress.http.dependencies import (
     prepared,
     written,
 )
-from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.model_registry import ServedModel, family, find
 
 ROUTER = APIRouter()
 
@@ -82,7 +82,8 @@ async def embed(model: ServedModel, texts: Texts, user: str | None = None) -> Ve
     """The texts' vectors, charged to the caller. Raises KeyLimitError or RateLimitError for what that one
     may not, and what the engine does."""
     caller = request_context.current()
-    caller.admit(texts)
+    caller.check_model(model.id, family(model))
+    await caller.admit(texts)
     try:
         vectors = await model.engine.embed(
             texts, caller.client(user), background=caller.is_background

@@ -79,7 +79,7 @@ class ProtocolAnswer(EventAnswer, ABC):
     async def respond(self, model: ServedModel, plan: Generation, answer_id: str) -> Response:
         """Start the plan's requests, and answer as it says. Raises CorralError if one is refused, or is not
         allowed to the caller of this task."""
-        requests = generation.requests(answer_id, plan)
+        requests = await generation.requests(model, answer_id, plan)
         deltas = await generation.start(model, requests)
         if plan.stream:
             events = self.stream(deltas, lambda item: self.events(*item))

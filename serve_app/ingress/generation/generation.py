@@ -11,7 +11,7 @@ from serve_app.errors import CorralError
 from serve_app.ingress.generation.preparation import Chat, Generation, PromptLength
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.request_context import Caller, UsageCounts
-from serve_app.ingress.model_registry import ServedModel, find
+from serve_app.ingress.model_registry import ServedModel, family, find
 from serve_app.prompt.output_parser import OutputParser, Part
 from serve_app.types import Accepted, FinishReason, GenerationRequest, TokenDelta
 
@@ -23,19 +23,25 @@ async def n_tokens(models: Mapping[str, ServedModel], length: PromptLength) -> i
     return length.n_tokens + await find(models, length.model).engine.media_tokens(length.sizes)
 
 
-def requests(answer_id: str, generation: Generation) -> list[GenerationRequest]:
+async def requests(
+    model: ServedModel, answer_id: str, generation: Generation
+) -> list[GenerationRequest]:
     """The requests of all answers, the first prompt's first. The caller is charged. Raises KeyLimitError,
     RateLimitError or PermissionDeniedError for what the caller may not."""
     caller = request_context.current()
+    caller.check_model(model.id, family(model))
     caller.check_priority(generation.request.priority)
-    caller.ask_for(generation.n_answers)
-    caller.admit(generation.prompts)
+    most = [caller.most_new(len(p), generation.sampling.max_tokens) for p in generation.prompts]
+    await caller.ask_for(generation.n_answers)
+    await caller.admit(generation.prompts, generation.n_answers, most[0])
     return [
         dataclasses.replace(
             generation.request,
             id=f"{answer_id}.{i}" if generation.n_answers > 1 else answer_id,
             prompt=generation.prompts[i // generation.n],
-            sampling=generation.sampling_of(i),
+            sampling=dataclasses.replace(
+                generation.sampling_of(i), max_tokens=most[i // generation.n]
+            ),
             http_id=caller.request_id,
             client=caller.client(generation.user),
             cache_group=caller.cache_group(generation.cache_salt),
@@ -127,6 +133,7 @@ class Deltas:
     ) -> None:
         """`meters` count what is read of each stream."""
         self._streams, self._meters = streams, meters
+        self._caller = request_context.current()
         self._open = set(range(len(streams)))
         """The requests whose end has not come."""
         self._early: deque[tuple[int, TokenDelta]] = deque()
@@ -166,6 +173,7 @@ class Deltas:
         self._open.clear()
         for meter in self._meters:
             meter.closed(error)
+        self._caller.settle()
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)

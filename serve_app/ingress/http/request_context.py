@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from http import HTTPStatus
-from typing import Annotated, TypedDict
+from typing import Annotated, Literal, Protocol, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from serve_app.errors import KeyLimitError, NoRoomError, PermissionDeniedError, RateLimitError
+from serve_app.errors import KeyLimitError, PermissionDeniedError, RateLimitError
 from serve_app.types import account
 
 Clock = Callable[[], float]
@@ -36,11 +35,21 @@ class ApiKey(BaseModel):
     sha256: Annotated[_Sha256 | None, Field(repr=False)] = None
     """The SHA-256 of the secret, in hexadecimal. Whoever reads the file cannot use the key."""
     max_concurrent_requests: PositiveInt | None = None
-    """POSTs that may run at once. Each ingress replica counts for itself, and each answer of `n` is one."""
+    """POSTs that may run at once. Each answer of `n` is one."""
     tokens_per_minute: PositiveInt | None = None
-    """Tokens of prompts and answers together, for each ingress replica."""
+    """Tokens of prompts and answers together, in any 60 seconds."""
+    tokens_per_day: PositiveInt | None = None
+    """Tokens of prompts and answers together, in a day (UTC)."""
+    cost_per_month: PositiveFloat | None = None
+    """The cost by `ingress.prices`, in a month (UTC)."""
+    over_budget: Literal["refuse", "background"] = "refuse"
+    """What happens to requests beyond a budget: 429, or they run behind all other requests."""
     max_prompt_tokens: PositiveInt | None = None
     """Tokens of all prompts of a request together."""
+    max_context_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of a prompt and its answer. An answer that would have more ends there."""
+    models: list[Annotated[str, Field(min_length=1)]] | None = None
+    """The models that the key may use: names, or patterns such as `qwen*`. Default: all."""
     cache_group: Annotated[str, Field(min_length=1)] | None = None
     """Keys of one group start from each other's cached prefixes. Default: the key's own name."""
     min_priority: int = 0
@@ -61,100 +70,48 @@ class ApiKey(BaseModel):
 
 RETRY_S = 1
 """The shortest time that a refused client is told to wait."""
-FORGIVEN_S = 5
-"""A key's debt is forgotten after so many further seconds without a request."""
 
 
-class Account:
-    """The present use of a key. Only in the ingress's event loop, and for its replica only.
+class Reserved(Protocol):
+    """Tokens that a request has taken from its key's budgets."""
 
-    The tokens of a minute are a bucket that fills all the time. Answers, whose length nobody knows
-    before, may overdraw it; the next request waits until it is filled again.
-    """
+    def generated(self, n_tokens: int) -> None:
+        """Note so many tokens of answers: those beyond the reserved ones are charged besides."""
 
-    def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
-        self.key = key
-        self._clock = clock
-        self._n_running = 0
-        self._spent = 0.0
-        self._filled = clock()
-        self._refused_until = -math.inf
+    def give_back(self) -> None:
+        """Give the prompts back, too: nothing was computed."""
+
+    def settle(self) -> None:
+        """Give back what answers did not need. Idempotent."""
+
+
+class Account(Protocol):
+    """The present use of a key. Only in the ingress's event loop."""
+
+    key: ApiKey
+
+    async def enter(self, n: int = 1, *, besides: int = 0) -> None:
+        """Count `n` more requests of an HTTP request that has some. Raises KeyLimitError, RateLimitError
+        or NoRoomError."""
+
+    def leave(self, n: int = 1) -> None: ...
+
+    async def reserve(
+        self, n_prompt: int, n_answers: int, most_each: int | None, *, background: bool
+    ) -> Reserved:
+        """Take the prompts' tokens from the budgets, and as many as the answers will probably have, which
+        may have `most_each` if that is set. In the background, only budgets of a day and more count. Raises
+        RateLimitError."""
+
+    def unreserved(self, n_prompt: int) -> Reserved:
+        """Charge the prompts to the budgets of a day and more, whatever is left of them."""
+
+    def charge_cost(self, cost: float) -> None: ...
 
     def refused(self) -> None:
-        """There was no room for one of its requests. Until one has been answered, or none has come for
-        some seconds, they are refused at the door but for one in the shortest time that anybody is told to
-        wait: each would cost more than to answer those who wait."""
-        self._refused_until = self._clock() + RETRY_S
+        """Note that there was no room for one of its requests."""
 
-    def served(self) -> None:
-        self._refused_until = -math.inf
-
-    def enter(self, n: int = 1, *, besides: int = 0) -> None:
-        if not besides:
-            self._check_door()
-        most = self.key.max_concurrent_requests
-        if most is not None and n + besides > most:
-            raise KeyLimitError(
-                f"The request asks for {n + besides} answers. This API key allows {most}."
-            )
-        if most is not None and self._n_running + n > most:
-            raise RateLimitError(
-                f"This API key allows {most} requests at once, and {self._n_running} are running.",
-                1,
-            )
-        self._n_running += n
-
-    def _check_door(self) -> None:
-        now = self._clock()
-        if now < self._refused_until:
-            raise NoRoomError(
-                "A moment ago there was no room for more requests of this API key. Wait the seconds that "
-                "`Retry-After` gives.",
-                RETRY_S,
-            )
-        if now < self._refused_until + FORGIVEN_S:
-            self._refused_until = now + RETRY_S
-
-    def leave(self, n: int = 1) -> None:
-        self._n_running -= n
-
-    def check_prompt(self, n_prompt: int) -> None:
-        """Raises KeyLimitError if a request's prompts are longer than this key's may be."""
-        key = self.key
-        if key.max_prompt_tokens is not None and n_prompt > key.max_prompt_tokens:
-            raise KeyLimitError(
-                f"The request has {n_prompt} prompt tokens. This API key allows "
-                f"{key.max_prompt_tokens}."
-            )
-
-    def admit(self, n_prompt: int) -> None:
-        """Charge a request's prompts. Raises KeyLimitError if they are longer than this key's may be,
-        RateLimitError if there are not so many tokens left."""
-        self.check_prompt(n_prompt)
-        key = self.key
-        if key.tokens_per_minute is not None:
-            self._refill(key.tokens_per_minute)
-            wanted = min(n_prompt, key.tokens_per_minute)
-            missing = self._spent + wanted - key.tokens_per_minute
-            if missing > 0:
-                raise RateLimitError(
-                    f"This API key has used up its {key.tokens_per_minute} tokens per minute.",
-                    math.ceil(60 * missing / key.tokens_per_minute),
-                )
-        self.charge(n_prompt)
-
-    def refund(self, n_tokens: int) -> None:
-        if self.key.tokens_per_minute is not None:
-            self._spent = max(0.0, self._spent - n_tokens)
-
-    def charge(self, n_tokens: int) -> None:
-        if self.key.tokens_per_minute is not None:
-            self._spent += n_tokens
-
-    def _refill(self, per_minute: int) -> None:
-        now = self._clock()
-        self._spent = max(0.0, self._spent - (now - self._filled) * per_minute / 60)
-        self._filled = now
+    def served(self) -> None: ...
 
 
 class UsageCounts(TypedDict, total=False):
@@ -200,12 +157,16 @@ class Caller:
     """Whether the line's time runs out: it takes part with all requests, as one more client, and is charged
     and limited as they are."""
     ignored: list[str] = field(default_factory=list)
-    count: Callable[[str, UsageCounts], None] = lambda _, __: None
-    """UsageCounts what is used of a model."""
-    _n_reserved: int = field(default=0, init=False)
+    counter: Callable[[str, UsageCounts], float] | None = None
+    """Counts what is used of a model, and returns the cost."""
+    cost: float = field(default=0.0, init=False)
+    is_demoted: bool = field(default=False, init=False)
+    """Whether the key's budgets are used up, and its requests go on in the background."""
+    _reserved: Reserved | None = field(default=None, init=False)
     _n_running: int = field(default=0, init=False)
     _is_running: bool = field(default=False, init=False)
     """Whether it has asked for work."""
+    _is_computed: bool = field(default=False, init=False)
 
     def client(self, user: str | None) -> str:
         """The client among those that share the slots: an API key, or, without keys, a user. Batches whose
@@ -216,7 +177,7 @@ class Caller:
     @property
     def is_background(self) -> bool:
         """Whether all others go first. Such a line is not held against the key's other requests."""
-        return self.is_batch_line and not self.is_promoted
+        return self.is_demoted or (self.is_batch_line and not self.is_promoted)
 
     def cache_group(self, salt: str | None) -> str:
         """The group that shares cached prefixes: keys of one group, or, without keys, all; of them, those
@@ -234,14 +195,15 @@ class Caller:
         name = self.address if self.account is None else self.account.key.name
         return account(name, background=self.is_batch_line)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
         """While a request asks for work. Raises RateLimitError if the key has too many."""
-        self._run(1)
+        await self._run(1)
         try:
             yield
         finally:
-            if self.account is not None:
+            if self.account is not None and self._n_running:
+                self.settle()
                 self.account.leave(self._n_running)
 
     @contextmanager
@@ -251,49 +213,73 @@ class Caller:
         try:
             yield
         finally:
-            if self.account is not None:
+            if self.account is not None and n:
                 self.account.leave(n)
 
-    def ask_for(self, n_answers: int) -> None:
+    async def ask_for(self, n_answers: int) -> None:
         """The request that runs is for so many answers, each of which counts as one. Raises KeyLimitError
         or RateLimitError if the key may not have as many."""
-        self._run(n_answers - self._n_running)
+        await self._run(n_answers - self._n_running)
 
-    def _run(self, n: int) -> None:
+    async def _run(self, n: int) -> None:
         if self.account is not None and n > 0 and not self.is_background:
-            self.account.enter(n, besides=self._n_running)
+            await self.account.enter(n, besides=self._n_running)
             self._n_running += n
             self._is_running = True
 
-    def admit(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Charge these prompts, cached tokens too, unless the answer is a refusal. Raises KeyLimitError or
-        RateLimitError."""
+    async def admit(
+        self, prompts: Sequence[Sequence[int]], n_answers: int = 0, most_each: int | None = None
+    ) -> None:
+        """Charge these prompts, cached tokens too, unless the answer is a refusal; and reserve tokens for
+        the answers: see `Account.reserve`. Raises KeyLimitError or RateLimitError."""
         if self.account is None:
             return
-        n_prompt = sum(map(len, prompts))
-        if self.is_background:
-            self.account.check_prompt(n_prompt)
-        else:
-            self.account.admit(n_prompt)
-            self._n_reserved += n_prompt
+        n_prompt, key = sum(map(len, prompts)), self.account.key
+        if key.max_prompt_tokens is not None and n_prompt > key.max_prompt_tokens:
+            raise KeyLimitError(
+                f"The request has {n_prompt} prompt tokens. This API key allows "
+                f"{key.max_prompt_tokens}."
+            )
+        try:
+            self._reserved = await self.account.reserve(
+                n_prompt, n_answers, most_each, background=self.is_background
+            )
+        except RateLimitError:
+            if key.over_budget == "refuse" or self.is_batch_line:
+                raise
+            self.is_demoted = True
+            self._reserved = self.account.unreserved(n_prompt)
 
     def charge(self, n_tokens: int) -> None:
-        if self.account is not None and not self.is_background:
-            self.account.charge(n_tokens)
+        if self._reserved is not None:
+            self._reserved.generated(n_tokens)
 
-    def computed(self) -> None:
-        """Note that the prompts were used: they stay charged, whatever becomes of the answer."""
-        self._n_reserved = 0
+    def count(self, model: str, counts: UsageCounts) -> None:
+        """Count what is used of a model, and charge its cost."""
+        if self.counter is not None:
+            cost = self.counter(model, counts)
+            self.cost += cost
+            if self.account is not None:
+                self.account.charge_cost(cost)
+
+    def settle(self) -> None:
+        """Note that nothing more comes of the request: what it reserved and did not use is free again."""
+        if self._reserved is not None:
+            self._reserved.settle()
 
     def answered(self, status: int) -> None:
         """The answer begins. If it says that the request was refused, its prompts are not charged."""
         if self.account is None:
             return
         if status in _REFUSALS:
-            self.account.refund(self._n_reserved)
-            self._n_reserved = 0
+            if self._reserved is not None and not self._is_computed:
+                self._reserved.give_back()
         elif self._is_running and status < HTTPStatus.BAD_REQUEST:
             self.account.served()
+
+    def computed(self) -> None:
+        """Note that the prompts were used: they stay charged, whatever becomes of the answer."""
+        self._is_computed = True
 
     def refused(self) -> None:
         if self.account is not None and not self.is_background:
@@ -309,6 +295,26 @@ class Caller:
             else "an API key whose entry has admin: true"
         )
         raise PermissionDeniedError(f"{what} is only for operators. It needs {who}.")
+
+    def check_model(self, *names: str) -> None:
+        """Raises PermissionDeniedError if the key may not use the model of these names."""
+        allowed = None if self.account is None else self.account.key.models
+        if allowed is not None and not any(
+            fnmatchcase(name, pattern) for name in names for pattern in allowed
+        ):
+            raise PermissionDeniedError(f"This API key may not use {names[0]!r}.", "model")
+
+    def most_new(self, n_prompt: int, most: int | None) -> int | None:
+        """The tokens that an answer may have behind such a prompt, if the request asks for `most`. Raises
+        KeyLimitError if there is no room for any."""
+        longest = None if self.account is None else self.account.key.max_context_tokens
+        if longest is None:
+            return most
+        if n_prompt >= longest:
+            raise KeyLimitError(
+                f"The prompt has {n_prompt} tokens. This API key allows {longest}, with the answer."
+            )
+        return min(longest - n_prompt, longest if most is None else most)
 
     def check_priority(self, priority: int) -> None:
         """Raises PermissionDeniedError for one that goes before what the caller may send."""

@@ -109,7 +109,7 @@ class BackgroundResponses:
     ) -> None:
         self.models = models
         self.open_requests = open_requests
-        self.counter: Callable[[str, str], Callable[[str, UsageCounts], None]] | None = None
+        self.counter: Callable[[str, str], Callable[[str, UsageCounts], float]] | None = None
         """Makes what counts for a key (empty without keys), at an endpoint."""
         self._store = store
         self._responses: dict[str, BackgroundResponse] = {}
@@ -169,7 +169,7 @@ class BackgroundResponses:
         response = BackgroundResponse(stored_request, stored.owner, entries, stored.turn)
         caller = Caller(request_id=stored_request.request.http_id, is_operator=False)
         if self.counter is not None:
-            caller.count = self.counter(stored.owner.key or "", "/v1/responses")
+            caller.counter = self.counter(stored.owner.key or "", "/v1/responses")
         self._begin(response, caller, ExitStack())
         return True
 

@@ -105,7 +105,7 @@ async def responses(
             "This server keeps no responses, so none can run in the background."
         )
     model = find(models, wanted.model)
-    (request,) = generation.requests(f"resp_{uuid.uuid4().hex}", wanted)
+    (request,) = await generation.requests(model, f"resp_{uuid.uuid4().hex}", wanted)
     made = StoredRequest(
         id=request.id,
         model=model.id,

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+import re
+import secrets
 import sqlite3
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from serve_app.errors import CorralError
 from serve_app.ingress.batch.store import transaction
 from serve_app.ingress.http.request_context import UsageCounts
+from serve_app.ingress.usage import budgets
+from serve_app.ingress.usage.budgets import DAY_S, Period
 from serve_app.store.encryption import mount_of
 
 logger = logging.getLogger("corral.ingress")
@@ -29,13 +36,16 @@ logger = logging.getLogger("corral.ingress")
 T = TypeVar("T")
 DIMENSIONS = ("key", "model", "endpoint", "batch")
 COUNTS = tuple(UsageCounts.__annotations__)
-MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
+MINUTE_S, HOUR_S = 60, 3600
 FLUSH_S = 0.25
 """The longest that a count waits to be written."""
 _PAUSE_S = 1.0
 """The time between two tries to write on a disk that fails."""
 _BUSY_S = 10.0
 """The longest wait for other ingresses' transactions, which take a millisecond."""
+_LEASE_S, _RENEW_S = 10.0, 2.0
+"""The requests of an ingress that is gone count as running for so long, and the time between renewals."""
+_TIDY_S = 60.0
 MOST_WAITING_ROWS = 10_000
 """Rows that wait to be written. Further ones are dropped while the disk fails."""
 MOST_ROWS = 500_000
@@ -55,10 +65,40 @@ CREATE TABLE IF NOT EXISTS usage (
     {", ".join(f"{name} REAL NOT NULL DEFAULT 0" for name in COUNTS)},
     PRIMARY KEY (start, width, key, model, endpoint, batch)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS spent (
+    key TEXT NOT NULL, period TEXT NOT NULL, slot INTEGER NOT NULL, amount REAL NOT NULL,
+    PRIMARY KEY (key, period, slot)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS running (
+    key TEXT NOT NULL, holder INTEGER NOT NULL, n INTEGER NOT NULL, until REAL NOT NULL,
+    PRIMARY KEY (key, holder)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS state (name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
 """
 _ADD = f"""ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTS)}"""
 _SUMS = ", ".join(f"SUM({name}) AS {name}" for name in COUNTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The price of a model: of a million tokens each, and of a second of the decoder."""
+
+    prompt: float = 0.0
+    cached: float = 0.0
+    generated: float = 0.0
+    compute_second: float = 0.0
+
+    def cost(self, counts: UsageCounts) -> float:
+        n_cached = counts.get("cached_tokens", 0)
+        tokens = (
+            self.prompt * (counts.get("prompt_tokens", 0) - n_cached)
+            + self.cached * n_cached
+            + self.generated * counts.get("completion_tokens", 0)
+        )
+        return tokens / 1e6 + self.compute_second * counts.get("compute_s", 0.0)
+
+
+_FREE = Price()
 
 
 class UsageRow(NamedTuple):
@@ -73,6 +113,15 @@ class UsageRow(NamedTuple):
     batch: bool
 
 
+class _Batch(NamedTuple):
+    """What a transaction writes and asks."""
+
+    usage: dict[UsageRow, list[float]]
+    spent: dict[tuple[str, str, int], float]
+    running: dict[str, int]
+    functions: list[Callable[[sqlite3.Connection], Any]]
+
+
 class Ledger:
     """The ledger of one ingress, which shares its file with the others.
 
@@ -80,33 +129,56 @@ class Ledger:
     the last one. What is counted is written within FLUSH_S. Without a folder, the ledger is in memory.
     """
 
-    def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
-        """Makes the folder, private to this user, if it is not there. Raises OSError."""
+    def __init__(
+        self,
+        folder: Path | None = None,
+        clock: Callable[[], float] = time.time,
+        prices: Mapping[str, Price] = MappingProxyType({}),
+    ) -> None:
+        """Makes the folder, private to this user, if it is not there. `prices` are by model, and `*` is for
+        all others. Raises OSError."""
         self.folder = folder
+        self._prices = prices
         self.clock = clock
+        self.holder = secrets.randbits(62)
+        """The number of this ingress."""
         self._usage: dict[UsageRow, list[float]] = {}
+        self._spent: dict[tuple[str, str, int], float] = {}
+        self._running: dict[str, int] = {}
         self._calls: list[tuple[Callable[[sqlite3.Connection], Any], asyncio.Future[Any]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._is_writing = False
         self._thread = ThreadPoolExecutor(1, "ledger")
         self._db: sqlite3.Connection | None = None
         self._has_failed = False
+        self._tidied = -math.inf
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(folder / "ledger.sqlite", os.O_CREAT | os.O_RDWR, 0o600))
 
     def counter(
         self, key: str, endpoint: str, *, batch: bool = False
-    ) -> Callable[[str, UsageCounts], None]:
+    ) -> Callable[[str, UsageCounts], float]:
         """A function that counts what requests of this key (empty without keys), or lines of its batches,
-        use of a model."""
+        use of a model, and returns the cost."""
 
-        def count(model: str, counts: UsageCounts) -> None:
+        def count(model: str, counts: UsageCounts) -> float:
+            cost = self._price(model).cost(counts)
+            if cost:
+                counts = {**counts, "cost": cost}
             minute = int(self.clock()) // MINUTE_S * MINUTE_S
             row = UsageRow(minute, key, model, endpoint, batch)
             self._add(row, map(counts.get, COUNTS))
+            return cost
 
         return count
+
+    def _price(self, model: str) -> Price:
+        """The price of a model, with an adapter or in a version maybe."""
+        for name in (model, re.split("[:@]", model)[0], "*") if self._prices else ():
+            if name in self._prices:
+                return self._prices[name]
+        return _FREE
 
     def _add(self, row: UsageRow, counts: Iterable[object]) -> None:
         sums = self._usage.get(row)
@@ -117,6 +189,19 @@ class Ledger:
         for i, n in enumerate(counts):
             sums[i] += n or 0  # type: ignore[operator]
         self._schedule(FLUSH_S)
+
+    def spend(self, key: str, period: Period, slot: int, amount: float) -> None:
+        """Add to what a key has spent in a slot of a period; a negative amount gives back."""
+        row = key, period.name, slot
+        if row not in self._spent and len(self._spent) >= MOST_WAITING_ROWS:
+            return
+        self._spent[row] = self._spent.get(row, 0.0) + amount
+        self._schedule(FLUSH_S)
+
+    def runs(self, key: str, n: int) -> None:
+        """Tell other ingresses how many requests of a key run here."""
+        self._running[key] = n
+        self._schedule(0.0)
 
     async def call(self, function: Callable[[sqlite3.Connection], T]) -> T:
         """The function's result, in a transaction behind all that was counted before. The function raises
@@ -157,27 +242,26 @@ class Ledger:
         self._thread.shutdown(wait=False)
 
     def _schedule(self, pause_s: float) -> None:
-        """Write after this time, unless that is about to happen: what comes meanwhile goes with it."""
-        if self._is_writing or (self._timer is not None and pause_s):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
+        """Write after this time, or earlier: what comes meanwhile goes with it."""
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(pause_s, self._begin)
+        if self._timer is not None and self._timer.when() > loop.time() + pause_s:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and not self._is_writing:
+            self._timer = loop.call_later(pause_s, self._begin)
 
     def _begin(self) -> None:
         self._is_writing, self._timer = True, None
-        usage, self._usage = self._usage, {}
         calls, self._calls = self._calls, []
-        functions = [function for function, _ in calls]
-        writing = asyncio.get_running_loop().run_in_executor(
-            self._thread, self._write, usage, functions
-        )
-        writing.add_done_callback(partial(self._written, usage, [future for _, future in calls]))
+        batch = _Batch(self._usage, self._spent, self._running.copy(), [call for call, _ in calls])
+        self._usage, self._spent = {}, {}
+        self._running = {key: n for key, n in self._running.items() if n}
+        writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, batch)
+        writing.add_done_callback(partial(self._written, batch, [future for _, future in calls]))
 
     def _written(
         self,
-        usage: Mapping[UsageRow, list[float]],
+        batch: _Batch,
         futures: Sequence[asyncio.Future[Any]],
         writing: asyncio.Future[list[Any]],
     ) -> None:
@@ -195,31 +279,42 @@ class Ledger:
             else:
                 future.set_result(result)
         if error is not None:
-            if not self._has_failed:
-                logger.error("The ledger of usage in %s cannot be written: %s.", self.folder, error)
-            for row, sums in usage.items():
-                self._add(row, sums)
+            self._keep(batch, error)
         self._has_failed = error is not None
         if self._calls:
             self._schedule(0.0)
-        elif self._usage:
-            self._schedule(_PAUSE_S if error is not None else FLUSH_S)
+        elif self._usage or self._spent or error is not None:
+            self._schedule(FLUSH_S if error is None else _PAUSE_S)
+        elif self._running:
+            self._schedule(_RENEW_S)
+
+    def _keep(self, batch: _Batch, error: BaseException) -> None:
+        if not self._has_failed:
+            logger.error("The ledger of usage in %s cannot be written: %s.", self.folder, error)
+        for row, sums in batch.usage.items():
+            self._add(row, sums)
+        for spent_row, amount in batch.spent.items():
+            self._spent[spent_row] = self._spent.get(spent_row, 0.0) + amount
+        self._running = batch.running | self._running
 
     # -- the ledger's thread ----------------------------------------------------------------------
 
-    def _write(
-        self,
-        usage: Mapping[UsageRow, list[float]],
-        functions: Sequence[Callable[[sqlite3.Connection], Any]],
-    ) -> list[Any]:
+    def _write(self, batch: _Batch) -> list[Any]:
         """Make one transaction. Returns the functions' results, or the CorralErrors that they raise."""
         try:
             db = self._db = self._db or self._opened()
             with transaction(db):
-                if usage:
-                    db.executemany(_INSERT, [_values(row, sums) for row, sums in usage.items()])
-                    self._tidy(db)
-                return [_result(function, db) for function in functions]
+                if batch.usage:
+                    db.executemany(_INSERT, [(*row, *sums) for row, sums in batch.usage.items()])
+                budgets.add(db, batch.spent)
+                results = [_result(function, db) for function in batch.functions]
+                until = self.clock() + _LEASE_S
+                db.executemany(
+                    "INSERT OR REPLACE INTO running VALUES (?, ?, ?, ?)",
+                    [(key, self.holder, n, until) for key, n in batch.running.items()],
+                )
+                self._tidy(db)
+                return results
         except (sqlite3.Error, OSError):
             if self._db is not None and self.folder is not None:
                 self._db.close()
@@ -241,8 +336,12 @@ class Ledger:
         return db
 
     def _tidy(self, db: sqlite3.Connection) -> None:
-        """Once an hour, add up rows that are old, and forget the oldest."""
+        """Forget what counts no more, and once an hour, add up rows that are old."""
         now = self.clock()
+        if 0 <= now - self._tidied < _TIDY_S:
+            return
+        self._tidied = now
+        budgets.forget(db, now)
         row = db.execute("SELECT value FROM state WHERE name = 'tidied'").fetchone()
         if row is not None and 0 <= now - row["value"] < HOUR_S:
             return
@@ -258,10 +357,6 @@ class Ledger:
 
 
 _INSERT = f"INSERT INTO usage VALUES (?, {MINUTE_S}, ?, ?, ?, ?{', ?' * len(COUNTS)}) {_ADD}"
-
-
-def _values(row: UsageRow, sums: list[float]) -> tuple[Any, ...]:
-    return (*row, *sums)
 
 
 def _result(function: Callable[[sqlite3.Connection], T], db: sqlite3.Connection) -> T | CorralError:

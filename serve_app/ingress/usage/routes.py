@@ -16,9 +16,9 @@ from fastapi.responses import JSONResponse, Response
 
 from serve_app.errors import InvalidRequestError, PermissionDeniedError
 from serve_app.ingress.http import request_context
+from serve_app.ingress.usage.budgets import DAY_S
 from serve_app.ingress.usage.ledger import (
     COUNTS,
-    DAY_S,
     DIMENSIONS,
     HOUR_S,
     MINUTE_S,

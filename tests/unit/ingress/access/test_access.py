@@ -202,7 +202,7 @@ async def test_refused_requests_use_no_tokens(
     refunded: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_app.ingress.http.request_context.RETRY_S", 0)  # nobody has to wait
+    monkeypatch.setattr("serve_app.ingress.usage.accounts.RETRY_S", 0)  # nobody has to wait
     app = app_of(Access(keys))
     body = {"prompt": "x" * 60} if path == COMPLETIONS else {"input": "x" * 60}
     script, engine.script, engine.refusal = engine.script, [failure], failure

@@ -10,35 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.errors import (
-    AuthenticationError,
-    ConfigError,
-    KeyLimitError,
-    NoRoomError,
-    RateLimitError,
-)
+from serve_app.errors import AuthenticationError, ConfigError
 from serve_app.ingress.access.api_keys import KeyAccounts, hash_keys
-from serve_app.ingress.http.request_context import FORGIVEN_S, RETRY_S, Account, ApiKey, Caller
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def write(path: Path, *keys: dict[str, Any]) -> Path:
     path.write_text(yaml.safe_dump({"keys": list(keys)}))
     return path
-
-
-def account(clock: Clock | None = None, **limits: int) -> Account:
-    key = ApiKey.model_validate({"name": "ana", "key": ANA, **limits})
-    return Account(key, clock or Clock())
 
 
 def test_keys_are_told_apart(tmp_path: Path) -> None:
@@ -110,112 +90,6 @@ def test_a_file_that_is_wrong_stops_the_start_and_shows_no_key(
 def test_a_missing_file_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         KeyAccounts(tmp_path / "keys")
-
-
-def test_requests_at_once() -> None:
-    own = account(max_concurrent_requests=2)
-    own.enter()
-    own.enter()
-    with pytest.raises(RateLimitError, match="2 requests at once") as refused:
-        own.enter()
-    assert refused.value.retry_after_s == 1
-    own.leave()
-    own.enter()
-
-
-def test_the_largest_prompt() -> None:
-    own = account(max_prompt_tokens=10)
-    own.admit(10)
-    with pytest.raises(KeyLimitError, match=r"11 prompt tokens.*allows 10"):
-        own.admit(11)
-
-
-def test_tokens_of_a_minute() -> None:
-    clock = Clock()
-    own = account(clock, tokens_per_minute=60)
-    own.admit(40)
-    own.charge(30)  # the answer, 10 more than there are
-    with pytest.raises(RateLimitError) as refused:
-        own.admit(5)
-    assert refused.value.retry_after_s == 15
-    clock.now += 14.9
-    with pytest.raises(RateLimitError):
-        own.admit(5)
-    clock.now += 0.2
-    own.admit(5)
-    clock.now += 3600
-    own.admit(60)  # no more than a minute's tokens are saved up
-    with pytest.raises(RateLimitError):
-        own.admit(1)
-
-
-def test_a_prompt_of_more_than_a_minutes_tokens_waits_for_a_whole_minute() -> None:
-    clock = Clock()
-    own = account(clock, tokens_per_minute=60)
-    own.admit(600)
-    clock.now += 500
-    with pytest.raises(RateLimitError):
-        own.admit(600)
-    clock.now += 100
-    own.admit(600)
-
-
-def test_without_limits_nothing_is_refused() -> None:
-    own = account()
-    for _ in range(1000):
-        own.enter()
-        own.admit(10**6)
-        own.charge(10**6)
-
-
-def test_each_answer_counts_as_a_request() -> None:
-    account = Account(ApiKey(name="ana", key="a" * 16, max_concurrent_requests=4))
-    caller = Caller(account=account)
-    with caller.running():
-        caller.ask_for(3)
-        other = Caller(account=account)
-        with other.running(), pytest.raises(RateLimitError, match="4 are running"):
-            other.ask_for(2)
-        with pytest.raises(KeyLimitError, match="This API key allows 4"):
-            caller.ask_for(5)
-    account.enter(4)
-
-
-def test_who_was_refused_is_refused_at_once_until_it_has_waited() -> None:
-    clock = Clock()
-    ana, ben = account(clock), account(clock)
-    ana.enter()
-    ana.refused()
-    with pytest.raises(NoRoomError) as told:
-        ana.enter()
-    assert told.value.retry_after_s == RETRY_S
-    ana.enter(31, besides=1)  # one that is in already
-    ben.enter()
-    clock.now += RETRY_S
-    ana.enter()
-
-
-def test_after_a_refusal_one_at_a_time_tries_until_one_is_served() -> None:
-    clock = Clock()
-    ana = account(clock)
-    ana.refused()
-    for _ in range(3):
-        clock.now += RETRY_S
-        ana.enter()
-        with pytest.raises(NoRoomError):
-            ana.enter()
-    ana.served()
-    ana.enter()
-    ana.enter()
-
-
-def test_who_stays_away_for_some_seconds_may_come_with_several() -> None:
-    clock = Clock()
-    ana = account(clock)
-    ana.refused()
-    clock.now += RETRY_S + FORGIVEN_S
-    ana.enter()
-    ana.enter()
 
 
 HASHED = hashlib.sha256(ANA.encode()).hexdigest()

@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 
-from serve_app.ingress.http.request_context import Account, ApiKey, Caller
+from serve_app.ingress.http.request_context import ApiKey, Caller
+from serve_app.ingress.usage.accounts import KeyAccount
+from serve_app.ingress.usage.ledger import Ledger
 from serve_app.types import SHARED_GROUP
 
 SALTS = [None, "", "a", "b", "ab", "null", '"', ', "', "\0", "\ud800", "\udfff", "é", "e\u0301"]
@@ -16,7 +18,7 @@ def caller(name: str | None, group: str | None = None) -> Caller:
     if name is None:
         return Caller()
     key = ApiKey(name=name, key="0123456789abcdef", cache_group=group)
-    return Caller(account=Account(key))
+    return Caller(account=KeyAccount(key, Ledger()))
 
 
 def test_cache_groups_differ_where_the_key_or_the_salt_does() -> None:

@@ -15,7 +15,8 @@ import pytest
 from serve_app.errors import ObjectNotFoundError
 from serve_app.ingress.http.request_context import UsageCounts
 from serve_app.ingress.usage import ledger as ledgers
-from serve_app.ingress.usage.ledger import DAY_S, HOUR_S, MINUTE_S, Ledger
+from serve_app.ingress.usage.budgets import DAY_S
+from serve_app.ingress.usage.ledger import HOUR_S, MINUTE_S, Ledger
 
 NOON = 20_000 * DAY_S + 12 * HOUR_S
 

@@ -18,6 +18,7 @@ from serve_app.errors import EngineFailedError, QueueFullError
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.usage.ledger import Ledger, Price
 from serve_app.types import TokenDelta
 from tests.unit.ingress.harness import (
     N_CTX_SLOT,
@@ -38,7 +39,8 @@ async def server(
         for name, key in KEYS.items()
     ]
     (tmp_path / "keys").write_text(yaml.safe_dump({"keys": keys}))
-    access = Access(tmp_path / "keys", usage_folder=tmp_path / "usage")
+    prices = {"second": Price(prompt=1e6, cached=1e5, generated=1e4, compute_second=7)}
+    access = Access(tmp_path / "keys", usage_folder=tmp_path / "usage", prices=prices)
     models = {
         name: ServedModel(name, N_CTX_SLOT, tokenizer, engine=engine)  # type: ignore[arg-type]
         for name in ("first", "second")
@@ -234,3 +236,58 @@ async def test_without_keys_there_is_one_account_and_strangers_see_nothing(
             await client.post("/v1/completions", json={"prompt": "x"})
             answer = await client.get("/v1/usage", params={"group_by": "api_key_id"})
             assert answer.status_code == status
+
+
+@pytest.mark.parametrize(("model", "cost"), [("second", 2 + 0.3 + 0.02), ("first", None)])
+async def test_costs_are_told_and_kept(
+    server: httpx.AsyncClient, model: str, cost: float | None
+) -> None:
+    body = {"prompt": "x", "model": model}
+    answer = await server.post("/v1/completions", json=body, headers=by("ana"))
+    told = answer.headers.get("x-corral-cost")
+    assert (told and float(told)) == cost
+    assert (await used(server))[0]["cost"] == (cost or 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "price"),
+    [("m", 1.0), ("m:adapter", 1.0), ("m@v2", 3.0), ("m@v2:adapter", 1.0), ("n", 2.0)],
+)
+async def test_a_models_price_is_that_of_its_adapters_and_versions(
+    model: str, price: float
+) -> None:
+    prices = {"m": Price(1e6), "*": Price(2e6), "m@v2": Price(3e6)}
+    ledger = Ledger(prices=prices)
+    assert ledger.counter("", "/v1/completions")(model, {"prompt_tokens": 1}) == price
+
+
+async def test_limits_of_keys_are_refused_before_an_engine_is_asked(
+    engine: ScriptedEngine, tokenizer: ByteTokenizer, tmp_path: Path
+) -> None:
+    ana = {"name": "ana", "key": KEYS["ana"], "models": ["first"], "max_context_tokens": 10}
+    (tmp_path / "keys").write_text(yaml.safe_dump({"keys": [ana]}))
+    models = {
+        name: ServedModel(name, N_CTX_SLOT, tokenizer, engine=engine)  # type: ignore[arg-type]
+        for name in ("first", "second")
+    }
+    transport = httpx.ASGITransport(build_api(models, Access(tmp_path / "keys")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+
+        async def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+            answer = await client.post(path, json=body, headers=by("ana"))
+            return answer.status_code, answer.json()
+
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/embeddings", {"input": "x"}),
+            ("/v1/messages", {**chat(), "max_tokens": 5}),
+        ):
+            status, answer = await post(path, {**body, "model": "second"})
+            assert status == 403
+            assert "may not use 'second'" in answer["error"]["message"]
+        status, answer = await post("/v1/completions", {"prompt": "x" * 10})
+        assert (status, answer["error"]["code"]) == (400, "key_limit_exceeded")
+        assert not engine.requests
+        assert not engine.texts
+        assert (await post("/v1/completions", {"prompt": "x" * 8, "max_tokens": 9}))[0] == 200
+        assert engine.requests[0].sampling.max_tokens == 2
