@@ -1,6 +1,6 @@
 """The common parts of the GGUF files that Corral writes.
 
-An architecture of Qwen's, a byte-level BPE vocabulary, and the chat template of `template`.
+The sizes of an architecture, a byte-level BPE vocabulary, and the chat template of `template`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from gguf import GGUFWriter, LlamaFileType, TokenType
 
 from tools.chat_template import CHAT_TEMPLATE, CONTROL_TOKENS
 
-Architecture = Literal["qwen3", "qwen2vl", "qwen3vl"]
-"""Which of Qwen's models, by llama.cpp's names; all but the first have positions of several dimensions."""
+Architecture = Literal["qwen3", "qwen3moe", "qwen2vl", "qwen3vl", "gemma3", "lfm2"]
+"""The architectures, by llama.cpp's names; those that end in `vl` have positions of several dimensions."""
 ARCHITECTURE: Architecture = "qwen3"
 RMS_EPS = 1e-6
+N_CONV = 3
+"""Tokens that a convolution of LFM2 sees."""
 _PARTS: dict[Architecture, tuple[int, int, int]] = {"qwen2vl": (2, 3, 3), "qwen3vl": (6, 5, 5)}
 """Of the pairs that are turned, how many are by time, by row and by column."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model of Qwen's. `n_embd`, `n_ff` and `n_head * head_dim` are multiples of 32."""
+    """The sizes of a model. `n_embd`, `n_ff` and `n_head * head_dim` are multiples of 32."""
 
     name: str
     n_layer: int
@@ -39,6 +41,20 @@ class ModelShape:
     architecture: Architecture = ARCHITECTURE
     n_deepstack: int = 0
     """First layers that are given more of a picture than its embeddings."""
+    n_expert: int = 0
+    """Experts of each layer, with `n_ff` each; 0 for a dense model."""
+    n_expert_used: int = 0
+    """Experts that compute each token."""
+    window: int = 0
+    """Tokens that a token sees in five of six layers; 0 for all (gemma3)."""
+    attending: tuple[int, ...] = ()
+    """The layers with attention where the others are convolutions (lfm2)."""
+    is_tied: bool = True
+    """Whether the matrix of the logits is that of the embeddings."""
+
+    def attends(self, layer: int) -> bool:
+        """Whether that layer has attention."""
+        return not self.attending or layer in self.attending
 
 
 def add_hyperparameters(
@@ -53,7 +69,18 @@ def add_hyperparameters(
     writer.add_embedding_length(shape.n_embd)
     writer.add_feed_forward_length(shape.n_ff)
     writer.add_head_count(shape.n_head)
-    writer.add_head_count_kv(shape.n_head_kv)
+    if shape.attending:
+        layers = range(shape.n_layer)
+        writer.add_head_count_kv([shape.n_head_kv if shape.attends(i) else 0 for i in layers])
+        writer.add_shortconv_l_cache(N_CONV)
+    else:
+        writer.add_head_count_kv(shape.n_head_kv)
+    if shape.n_expert:
+        writer.add_expert_count(shape.n_expert)
+        writer.add_expert_used_count(shape.n_expert_used)
+        writer.add_expert_feed_forward_length(shape.n_ff)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(RMS_EPS)

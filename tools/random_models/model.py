@@ -2,9 +2,8 @@
 
     python -m tools.random_models.model OUT --shape 0.6b --type q4_0 [--layers N]
 
-The architecture is Qwen3, or one of Qwen's that see, with tied embeddings and a byte-level BPE
-vocabulary of its own. The same shape, type and seed give the same bytes (under one version of
-numpy).
+Models have a byte-level BPE vocabulary of their own. The same shape, type and seed give the same
+bytes (under one version of numpy).
 
 How the weights are drawn keeps generation lively. The embeddings are small beside what the layers
 add to the residual stream, so that the last token does not simply predict itself through the tied
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 
 from serve_app.llama.quantising import FORMATS, quantise
 from tools.chat_template import CONTROL_TOKENS
-from tools.gguf_file import ModelShape, add_hyperparameters, add_tokenizer
+from tools.gguf_file import N_CONV, ModelShape, add_hyperparameters, add_tokenizer
 
 SHAPES: dict[str, ModelShape] = {
     "tiny": ModelShape("random-tiny", 2, 256, 512, 4, 2, 64, 512, 4096),
@@ -44,10 +43,23 @@ SHAPES: dict[str, ModelShape] = {
     "0.6b": ModelShape("random-0.6b", 28, 1024, 3072, 16, 8, 128, 151936, 32768),
     "1.7b": ModelShape("random-1.7b", 28, 2048, 6144, 16, 8, 128, 151936, 32768),
     "4b": ModelShape("random-4b", 36, 2560, 9728, 32, 8, 128, 151936, 32768),
-    "8b": ModelShape("random-8b", 36, 4096, 12288, 32, 8, 128, 151936, 32768),
+    "8b": ModelShape("random-8b", 36, 4096, 12288, 32, 8, 128, 151936, 32768, is_tied=False),
+    "30b-a3b": ModelShape(
+        *("random-30b-a3b", 48, 2048, 768, 32, 4, 128, 151936, 32768, "qwen3moe"),
+        n_expert=128,
+        n_expert_used=8,
+        is_tied=False,
+    ),
+    "gemma3-4b": ModelShape(
+        *("random-gemma3-4b", 34, 2560, 10240, 8, 4, 256, 262144, 131072, "gemma3"), window=1024
+    ),
+    "lfm2-350m": ModelShape(
+        *("random-lfm2-350m", 16, 1024, 4608, 16, 8, 64, 65536, 128000, "lfm2"),
+        attending=(2, 5, 8, 10, 12, 14),
+    ),
 }
-"""The shapes on offer: tiny ones for tests, `wide` for its large vocabulary, and
-the sizes of the Qwen3 models that the others are named after."""
+"""The shapes on offer: tiny ones for tests, `wide` for its large vocabulary, and the sizes of the models
+that the others are named after. Without another name, these are Qwen3's."""
 
 TYPES: dict[str, tuple[GGMLQuantizationType, LlamaFileType]] = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
@@ -86,9 +98,10 @@ class _Tensor:
     """One tensor: a norm, all of it `value`; or a matrix with entries of deviation `std`."""
 
     name: str
-    shape: tuple[int, ...]  # rows, then columns
+    shape: tuple[int, ...]  # experts if it is theirs, rows, then columns
     value: float | None = None
-    std: NDArray[np.float32] | None = None  # one per row
+    std: NDArray[np.float32] | None = None  # one per row, of all experts
+    is_exact: bool = False  # F32, whatever the type of the file
 
 
 def parameter_count(shape: ModelShape) -> int:
@@ -222,33 +235,58 @@ def _tensors(
     shape: ModelShape, tokens: list[str], control: Sequence[str] = CONTROL_TOKENS
 ) -> Iterator[_Tensor]:
     """The model's tensors, in the order of the file."""
-    heads, heads_kv = shape.n_head * shape.head_dim, shape.n_head_kv * shape.head_dim
-    matrices = {
-        "attn_q": (heads, shape.n_embd),
-        "attn_k": (heads_kv, shape.n_embd),
-        "attn_v": (heads_kv, shape.n_embd),
-        "attn_output": (shape.n_embd, heads),
-        "ffn_gate": (shape.n_ff, shape.n_embd),
-        "ffn_up": (shape.n_ff, shape.n_embd),
-        "ffn_down": (shape.n_embd, shape.n_ff),
-    }
-    yield _Tensor(
-        "token_embd.weight", (len(tokens), shape.n_embd), std=_embedding_std(tokens, control)
-    )
-    output_norm = _LOGIT_STD / (_EMBEDDING_STD * shape.n_embd**0.5)
-    yield _Tensor("output_norm.weight", (shape.n_embd,), value=output_norm)
+    n_embd = shape.n_embd
+    embeddings = (len(tokens), n_embd)
+    std = _embedding_std(tokens, control)
+    output_norm = _LOGIT_STD / (_EMBEDDING_STD * n_embd**0.5)
+    if shape.architecture == "gemma3":  # which scales them by the root of their width
+        std, output_norm = std * np.float32(n_embd**-0.5), output_norm * n_embd**0.5
+    yield _Tensor("token_embd.weight", embeddings, std=std)
+    name = "token_embd_norm.weight" if shape.architecture == "lfm2" else "output_norm.weight"
+    yield _Tensor(name, (n_embd,), value=output_norm)
+    if not shape.is_tied:
+        yield _Tensor("output.weight", embeddings, std=std)
     for layer in range(shape.n_layer):
-        for name in ("attn_norm", "ffn_norm"):
-            yield _Tensor(f"blk.{layer}.{name}.weight", (shape.n_embd,), value=1.0)
-        if shape.architecture == "qwen2vl":
-            for name, n in (("attn_q", heads), ("attn_k", heads_kv), ("attn_v", heads_kv)):
-                yield _Tensor(f"blk.{layer}.{name}.bias", (n,), value=_BIAS)
+        block = f"blk.{layer}."
+        norms = ["attn_norm", "ffn_norm"]
+        if shape.architecture == "gemma3":
+            norms += ["post_attention_norm", "post_ffw_norm"]
+        for name in norms:
+            yield _Tensor(f"{block}{name}.weight", (n_embd,), value=1.0)
+        if shape.attends(layer):
+            yield from _attention(shape, block)
         else:
-            for name in ("attn_q_norm", "attn_k_norm"):
-                yield _Tensor(f"blk.{layer}.{name}.weight", (shape.head_dim,), value=_QK_NORM)
-        for name, (rows, columns) in matrices.items():
-            std = np.full(rows, columns**-0.5, np.float32)
-            yield _Tensor(f"blk.{layer}.{name}.weight", (rows, columns), std=std)
+            yield _matrix(f"{block}shortconv.in_proj.weight", 3 * n_embd, n_embd)
+            yield _matrix(f"{block}shortconv.conv.weight", n_embd, N_CONV, is_exact=True)
+            yield _matrix(f"{block}shortconv.out_proj.weight", n_embd, n_embd)
+        experts = (shape.n_expert,) if shape.n_expert else ()
+        suffix = "_exps" if experts else ""
+        if experts:
+            yield _matrix(f"{block}ffn_gate_inp.weight", shape.n_expert, n_embd, is_exact=True)
+        yield _matrix(f"{block}ffn_gate{suffix}.weight", *experts, shape.n_ff, n_embd)
+        yield _matrix(f"{block}ffn_up{suffix}.weight", *experts, shape.n_ff, n_embd)
+        yield _matrix(f"{block}ffn_down{suffix}.weight", *experts, n_embd, shape.n_ff)
+
+
+def _attention(shape: ModelShape, block: str) -> Iterator[_Tensor]:
+    """The tensors of a layer's attention."""
+    n_embd = shape.n_embd
+    heads, heads_kv = shape.n_head * shape.head_dim, shape.n_head_kv * shape.head_dim
+    rows = {"attn_q": heads, "attn_k": heads_kv, "attn_v": heads_kv}
+    if shape.architecture == "qwen2vl":
+        for name, n in rows.items():
+            yield _Tensor(f"{block}{name}.bias", (n,), value=_BIAS)
+    else:
+        for name in ("attn_q_norm", "attn_k_norm"):
+            yield _Tensor(f"{block}{name}.weight", (shape.head_dim,), value=_QK_NORM)
+    for name, n in rows.items():
+        yield _matrix(f"{block}{name}.weight", n, n_embd)
+    yield _matrix(f"{block}attn_output.weight", n_embd, heads)
+
+
+def _matrix(name: str, *shape: int, is_exact: bool = False) -> _Tensor:
+    std = np.full(int(np.prod(shape[:-1])), shape[-1] ** -0.5, np.float32)
+    return _Tensor(name, shape, std=std, is_exact=is_exact)
 
 
 def _embedding_std(tokens: list[str], control: Sequence[str]) -> NDArray[np.float32]:
@@ -261,7 +299,8 @@ def _embedding_std(tokens: list[str], control: Sequence[str]) -> NDArray[np.floa
 
 
 def _kind(tensor: _Tensor, dtype: str) -> GGMLQuantizationType:
-    return GGMLQuantizationType.F32 if tensor.std is None else TYPES[dtype][0]
+    is_exact = tensor.is_exact or tensor.std is None
+    return GGMLQuantizationType.F32 if is_exact else TYPES[dtype][0]
 
 
 def _draw(
@@ -272,13 +311,13 @@ def _draw(
         return np.full(tensor.shape, tensor.value, np.float32)
     std = tensor.std[:, None]
     if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-        weights = rng.standard_normal(tensor.shape, np.float32)
+        weights = rng.standard_normal((len(std), tensor.shape[-1]), np.float32)
         weights *= std
         return weights if kind is GGMLQuantizationType.F32 else weights.astype(np.float16)
     # Random blocks, each a scale and its integers, rather than floats quantised: seconds, not
     # minutes. Scales of either sign cancel the half step by which nibbles lean to the negative.
     block, block_bytes = GGML_QUANT_SIZES[kind]
-    rows, n_blocks = tensor.shape[0], tensor.shape[1] // block
+    rows, n_blocks = len(tensor.std), tensor.shape[-1] // block
     blocks = rng.integers(0, 256, (rows, n_blocks, block_bytes), np.uint8)
     if kind is GGMLQuantizationType.Q8_0:
         blocks[blocks == 0x80] = 0x81  # quantisers never write -128

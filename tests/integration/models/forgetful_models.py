@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter
 from numpy.typing import NDArray
 
 from tests.integration.models.embedding_models import finish
-from tools.chat_template import CONTROL_TOKENS
-from tools.gguf_file import add_tokenizer
-from tools.random_models.model import SHAPES, vocabulary
+from tools.gguf_file import Architecture, ModelShape, add_tokenizer
+from tools.random_models.model import SHAPES, vocabulary, write_random_gguf
 
 WINDOW = 128
 N_CTX = 8192
@@ -35,20 +35,15 @@ class _Tensors(dict[str, NDArray[np.float32]]):
         self[name] = np.ones(n, np.float32)
 
 
-def _begin(
-    path: Path, architecture: str, n_layer: int, more_control: Sequence[str] = ()
-) -> tuple[GGUFWriter, _Tensors]:
-    control = [*CONTROL_TOKENS, *more_control]
-    tokens, merges = vocabulary(SHAPES["tiny"].n_vocab, control)
+def _begin(path: Path, architecture: str, n_layer: int) -> tuple[GGUFWriter, _Tensors]:
+    tokens, merges = vocabulary(SHAPES["tiny"].n_vocab)
     writer, tensors = GGUFWriter(path, architecture), _Tensors()
     writer.add_block_count(n_layer)
     writer.add_context_length(N_CTX)
     writer.add_embedding_length(_N_EMBD)
     writer.add_layer_norm_rms_eps(1e-5)
-    add_tokenizer(writer, tokens, merges, control)
-    tensors.draw(
-        "token_embd.weight", len(tokens), _N_EMBD, std=0.02 if architecture == "gemma3" else 0.2
-    )
+    add_tokenizer(writer, tokens, merges)
+    tensors.draw("token_embd.weight", len(tokens), _N_EMBD)
     return writer, tensors
 
 
@@ -77,6 +72,11 @@ def write_mamba(path: Path) -> None:
     finish(writer, tensors)
 
 
+def _shape(architecture: Architecture, n_layer: int, **more: Any) -> ModelShape:
+    sizes = (_N_EMBD, _N_FF, _N_HEAD, _N_HEAD_KV, _HEAD_DIM, SHAPES["tiny"].n_vocab, N_CTX)
+    return ModelShape(architecture, n_layer, *sizes, architecture, **more)
+
+
 def _attention(writer: GGUFWriter, heads_kv: int | list[int]) -> None:
     writer.add_feed_forward_length(_N_FF)
     writer.add_head_count(_N_HEAD)
@@ -103,22 +103,7 @@ def _draw_attention(tensors: _Tensors, layer: str, *, gates: bool = False) -> No
 
 def write_lfm2(path: Path) -> None:
     """Hybrid: of four layers, two with attention, and two recurrent."""
-    recurrent, n_conv = [True, False, True, False], 3
-    writer, tensors = _begin(path, "lfm2", len(recurrent))
-    writer.add_uint32("lfm2.shortconv.l_cache", n_conv)
-    _attention(writer, [0 if one else _N_HEAD_KV for one in recurrent])
-    tensors.ones("token_embd_norm.weight", _N_EMBD)
-    for i, is_recurrent in enumerate(recurrent):
-        layer = f"blk.{i}."
-        tensors.ones(layer + "attn_norm.weight", _N_EMBD)
-        if is_recurrent:
-            tensors.draw(layer + "shortconv.conv.weight", _N_EMBD, n_conv)
-            tensors.draw(layer + "shortconv.in_proj.weight", 3 * _N_EMBD, _N_EMBD)
-            tensors.draw(layer + "shortconv.out_proj.weight", _N_EMBD, _N_EMBD)
-        else:
-            _draw_attention(tensors, layer)
-        _draw_feed_forward(tensors, layer)
-    finish(writer, tensors)
+    write_random_gguf(path, _shape("lfm2", 4, attending=(1, 3)), "f32")
 
 
 def write_qwen35(path: Path, *, n_own_layers: int = 0) -> None:
@@ -205,20 +190,8 @@ def write_nemotron_h(path: Path) -> None:
 
 def write_gemma3(path: Path, more_control: Sequence[str] = ()) -> None:
     """Of six layers, five with a window."""
-    n_layer = 6
-    writer, tensors = _begin(path, "gemma3", n_layer, more_control)
-    _attention(writer, _N_HEAD_KV)
-    writer.add_key_length(_HEAD_DIM)
-    writer.add_value_length(_HEAD_DIM)
-    writer.add_sliding_window(WINDOW)
-    tensors.ones("output_norm.weight", _N_EMBD)
-    for layer in (f"blk.{i}." for i in range(n_layer)):
-        tensors.ones(layer + "attn_norm.weight", _N_EMBD)
-        tensors.ones(layer + "post_attention_norm.weight", _N_EMBD)
-        tensors.ones(layer + "post_ffw_norm.weight", _N_EMBD)
-        _draw_attention(tensors, layer)
-        _draw_feed_forward(tensors, layer)
-    finish(writer, tensors)
+    shape = _shape("gemma3", 6, window=WINDOW)
+    write_random_gguf(path, shape, "f32", more_control=more_control)
 
 
 FORGETFUL: dict[str, Callable[[Path], None]] = {

@@ -150,6 +150,26 @@ def test_rejects_what_it_cannot_write(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_experts_are_matrices_of_their_layer(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    sizes = (64, 32, 2, 1, 32, 512, 128)  # n_embd, n_ff, heads, of keys, of dimensions
+    shape = ModelShape("m", 1, *sizes, "qwen3moe", n_expert=4, n_expert_used=2, is_tied=False)
+    write_random_gguf(path, shape, "q8_0")
+    reader = GGUFReader(path)
+    assert value(reader, "qwen3moe.expert_count") == 4
+    assert value(reader, "qwen3moe.expert_used_count") == 2
+    assert value(reader, "qwen3moe.expert_feed_forward_length") == 32
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert tensors["output.weight"].shape.tolist() == [64, 512]
+    assert tensors["blk.0.ffn_gate_inp.weight"].tensor_type == GGMLQuantizationType.F32
+    for name, columns_and_rows in (("gate", [64, 32]), ("up", [64, 32]), ("down", [32, 64])):
+        experts = tensors[f"blk.0.ffn_{name}_exps.weight"]
+        assert experts.shape.tolist() == [*columns_and_rows, 4]
+        assert experts.tensor_type == GGMLQuantizationType.Q8_0
+        weights = dequantize(experts.data, experts.tensor_type)
+        assert np.std(weights) == pytest.approx(columns_and_rows[0] ** -0.5, rel=0.1)
+
+
 def test_a_shape_can_be_cut_and_its_name_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
