@@ -54,6 +54,11 @@ class Client:
         with self._open(path, body) as response:
             return self._parsed(response.read())
 
+    def delete(self, path: str) -> Json:
+        """The JSON answer to a DELETE. Raises ServerError."""
+        with self._open(path, method="DELETE") as response:
+            return self._parsed(response.read())
+
     def events(self, path: str, body: Json | None = None) -> Iterator[Json]:
         """Server-sent events with JSON data, until the stream or `[DONE]` ends it. Raises ServerError."""
         with self._open(path, body) as response:
@@ -72,13 +77,15 @@ class Client:
         """The ids of the models that are served, the default first. Raises ServerError."""
         return [str(model["id"]) for model in self.get("/v1/models").get("data", ())]
 
-    def _open(self, path: str, body: Json | None = None) -> http.client.HTTPResponse:
+    def _open(
+        self, path: str, body: Json | None = None, method: str | None = None
+    ) -> http.client.HTTPResponse:
         headers = self._headers | {"Accept": "*/*"}
         data = None
         if body is not None:
             data = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
-        request = urllib.request.Request(self.url + path, data, headers)
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
             response: http.client.HTTPResponse = self._opener.open(request, timeout=self._timeout_s)
         except urllib.error.HTTPError as error:

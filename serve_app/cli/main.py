@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -312,6 +313,81 @@ def usage(
         _fail(f"--by: {unknown[0]!r} is none of {', '.join(command.GROUPS)}.")
     form = "csv" if as_csv else "json" if as_json else "table"
     command.usage(_client(url, api_key), _console(), days, groups, form=form)
+
+
+keys = typer.Typer(
+    name="keys",
+    no_args_is_help=True,
+    help="Make, list and revoke API keys.\n\nExample: `corral keys create ana --days 90`",
+)
+app.add_typer(keys, rich_help_panel=_LOOK)
+KeyName = Annotated[str, typer.Argument(help="The name of the key's owner.")]
+
+
+@keys.command("create")
+def create_key(
+    name: KeyName,
+    limits: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FIELD=VALUE]...", help="Fields of a key file's entry; values are YAML."
+        ),
+    ] = None,
+    days: Annotated[int | None, typer.Option(min=1, help="Days until the key expires.")] = None,
+    label: Annotated[list[str] | None, typer.Option(help="A label, as NAME=TEXT.")] = None,
+    url: Url = _URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Make an API key, and print its secret, which is shown only once.
+
+    Examples:
+
+    * `corral keys create ana --days 90 --label team=search`
+    * `corral keys create ben tokens_per_minute=60000 'models=[qwen3-4b]'`
+    """
+    import yaml
+
+    from serve_app.cli import usage as command
+
+    fields: dict[str, Any] = {"name": name}
+    fields |= {field: yaml.safe_load(value) for field, value in _pairs(limits).items()}
+    if days is not None:
+        fields["expires"] = (datetime.now(UTC) + timedelta(days)).isoformat()
+    if label:
+        fields["labels"] = _pairs(label)
+    command.create_key(_client(url, api_key), _console(), fields)
+
+
+@keys.command("list")
+def list_keys(url: Url = _URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """List all API keys with their limits. Secrets are not kept anywhere."""
+    from serve_app.cli import usage as command
+
+    command.list_keys(_client(url, api_key), _console(), as_json=as_json)
+
+
+@keys.command("revoke")
+def revoke_key(name: KeyName, url: Url = _URL, api_key: ApiKey = None) -> None:
+    """Revoke an API key that `corral keys create` made."""
+    from serve_app.cli import usage as command
+
+    command.revoke_key(_client(url, api_key), _console(), name)
+
+
+@keys.command("rotate")
+def rotate_key(name: KeyName, url: Url = _URL, api_key: ApiKey = None) -> None:
+    """Give an API key another secret, and print it. The one before is not valid any more."""
+    from serve_app.cli import usage as command
+
+    command.rotate_key(_client(url, api_key), _console(), name)
+
+
+def _pairs(texts: list[str] | None) -> dict[str, str]:
+    """Texts such as `a=b`, by what is before the sign."""
+    for text in texts or ():
+        if "=" not in text:
+            _fail(f"{text!r} has no sign: write NAME=VALUE.")
+    return dict(text.split("=", 1) for text in texts or ())
 
 
 @app.command(rich_help_panel=_LOOK)

@@ -1,4 +1,4 @@
-"""`corral usage`: who used how much."""
+"""`corral usage` and `corral keys`: who used how much, and who may."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.cli.client import Client
+from serve_app.cli.client import Client, Json
 
 _DAY_S = 86400
 GROUPS = {"key": "api_key_id", "model": "model", "endpoint": "endpoint", "batch": "batch"}
@@ -47,3 +47,41 @@ def usage(
             shown = [str(row[GROUPS[group]]) for group in groups]
             table.add_row(day, *shown, *cells, f"{row['compute_s']:,.1f}")
     console.print(table)
+
+
+def create_key(client: Client, console: Console, fields: Json) -> None:
+    """Make an API key, and print it. Raises ServerError."""
+    _print_secret(console, client.post("/v1/keys", fields))
+
+
+def rotate_key(client: Client, console: Console, name: str) -> None:
+    """Give an API key another secret, and print it. Raises ServerError."""
+    _print_secret(console, client.post(f"/v1/keys/{urllib.parse.quote(name, safe='')}/rotate", {}))
+
+
+def revoke_key(client: Client, console: Console, name: str) -> None:
+    """Revoke an API key. Raises ServerError."""
+    client.delete(f"/v1/keys/{urllib.parse.quote(name, safe='')}")
+    console.print(f"{name} is not valid any more.")
+
+
+def list_keys(client: Client, console: Console, *, as_json: bool) -> None:
+    """Print all API keys, without their secrets. Raises ServerError."""
+    page = client.get("/v1/keys")
+    if as_json:
+        console.out(json.dumps(page), highlight=False)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "made", "expires", "labels", "limits"):
+        table.add_column(column, no_wrap=True)
+    for key in page["data"]:
+        own = ("object", "name", "created", "expires", "labels")
+        limits = ", ".join(f"{name}: {value}" for name, value in key.items() if name not in own)
+        labels = ", ".join(f"{name}={text}" for name, text in key.get("labels", {}).items())
+        times = [key.get(name, "")[:10] for name in ("created", "expires")]
+        table.add_row(key["name"], times[0] or "by the file", times[1] or "never", labels, limits)
+    console.print(table)
+
+
+def _print_secret(console: Console, key: Json) -> None:
+    console.out(key["key"], highlight=False)

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app import __version__
 from serve_app.ingress import information
+from serve_app.ingress.access import routes as key_routes
 from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.access.auth import COST, IGNORED, Access, AccessMiddleware
 from serve_app.ingress.access.network import Cors
@@ -53,6 +54,7 @@ ROUTERS = (
     ollama_routes.ROUTER,
     batch_routes.ROUTER,
     usage_routes.ROUTER,
+    key_routes.ROUTER,
 )
 """The protocols and their parts."""
 WORKER_MODULES = worker_modules(ROUTERS)
@@ -113,7 +115,7 @@ def build_api(
     app.state.batches = executor
     app.state.broadcaster = Broadcaster(models)
     errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)
-    app.state.ledger = ledger
+    app.state.ledger, app.state.accounts = ledger, accounts
     _add_middleware(app, access, accounts, open_requests, ledger)
     add_routes(app, ROUTERS)
     spec.install(app)

@@ -39,6 +39,7 @@ LEFT_OUT: Mapping[str, str] = {
     "corral batch": "starts a Ray of its own; tests/e2e/batch runs it",
     "corral capacity": "measures for minutes; tests/integration/loadtests measure",
     "corral config Qwen": "asks Hugging Face",
+    "corral keys": "needs an operator's key; tests/e2e/server makes some",
     "corral rollback": "needs a model in two versions; tests/e2e/cluster goes back",
     "corral serve": "serves until Ctrl-C; tests/e2e/cli starts it",
     "corral tune": "measures for minutes; its own tests run it",

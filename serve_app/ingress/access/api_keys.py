@@ -20,6 +20,7 @@ from serve_app.errors import (
     AuthenticationError,
     ConfigError,
 )
+from serve_app.ingress.access.created_keys import CreatedKeys
 from serve_app.ingress.http.request_context import ApiKey, Clock
 from serve_app.ingress.usage.accounts import KeyAccount
 from serve_app.ingress.usage.ledger import Ledger
@@ -43,17 +44,22 @@ class KeyFile(BaseModel):
 
 
 class KeyAccounts:
-    """The accounts of a key file, which is read again when it has changed. Only in one event loop.
+    """The accounts of a key file, and of keys that operators made. Both files are read again when they have
+    changed. Only in one event loop.
 
-    Raises ConfigError if the file cannot be read or is none; when that happens later, the keys stay what
+    Raises ConfigError if a file cannot be read or is none; when that happens later, the keys stay what
     they were, and the log says why."""
 
     def __init__(
         self, path: Path, ledger: Ledger | None = None, clock: Clock = time.monotonic
     ) -> None:
-        """The ledger has the keys' budgets; without one, this process alone holds them."""
+        """The ledger has the keys' budgets, and its folder the keys that operators made; without a ledger,
+        this process alone holds budgets."""
         self._path = path
         self._ledger = ledger or Ledger()
+        folder = self._ledger.folder
+        self.created = None if folder is None else CreatedKeys(folder)
+        """The keys that operators made, if there is a place for such."""
         self._clock = clock
         self._accounts: dict[str, KeyAccount] = {}
         self._digests: Sequence[tuple[str, KeyAccount]] = ()
@@ -61,8 +67,18 @@ class KeyAccounts:
         self._load()
 
     def named(self, name: str) -> KeyAccount | None:
+        """The account of a key that is valid."""
         self._follow()
-        return self._accounts.get(name)
+        account = self._accounts.get(name)
+        return None if account is None or self._has_expired(account.key) else account
+
+    def all_keys(self) -> list[ApiKey]:
+        """All keys, also those that have expired, with hashes in the place of secrets."""
+        self._follow()
+        return [account.key for account in self._accounts.values()]
+
+    def _has_expired(self, key: ApiKey) -> bool:
+        return key.expires is not None and key.expires.timestamp() <= self._ledger.clock()
 
     def find(self, secret: str | None) -> KeyAccount:
         """The account of this key. Raises AuthenticationError. How long that takes does not depend on how
@@ -76,6 +92,8 @@ class KeyAccounts:
         accounts = [account for own, account in self._digests if hmac.compare_digest(own, digest)]
         if not accounts:
             raise AuthenticationError("The API key is not valid here.")
+        if self._has_expired(accounts[0].key):
+            raise AuthenticationError("The API key has expired.")
         return accounts[0]
 
     def _follow(self) -> None:
@@ -90,15 +108,16 @@ class KeyAccounts:
         else:
             logger.info("%s: %d API keys.", self._path, len(self._digests))
 
-    def _read_stamp(self) -> tuple[int, int, int] | None:
-        try:
-            stamp = os.stat(self._path)  # noqa: PTH116
-        except OSError:
-            return None
-        return stamp.st_mtime_ns, stamp.st_size, stamp.st_ino
+    def _read_stamp(self) -> list[tuple[int, int, int] | None]:
+        created = () if self.created is None else (self.created.path,)
+        return [_stamp(path) for path in (self._path, *created)]
 
     def _load(self) -> None:
         keys = read(self._path)
+        if self.created is not None:
+            names, digests = {key.name for key in keys}, {key.digest for key in keys}
+            created = self.created.read()
+            keys += [one for one in created if one.name not in names and one.digest not in digests]
         before, self._accounts = self._accounts, {}
         for key in keys:
             account = self._accounts[key.name] = before.get(key.name) or KeyAccount(
@@ -112,6 +131,14 @@ class KeyAccounts:
                 self._path,
                 self._path,
             )
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stamp = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return None
+    return stamp.st_mtime_ns, stamp.st_size, stamp.st_ino
 
 
 def read(path: Path) -> list[ApiKey]:

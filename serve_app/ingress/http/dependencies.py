@@ -6,6 +6,7 @@ that FastAPI's routes and the modules that workers import come from the same pla
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from serve_app.ingress.workers.worker import ENCODINGS, fetched, inflated
 from serve_app.logs import ClientText
 
 logger = logging.getLogger("corral.ingress")
+audit = logging.getLogger("corral.audit")
 
 T = TypeVar("T")
 
@@ -140,10 +142,17 @@ def prepared(
 
 
 def operators_only(what: str) -> Any:
-    """A route's dependency: others are refused before their bodies are read. `what` begins the message."""
+    """A route's dependency: others are refused before their bodies are read. `what` begins the message. The
+    log of `corral.audit` has what operators ask for."""
 
-    async def check() -> None:
-        request_context.current().check_operator(what)
+    async def check(request: Request) -> None:
+        caller = request_context.current()
+        caller.check_operator(what)
+        if request.method != "GET":
+            by = "" if caller.account is None else caller.account.key.name
+            entry = {"at": time.time(), "id": caller.request_id, "key": by, "from": caller.address}
+            path = request.scope["path"]
+            audit.info("%s", json.dumps(entry | {"method": request.method, "path": path}))
 
     return Depends(check)
 

@@ -12,7 +12,15 @@ from fnmatch import fnmatchcase
 from http import HTTPStatus
 from typing import Annotated, Literal, Protocol, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from serve_app.errors import KeyLimitError, PermissionDeniedError, RateLimitError
 from serve_app.types import account
@@ -56,6 +64,13 @@ class ApiKey(BaseModel):
     """The lowest `priority` that its requests may have. Lower values go first."""
     admin: bool = False
     """Whether the key may do what operators do, and see what others do."""
+
+    expires: AwareDatetime | None = None
+    """The time after which the key is not valid, such as `2027-01-31T00:00:00Z`. Default: never."""
+    labels: Annotated[dict[str, str], Field(max_length=16)] = {}
+    """Texts of your own, such as `team: search`."""
+    created: AwareDatetime | None = None
+    """The time at which the server made the key, or its secret."""
 
     @model_validator(mode="after")
     def _has_one_secret(self) -> ApiKey:

@@ -23,6 +23,7 @@ from serve_app.ingress.embeddings.preparation import (
     LlamaEmbeddingRequest,
     RerankRequest,
 )
+from serve_app.ingress.http.request_context import ApiKey
 from serve_app.ingress.llama_server.protocol import (
     AdapterChange,
     DetokenizeRequest,
@@ -136,6 +137,7 @@ ROUTES = {
     "ollama_embeddings": Route(d.OllamaVector, OllamaEmbeddingsRequest, {"prompt": "A fox."}),
     "ollama_show": Route(d.OllamaModelInfo, OllamaShowRequest, {}),
     "usage": Route(d.UsagePage),
+    "create_key": Route(body=ApiKey),
     "create_file": Route(
         form={
             "type": "object",

@@ -38,6 +38,9 @@ def served(told: Told) -> Iterator[None]:
         def do_POST(self) -> None:
             self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
+        def do_DELETE(self) -> None:
+            self._answer("DELETE")
+
         def _answer(self, body: Any) -> None:
             told.asked.append((self.path, dict(self.headers), body))
             status, kind, content = told.answers.get(self.path, (404, "text/plain", b"no"))

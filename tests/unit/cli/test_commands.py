@@ -47,6 +47,7 @@ COMMANDS = {
     "batch",
     "traffic",
     "usage",
+    "keys",
     "rollback",
 }
 
@@ -469,6 +470,36 @@ def test_usage_is_shown_by_day(form: str, told: Told, monkeypatch: pytest.Monkey
     else:
         assert printed == {"json": f"{json.dumps(page)}\n", "csv": "start,model\n"}[form]
     assert "'who' is none of key" in output("usage", "--by", "who", status=1)
+
+
+def test_keys_are_made_listed_and_revoked(told: Told) -> None:
+    told.json("/v1/keys", {"key": "sk-1"})
+    limits = ["tokens_per_minute=60", "models=[a, 'b*']", "--label", "team=x", "--days", "2"]
+    assert output("keys", "create", "ben", *limits, "--url", told.url) == "sk-1\n"
+    _, _, sent = told.asked.pop()
+    assert sent.pop("expires") > "2026"
+    labels = {"team": "x"}
+    assert sent == {
+        "name": "ben",
+        "tokens_per_minute": 60,
+        "models": ["a", "b*"],
+        "labels": labels,
+    }
+    told.json("/v1/keys/a%2Bb/rotate", {"key": "sk-2"})
+    assert output("keys", "rotate", "a+b", "--url", told.url) == "sk-2\n"
+    told.json("/v1/keys/ben", {"deleted": True})
+    assert "not valid any more" in output("keys", "revoke", "ben", "--url", told.url)
+    assert told.asked[-1][2] == "DELETE"
+    entry = {"object": "api_key", "name": "ben", "created": "2026-05-01T10:00:00Z"}
+    page = {"data": [{"name": "op", "admin": True}, {**entry, "labels": labels}]}
+    told.json("/v1/keys", page)
+    rows = [line.split() for line in output("keys", "list", "--url", told.url).splitlines()]
+    assert rows[1:] == [
+        ["op", "by", "the", "file", "never", "admin:", "True"],
+        ["ben", "2026-05-01", "never", "team=x"],
+    ]
+    assert json.loads(output("keys", "list", "--json", "--url", told.url)) == page
+    assert "write NAME=VALUE" in output("keys", "create", "ben", "x", status=1)
 
 
 def test_weights_that_are_none_are_not_sent(told: Told) -> None:
