@@ -62,7 +62,7 @@ async def start(model: ServedModel, requests: Sequence[GenerationRequest]) -> De
 
 
 class RequestMeter:
-    """UsageCounts a request for its caller: tokens as they come, and what its end tells."""
+    """Counts a request for its caller: tokens as they come, and what its end tells."""
 
     def __init__(self, caller: Caller, model: str, request: GenerationRequest) -> None:
         self._caller, self._model = caller, model
