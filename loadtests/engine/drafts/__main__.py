@@ -1,12 +1,13 @@
-"""Measures what a draft model gains that is always right, or costs that never is. No Ray, no HTTP.
+"""Measures what drafts gain or cost: of a model that is always right or never, or from the text. No Ray.
 
-    python -m loadtests.engine.drafts [--wrong] [--target PATH --draft PATH] [--streams 1,4,16]
-        [--tokens 96] [--prompt-tokens 32] [--rounds 5] [--threads N] [--target-type q8_0]
-        [--draft-type q4_0] [--folder build/drafts]
+    python -m loadtests.engine.drafts [--wrong | --lookup] [--temperature 0] [--target PATH --draft PATH]
+        [--streams 1,4,16] [--tokens 96] [--prompt-tokens 32] [--rounds 5] [--threads N]
+        [--target-type q8_0] [--draft-type q4_0] [--folder build/drafts]
 
 The engine with the draft and the engine without it have a process each, with slots for the most streams,
-and take turns. Lookup is off in both. Without files, models with random weights are made (`models`): a 0.6B
-shape drafts for a 1B shape.
+and take turns. Lookup is off in both; with --lookup it is the only difference. Small models write text that
+repeats itself at temperature 0, and text that does not at temperature 1. Without files, models with random
+weights are made (`models`): a 0.6B shape drafts for a 1B shape.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from loadtests.engine.drafts.models import DRAFT, TARGET, agreeing, random
@@ -49,30 +51,27 @@ def main() -> int:
     """Measure, and print a table."""
     args = _arguments()
     target = args.target or agreeing(args.folder, TARGET, args.target_type)
-    made = random if args.wrong else agreeing
-    draft = args.draft or made(args.folder, DRAFT, args.draft_type)
+    usual = EngineOptions(
+        n_slots=max(args.streams), n_ctx_slot=_N_CTX_SLOT, threads=args.threads, speculate=False
+    )
+    if args.lookup:
+        name, changed = "from the text", replace(usual, speculate=True)
+    else:
+        made = random if args.wrong else agreeing
+        draft = args.draft or made(args.folder, DRAFT, args.draft_type)
+        name, changed = draft.name, replace(usual, draft=draft)
     pools = {
-        way: process.started(Engine.load, target, _options(args, one))
-        for way, one in ((_WITHOUT, None), (_WITH, draft))
+        way: process.started(Engine.load, target, options)
+        for way, options in ((_WITHOUT, usual), (_WITH, changed))
     }
     try:
         rows = [_row(n_streams, _measure(pools, n_streams, args)) for n_streams in args.streams]
     finally:
         for pool in pools.values():
             pool.shutdown()
-    print(f"{machine_line(machine(target, args.threads))}; draft {draft.name}:\n")
+    print(f"{machine_line(machine(target, args.threads))}; draft {name}:\n")
     print(table(_HEADER, rows))
     return 0
-
-
-def _options(args: argparse.Namespace, draft: Path | None) -> EngineOptions:
-    return EngineOptions(
-        n_slots=max(args.streams),
-        n_ctx_slot=_N_CTX_SLOT,
-        threads=args.threads,
-        speculate=False,
-        draft=draft,
-    )
 
 
 def _measure(
@@ -81,7 +80,7 @@ def _measure(
     """Rounds, each without and with the draft."""
 
     def measure(number: int, way: str) -> Round:
-        asked = n_streams, args.prompt_tokens, args.tokens
+        asked = n_streams, args.prompt_tokens, args.tokens, args.temperature
         found = pools[way].submit(run_round, *asked).result(TIMEOUT_S)
         print(f"round {number}, {n_streams} streams, {way}: {found}", file=sys.stderr, flush=True)
         return found
@@ -104,7 +103,10 @@ def _row(n_streams: int, rounds: list[dict[str, Round]]) -> tuple[str, ...]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtests.engine.drafts", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--wrong", action="store_true", help="a draft that is never right")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--wrong", action="store_true", help="a draft that is never right")
+    kind.add_argument("--lookup", action="store_true", help="drafts from the text, without a model")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--target", type=Path)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--streams", type=listed(int), default=[1, 4, 16])

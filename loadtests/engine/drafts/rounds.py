@@ -26,13 +26,18 @@ class Round:
     """Of the steps' time, what the draft model's passes took."""
 
 
-def run_round(n_streams: int, n_prompt: int, n_tokens: int) -> Round:
+def run_round(n_streams: int, n_prompt: int, n_tokens: int, temperature: float) -> Round:
     """Over there: all streams at once."""
     engine: Engine = process.opened()
     before = engine.stats()
-    sampling = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
     requests = [
-        GenerationRequest(f"{time.monotonic()}-{i}", _prompt(i, n_prompt), sampling)
+        GenerationRequest(
+            f"{time.monotonic()}-{i}",
+            _prompt(i, n_prompt),
+            SamplingParams(
+                temperature=temperature, seed=i, max_tokens=n_tokens, ignore_eos=True, top_k=0
+            ),
+        )
         for i in range(n_streams)
     ]
     arrivals = process.all_arrivals(engine, requests, TIMEOUT_S)
@@ -42,8 +47,8 @@ def run_round(n_streams: int, n_prompt: int, n_tokens: int) -> Round:
     then, now = before.speculation, after.speculation
     return Round(
         n_decoded / (end - begin),
-        now.proposed_tokens - then.proposed_tokens,
-        now.accepted_proposed_tokens - then.accepted_proposed_tokens,
+        now.drafted_tokens - then.drafted_tokens,
+        now.accepted_tokens - then.accepted_tokens,
         (now.draft_s - then.draft_s) / (after.timing.step_s - before.timing.step_s),
     )
 

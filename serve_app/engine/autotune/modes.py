@@ -11,9 +11,8 @@ from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.options import EngineOptions
 from serve_app.llama.formats import Threads, block_size
 
-# Modes in which a request takes up to so much longer than in the best one are as good; or up to so many
-# times what the same batch took longer one time than another.
-_SAME, _NOISES = 0.12, 2.0
+# Modes in which a request takes up to so much longer than in the best one are as good.
+_SAME = 0.12
 # Other kernels must take so much less time, as a part: less is noise.
 _LEAST_GAIN = 0.05
 Name = TypeVar("Name")
@@ -159,16 +158,15 @@ def filled(profile: Profile, like: Profile) -> Profile:
     return replace(profile, **curves)
 
 
-def choose(
-    profiles: Mapping[Mode, Profile], options: EngineOptions, noise: float = 0.0
-) -> ModeChoice:
+def choose(profiles: Mapping[Mode, Profile], options: EngineOptions) -> ModeChoice:
     """The mode in which a request takes least, and why in one line: of those that are about as fast, the
-    first. `noise` is by what part the same batches differed when they were measured."""
+    first. What other programs had of the time of the measurement makes more of them alike."""
     if len(profiles) == 1:
         (mode,) = profiles
         return ModeChoice(mode, f"{mode}: as configured", profiles[mode])
     seconds = {mode: request_s(found, options, mode) for mode, found in alike(profiles).items()}
-    least, same = min(seconds.values()), max(_SAME, _NOISES * noise)
+    share = min(profile.share for profile in profiles.values())
+    least, same = min(seconds.values()), max(_SAME, 1 - share)
     best = next(mode for mode in seconds if seconds[mode] <= (1 + same) * least)
     others = ", ".join(f"{seconds[mode]:.2f} s with {mode}" for mode in seconds if mode != best)
     workload = "a common system prompt" if options.pinned else "prompts of their own"

@@ -92,13 +92,6 @@ class Trials:
         self._trials: dict[int, dict[int, list[Measured]]] = {}
         """The trials of each size, by the identity of what they are added to."""
         self._spent_s = self._had_s = 0.0
-        self._differences: list[float] = []
-
-    @property
-    def noise(self) -> float:
-        """The part by which a batch took longer one time than another: the median of all that were tried
-        again, or 0 if none was."""
-        return statistics.median(self._differences or [0.0])
 
     @property
     def share(self) -> float:
@@ -149,7 +142,7 @@ class Trials:
         is compared stays in step."""
         new = [n for n in sizes if n not in times]
         for n in new:
-            if not times or self.time_for(_expected(times, n)):
+            if not times or self.time_for(predicted(times, n)):
                 self._add(times, n, trial)
             yield
         for n_round in range(_MOST_ROUNDS):
@@ -174,27 +167,18 @@ class Trials:
 
     def _again(self, times: dict[int, float], n: int, trial: Trial) -> None:
         if self.time_for(times[n]):
-            before = times[n]
-            least, most = sorted((before, self._add(times, n, trial)))
-            self._differences.append(most / least - 1 if least > 0 else 0.0)
+            self._add(times, n, trial)
 
-    def _add(self, times: dict[int, float], n: int, trial: Trial) -> float:
-        """Add a trial of that size; returns its time."""
+    def _add(self, times: dict[int, float], n: int, trial: Trial) -> None:
         trials = self._trials.setdefault(id(times), {}).setdefault(n, [])
         trials.append(trial(n))
         undisturbed = [measured.own_s for measured in trials if measured.share >= UNDISTURBED]
         times[n] = min(undisturbed or [statistics.median(measured.own_s for measured in trials)])
-        return trials[-1].own_s
 
 
 def _prompt_rows(start: int, n_rows: int) -> list[Row]:
     end = start + n_rows
     return [(0, i, 0, i == end - 1) for i in range(start, end)]
-
-
-def _expected(times: Mapping[int, float], n: int) -> float:
-    smaller = {size: seconds for size, seconds in times.items() if size <= n}
-    return n * min(seconds / size for size, seconds in (smaller or times).items())
 
 
 def in_turns(profilers: Sequence[Profiler | DeepProfiler], limit_s: float) -> None:
@@ -239,25 +223,6 @@ class Profiler(Trials):
             self._decode, self._prefill, self._verify, copy_s=self._copy_s, share=self.share
         )
 
-    @property
-    def whole_profile(self) -> Profile:
-        """The profile after the rest was measured. Beside other programs there is no time for all sizes:
-        the others are predicted then, to be tried later like these."""
-        if self.share >= UNDISTURBED:
-            return self.profile
-
-        def with_others(times: Mapping[int, float], sizes: Sequence[int]) -> dict[int, float]:
-            return {n: predicted(times, n) for n in sizes if times} | dict(times)
-
-        return replace(
-            self.profile,
-            decode_s=with_others(self._decode, self._slot_counts((*_DECODES, *_MORE_DECODES))),
-            prefill_s=with_others(
-                self._prefill, self._fitting((*_CHUNKS, *_NEXT_CHUNKS, *_MORE_CHUNKS))
-            ),
-            verify_s=with_others(self._verify, self._fitting(_VERIFIES)),
-        )
-
     def essentials(self, limit_s: float) -> Iterator[None]:
         """The batches that tell one kind of context from another, in about `limit_s`: each is run
         when the next is asked for."""
@@ -269,7 +234,8 @@ class Profiler(Trials):
 
     def rest(self, limit_s: float) -> None:
         """Measure, after all essentials, what is between them, in about `limit_s`. Leaves the cache
-        empty."""
+        empty. Beside other programs there is no time for all sizes: the others are predicted then, to be
+        tried later like these."""
         self.left_s = limit_s
         self._measure_copy()
         kinds = (
@@ -283,6 +249,9 @@ class Profiler(Trials):
         for times, sizes, trial in kinds:
             for _ in self.measure(times, sizes, trial):
                 pass
+        if self.share < UNDISTURBED:
+            for times, sizes, _ in kinds:
+                times |= {n: predicted(times, n) for n in sizes if times and n not in times}
 
     def _slot_counts(self, counts: Sequence[int]) -> list[int]:
         return [n for n in counts if n < self._n_slots]

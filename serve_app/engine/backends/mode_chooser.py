@@ -137,7 +137,6 @@ class ModeChooser:
             choice = modes.choose(
                 {mode: self._whole(mode, profilers[mode].profile, depths) for mode in candidates},
                 options,
-                max(profiler.noise for profiler in compared),
             )
             if choice.mode.flash_attn in depths:
                 left_s = limit_s - (time.perf_counter() - opened)
@@ -145,7 +144,7 @@ class ModeChooser:
             profilers[choice.mode].rest(limit_s - (time.perf_counter() - opened))
             took_s = time.perf_counter() - began
         logger.info("Measured batches in %d modes in %.1f s.", len(candidates), took_s)
-        profile, other = profilers[choice.mode].whole_profile, choice.other
+        profile, other = profilers[choice.mode].profile, choice.other
         if other is not None:
             filled = modes.filled(profilers[other[0]].profile, profile)
             other = other[0], self._whole(other[0], filled, depths)

@@ -103,10 +103,15 @@ def test_of_those_that_are_as_good_the_first() -> None:
     )
 
 
-@pytest.mark.parametrize(("noise", "mode"), [(0.0, SPLIT_OFF), (0.05, SPLIT_OFF), (0.3, SPLIT_ON)])
-def test_another_mode_must_be_better_by_more_than_the_noise(noise: float, mode: Mode) -> None:
-    found = {SPLIT_ON: measured(0.0015, 1e-8), SPLIT_OFF: measured(0.001, 1e-8)}
-    assert choose(found, OPEN, noise).mode == mode
+@pytest.mark.parametrize(("share", "mode"), [(1.0, SPLIT_OFF), (0.9, SPLIT_OFF), (0.4, SPLIT_ON)])
+def test_beside_other_programs_another_mode_must_be_better_by_more(
+    share: float, mode: Mode
+) -> None:
+    found = {
+        SPLIT_ON: replace(measured(0.0015, 1e-8), share=share),
+        SPLIT_OFF: measured(0.001, 1e-8),
+    }
+    assert choose(found, OPEN).mode == mode
 
 
 def test_only_what_was_measured_in_all_modes_is_compared() -> None:
