@@ -35,6 +35,12 @@ class Architecture:
     """The activation of the gate."""
     gate_in_up: bool = False
     """Whether the first half of `ffn_up` is the gate."""
+    experts: bool = False
+    """Whether the feed-forward part is experts, of which a router chooses some for each token."""
+    normed_experts: bool = False
+    """Whether the shares of the experts that were chosen add up to 1."""
+    shared_expert: bool = False
+    """Whether all tokens have one more expert, with a gate of its own."""
     scaled: bool = False
     """Whether metadata scale embeddings, attention, what layers add, and logits (Granite)."""
     normed_embeddings: bool = False
@@ -62,9 +68,25 @@ class Architecture:
         if inside is None:
             return tensor in _AROUND_LAYERS
         name, kind = inside.groups()
-        if name in _PRODUCTS:
-            return name != "ffn_gate" or not self.gate_in_up
-        return kind == "weight" and name in self._norms
+        if name in self._products:
+            return True
+        return kind == "weight" and name in self._norms | self._experts
+
+    @property
+    def _products(self) -> set[str]:
+        attention = {"attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"}
+        if self.experts:
+            return attention
+        return attention | {"ffn_up", "ffn_down"} | (set() if self.gate_in_up else {"ffn_gate"})
+
+    @property
+    def _experts(self) -> set[str]:
+        parts, names = ("gate_inp", "gate", "up", "down"), set[str]()
+        if self.experts:
+            names |= {f"ffn_{part}_exps" for part in parts[1:]} | {"ffn_gate_inp"}
+        if self.shared_expert:
+            names |= {f"ffn_{part}_shexp" for part in parts}
+        return names
 
     @property
     def _norms(self) -> set[str | None]:
@@ -83,9 +105,6 @@ _AROUND_LAYERS = frozenset(
         "rope_factors_short.weight",
     }
 )
-_PRODUCTS = frozenset(
-    {"attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down"}
-)
 _AFTER_ATTENTION, _AFTER_FFN = "post_attention_norm", "post_ffw_norm"
 
 ARCHITECTURES = {
@@ -95,6 +114,8 @@ ARCHITECTURES = {
     "smollm3": Architecture(pairs="neighbours", unrotated=4),
     "qwen2": Architecture(),
     "qwen3": Architecture(head_norms=True),
+    "qwen2moe": Architecture(experts=True, shared_expert=True),
+    "qwen3moe": Architecture(head_norms=True, experts=True, normed_experts=True),
     "phi3": Architecture(gate_in_up=True),
     "glm4": Architecture(
         pairs="neighbours",

@@ -193,14 +193,53 @@ class _Graph:
         return op.add(hidden, _scaled(added, self._residual_scale))
 
     def _feed_forward(self, block: str, hidden: Node) -> Node:
-        if self._kind.gate_in_up:
+        kind = self._kind
+        if kind.experts:
+            added = self._experts(block, hidden)
+            return self._with_shared(block, hidden, added) if kind.shared_expert else added
+        if kind.gate_in_up:
             n_ff = self._model.count("feed_forward_length")
             gate = self._product(f"{block}ffn_up", hidden, np.arange(n_ff))
             up = self._product(f"{block}ffn_up", hidden, np.arange(n_ff, 2 * n_ff))
         else:
             gate, up = (self._product(f"{block}ffn_{name}", hidden) for name in ("gate", "up"))
-        gate = op.swish(gate) if self._kind.activation == "silu" else op.gelu(gate, "tanh")
+        gate = op.swish(gate) if kind.activation == "silu" else op.gelu(gate, "tanh")
         return self._product(f"{block}ffn_down", op.multiply(gate, up))
+
+    def _experts(self, block: str, hidden: Node) -> Node:
+        """What the chosen experts add. Every expert is written out for every token: OpenVINO knows this
+        shape, and computes the chosen ones. Source: OpenVINO, `ConvertTiledMoeBlockToGatherMatmuls`."""
+        model = self._model
+        n, width = model.count("expert_count"), model.count("embedding_length")
+        rows = op.reshape(hidden, _ints(-1, width), False)
+        scores = op.softmax(self._product(f"{block}ffn_gate_inp", rows), -1)
+        best = op.topk(scores, _int(model.count("expert_used_count")), -1, "max", "value", "i64")
+        shares, chosen = best.output(0), best.output(1)
+        if self._kind.normed_experts:
+            shares = op.divide(shares, op.reduce_sum(shares, _ints(-1), True))
+        tiled = op.reshape(op.tile(rows, _ints(n, 1)), _ints(n, -1, width), False)
+        gate, up = (
+            op.matmul(tiled, _experts(model.take(f"{block}ffn_{name}_exps.weight")), False, True)
+            for name in ("gate", "up")
+        )
+        activated = op.multiply(
+            gate, op.sigmoid(gate)
+        )  # op.swish has a parameter, and is not known
+        inner = op.multiply(activated, up)
+        down = _experts(model.take(f"{block}ffn_down_exps.weight"))
+        added = op.matmul(inner, down, False, True)
+        added = op.reshape(added, op.concat([_ints(n), self._n_texts, _ints(-1, width)], 0), False)
+        zeros = op.broadcast(op.constant(np.float32(0)), op.shape_of(scores))
+        spread = op.scatter_elements_update(zeros, chosen, shares, _int(1))
+        spread = op.transpose(spread, _ints(1, 0))
+        spread = op.reshape(spread, op.concat([_ints(n), self._n_texts, _ints(-1)], 0), False)
+        return op.reduce_sum(op.multiply(added, op.unsqueeze(spread, _int(-1))), _ints(0), False)
+
+    def _with_shared(self, block: str, hidden: Node, added: Node) -> Node:
+        gate, up = (self._product(f"{block}ffn_{name}_shexp", hidden) for name in ("gate", "up"))
+        inner = self._product(f"{block}ffn_down_shexp", op.multiply(op.swish(gate), up))
+        share = op.constant(self._model.vector(f"{block}ffn_gate_inp_shexp.weight")[:, None])
+        return op.add(added, op.multiply(inner, op.sigmoid(op.matmul(hidden, share, False, False))))
 
     def _attention(self, block: str, index: int, notes: LayerNotes, hidden: Node) -> Node:
         n, n_kv, head = self._n_head, self._n_head_kv, self._head
@@ -330,7 +369,7 @@ def _times(values: Node, tensor: Tensor, rows: NDArray[np.intp] | None) -> Node:
     if not is_quantised(tensor.kind):
         return op.matmul(values, _plain(floats(data, tensor.kind)), False, True)
     matrix = quantised(data, tensor.kind)
-    product = op.matmul(values, _whole(matrix), False, True)
+    product = op.matmul(values, _whole(matrix, None, data.shape[:1]), False, True)
     if matrix.offsets is None:
         return product
     sums = op.reduce_sum(op.reshape(values, _ints(0, 0, -1, GROUP), True), _ints(3), False)
@@ -342,38 +381,56 @@ def _rows(tensor: Tensor) -> Node:
     if not is_quantised(tensor.kind):
         return _plain(floats(tensor.data, tensor.kind))
     matrix = quantised(tensor.data, tensor.kind)
+    return _whole(matrix, _exact_zeros(matrix), tensor.data.shape[:-1])
+
+
+def _experts(tensor: Tensor) -> Node:
+    """The matrices of all experts, of shape [experts, rows, columns]. Products with them take offsets that
+    are not whole."""
+    if not is_quantised(tensor.kind):
+        return _plain(floats(tensor.data, tensor.kind))
+    n_experts, n_rows, n_bytes = tensor.data.shape
+    matrix = quantised(tensor.data.reshape(-1, n_bytes), tensor.kind)
+    return _whole(matrix, _exact_zeros(matrix), (n_experts, n_rows))
+
+
+def _exact_zeros(matrix: Quantised) -> NDArray[np.float32] | None:
+    """The codes that stand for 0 in each group."""
     if matrix.offsets is None:
-        return _whole(matrix)
+        return None
     scales = np.where(matrix.scales == 0, 1, matrix.scales)
     zeros = (0 if matrix.zeros is None else matrix.zeros) - matrix.offsets / scales
-    return _whole(matrix, op.constant(zeros[..., None].astype(np.float32)))
+    return zeros.astype(np.float32)
 
 
 def _plain(weights: NDArray[Any]) -> Node:
     return op.convert(op.constant(weights), np.float32)
 
 
-def _whole(matrix: Quantised, zeros: Node | None = None) -> Node:
-    """The weights as the kernels want to see them: integers, less their zeros, times scales."""
+def _whole(matrix: Quantised, zeros: NDArray[np.float32] | None, shape: tuple[int, ...]) -> Node:
+    """The weights as the kernels want to see them: integers, less their zeros, times scales. `shape` is
+    that of the rows. Without `zeros`, the matrix's own are used, which are integers."""
+    n_groups = matrix.codes.shape[1]
     fit_half = (matrix.scales.astype(np.float16) == matrix.scales).all()
     kind = np.float16 if zeros is None and fit_half else np.float32
-    if zeros is None and matrix.zeros is not None:
-        zeros = op.convert(op.constant(matrix.zeros[..., None]), kind)
-    codes = op.convert(_codes(matrix), kind)
+    codes = op.convert(_codes(matrix, (*shape, n_groups, GROUP)), kind)
     if zeros is not None:
-        codes = op.subtract(codes, zeros)
-    rows, n_groups, _ = matrix.codes.shape
-    scaled = op.multiply(codes, op.constant(matrix.scales[..., None].astype(kind)))
-    whole = op.reshape(scaled, _ints(rows, n_groups * GROUP), False)
+        codes = op.subtract(codes, op.constant(zeros.reshape(*shape, n_groups, 1)))
+    elif matrix.zeros is not None:
+        whole_zeros = op.constant(matrix.zeros.reshape(*shape, n_groups, 1))
+        codes = op.subtract(codes, op.convert(whole_zeros, kind))
+    scales = matrix.scales.reshape(*shape, n_groups, 1).astype(kind)
+    scaled = op.multiply(codes, op.constant(scales))
+    whole = op.reshape(scaled, _ints(*shape, n_groups * GROUP), False)
     return whole if kind is np.float32 else op.convert(whole, np.float32)
 
 
-def _codes(matrix: Quantised) -> Node:
+def _codes(matrix: Quantised, shape: tuple[int, ...]) -> Node:
     if matrix.bits == 8:
-        return op.constant(matrix.codes)
+        return op.constant(matrix.codes.reshape(shape))
     kind = openvino.Type.i4 if matrix.zeros is None else openvino.Type.u4
     pairs = matrix.codes.view(np.uint8).reshape(-1, 2) & 15
-    tensor = openvino.Tensor(kind, openvino.Shape(matrix.codes.shape))
+    tensor = openvino.Tensor(kind, openvino.Shape(shape))
     tensor.data[:] = (
         (pairs[:, 0] | pairs[:, 1] << 4).reshape(tensor.data.shape).view(tensor.data.dtype)
     )

@@ -21,6 +21,7 @@ _FILE_TYPES = {
     Kind.Q4_0: LlamaFileType.MOSTLY_Q4_0,
     Kind.Q8_0: LlamaFileType.MOSTLY_Q8_0,
 }
+_N_EXPERTS, _N_EXPERTS_USED = 8, 2
 _SHAPE = ModelShape("random", 2, 256, 512, 4, 2, 64, 512, 4096)
 
 
@@ -47,19 +48,23 @@ class Made:
         writer, rng = GGUFWriter(path, self.architecture), np.random.default_rng(1)
         shape = replace(_SHAPE, n_layer=self.n_layer)
         add_hyperparameters(writer, shape, _FILE_TYPES[self.kind], rope_base=1e4)
+        parts = ARCHITECTURES.get(self.architecture, Architecture())
+        if parts.experts:
+            writer.add_expert_count(_N_EXPERTS)
+            writer.add_expert_used_count(_N_EXPERTS_USED)
+            writer.add_expert_feed_forward_length(_SHAPE.n_ff)
         for name, value in self.metadata.items():
             _add(writer, f"{self.architecture}.{name}", value)
         add_tokenizer(writer, tokens, merges)
 
-        def matrix(name: str, rows: int, columns: int) -> None:
-            values = rng.normal(0, columns**-0.5, (rows, columns)).astype(np.float32)
+        def matrix(name: str, rows: int, columns: int, *more: int) -> None:
+            values = rng.normal(0, columns**-0.5, (*more, rows, columns)).astype(np.float32)
             kept = gguf.quants.quantize(values, self.kind)
             writer.add_tensor(name, kept, raw_dtype=self.kind)
 
-        def vector(name: str, n: int, mean: float = 1.0) -> None:
+        def vector(name: str, n: int | tuple[int, int], mean: float = 1.0) -> None:
             writer.add_tensor(name, rng.normal(mean, 0.2, n).astype(np.float32))
 
-        parts = ARCHITECTURES.get(self.architecture, Architecture())
         n_embd, n_ff, head = _SHAPE.n_embd, _SHAPE.n_ff, _SHAPE.head_dim
         heads = {"q": _SHAPE.n_head * head, "k": _SHAPE.n_head_kv * head}
         heads["v"] = heads["k"]
@@ -86,10 +91,19 @@ class Made:
                 if self.biases:
                     vector(f"{block}attn_{name}.bias", rows, 0.0)
             matrix(f"{block}attn_output.weight", n_embd, heads["q"])
-            if not parts.gate_in_up:
-                matrix(f"{block}ffn_gate.weight", n_ff, n_embd)
-            matrix(f"{block}ffn_up.weight", 2 * n_ff if parts.gate_in_up else n_ff, n_embd)
-            matrix(f"{block}ffn_down.weight", n_embd, n_ff)
+            suffixes: dict[str, tuple[int, ...]] = {"": ()}
+            if parts.experts:
+                vector(f"{block}ffn_gate_inp.weight", (_N_EXPERTS, n_embd), 0.0)
+                suffixes = {"_exps": (_N_EXPERTS,)}
+            if parts.shared_expert:
+                vector(f"{block}ffn_gate_inp_shexp.weight", n_embd, 0.0)
+                suffixes["_shexp"] = ()
+            for suffix, more in suffixes.items():
+                if not parts.gate_in_up:
+                    matrix(f"{block}ffn_gate{suffix}.weight", n_ff, n_embd, *more)
+                n_up = 2 * n_ff if parts.gate_in_up else n_ff
+                matrix(f"{block}ffn_up{suffix}.weight", n_up, n_embd, *more)
+                matrix(f"{block}ffn_down{suffix}.weight", n_embd, n_ff, *more)
             if parts.head_norms:
                 for name in "qk":
                     n = heads[name] if self.wide_norms else head

@@ -131,6 +131,8 @@ MODELS = {
     "qwen2-yarn": Made("qwen2", biases=True, metadata=_YARN),
     "qwen3-tied": Made("qwen3", tied=True),
     "qwen3-none": Made("qwen3", metadata=_YARN | {"rope.scaling.type": "none"}),
+    "qwen2moe": Made("qwen2moe", biases=True),
+    "qwen3moe": Made("qwen3moe"),
     "phi3": Made("phi3", one_qkv=True),
     "phi3-short": Made(
         "phi3",
@@ -158,7 +160,8 @@ def test_logits_are_llama_cpps(made: Made, tmp_path: Path) -> None:
     path = made.write(tmp_path / "model.gguf")
     assert unreadable([path]) is None
     found, other = (mixed(kind(path, _OPTIONS)) for kind in (OpenVinoBackend, LlamaBackend))
-    assert agreement(found, other) > 0.9999
+    # A rounded score may choose another expert.
+    assert agreement(found, other) > (0.999 if "moe" in made.architecture else 0.9999)
     assert (found.argmax(axis=1) == other.argmax(axis=1)).mean() > 0.97
 
 
