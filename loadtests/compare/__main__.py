@@ -4,7 +4,7 @@
         [--rounds 3] [--sides corral,bare,llama-server] [--threads N] [--server PATH]
         [--slots N] [--engine '{"kv_unified": true}'] [--json FILE]
 
-Sides: `corral` is what `make serve` runs, `bare` the same routes and engine without Ray, `llama-server` the
+Sides: `corral` is what `make serve` runs, `bare` what `corral serve` runs, without Ray, `llama-server` the
 one of --server, or of `python -m loadtests.compare.llama_server`. Others that may be named:
 
 - `serve-proxy`: `serve run` with `serve_app/start/one-machine.env`: Serve's own proxy, and Ray's dashboard;

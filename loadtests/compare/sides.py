@@ -20,6 +20,7 @@ from loadtests.common.servers import (
     corral_is_ready,
     is_healthy,
     lists_models,
+    local_command,
     running,
     serve_run,
     write_config,
@@ -106,7 +107,7 @@ def start(
 
     def bare(directory: Path, port: int) -> list[str | Path]:
         config = write_config(directory, [entry], port)
-        return [sys.executable, "-m", "loadtests.compare.bare_server", config]
+        return local_command(config)
 
     def peer(_: Path, port: int) -> list[str | Path]:
         return llama_server_command(server, model, sizes, port)

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from serve_app import heap, logs, metrics
 from serve_app.config.resolved import ResolvedModel
 from serve_app.errors import CorralError
@@ -101,7 +103,7 @@ def main() -> None:
     descriptor, folder = int(sys.argv[1]), Path(sys.argv[2])
     metrics.keep_in(folder / "metrics")
     shared_entries.keep_in(folder / "entries")
-    asyncio.run(run(socket.socket(fileno=descriptor)))
+    uvloop.run(run(socket.socket(fileno=descriptor)))
     os._exit(0)  # threads that still compute are not waited for
 
 

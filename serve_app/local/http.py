@@ -1,10 +1,15 @@
-"""HTTP without a proxy: uvicorn's protocol, with bounds on connections, heads and slow readers."""
+"""HTTP without a proxy: uvicorn's protocol, with bounds on connections, heads and slow readers.
+
+Header names have capitals, as llama-server writes them: some of its clients compare them by letter.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,76 +21,98 @@ STALLED_S = 600.0
 """The longest time that a client may take nothing of its answer."""
 MOST_CONNECTIONS = 4096
 _OTHER_FILES = 256
+_BEGINNING = b"HTTP/1.1 "
+_NAME = re.compile(rb"(?<=\r\n)[a-z-]+(?=: )")
 
 
+@cache
 def most_connections() -> int:
     """The connections that this process may have open: as many as it may have files, within a bound."""
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(_OTHER_FILES, min(MOST_CONNECTIONS, most_files - _OTHER_FILES))
+    return max(most_files // 2, min(MOST_CONNECTIONS, most_files - _OTHER_FILES))
 
 
 class BoundedHttp(HttpToolsProtocol):
     """A client's connection. The request of a client that leaves is cancelled, as Serve does it."""
 
+    _headless: ClassVar[dict[BoundedHttp, None]] = {}
+    """The connections that wait for the head of a request. The oldest ends for one that is too many."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Bound the time of the first head; refuse a connection that is too many."""
-        super().connection_made(transport)
-        self._answering: asyncio.Task[Any] | None = None
+        """Bound the time of the first head, and the connections."""
+        super().connection_made(_CapitalNames(transport))  # type: ignore[arg-type]
+        self._answering: tuple[Any, asyncio.Task[Any] | None] | None = None
+        """The request that is answered now, and its task."""
         self._n_head_bytes = 0
-        self._bound: asyncio.TimerHandle | None = None
+        self._head: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        self._begin_head()
         if len(self.connections) > most_connections():
-            transport.abort()
-        else:
-            self._limit(HEAD_S)
+            oldest = next(iter(self._headless))
+            oldest._end_head()
+            oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the request of a client that has left."""
-        self._unlimit()
+        self._end_head()
+        self.resume_writing()
         super().connection_lost(exc)
-        if self._answering is not None and self.cycle is not None and self.cycle.disconnected:
-            self._answering.cancel()
+        if self._answering is not None:
+            cycle, task = self._answering
+            cycle.disconnected = cycle.disconnected or not cycle.response_complete
+            if task is not None and cycle.disconnected:
+                task.cancel()
+
+    def _begin_head(self) -> None:
+        if self._head is None:
+            self._n_head_bytes = 0
+            self._head = self.loop.call_later(HEAD_S, self.transport.abort)
+            self._headless[self] = None
+
+    def _end_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+            self._headless.pop(self, None)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of a request, and bound its head."""
         self._n_head_bytes += len(data)
         super().data_received(data)
-        if self._n_head_bytes > MOST_HEAD_BYTES and self._bound is not None:
+        if self._head is not None and self._n_head_bytes > MOST_HEAD_BYTES:
             self.transport.abort()
 
     def on_message_begin(self) -> None:
         """The first byte of a request is here."""
         super().on_message_begin()
-        if self._bound is None:
-            self._n_head_bytes = 0
-            self._limit(HEAD_S)
+        self._begin_head()
 
     def on_headers_complete(self) -> None:
         """The head of a request is here."""
-        self._unlimit()
+        self._end_head()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Read on, or nobody would notice that the client leaves."""
+        super().on_message_complete()
+        if not self.pipeline:
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         """Bound the time in which the client takes nothing."""
         super().pause_writing()
-        self._limit(STALLED_S)
+        self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         """The client takes its answer again."""
         super().resume_writing()
-        self._unlimit()
-
-    def _limit(self, seconds: float) -> None:
-        self._unlimit()
-        self._bound = self.loop.call_later(seconds, self.transport.abort)
-
-    def _unlimit(self) -> None:
-        if self._bound is not None:
-            self._bound.cancel()
-            self._bound = None
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def _start_asgi_task(self, cycle: Any, app: ASGIApp) -> None:  # type: ignore[override]
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            self._answering = asyncio.current_task()
+            self._answering = cycle, asyncio.current_task()
             try:
                 await app(scope, receive, send)
             except asyncio.CancelledError:
@@ -93,3 +120,18 @@ class BoundedHttp(HttpToolsProtocol):
                     raise
 
         super()._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
+
+
+class _CapitalNames:
+    """A transport that changes the heads of answers, each of which uvicorn writes alone."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        if data.startswith(_BEGINNING) and data.endswith(b"\r\n\r\n"):
+            data = _NAME.sub(lambda name: name[0].title(), data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

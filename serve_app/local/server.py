@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import uvloop
 import yaml
 
 from serve_app import logs, metrics
@@ -213,7 +214,7 @@ def serve(content: Content, events: int | None) -> str | None:
             _check_replicas(app, models)
             stack.enter_context(_discoverable(http))
             server = LocalServer(app, models, folder)
-            problem = asyncio.run(server.run(children, http, lambda kind: _tell(events, kind)))
+            problem = uvloop.run(server.run(children, http, lambda kind: _tell(events, kind)))
         except CorralError as error:
             return str(error)
         return None if problem is None else str(problem)

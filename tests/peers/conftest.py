@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loadtests.common.servers import corral_is_ready, is_healthy, running, write_config
+from loadtests.common.servers import (
+    corral_is_ready,
+    is_healthy,
+    local_command,
+    running,
+    write_config,
+)
 from loadtests.compare import llama_server
 from serve_app.builtin_model import BUILTIN_MODEL
 from tests.peers.answers import Pair
@@ -59,7 +64,7 @@ def servers(template: Path | None = None) -> Iterator[Pair]:
             "engine": engine,
         }
         config = write_config(directory, [model], port)
-        return [sys.executable, "-m", "loadtests.compare.bare_server", config]
+        return local_command(config)
 
     with (
         running(theirs, is_healthy) as a,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from loadtests.common.servers import corral_is_ready, is_healthy, running, write_config
+from loadtests.common.servers import (
+    corral_is_ready,
+    is_healthy,
+    local_command,
+    running,
+    write_config,
+)
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.integration.models.forgetful_models import write_gemma3
 from tests.peers.answers import Pair
@@ -108,7 +113,7 @@ def both(model: Path, projector: Path) -> Iterator[Pair]:
             "engine": engine,
         }
         config = write_config(directory, [entry], port)
-        return [sys.executable, "-m", "loadtests.compare.bare_server", config]
+        return local_command(config)
 
     with (
         running(theirs, is_healthy) as a,

@@ -242,7 +242,6 @@ def test_loadtests_use_the_engine_the_pure_part_of_routing_and_what_they_share_w
         if not any(within(found, package) for package in usable) and found != "serve_app"
     }
     assert users == {
-        "loadtests.compare.bare_server",  # which is put together of Corral's parts
         "loadtests.hostile.search",  # which measures the routes and the engine from within
         "loadtests.tune.paged_passes",  # which runs passes at depths of its own
         "loadtests.engine.peers.genai",  # which compiles and keeps a model as Corral does

@@ -85,8 +85,10 @@ def slow_bodies(corral: Corral, sent: bytes) -> Iterator[list[socket.socket]]:
         yield slow
 
 
-def test_bodies_that_have_hardly_begun_are_not_passed_on(corral: Corral) -> None:
+def test_bodies_that_have_hardly_begun_are_not_passed_on(corral: Corral, without_ray: bool) -> None:
     """So that none is ended for others' sake."""
+    if without_ray:
+        pytest.skip("no proxy holds them back, and the ingress bounds them")
     with slow_bodies(corral, b"{") as slow:
         for sock in slow:
             sock.setblocking(False)

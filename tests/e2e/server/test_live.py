@@ -66,7 +66,9 @@ def test_viewers_see_requests_come_and_go(corral: Corral) -> None:
         assert next(True for board in boards if replica(board, "demo")["running"] == 0)
 
 
-def test_nobody_is_asked_while_nobody_views(corral: Corral) -> None:
+def test_nobody_is_asked_while_nobody_views(corral: Corral, without_ray: bool) -> None:
+    if without_ray:
+        pytest.skip("counts lines that Serve writes")
     with viewing(corral) as boards, viewing(corral) as others:
         for _ in range(3):
             next(boards), next(others)
