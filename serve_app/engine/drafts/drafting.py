@@ -142,10 +142,11 @@ class Drafting(Guest):
 
     def _lookup_of(self, sequence: Sequence) -> NgramProposer:
         """The proposer of a sequence, which knows nothing any more after a context shift."""
-        source, proposer = self._lookups.get(sequence.id, (sequence.tokens, NgramProposer()))
-        if source is not sequence.tokens:
+        known = self._lookups.get(sequence.id)
+        proposer = NgramProposer() if known is None else known[1]
+        if known is None or known[0] is not sequence.tokens:
             proposer.forget()
-        self._lookups[sequence.id] = sequence.tokens, proposer
+            self._lookups[sequence.id] = sequence.tokens, proposer
         return proposer
 
     def _pays(self, late: list[Sequence], then: _Plan, now: _Plan, price_s: float) -> bool:

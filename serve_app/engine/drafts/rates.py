@@ -22,7 +22,9 @@ class AcceptanceRate:
 
     def expected(self, n_drafted: int) -> float:
         """Tokens that a batch over so many drafted ones, and the one before them, is worth."""
-        return float(sum(self.acceptance**n for n in range(n_drafted + 1)))
+        if self.acceptance >= 1:
+            return n_drafted + 1.0
+        return (1 - self.acceptance ** (n_drafted + 1)) / (1 - self.acceptance)
 
     def record(self, n_drafted: int, n_accepted: int) -> None:
         """Learn from a draft of which the first `n_accepted` were right; the rest went unseen."""
