@@ -17,6 +17,9 @@ from serve_app.ingress.access.network import Cors
 from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.anthropic import routes as anthropic_routes
 from serve_app.ingress.anthropic import serving as anthropic_serving
+from serve_app.ingress.audio import preparation as audio_preparation
+from serve_app.ingress.audio import routes as audio_routes
+from serve_app.ingress.audio.serving import Transcriber
 from serve_app.ingress.batch import routes as batch_routes
 from serve_app.ingress.batch.executor import BatchExecutor
 from serve_app.ingress.batch.store import BatchOptions
@@ -52,12 +55,13 @@ ROUTERS = (
     responses_routes.ROUTER,
     embedding_routes.ROUTER,
     ollama_routes.ROUTER,
+    audio_routes.ROUTER,
     batch_routes.ROUTER,
     usage_routes.ROUTER,
     key_routes.ROUTER,
 )
 """The protocols and their parts."""
-WORKER_MODULES = worker_modules(ROUTERS)
+WORKER_MODULES = (*worker_modules(ROUTERS), audio_preparation.__name__)
 """The modules that workers import before they are forked."""
 
 
@@ -114,6 +118,7 @@ def build_api(
     app.state.responses.counter = ledger.counter
     app.state.batches = executor
     app.state.broadcaster = Broadcaster(models)
+    app.state.transcriber = Transcriber(models, bodies)
     errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)
     app.state.ledger, app.state.accounts = ledger, accounts
     _add_middleware(app, access, accounts, open_requests, ledger)

@@ -255,8 +255,10 @@ def _parameters(description: dict[str, Any], path: str) -> list[set[str]]:
     honoured = {one["name"] for one in operation.get("parameters", ())}
     found: list[set[str]] = [honoured, set(), set(), set()]
     if "requestBody" in operation:
-        schema = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-        fields = description["components"]["schemas"][schema.rpartition("/")[2]]["properties"]
+        ((_, content),) = operation["requestBody"]["content"].items()
+        reference = content["schema"].get("$ref", "").rpartition("/")[2]
+        schema = description["components"]["schemas"].get(reference, content["schema"])
+        fields = schema["properties"]
         for name, field in fields.items():
             kind = ["At other values, refused.", "At other values, ignored.", "Changes nothing."]
             said = field.get("description")

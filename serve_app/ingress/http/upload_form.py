@@ -23,8 +23,9 @@ Sink = Callable[[bytes], object]
 
 
 class UploadForm:
-    """The fields of a form, piece by piece. Raises InvalidRequestError for what is no such form, and
-    RequestTooLargeError for a file of more than `max_bytes`."""
+    """The fields of a form, piece by piece; values of one name are joined by commas. Raises
+    InvalidRequestError for what is no such form, and RequestTooLargeError for a file of more than
+    `max_bytes`."""
 
     def __init__(self, content_type: str, sink: Sink, max_bytes: int) -> None:
         self.fields: dict[str, str] = {}
@@ -107,7 +108,8 @@ class UploadForm:
 
     def _part_ends(self) -> None:
         if self._name is not None:
-            self.fields[self._name] = _text(bytes(self._value))
+            value, earlier = _text(bytes(self._value)), self.fields.get(self._name)
+            self.fields[self._name] = value if earlier is None else f"{earlier},{value}"
 
     def _end(self) -> None:
         self.complete = True

@@ -126,7 +126,7 @@ def decoded_sound(data: bytes, name: str, field: str, left_s: float = MAX_S) -> 
         raise _bad(name, f"it is none of {', '.join(SOUND_FORMATS)}", field)
     try:
         with more_memory(_SPARE_BYTES + len(data)):
-            seconds = _seconds(data)
+            seconds = seconds_of(data)
         if not MIN_S <= seconds <= left_s:
             raise _bad(name, _out_of_bounds(seconds, left_s), field)
         with more_memory(_SPARE_BYTES + int(seconds * SAMPLE_RATE) * _BYTES_PER_SAMPLE):
@@ -141,7 +141,8 @@ def decoded_sound(data: bytes, name: str, field: str, left_s: float = MAX_S) -> 
     return Sound.of(samples.tobytes())
 
 
-def _seconds(data: bytes) -> float:
+def seconds_of(data: bytes) -> float:
+    """The length of a sound, by its headers. Raises MiniaudioError."""
     import miniaudio
 
     readers: dict[bytes, Any] = {b"RIFF": miniaudio.wav_get_info, b"fLaC": miniaudio.flac_get_info}

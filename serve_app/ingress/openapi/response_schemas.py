@@ -137,6 +137,16 @@ Embeddings = _schema("Embeddings", _LIST, data=_many(Embedding))
 LlamaEmbedding = _schema("LlamaEmbedding", index=int, embedding=list[list[float]])
 Rank = _schema("Rank", index=int, relevance_score=float)
 Ranking = _schema("Ranking", _LIST, results=_many(Rank))
+Transcription = _schema(
+    "Transcription",
+    about="By `response_format`: `text`, `srt` and `vtt` are no JSON, and `verbose_json` has more.",
+    text=str,
+    usage=Json,
+    task=_NOTE,
+    language=_NOTE,
+    duration=(float, 0.0),
+    segments=_JSONS,
+)
 LlamaCompletion = _schema(
     "LlamaCompletion",
     about="llama-server's completion, or the `response_fields` of it.",

@@ -17,6 +17,7 @@ from serve_app.ingress.anthropic.preparation import (
     CountTokensRequest,
     MessagesRequest,
 )
+from serve_app.ingress.audio.preparation import TranscriptionRequest
 from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.embeddings.preparation import (
     EmbeddingsRequest,
@@ -71,6 +72,9 @@ class Route:
 
 _ASKED = {"role": "user", "content": "What is the capital of Portugal?"}
 _CHAT = {"messages": [_ASKED], "max_tokens": 32}
+_SPEECH = TranscriptionRequest.model_json_schema()
+_SPEECH["properties"]["file"] = {"type": "string", "format": "binary"}
+_SPEECH["required"] = ["file"]
 
 ROUTES = {
     "completions": Route(
@@ -149,6 +153,8 @@ ROUTES = {
             "required": ["file", "purpose"],
         },
     ),
+    "transcribe": Route(d.Transcription, form=_SPEECH, streams=True),
+    "translate": Route(d.Transcription, form=_SPEECH, streams=True),
     "get_file_content": Route(bytes),
     "create_batch": Route(body=BatchRequest),
     "live": Route(streams=True),

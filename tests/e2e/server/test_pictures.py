@@ -1,10 +1,11 @@
-"""Pictures over HTTP: to a model with a random projector, and to the built-in one, which sees."""
+"""Pictures and sounds over HTTP: to models with random projectors, and to the built-in one, which sees."""
 
 from __future__ import annotations
 
 import base64
 import io
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.prompt.tokenizer import Tokenizer
-from tests.e2e.conftest import Corral, model
+from tests.e2e.conftest import Corral, model, wait_until
+from tests.unit.ingress.media.test_sounds import of_rate
+from tests.unit.ingress.media.test_windows import speech
 from tools.builtin_model.pictures.drawing import draw
 from tools.builtin_model.pictures.questions import described
 from tools.builtin_model.pictures.scenes import Scene, Thing
@@ -48,15 +51,15 @@ def seeing(
     start_for_module: Callable[[list[dict[str, Any]]], Corral],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Corral:
-    """A server of three models: one with a random projector, one without any, and the built-in one."""
-    path: Path = tmp_path_factory.mktemp("projector") / "llava.gguf"
-    shape = replace(SHAPES["tiny-llava"], image_size=128)
-    write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).model.n_embd)
-    size = {"n_slots": 2, "n_ctx_slot": 1024}
-    projected = model(None, "seeing", **size) | {"projector": {"path": str(path)}}
-    corral = start_for_module(
-        [projected, model(BUILTIN_MODEL, "blind", **size), model(None, "demo", **size)]
-    )
+    """A server of three models: two with random projectors, one of which hears, and the built-in one."""
+    folder, size = tmp_path_factory.mktemp("projectors"), {"n_slots": 2, "n_ctx_slot": 1024}
+    eyes = replace(SHAPES["tiny-llava"], image_size=128)
+    models = [model(None, "demo", **size)]
+    for name, shape in (("hearing", SHAPES["tiny-qwen2audio"]), ("seeing", eyes)):
+        path: Path = folder / f"{name}.gguf"
+        write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).model.n_embd)
+        models.insert(0, model(None, name, **size) | {"projector": {"path": str(path)}})
+    corral = start_for_module(models)
     corral.wait_ready()
     return corral
 
@@ -109,8 +112,8 @@ def test_a_picture_of_many_megabytes_is_read_in_a_worker(seeing: Corral) -> None
 
 
 def test_what_cannot_be_seen_is_refused(seeing: Corral) -> None:
-    with pytest.raises(openai.InternalServerError, match="no projector"):  # as at llama-server
-        ask(seeing, "blind", url("red"), "What is it?")
+    with pytest.raises(openai.InternalServerError, match="does not see"):  # as at llama-server
+        ask(seeing, "hearing", url("red"), "What is it?")
     with pytest.raises(openai.BadRequestError, match="Picture 1 of 1: it is none of"):
         ask(seeing, "seeing", "data:image/png;base64,aGVsbG8=", "What is it?")
     with pytest.raises(openai.BadRequestError, match="more than 16777216"):
@@ -119,12 +122,12 @@ def test_what_cannot_be_seen_is_refused(seeing: Corral) -> None:
 
 def test_clients_are_told_who_sees(seeing: Corral) -> None:
     cards = {one["id"]: one for one in seeing.http.get("/v1/models").json()["data"]}
-    assert [cards[name]["capabilities"] for name in ("seeing", "demo", "blind")] == [
+    assert [cards[name]["capabilities"] for name in ("seeing", "demo", "hearing")] == [
         ["vision"],
         ["vision"],
-        [],
+        ["audio"],
     ]
-    for name, sees in (("seeing", True), ("demo", True), ("blind", False)):
+    for name, sees in (("seeing", True), ("demo", True), ("hearing", False)):
         props = seeing.http.get("/props", params={"model": name}).json()
         assert props["modalities"]["vision"] is sees
         shown = seeing.http.post("/api/show", json={"model": name}).json()
@@ -212,3 +215,62 @@ def test_text_without_pictures_is_answered_as_ever(seeing: Corral) -> None:
     }
     made = seeing.http.post("/v1/chat/completions", json=body).json()
     assert made["choices"][0]["message"]["content"] == "The capital of Italy is Rome."
+
+
+SPEECH = speech((21.0, 0.1), (0.5, 0.001), (8.0, 0.1), (0.5, 0.001), (12.0, 0.1))
+"""Two windows of noise."""
+
+
+def test_openai_s_client_has_files_transcribed_in_all_formats(seeing: Corral) -> None:
+    client = openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none", max_retries=0)
+    heard: Any = {"file": ("a.mp3", SPEECH), "model": "hearing", "extra_body": {"max_tokens": 8}}
+    plain: Any = client.audio.transcriptions.create(**heard)
+    assert plain.usage.output_tokens <= 16
+    texts: dict[str, Any] = {
+        name: client.audio.transcriptions.create(**heard, response_format=name)
+        for name in ("text", "srt", "vtt", "verbose_json")
+    }
+    assert texts["text"] == f"{plain.text}\n"
+    assert "00:00:00,000 --> 00:00:2" in texts["srt"]
+    assert texts["vtt"].startswith("WEBVTT")
+    verbose = texts["verbose_json"]
+    assert (verbose.text, verbose.duration) == (plain.text, 42.0)
+    assert [0 < len(one.tokens) <= 8 for one in verbose.segments] == [True, True]
+    assert verbose.segments[0].end == verbose.segments[1].start
+    assert all(one.avg_logprob < 0 for one in verbose.segments)
+    *deltas, done = client.audio.transcriptions.create(**heard, stream=True)
+    assert "".join(one.delta for one in deltas) == done.text == plain.text
+    english: Any = client.audio.translations.create(**heard)
+    assert english.text
+
+
+def test_files_that_are_no_sound_are_refused_within_a_second(seeing: Corral) -> None:
+    client = openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none", max_retries=0)
+    bad = {
+        "none of WAV": b"hello" * 2**20,
+        "8000.0 seconds": of_rate(1),
+        "cut off": SPEECH[:-1000],
+    }
+    for why, data in bad.items():
+        began = time.monotonic()
+        with pytest.raises(openai.BadRequestError, match=why):
+            client.audio.transcriptions.create(file=("a.wav", data), model="hearing")
+        assert time.monotonic() - began < 1
+    with pytest.raises(openai.APIStatusError, match="more than 26279936 bytes"):
+        client.audio.transcriptions.create(file=("a.wav", bytes(2**25)), model="hearing")
+    with pytest.raises(openai.APIStatusError, match="does not hear"):
+        client.audio.transcriptions.create(file=("a.wav", SPEECH), model="demo")
+
+
+def test_a_long_file_is_heard_to_its_end_and_ends_with_its_client(seeing: Corral) -> None:
+    minutes = speech(*((20.5, 0.1), (0.5, 0.001)) * 20)
+    form: Any = {"files": {"file": ("a.wav", minutes)}, "timeout": 120}
+    fields = {"model": "hearing", "max_tokens": "1", "response_format": "verbose_json"}
+    answer = seeing.http.post("/v1/audio/transcriptions", data=fields, **form).json()
+    assert (answer["duration"], answer["segments"][-1]["end"]) == (420.0, 420.0)
+    assert len(answer["segments"]) == 20
+    fields = {"model": "hearing", "stream": "true", "seed": "1", "temperature": "1"}
+    url = "/v1/audio/transcriptions"
+    with seeing.http.stream("POST", url, data=fields, **form) as response:
+        assert next(response.iter_lines()).startswith('data: {"type":"transcript.text.delta"')
+    wait_until(lambda: not seeing.stats(1)["queue"]["running"], 20, "its requests have ended")

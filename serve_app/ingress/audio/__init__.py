@@ -1,0 +1,1 @@
+"""OpenAI's transcriptions and translations of speech, by models that hear."""

@@ -1,0 +1,43 @@
+"""The routes of OpenAI's transcriptions and translations.
+
+Source: OpenAI's API reference, "Audio".
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from serve_app.ingress.access.bodies import streamed
+from serve_app.ingress.audio.serving import Transcriber
+from serve_app.ingress.http import request_context
+
+ROUTER = APIRouter()
+
+
+async def _transcriber(request: Request) -> AsyncIterator[Transcriber]:
+    """The application's, with a place for the caller until the answer is sent."""
+    transcriber: Transcriber = request.app.state.transcriber
+    async with transcriber.places.entered(request_context.current().holder):
+        yield transcriber
+
+
+TranscriberArgument = Annotated[Transcriber, Depends(_transcriber)]
+
+
+@ROUTER.post("/v1/audio/transcriptions", response_model=None)
+@ROUTER.post("/audio/transcriptions", response_model=None)
+@streamed
+async def transcribe(request: Request, transcriber: TranscriberArgument) -> Response:
+    """The text that is spoken in a file, as a form with `file`; `stream` sends server-sent events."""
+    return await transcriber.respond(request, translates=False)
+
+
+@ROUTER.post("/v1/audio/translations", response_model=None)
+@streamed
+async def translate(request: Request, transcriber: TranscriberArgument) -> Response:
+    """English text of what is spoken in a file, in whatever language; else like a transcription."""
+    return await transcriber.respond(request, translates=True)
