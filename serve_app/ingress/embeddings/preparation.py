@@ -49,6 +49,8 @@ class EmbeddingsRequest(RequestModel):
     """Numbers, or base64 of little-endian 32-bit floats."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
     """Only the first so many numbers, of length 1 again: for models that are made for it."""
+    truncate: bool = False
+    """Jina's: whether texts that are too long are cut, and not refused."""
     user: str | None = None
     """The user whose texts these are, without API keys: the engine is shared fairly among clients."""
 
@@ -106,16 +108,40 @@ class LlamaEmbeddingRequest(RequestModel):
         return several(self.content)
 
 
+class TeiEmbedRequest(RequestModel):
+    """POST /embed, as text-embeddings-inference has it."""
+
+    inputs: Text | Annotated[list[Text], _Batch]
+    normalize: bool = True
+    """Whether vectors have a length of 1."""
+    truncate: bool = False
+    """Whether texts that are too long are cut, and not refused."""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    model: str | None = None
+
+
+class Document(RequestModel):
+    """A document that is an object, as Cohere's and Jina's clients may send it."""
+
+    text: Text
+
+
 class RerankRequest(RequestModel):
     """POST /v1/rerank."""
 
     query: Text
-    documents: Annotated[list[Text], _Batch] = Field(
+    documents: Annotated[list[Text | Document], _Batch] = Field(
         validation_alias=AliasChoices("documents", "texts")
     )
     """The texts to rank. By the name `texts`, the answer is a list, as from text-embeddings-inference."""
     top_n: Annotated[int, Field(ge=1)] | None = None
     """How many of the most relevant to give; all by default."""
+    return_documents: bool = Field(
+        default=False, validation_alias=AliasChoices("return_documents", "return_text")
+    )
+    """Whether the answer repeats the texts."""
+    truncate: bool = False
+    """Whether a query and a document that are too long together are cut, and not refused."""
     model: str | None = None
     _is_tei: bool = PrivateAttr(default=False)
 
@@ -129,6 +155,37 @@ class RerankRequest(RequestModel):
     @property
     def is_tei(self) -> bool:
         return self._is_tei
+
+    @property
+    def texts(self) -> list[str]:
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+_Side = Text | Annotated[list[Text], _Batch]
+
+
+class ScoreRequest(RequestModel):
+    """POST /v1/score, as vLLM has it: a query for all documents, or a query for each."""
+
+    queries: _Side = Field(validation_alias=AliasChoices("queries", "text_1"))
+    documents: _Side = Field(validation_alias=AliasChoices("documents", "text_2"))
+    use_activation: bool = True
+    """Whether scores are between 0 and 1, by the logistic function."""
+    truncate: bool = False
+    model: str | None = None
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Each query with its document. Raises InvalidRequestError for numbers that do not match."""
+        queries, documents = (
+            [side] if isinstance(side, str) else side for side in (self.queries, self.documents)
+        )
+        if len(queries) == 1:
+            queries = queries * len(documents)
+        if len(queries) != len(documents):
+            message = f"{len(queries)} queries are given for {len(documents)} documents."
+            raise InvalidRequestError(message, "queries")
+        return list(zip(queries, documents, strict=True))
 
 
 Texts = tuple[tuple[int, ...], ...]
@@ -163,7 +220,8 @@ def embeddings(models: Models, body: bytes) -> TextsToEmbed:
     if request.dimensions is not None and request.dimensions > n_embd:
         message = f"dimensions: this model's embeddings have {n_embd}."
         raise InvalidRequestError(message, "dimensions")
-    texts = checked(model, [_tokens(model, text) for text in request.texts], "input")
+    encoded = [_tokens(model, text) for text in request.texts]
+    texts = checked(model, encoded, "input", cut=request.truncate)
     return TextsToEmbed(
         model.id, texts, request.dimensions, request.encoding_format or "float", request.user
     )
@@ -178,10 +236,52 @@ def llama_embedding(models: Models, body: bytes) -> tuple[str, Texts, int]:
     return model.id, checked(model, texts, "content"), request.embd_normalize
 
 
-def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None, bool]:
-    """POST /v1/rerank: the model's id, its texts, how many are wanted, and whether as a list. Raises
-    CorralError."""
+def tei_embed(models: Models, body: bytes) -> tuple[str, Texts, int, int | None]:
+    """POST /embed: the model's id, the texts, the kind of norm and the dimensions. Raises CorralError."""
+    request = parsed(TeiEmbedRequest, body)
+    model = find(models, request.model)
+    check_makes_embeddings(model)
+    inputs = [request.inputs] if isinstance(request.inputs, str) else request.inputs
+    encoded = [model.tokenizer.encode(text) for text in inputs]
+    texts = checked(model, encoded, "inputs", cut=request.truncate)
+    return model.id, texts, 2 if request.normalize else -1, request.dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class PairsToRank:
+    """The prepared request for scores of pairs of texts."""
+
+    model: str
+    texts: Texts
+    top_n: int | None = None
+    is_tei: bool = False
+    """Whether the answer is a list."""
+    documents: tuple[str, ...] | None = None
+    """The texts that the answer repeats, if it does."""
+    is_logistic: bool = False
+    """Whether scores are between 0 and 1."""
+
+
+def rerank(models: Models, body: bytes) -> PairsToRank:
+    """POST /v1/rerank. Raises CorralError."""
     request = parsed(RerankRequest, body)
+    pairs = [(request.query, text) for text in request.texts]
+    model, texts = _pairs(models, request, pairs)
+    told = tuple(request.texts) if request.return_documents else None
+    return PairsToRank(model, texts, request.top_n, request.is_tei, told)
+
+
+def score(models: Models, body: bytes) -> PairsToRank:
+    """POST /v1/score. Raises CorralError."""
+    request = parsed(ScoreRequest, body)
+    model, texts = _pairs(models, request, request.pairs)
+    return PairsToRank(model, texts, is_logistic=request.use_activation)
+
+
+def _pairs(
+    models: Models, request: RerankRequest | ScoreRequest, pairs: Sequence[tuple[str, str]]
+) -> tuple[str, Texts]:
+    """The id of the model, and the tokens of each pair. Raises CorralError."""
     model = find(models, request.model)
     if not model.tokenizer.reranks:
         raise NotSupportedError(
@@ -189,8 +289,8 @@ def rerank(models: Models, body: bytes) -> tuple[str, Texts, int | None, bool]:
             "as files of reranking models do. If it is one, set `engine.embedding_pooling: rank`.",
             "model",
         )
-    texts = [model.tokenizer.encode_pair(request.query, text) for text in request.documents]
-    return model.id, checked(model, texts, "documents"), request.top_n, request.is_tei
+    encoded = [model.tokenizer.encode_pair(*pair) for pair in pairs]
+    return model.id, checked(model, encoded, "documents", cut=request.truncate)
 
 
 def _tokens(model: ModelInfo, text: str | list[int | str]) -> tuple[int, ...]:
@@ -221,8 +321,13 @@ def check_does_not_rank(model: ModelInfo) -> None:
         )
 
 
-def checked(model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str) -> Texts:
-    """Raises TextTooLongError, or InvalidRequestError for too many tokens in all."""
+def checked(
+    model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str, *, cut: bool = False
+) -> Texts:
+    """The texts, those that are too long cut if they may be. Raises TextTooLongError, or
+    InvalidRequestError for too many tokens in all."""
+    if cut:
+        texts = [_cut(model, tokens) for tokens in texts]
     if not all(texts):
         raise InvalidRequestError("Input content cannot be empty", field)
     longest = max(map(len, texts))
@@ -234,6 +339,16 @@ def checked(model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str) -> T
     if sum(map(len, texts)) > most:
         raise InvalidRequestError(f"{field}: more than {most} tokens in all.", field)
     return tuple(texts)
+
+
+def _cut(model: ModelInfo, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """The first tokens, as many as the model takes. A token that ends every text stays."""
+    most = model.longest_text
+    if len(tokens) <= most:
+        return tokens
+    nothing = model.tokenizer.encode_for_embedding("")
+    ending = tokens[-1:] if nothing[-1:] == tokens[-1:] else ()
+    return tokens[: most - len(ending)] + ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +418,12 @@ def llama_answer(models: Models, body: bytes) -> bytes:
     return _json(
         [{"index": i, "embedding": one.astype(np.float64)} for i, one in enumerate(of_texts)]
     )
+
+
+def tei_answer(models: Models, body: bytes) -> bytes:
+    """The answer to POST /embed, as JSON. The body is of `ComputedVectors.pieces`."""
+    result, vectors = ComputedVectors.of(body)
+    return _json(normalized(vectors, result.norm))
 
 
 def usage(n_tokens: int) -> dict[str, int]:

@@ -12,6 +12,7 @@ from serve_app.errors import CorralError
 from serve_app.ingress.embeddings import preparation
 from serve_app.ingress.embeddings.preparation import (
     ComputedVectors,
+    PairsToRank,
     Texts,
     TextsToEmbed,
     Vectors,
@@ -24,6 +25,7 @@ from serve_app.ingress.http.dependencies import (
     prepared,
     written,
 )
+from serve_app.ingress.http.sse import Json
 from serve_app.ingress.model_registry import ServedModel, family, find
 
 ROUTER = APIRouter()
@@ -59,23 +61,54 @@ async def embedding(
     return written(await bodies.work(preparation.llama_answer, *result.pieces(vectors)))
 
 
+@ROUTER.post("/embed", response_model=None)
+async def tei_embed(
+    models: ModelsArgument,
+    bodies: BodiesArgument,
+    body: Annotated[tuple[str, Texts, int, int | None], prepared(preparation.tei_embed)],
+) -> Response:
+    """Texts as a list of vectors, as text-embeddings-inference answers."""
+    model_id, texts, norm, dimensions = body
+    vectors = await embed(find(models, model_id), texts)
+    result = ComputedVectors(model_id, n_tokens(texts), dimensions, norm=norm)
+    return written(await bodies.work(preparation.tei_answer, *result.pieces(vectors)))
+
+
 @ROUTER.post("/v1/rerank", response_model=None)
 @ROUTER.post("/v1/reranking", response_model=None)
+@ROUTER.post("/v2/rerank", response_model=None)
 @ROUTER.post("/rerank", response_model=None)
 @ROUTER.post("/reranking", response_model=None)
 async def rerank(
-    models: ModelsArgument,
-    body: Annotated[tuple[str, Texts, int | None, bool], prepared(preparation.rerank)],
+    models: ModelsArgument, body: Annotated[PairsToRank, prepared(preparation.rerank)]
 ) -> Response:
     """How relevant documents are to a query, the most relevant first."""
-    model, texts, top_n, is_tei = body
-    scores = (await embed(find(models, model), texts))[:, 0]
-    ranked = np.argsort(-scores, kind="stable")[:top_n].tolist()
-    if is_tei:
-        return JSONResponse([{"index": i, "score": float(scores[i])} for i in ranked])
-    results = [{"index": i, "relevance_score": float(scores[i])} for i in ranked]
-    used = usage(n_tokens(texts))
-    return JSONResponse({"model": model, "object": "list", "usage": used, "results": results})
+    scores = (await embed(find(models, body.model), body.texts))[:, 0]
+    ranked = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
+    name = "score" if body.is_tei else "relevance_score"
+    results: list[Json] = [{"index": i, name: float(scores[i])} for i in ranked]
+    if body.documents is not None:
+        for result in results:
+            text = {"text": body.documents[result["index"]]}
+            result |= text if body.is_tei else {"document": text}
+    if body.is_tei:
+        return JSONResponse(results)
+    used = usage(n_tokens(body.texts))
+    return JSONResponse({"model": body.model, "object": "list", "usage": used, "results": results})
+
+
+@ROUTER.post("/v1/score", response_model=None)
+@ROUTER.post("/score", response_model=None)
+async def score(
+    models: ModelsArgument, body: Annotated[PairsToRank, prepared(preparation.score)]
+) -> Response:
+    """The score of each pair of a query and a document, in the request's order."""
+    scores = (await embed(find(models, body.model), body.texts))[:, 0].astype(np.float64)
+    if body.is_logistic:
+        scores = 1 / (1 + np.exp(-scores))
+    data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores.tolist())]
+    used = usage(n_tokens(body.texts))
+    return JSONResponse({"model": body.model, "object": "list", "usage": used, "data": data})
 
 
 async def embed(model: ServedModel, texts: Texts, user: str | None = None) -> Vectors:

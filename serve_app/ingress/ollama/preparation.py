@@ -272,19 +272,7 @@ def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Text
     for text in texts:
         refuse_huge(field, len(text))
     encoded = [model.tokenizer.encode_for_embedding(text) for text in texts]
-    if cut:
-        encoded = [_cut_text(model, tokens) for tokens in encoded]
-    return checked(model, encoded, field)
-
-
-def _cut_text(model: ModelInfo, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """The first tokens, as many as the model takes. A token that ends every text stays."""
-    most = model.longest_text
-    if len(tokens) <= most:
-        return tokens
-    nothing = model.tokenizer.encode_for_embedding("")
-    ending = tokens[-1:] if nothing[-1:] == tokens[-1:] else ()
-    return tokens[: most - len(ending)] + ending
+    return checked(model, encoded, field, cut=cut)
 
 
 def several(models: Models, body: bytes) -> bytes:

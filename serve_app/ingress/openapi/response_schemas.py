@@ -135,7 +135,9 @@ Embedding = _schema(
 _LIST = _schema("OpenAIList", object=Literal["list"], model=str, usage=dict[str, int])
 Embeddings = _schema("Embeddings", _LIST, data=_many(Embedding))
 LlamaEmbedding = _schema("LlamaEmbedding", index=int, embedding=list[list[float]])
-Rank = _schema("Rank", index=int, relevance_score=float)
+Rank = _schema("Rank", index=int, relevance_score=float, document=(Json, {}))
+Score = _schema("Score", index=int, object=Literal["score"], score=float)
+Scores = _schema("Scores", _LIST, data=_many(Score))
 Ranking = _schema("Ranking", _LIST, results=_many(Rank))
 Transcription = _schema(
     "Transcription",

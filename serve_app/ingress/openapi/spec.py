@@ -23,6 +23,8 @@ from serve_app.ingress.embeddings.preparation import (
     EmbeddingsRequest,
     LlamaEmbeddingRequest,
     RerankRequest,
+    ScoreRequest,
+    TeiEmbedRequest,
 )
 from serve_app.ingress.http.request_context import ApiKey
 from serve_app.ingress.llama_server.protocol import (
@@ -104,6 +106,10 @@ ROUTES = {
         d.Ranking,
         RerankRequest,
         {"query": "Where is Lisbon?", "documents": ["In Portugal.", "A fox."]},
+    ),
+    "tei_embed": Route(list[list[float]], TeiEmbedRequest, {"inputs": ["A fox."]}),
+    "score": Route(
+        d.Scores, ScoreRequest, {"queries": "Where is Lisbon?", "documents": ["In Portugal."]}
     ),
     "completion": Route(
         d.LlamaCompletion | list[d.LlamaCompletion],

@@ -220,6 +220,68 @@ async def test_documents_come_by_score(
     assert best == [{"index": 1, "relevance_score": 100}]
 
 
+async def test_rankings_repeat_documents_that_are_asked_for(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    body = {"query": "q", "documents": [{"text": "b"}, "d"], "return_documents": True}
+    results = (await client.post("/v2/rerank", json=body)).json()["results"]
+    assert [one["document"] for one in results] == [{"text": "d"}, {"text": "b"}]
+    of_tei = {"query": "q", "texts": ["b", "d"], "return_text": True}
+    assert (await client.post("/rerank", json=of_tei)).json() == [
+        {"index": 1, "score": 100, "text": "d"},
+        {"index": 0, "score": 98, "text": "b"},
+    ]
+
+
+async def test_scores_of_pairs(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    engine.vectors = np.array([[0.0], [2.0]], np.float32)
+    body = {"text_1": "q", "text_2": ["b", "d"]}
+    answer = (await client.post("/v1/score", json=body)).json()
+    assert [one["score"] for one in answer["data"]] == pytest.approx([0.5, 0.8808], abs=1e-4)
+    body = {"queries": ["q", "r"], "documents": ["b", "d"], "use_activation": False}
+    answer = (await client.post("/score", json=body)).json()
+    assert [one["score"] for one in answer["data"]] == [0.0, 2.0]
+    assert engine.texts == [(tuple(b"q|b"), tuple(b"q|d")), (tuple(b"q|b"), tuple(b"r|d"))]
+    error = await refused(client, "/v1/score", queries=["q", "r"], documents="b")
+    assert error["message"] == "2 queries are given for 1 documents."
+
+
+async def test_vectors_as_text_embeddings_inference_gives_them(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/embed", json={"inputs": "ab", "normalize": False})).json() == [
+        [98, 2, 0]
+    ]
+    body = {"inputs": ["ab", "c"], "dimensions": 2}
+    vectors = (await client.post("/embed", json=body)).json()
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx([1, 1])
+    assert [len(one) for one in vectors] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "x" * 99}),
+        ("/embed", {"inputs": ["x" * 99]}),
+        ("/v1/rerank", {"query": "q", "documents": ["x" * 99]}),
+        ("/v1/score", {"queries": "q", "documents": "x" * 99}),
+    ],
+)
+async def test_texts_that_are_too_long_are_cut_where_the_request_says_so(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "reranks", path in ("/v1/rerank", "/v1/score"))
+    assert (await client.post(path, json=body)).status_code == 400
+    assert (await client.post(path, json=body | {"truncate": True})).status_code == 200
+    assert [len(text) for text in engine.texts[0]] == [N_CTX_SLOT]
+
+
 async def test_a_model_does_one_or_the_other(
     client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
