@@ -31,8 +31,9 @@ Open = Callable[..., Any]
 
 
 def launch(playwright: Any) -> Any:
-    """Debian's Chromium; as root it has no sandbox."""
-    return playwright.chromium.launch(executable_path=CHROMIUM)
+    """Debian's Chromium, with a microphone of its own; as root it has no sandbox."""
+    microphone = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+    return playwright.chromium.launch(executable_path=CHROMIUM, args=microphone)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Pictures on the page: chosen, pasted, dropped, scaled, and seen by a model with a projector."""
+"""Pictures and recordings on the page: chosen, pasted, dropped or spoken, for models with projectors."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ GIVE = """([target, kind, data, name, type]) => {
 
 @pytest.fixture(scope="module")
 def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corral]:
-    """A model that sees, and one that does not."""
-    path: Path = tmp_path_factory.mktemp("projector") / "llava.gguf"
-    shape = replace(SHAPES["tiny-llava"], image_size=128)
-    write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).model.n_embd)
-    seeing = model(None, "seeing", n_slots=2, n_ctx_slot=1024)
-    blind = model(BUILTIN_MODEL, "blind", n_slots=2, n_ctx_slot=1024)
-    yield from served([seeing | {"projector": {"path": str(path)}}, blind])
+    """A model that sees, and one that hears."""
+    folder, models = tmp_path_factory.mktemp("projectors"), []
+    eyes = replace(SHAPES["tiny-llava"], image_size=128)
+    for name, shape in (("seeing", eyes), ("hearing", SHAPES["tiny-qwen2audio"])):
+        path: Path = folder / f"{name}.gguf"
+        write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).model.n_embd)
+        projector = {"projector": {"path": str(path)}}
+        models.append(model(None, name, n_slots=2, n_ctx_slot=1536) | projector)
+    yield from served(models)
 
 
 def drawn(width: int, height: int, kind: str = "PNG", orientation: int = 0) -> bytes:
@@ -114,7 +116,7 @@ def test_who_cannot_see_is_given_none(seeing_server: Corral, open_page: Open) ->
         "#picture-file", [{"name": "a.png", "mimeType": "image/png", "buffer": drawn(40, 30)}]
     )
     expect(tray).to_have_count(1)
-    page.select_option("#chat-model", "blind")
+    page.select_option("#chat-model", "hearing")
     expect(button).to_be_hidden()
     expect(tray).to_have_count(0)
     give(page, "#messages", "drop", drawn(50, 30), "c.png", "image/png")
@@ -123,3 +125,23 @@ def test_who_cannot_see_is_given_none(seeing_server: Corral, open_page: Open) ->
     give(page, "#question", "paste", svg, "x.svg", "image/svg+xml")
     expect(page.get_by_role("alert")).to_contain_text("x.svg is not a picture")
     expect(tray).to_have_count(0)
+
+
+def test_what_is_said_becomes_the_text_of_the_next_message(
+    seeing_server: Corral, open_page: Open
+) -> None:
+    """The browser's microphone is a double, which beeps."""
+    page = open_page(seeing_server)
+    button, field = page.locator("#record"), page.locator("#question")
+    expect(button).to_be_hidden()
+    page.select_option("#chat-model", "hearing")
+    field.fill("He said:")
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "true")
+    page.wait_for_timeout(1500)  # of beeps
+    with page.expect_response("**/v1/audio/transcriptions") as told:
+        button.click()
+    text = told.value.json()["text"]
+    assert text
+    expect(field).to_have_value(f"He said: {text.strip()}")
+    expect(button).to_have_attribute("aria-pressed", "false")

@@ -2,6 +2,7 @@
 import * as api from "../common/api.js";
 import { AnswerView, question } from "./answer.js";
 import { announce, byId, copyButton, h } from "../common/dom.js";
+import { Microphone } from "./microphone.js";
 import { PictureTray } from "./pictures.js";
 import { answer, bodyOf, curl } from "./request.js";
 import { fillModels, settingsForm } from "../common/settings.js";
@@ -18,6 +19,7 @@ export class ChatPage {
   /** @type {{id: string, capabilities?: string[]}[]} */
   #models = [];
   #pictures = new PictureTray();
+  #microphone = new Microphone(() => this.#chat.model, insert);
   #chat = store.newChat("", store.noSettings());
   /** @type {AbortController | null} */
   #running = null;
@@ -58,6 +60,7 @@ export class ChatPage {
     this.#chat.model = model;
     const known = this.#models.find((one) => one.id === model);
     this.#pictures.enabled = known?.capabilities?.includes("vision") ?? false;
+    this.#microphone.enabled = known?.capabilities?.includes("audio") ?? false;
   }
 
   /** @param {store.Chat} chat */
@@ -214,6 +217,14 @@ export class ChatPage {
 export function setSending(button, sending) {
   button.textContent = sending ? "Stop" : "Send";
   button.classList.toggle("stop", sending);
+}
+
+/** Put text that was said behind what is written. @param {string} text */
+function insert(text) {
+  const field = byId("question");
+  field.value = [field.value.trim(), text.trim()].filter(Boolean).join(" ");
+  field.dispatchEvent(new Event("input"));
+  field.focus();
 }
 
 /** A text field that grows, and sends with Enter. @param {any} field @param {any} form */

@@ -35,15 +35,17 @@ export const door = { ask: () => Promise.reject(new NoKeyError()) };
  * @returns {Promise<Response>}
  */
 export async function ask(path, options = {}) {
+  const form = options.body instanceof FormData ? options.body : undefined;
+  const isJson = options.body !== undefined && !form;
   for (;;) {
     const used = key();
     const answer = await fetch(new URL(path, document.baseURI), {
       method: options.body ? "POST" : "GET",
       headers: {
-        ...(options.body ? { "Content-Type": "application/json" } : {}),
+        ...(isJson ? { "Content-Type": "application/json" } : {}),
         ...(used ? { Authorization: `Bearer ${used}` } : {}),
       },
-      body: options.body ? JSON.stringify(options.body) : undefined,
+      body: isJson ? JSON.stringify(options.body) : form,
       signal: options.signal,
       cache: "no-store",
     });
