@@ -21,7 +21,7 @@ ROUTER = APIRouter()
 async def _transcriber(request: Request) -> AsyncIterator[Transcriber]:
     """The application's, with a place for the caller until the answer is sent."""
     transcriber: Transcriber = request.app.state.transcriber
-    async with transcriber.places.entered(request_context.current().holder):
+    async with transcriber.places(request.headers).entered(request_context.current().holder):
         yield transcriber
 
 

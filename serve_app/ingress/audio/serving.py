@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 from fastapi.responses import PlainTextResponse, Response
+from starlette.datastructures import Headers
 
 from serve_app.errors import InvalidRequestError, KeyLimitError, RateLimitError
 from serve_app.ingress.access.bodies import BodyLimits, BodyReader
@@ -30,12 +31,14 @@ from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 from serve_app.types import TokenDelta
 
-N_AT_ONCE, N_EACH = 4, 2
+N_LARGE, N_LARGE_EACH = 4, 1
 """The files that are heard at once, each of which is in memory, and those of one client."""
+N_SMALL, N_SMALL_EACH, SMALL_BYTES = 16, 4, 2 * 2**20
+"""The same of small files, such as dictations, which do not wait for long ones."""
 N_WINDOWS = 4
 """The windows of a file that are heard at once."""
-UPLOAD_S = 300.0
-"""The longest time that a file may take to arrive."""
+UPLOAD_S, UPLOAD_RATE = 300.0, 16_000
+"""The longest time that a file may take to arrive, and its bytes a second: meanwhile it has a place."""
 MOST_WAITS = 60
 """How often a file that is being heard waits, where its next windows are refused for now."""
 _FORM_BYTES = 2**16
@@ -46,11 +49,25 @@ class Transcriber:
 
     def __init__(self, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
         self._models, self._bodies = models, bodies
-        self.places = FairSemaphore(N_AT_ONCE, N_EACH)
-        """Each request has one from before its body is read until its answer is sent."""
+        self._large = FairSemaphore(N_LARGE, N_LARGE_EACH)
+        self._small = FairSemaphore(N_SMALL, N_SMALL_EACH)
         n_bytes = MAX_FILE_BYTES + _FORM_BYTES
-        limits = BodyLimits(N_AT_ONCE, N_AT_ONCE * n_bytes, max_bytes=n_bytes, timeout_s=UPLOAD_S)
-        self._uploads = BodyReader(limits)
+        self._uploads = BodyReader(
+            BodyLimits(
+                N_LARGE + N_SMALL,
+                N_LARGE * n_bytes + N_SMALL * SMALL_BYTES,
+                UPLOAD_RATE,
+                max_bytes=n_bytes,
+                timeout_s=UPLOAD_S,
+            )
+        )
+
+    def places(self, headers: Headers) -> FairSemaphore:
+        """The places for a request with these headers. It has one from before its body is read until its
+        answer is sent."""
+        declared = headers.get("content-length", "")
+        is_small = declared.isdecimal() and int(declared) <= SMALL_BYTES
+        return self._small if is_small else self._large
 
     async def respond(self, request: Request, *, translates: bool) -> Response:
         """The answer to a form with a file. Raises CorralError."""

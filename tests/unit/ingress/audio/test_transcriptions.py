@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import MEDIUM, SAMPLE_RATE, TokenDelta, TokenLogprobs
-from tests.unit.ingress.harness import END, Script, ScriptedEngine, events
+from tests.unit.ingress.harness import END, HELLO, Script, ScriptedEngine, events
 from tests.unit.ingress.media.test_sounds import wav
 from tests.unit.ingress.media.test_windows import speech
 
@@ -158,6 +159,26 @@ async def test_a_file_that_was_begun_waits_for_room(engine: ScriptedEngine, tmp_
         engine.scripts = [[QueueFullError("No room.", 3)]]
         refused = await ask(client, LONG)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")
+
+
+async def test_a_dictation_does_not_wait_for_a_long_file(
+    hearing: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    """The second long file of a client waits for the first, before it is sent."""
+    enough, long = asyncio.Event(), speech((70.0, 0.1))
+    engine.scripts = [[enough, *HELLO]]
+    first = asyncio.create_task(ask(hearing, long))
+    async with asyncio.timeout(20):
+        while not engine.requests:  # noqa: ASYNC110  # a scripted engine has no event for it
+            await asyncio.sleep(0.01)
+    second = asyncio.create_task(ask(hearing, long))
+    assert (await ask(hearing, wav(1))).json()["text"] == "Hello"
+    n_asked = len(engine.requests)
+    assert not second.done()
+    enough.set()
+    for answer in await asyncio.gather(first, second):
+        assert answer.status_code == 200
+    assert len(engine.requests) == n_asked + 3
 
 
 @pytest.mark.parametrize(
