@@ -68,3 +68,15 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CHATS)
 def test_sounds_are_heard_alike(hearing: Pair, name: str) -> None:
     assert_alike(hearing, CHATS[name], RESAMPLED)
+
+
+@pytest.mark.parametrize("seed", [7, 8])
+def test_a_file_is_transcribed_alike(hearing: Pair, seed: int) -> None:
+    data = base64.b64decode(sound(seed, 3)["input_audio"]["data"])
+    fields = {"temperature": "0", "max_tokens": "8", "language": "de"}
+    theirs, ours = (
+        client.post("/v1/audio/transcriptions", files={"file": ("a.wav", data)}, data=fields).json()
+        for client in (hearing.theirs, hearing.ours)
+    )
+    assert ours["usage"]["input_tokens"] == theirs["usage"]["input_tokens"] > 700
+    assert ours["text"].split()[:3] == theirs["text"].split()[:3]

@@ -34,7 +34,7 @@ from serve_app.types import TokenDelta
 N_LARGE, N_LARGE_EACH = 4, 1
 """The files that are heard at once, each of which is in memory, and those of one client."""
 N_SMALL, N_SMALL_EACH, SMALL_BYTES = 16, 4, 2 * 2**20
-"""The same of small files, such as dictations, which do not wait for long ones."""
+"""The small files heard at once, and those of one client: dictations do not wait for long files."""
 N_WINDOWS = 4
 """The windows of a file that are heard at once."""
 UPLOAD_S, UPLOAD_RATE = 300.0, 16_000

@@ -239,7 +239,7 @@ async def test_scores_of_pairs(
 ) -> None:
     monkeypatch.setattr(ByteTokenizer, "reranks", True)
     engine.vectors = np.array([[0.0], [2.0]], np.float32)
-    body = {"text_1": "q", "text_2": ["b", "d"]}
+    body: dict[str, Any] = {"text_1": "q", "text_2": ["b", "d"]}
     answer = (await client.post("/v1/score", json=body)).json()
     assert [one["score"] for one in answer["data"]] == pytest.approx([0.5, 0.8808], abs=1e-4)
     body = {"queries": ["q", "r"], "documents": ["b", "d"], "use_activation": False}
