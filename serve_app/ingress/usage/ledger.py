@@ -146,7 +146,8 @@ class Ledger:
         self._spent: dict[tuple[str, str, int], float] = {}
         self._running: dict[str, int] = {}
         self._calls: list[tuple[Callable[[sqlite3.Connection], Any], asyncio.Future[Any]]] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._due = 0.0
         self._is_writing = False
         self._thread = ThreadPoolExecutor(1, "ledger")
         self._db: sqlite3.Connection | None = None
@@ -244,11 +245,12 @@ class Ledger:
     def _schedule(self, pause_s: float) -> None:
         """Write after this time, or earlier: what comes meanwhile goes with it."""
         loop = asyncio.get_running_loop()
-        if self._timer is not None and self._timer.when() > loop.time() + pause_s:
+        due = loop.time() + pause_s
+        if self._timer is not None and due < self._due:
             self._timer.cancel()
             self._timer = None
         if self._timer is None and not self._is_writing:
-            self._timer = loop.call_later(pause_s, self._begin)
+            self._timer, self._due = loop.call_later(pause_s, self._begin), due
 
     def _begin(self) -> None:
         self._is_writing, self._timer = True, None

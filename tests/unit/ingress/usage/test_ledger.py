@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import uvloop
 
 from serve_app.errors import ObjectNotFoundError
 from serve_app.ingress.http.request_context import UsageCounts
@@ -141,6 +142,22 @@ async def test_a_call_that_refuses_changes_nothing_and_others_go_on() -> None:
     )
     assert isinstance(results[0], ObjectNotFoundError)
     assert results[1] == 5
+
+
+def test_the_event_loop_of_servers_is_another_one() -> None:
+    """Calls come between counts and leases, whose timers are later."""
+
+    async def use() -> float:
+        ledger = Ledger(None, Clock())
+        for _ in range(20):
+            ledger.runs("ana", 1)
+            count(ledger, requests=1)
+            await asyncio.gather(*(ledger.call(lambda _: None) for _ in range(3)))
+        ((_, n),) = (await sums(ledger, "requests")).items()
+        return n
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(use()) == 20
 
 
 KILLED = """
