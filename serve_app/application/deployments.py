@@ -132,6 +132,7 @@ def access(ingress: IngressConfig, *, data_at_rest: bool = True) -> Access:
         tuple(ingress.picture_hosts),
         data_at_rest,
         ingress.usage_folder and ingress.usage_folder.expanduser(),
+        ingress.request_log,
         {model: _price(price) for model, price in ingress.prices.items()},
     )
 

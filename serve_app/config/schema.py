@@ -439,6 +439,9 @@ class IngressConfig(Section):
     """The folder where [usage](usage.md) is kept by key and model, without any text. All nodes with an
     ingress must see it, on a file system with locks. Without it, each ingress replica knows what it has
     served itself since its start."""
+    request_log: bool = False
+    """Whether the log `corral.requests` has a line of JSON for each answer: key, model, tokens and times,
+    and no texts."""
     prices: Annotated[dict[str, PriceConfig], Field(max_length=1000)] = {}
     """[Prices](usage.md#prices) by model, below. `*` is every other model. Default: none."""
     batch: BatchConfig = BatchConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -41,6 +42,8 @@ from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.ingress.usage import routes as usage_routes
 from serve_app.ingress.usage.ledger import Ledger
+from serve_app.ingress.usage.telemetry import Telemetry
+from serve_app.ingress.usage.telemetry import provider as tracers
 from serve_app.ingress.versions import routes as version_routes
 from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.workers.pool import Workers
@@ -89,6 +92,7 @@ def build_api(
     bodies = Bodies(workers, strict=access.strict, fetch=fetch)
     ledger = Ledger(access.usage_folder, prices=access.prices)
     accounts = access.accounts(ledger)
+    telemetry = Telemetry(tracers(), logs=access.request_log)
     executor = None
     if batches is not None:
         executor = BatchExecutor(lambda *call: app(*call), batches, workers, accounts)
@@ -97,6 +101,7 @@ def build_api(
     async def running(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(ledger.close)
+            stack.push_async_callback(asyncio.to_thread, telemetry.close)
             if executor is not None:
                 await stack.enter_async_context(executor.running())
             yield
@@ -121,7 +126,7 @@ def build_api(
     app.state.transcriber = Transcriber(models, bodies)
     errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)
     app.state.ledger, app.state.accounts = ledger, accounts
-    _add_middleware(app, access, accounts, open_requests, ledger)
+    _add_middleware(app, access, accounts, open_requests, ledger, telemetry)
     add_routes(app, ROUTERS)
     spec.install(app)
     return app
@@ -133,6 +138,7 @@ def _add_middleware(
     accounts: KeyAccounts | None,
     open_requests: OpenRequests,
     ledger: Ledger,
+    telemetry: Telemetry,
 ) -> None:
     """The last one added is the first one asked."""
     app.add_middleware(
@@ -141,6 +147,7 @@ def _add_middleware(
         accounts=accounts,
         open_requests=open_requests,
         ledger=ledger,
+        telemetry=telemetry,
     )
     if access.ui:
         app.add_middleware(Page, switch=access.ui, network=access.network)
@@ -154,7 +161,7 @@ def _add_middleware(
             allow_methods=["GET", "HEAD", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             allow_credentials=not access.cors_origins,
-            expose_headers=["x-request-id", "retry-after", IGNORED, COST],
+            expose_headers=["x-request-id", "retry-after", "traceparent", IGNORED, COST],
         )
 
 

@@ -38,6 +38,7 @@ from serve_app.ingress.access.turnstile import OpenRequests, Turnstile
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.request_context import RETRY_S, Caller
 from serve_app.ingress.usage.ledger import Ledger, Price
+from serve_app.ingress.usage.telemetry import ObservedRequest, Telemetry
 
 # What load balancers ask for, by any name and without keys.
 _OPEN_PATHS = frozenset({"/health", "/v1/health"})
@@ -89,6 +90,8 @@ class Access:
     """Whether clients' texts may lie on disks."""
     usage_folder: Path | None = None
     """The folder of the ledger of usage, which all ingresses see. Without a folder, it is in memory."""
+    request_log: bool = False
+    """Whether the log has a line of JSON for each answer."""
     prices: Mapping[str, Price] = field(default_factory=dict)
     """Prices by model; `*` is for all others."""
 
@@ -120,9 +123,10 @@ class AccessMiddleware:
         open_requests: OpenRequests,
         accounts: KeyAccounts | None = None,
         ledger: Ledger | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
-        """`accounts` are those of `access`, or made of it. The ledger is told what callers use. Raises
-        ConfigError for a key file that cannot be used."""
+        """`accounts` are those of `access`, or made of it. The ledger is told what callers use, and
+        telemetry observes it. Raises ConfigError for a key file that cannot be used."""
         self._app = app
         self._open = open_requests
         self._accounts = access.accounts() if accounts is None else accounts
@@ -133,6 +137,7 @@ class AccessMiddleware:
         self._turnstile = Turnstile()
         self._n_held = 0
         self._ledger = ledger
+        self._telemetry = telemetry or Telemetry()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -145,6 +150,10 @@ class AccessMiddleware:
                 caller = line or self._caller(scope, headers)
                 self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work
+                    if observed := self._telemetry.observed(caller, scope["path"], headers):
+                        caller.observer = observed
+                        send = _observed(observed, send)
+                        held.callback(observed.ended)
                     if self._ledger is not None:
                         caller.counter = self._ledger.counter(
                             "" if caller.account is None else caller.account.key.name,
@@ -165,6 +174,8 @@ class AccessMiddleware:
                 body: list[bytes] | None = []
                 if endpoint is not None and not is_unread(endpoint):
                     body = await self._bodies.read(caller.holder, headers, receive)
+                if caller.observer is not None:
+                    caller.observer.received()
             except CorralError as error:
                 if isinstance(error, NoRoomError) and line is None:
                     await self._hold_up(scope, headers)
@@ -236,6 +247,17 @@ def _noting_status(caller: Caller, send: Send) -> Send:
         await send(message)
 
     return noting
+
+
+def _observed(observed: ObservedRequest, send: Send) -> Send:
+    async def telling(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            observed.status = message["status"]
+            if observed.traceparent is not None:
+                MutableHeaders(scope=message)["traceparent"] = observed.traceparent
+        await send(message)
+
+    return telling
 
 
 def _told(names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
@@ -65,7 +66,8 @@ class RequestMeter:
     """Counts a request for its caller: tokens as they come, and what its end tells."""
 
     def __init__(self, caller: Caller, model: str, request: GenerationRequest) -> None:
-        self._caller, self._model = caller, model
+        self._caller, self._model, self._request = caller, model, request
+        self._prepared = time.time_ns()
         self._n_prompt, self._n_tokens = len(request.prompt), len(request.generated)
         self._n_before = self._n_tokens
         """The tokens that another ingress has counted, with the prompt."""
@@ -102,6 +104,8 @@ class RequestMeter:
         else:
             counts["completed"] = 1
         self._count(counts)
+        if self._caller.observer is not None:
+            self._caller.observer.answered(self._model, self._request, delta.end, self._prepared)
 
     def closed(self, error: BaseException | None) -> None:
         """Note that nothing more comes: because of this error, or as the client left. Idempotent."""

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from serve_app.errors import KeyLimitError, PermissionDeniedError, RateLimitError
-from serve_app.types import account
+from serve_app.types import GenerationRequest, SequenceEnd, account
 
 Clock = Callable[[], float]
 _Secret = Annotated[str, Field(min_length=16, pattern=r"^[!-~]+$")]
@@ -129,6 +129,19 @@ class Account(Protocol):
     def served(self) -> None: ...
 
 
+class Observer(Protocol):
+    """Is told of an HTTP request and its answers."""
+
+    def received(self) -> None:
+        """Note that the body is here."""
+
+    def answered(
+        self, model: str, request: GenerationRequest, end: SequenceEnd, prepared: int
+    ) -> None:
+        """Note the end of an answer, whose request went to an engine at the time `prepared`, in
+        nanoseconds since 1970."""
+
+
 class UsageCounts(TypedDict, total=False):
     """Counts of requests, which the ledger of usage keeps."""
 
@@ -174,6 +187,7 @@ class Caller:
     ignored: list[str] = field(default_factory=list)
     counter: Callable[[str, UsageCounts], float] | None = None
     """Counts what is used of a model, and returns the cost."""
+    observer: Observer | None = None
     cost: float = field(default=0.0, init=False)
     is_demoted: bool = field(default=False, init=False)
     """Whether the key's budgets are used up, and its requests go on in the background."""

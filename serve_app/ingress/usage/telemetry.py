@@ -1,0 +1,212 @@
+"""What is told about each request: spans of OpenTelemetry, and a line of JSON in the log.
+
+Source: OpenTelemetry, "Semantic conventions for generative AI systems".
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from serve_app import __version__
+from serve_app.errors import ConfigError
+from serve_app.ingress.http.request_context import Caller
+from serve_app.types import GenerationRequest, SequenceEnd
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+log = logging.getLogger("corral.requests")
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+"""The variables of the environment, of which one turns spans on."""
+_HTTP = "opentelemetry.exporter.otlp.proto.http"
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/messages": "chat", "/api/chat": "chat"}
+"""OpenTelemetry's names of what endpoints do; others complete texts."""
+
+
+def provider(environment: Mapping[str, str] = os.environ) -> TracerProvider | None:
+    """The provider that sends spans to where the environment says; None if it names no place. Then nothing
+    is imported. Raises ConfigError if the exporter is not installed."""
+    if not any(environment.get(name) for name in ENDPOINTS):
+        return None
+    try:
+        exporters: Any = importlib.import_module(f"{_HTTP}.trace_exporter")
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise ConfigError(
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set. To send spans, install corral[otel]."
+        ) from None
+    name = environment.get("OTEL_SERVICE_NAME", "corral")
+    resource = Resource.create({"service.name": name, "service.version": __version__})
+    made = TracerProvider(resource=resource)
+    made.add_span_processor(BatchSpanProcessor(exporters.OTLPSpanExporter()))
+    return made
+
+
+class Telemetry:
+    """Observes the requests of one ingress. Used in its event loop."""
+
+    def __init__(self, tracers: TracerProvider | None = None, *, logs: bool = False) -> None:
+        """`logs` writes a line for each answer."""
+        self._tracers = tracers
+        self._tracer: Tracer | None = tracers.get_tracer("corral") if tracers else None
+        self._logs = logs
+
+    def observed(
+        self, caller: Caller, endpoint: str, headers: Mapping[str, str]
+    ) -> ObservedRequest | None:
+        """The observation of a request that begins; None if nobody wants one."""
+        if self._tracer is None and not self._logs:
+            return None
+        return ObservedRequest(self._tracer, caller, endpoint, headers, logs=self._logs)
+
+    def close(self) -> None:
+        """Send what is left. Blocking."""
+        if self._tracers is not None:
+            self._tracers.shutdown()
+
+
+class ObservedRequest:
+    """An HTTP request, from its first byte to its last."""
+
+    def __init__(
+        self,
+        tracer: Tracer | None,
+        caller: Caller,
+        endpoint: str,
+        headers: Mapping[str, str],
+        *,
+        logs: bool,
+    ) -> None:
+        self._tracer, self._caller, self._endpoint, self._logs = tracer, caller, endpoint, logs
+        self._began = time.time_ns()
+        self._received = self._began
+        self._told_at = self._began
+        """The end of the last span of an answer."""
+        self.span: Span | None = None
+        self.status: int | None = None
+        """The status of the answer; None until it is sent."""
+        if tracer is not None:
+            from opentelemetry.trace import SpanKind
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            context = TraceContextTextMapPropagator().extract(dict(headers))
+            self.span = tracer.start_span(
+                f"POST {endpoint}", context, SpanKind.SERVER, start_time=self._began
+            )
+
+    @property
+    def traceparent(self) -> str | None:
+        """The header that names this request's span, if it has one."""
+        if self.span is None:
+            return None
+        context = self.span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+    def received(self) -> None:
+        """Note that the body is here."""
+        self._received = time.time_ns()
+
+    def answered(
+        self, model: str, request: GenerationRequest, end: SequenceEnd, prepared: int
+    ) -> None:
+        """Note the end of an answer, whose request went to an engine at the time `prepared`, in
+        nanoseconds since 1970."""
+        now = time.time_ns()
+        timings = end.timings
+        if self.span is not None:
+            stages = [
+                ("receive", self._received),
+                ("prepare", prepared),
+                *([("failover", timings.failed_over_s)] if timings.n_failovers else []),
+                ("queue", timings.queue_s),
+                ("prefill", timings.prefill_s),
+                ("decode", timings.decode_s),
+            ]
+            self._trace(self.span, model, request, end, stages, now)
+        if self._logs:
+            caller, usage = self._caller, end.usage
+            line = {
+                "at": now / 1e9,
+                "id": request.id,
+                "request_id": caller.request_id,
+                "key": None if caller.account is None else caller.account.key.name,
+                "endpoint": self._endpoint,
+                "model": model,
+                "finish_reason": end.reason.value,
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "queue_s": round(timings.queue_s, 6),
+                "first_token_s": round(
+                    timings.failed_over_s + timings.queue_s + timings.prefill_s, 6
+                ),
+                "decode_s": round(timings.decode_s, 6),
+                "compute_s": round(timings.compute_s, 6),
+                "failovers": timings.n_failovers,
+            }
+            log.info("%s", json.dumps(line))
+
+    def _trace(
+        self,
+        parent: Span,
+        model: str,
+        request: GenerationRequest,
+        end: SequenceEnd,
+        stages: list[tuple[str, float]],
+        now: int,
+    ) -> None:
+        """A child for each stage, from the end of the one before: until a time in nanoseconds, or for so
+        many seconds. All are within the request."""
+        assert self._tracer is not None
+        from opentelemetry.trace import set_span_in_context
+
+        context, at = set_span_in_context(parent), self._began
+        for name, until in stages:
+            later = until if isinstance(until, int) else at + int(until * 1e9)
+            later = min(max(at, later), now)
+            child = self._tracer.start_span(name, context, start_time=at)
+            child.end(later)
+            at = later
+        self._told_at = at
+        operation = _OPERATIONS.get(self._endpoint, "text_completion")
+        parent.set_attributes(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "corral",
+                "gen_ai.request.model": model,
+                "gen_ai.response.model": model,
+                "gen_ai.response.id": request.id,
+                "gen_ai.response.finish_reasons": [end.reason.value],
+                "gen_ai.usage.input_tokens": end.usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": end.usage.completion_tokens,
+                "corral.cached_tokens": end.usage.cached_tokens,
+                "corral.compute_s": end.timings.compute_s,
+                "corral.failovers": end.timings.n_failovers,
+            }
+        )
+
+    def ended(self) -> None:
+        """Note that all was sent, or that the client has left."""
+        if self.span is None or self._tracer is None:
+            return
+        from opentelemetry.trace import set_span_in_context
+
+        now = time.time_ns()
+        if self._told_at > self._began:
+            child = self._tracer.start_span(
+                "send", set_span_in_context(self.span), start_time=self._told_at
+            )
+            child.end(now)
+        if self.status is not None:
+            self.span.set_attribute("http.response.status_code", self.status)
+        self.span.end(now)
