@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -41,9 +44,15 @@ def corral(gguf: Path) -> Iterator[Corral]:
     replicas = {"num_replicas": N_INGRESSES}
     with short_folder() as directory:
         keys = directory / "keys.yaml"
-        keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY}]}))
+        keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY, "admin": True}]}))
         with settings(haproxy_settings(directory, "127.0.0.1")):
-            server = Corral(directory, [entry], api_key_file=str(keys), deployment=replicas)
+            server = Corral(
+                directory,
+                [entry],
+                api_key_file=str(keys),
+                usage_folder=str(directory / "usage"),
+                deployment=replicas,
+            )
         server.http.headers["Authorization"] = f"Bearer {KEY}"
         with stopped_at_the_end(server):
             wait_until(lambda: is_known_whole(server), 60, "HAProxy knows all ingress replicas")
@@ -110,3 +119,89 @@ def test_a_stream_that_waits_has_its_headers_and_pings(corral: Corral) -> None:
             assert next(lines) == ": ping"
             assert corral.stats()["queue"]["waiting"] == 1
     wait_until(lambda: corral.stats()["queue"]["running"] == 0, 30, "slots free")
+
+
+def made(corral: Corral, name: str, **limits: object) -> dict[str, str]:
+    """The header of a new key."""
+    answer = corral.http.post("/v1/keys", json={"name": name, **limits})
+    assert answer.status_code == 200, answer.text
+    return {"Authorization": f"Bearer {answer.json()['key']}"}
+
+
+def used(corral: Corral, name: str) -> dict[str, int]:
+    """What the ledger has of a key."""
+    page = corral.http.get("/v1/usage", params={"api_key_ids": name, "limit": 2}).json()
+    results = [result for bucket in page["data"] for result in bucket["results"]]
+    names = ("num_model_requests", "input_tokens", "output_tokens", "completed")
+    return {name: sum(result[name] for result in results) for name in names}
+
+
+def test_usage_is_what_clients_count_at_all_ingresses(corral: Corral) -> None:
+    headers = made(corral, "counted")
+    body = LONG | {"ignore_eos": True, "stream": False}
+
+    def ask(i: int) -> tuple[int, int]:
+        asked = body | {"prompt": "x" * (i + 1), "max_tokens": 5 + i}
+        if i % 2:
+            usage = corral.http.post("/v1/completions", json=asked, headers=headers).json()["usage"]
+            return usage["prompt_tokens"], usage["completion_tokens"]
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        answer = corral.http.post("/v1/completions", json=asked | options, headers=headers)
+        usage = sse(answer.text.strip().split("\n\n")[-2])["usage"]
+        return usage["prompt_tokens"], usage["completion_tokens"]
+
+    with ThreadPoolExecutor(4) as pool:
+        counts = list(pool.map(ask, range(24)))
+    expected = {
+        "num_model_requests": 24,
+        "input_tokens": sum(n for n, _ in counts),
+        "output_tokens": sum(n for _, n in counts),
+        "completed": 24,
+    }
+    wait_until(lambda: used(corral, "counted") == expected, 5, lambda: str(used(corral, "counted")))
+
+
+def test_a_budget_holds_for_all_ingresses_together(corral: Corral) -> None:
+    """200 clients ask until they are told that the minute's tokens are used up."""
+    headers = made(corral, "bounded", tokens_per_minute=10_000)
+    body = LONG | {"max_tokens": 64, "stream": False}
+
+    def ask(_: int) -> int:
+        n_tokens = 0
+        for _ in range(1000):
+            answer = corral.http.post("/v1/completions", json=body, headers=headers)
+            if answer.is_success:
+                n_tokens += answer.json()["usage"]["total_tokens"]
+            elif answer.status_code == 429 and "tokens per minute" in answer.text:
+                assert 0 < int(answer.headers["retry-after"]) <= 60
+                break
+            else:  # the queue is full
+                assert answer.status_code == 429, answer.text
+                time.sleep(0.2)
+        return n_tokens
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(200) as pool:
+        total = sum(pool.map(ask, range(200)))
+    assert time.monotonic() - began < 60, "the machine is too slow for this test"
+    assert 9_800 <= total <= 10_200
+    assert len(answers(corral, "POST /v1/completions")) >= 2
+
+
+def test_an_ingress_that_is_killed_has_told_what_it_did(corral: Corral) -> None:
+    headers = made(corral, "bereft")
+    arrivals: list[float] = []
+    with corral.http.stream("POST", "/v1/completions", json=LONG, headers=headers) as response:
+        try:
+            for line in response.iter_lines():
+                if line.startswith("data: {") and sse(line)["choices"][0]["text"]:
+                    arrivals.append(time.monotonic())
+                if len(arrivals) and arrivals[-1] - arrivals[0] > 2:
+                    for pid in corral.pids("Ingress"):
+                        os.kill(pid, signal.SIGKILL)
+        except httpx.HTTPError:
+            pass
+    n_before = sum(at < arrivals[-1] - 1 for at in arrivals)
+    wait_until(lambda: corral.http.get("/v1/models").is_success, 60, "an ingress answers")
+    assert used(corral, "bereft")["num_model_requests"] == 1
+    assert used(corral, "bereft")["output_tokens"] >= n_before > 0
