@@ -33,7 +33,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@$(BIN)/corral check $(CONFIG)
-	@exec $(BIN)/python -m serve_app.start.one_machine $(CONFIG)
+	@exec $(BIN)/corral serve --cluster --config $(CONFIG)
 
 install: $(READY)  ## What serving needs, in .venv; the command is .venv/bin/corral.
 
@@ -60,6 +60,7 @@ test-ui: $(DEV)  ## Tests of the page in a real browser: Debian's Chromium, inst
 test-long: $(DEV)  ## What `test` leaves out, as it takes longer.
 	$(BIN)/pytest -m long tests/integration tests/unit
 	$(BIN)/pytest -m long tests/e2e
+	$(BIN)/pytest -m "not long" --without-ray tests/e2e/clients tests/e2e/server
 
 test-peers: $(DEV)  ## The same requests to llama-server, which is built at the first run, and to Corral: the answers must agree.
 	$(BIN)/pytest tests/peers

@@ -104,7 +104,7 @@ def serve_command(*arguments: str | Path) -> list[str | Path]:
 
 
 def make_serve_command(config: Path) -> list[str | Path]:
-    """The command that `make serve` runs."""
+    """The command that `make serve` ends in."""
     return [sys.executable, "-m", "serve_app.start.one_machine", config]
 
 

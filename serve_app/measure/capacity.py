@@ -257,7 +257,7 @@ def table(held: Sequence[Held], bounds: Mapping[str, float]) -> str:
 
 @contextmanager
 def served(config: Path) -> Iterator[str]:
-    """The URL of a server with this configuration of Serve, as `make serve` starts it, on a free port of
+    """The URL of a server with this configuration of Serve, as `corral serve` starts it, on a free port of
     loopback, until the block ends. Raises LoadError if it does not start."""
     content: dict[str, Any] = yaml.safe_load(config.read_text())
     port = _free_port()
@@ -265,7 +265,7 @@ def served(config: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="corral-capacity-") as folder:
         file, log = Path(folder, "serve_config.yaml"), Path(folder, "log")
         file.write_text(json.dumps(content))  # is YAML
-        command = [sys.executable, "-P", "-m", "serve_app.start.one_machine", str(file)]
+        command = [sys.executable, "-P", "-m", "serve_app.local.server", str(file)]
         with log.open("wb") as output:
             server = subprocess.Popen(command, stdout=output, stderr=output)
         try:

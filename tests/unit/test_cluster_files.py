@@ -143,10 +143,8 @@ def test_make_serve_is_for_one_machine() -> None:
         "--old-file=.venv/.ready",
     )
     recipe = _run(*make, "serve").stdout
-    assert (
-        recipe.splitlines()[-1]
-        == "exec .venv/bin/python -m serve_app.start.one_machine serve_config.yaml"
-    )
+    last = recipe.splitlines()[-1]
+    assert last == "exec .venv/bin/corral serve --cluster --config serve_config.yaml"
 
 
 def test_a_shell_reads_the_file_for_one_machine_as_make_serve_does() -> None:
