@@ -249,7 +249,11 @@ def unreadable(files: Sequence[Path]) -> str | None:
 def converted_bytes(files: Sequence[Path]) -> int:
     """The size of the model when it is converted, at most; its vectors are left out."""
     tensors = GgufModel(files).tensors
-    return sum(n_bytes(one.kind, one.n_weights) for one in tensors if one.data.ndim > 1)
+    return sum(
+        n_bytes(one.kind, one.n_weights, has_wide_zeros=one.data.ndim > 2)  # of experts
+        for one in tensors
+        if one.data.ndim > 1
+    )
 
 
 def rounded(files: Sequence[Path]) -> list[str]:

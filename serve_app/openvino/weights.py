@@ -57,12 +57,12 @@ def is_rounded(kind: Kind) -> bool:
     return kind not in (*_PLAIN, Kind.BF16, *_GRIDS)
 
 
-def n_bytes(kind: Kind, n_weights: int) -> int:
-    """The most bytes of a matrix with so many weights, when it is converted."""
+def n_bytes(kind: Kind, n_weights: int, has_wide_zeros: bool) -> int:
+    """The most bytes of a matrix with so many weights, when it is converted. Wide zeros are floats."""
     if not is_quantised(kind):
         return n_weights * (2 if kind is Kind.F16 else 4)
-    of_group = GROUP // 2 + 6 if kind in _OF_FOUR_BITS else GROUP + 5
-    return n_weights // GROUP * of_group
+    n_codes = GROUP // 2 if kind in _OF_FOUR_BITS else GROUP
+    return n_weights // GROUP * (n_codes + (8 if has_wide_zeros else 6))
 
 
 def is_quantised(kind: Kind) -> bool:

@@ -21,7 +21,7 @@ from serve_app.engine.backends.layouts import LayoutChoice, chosen_layout
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
 from serve_app.llama import library
-from serve_app.llama.model import files_of, fingerprint_of
+from serve_app.llama.model import Model, files_of, fingerprint_of
 from serve_app.openvino.convert import versions
 from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
 from serve_app.progress import Report, Stage
@@ -119,7 +119,8 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
 
     One at a time has weights in memory, in a process of its own. Of several processes of this node that
     ask at once, one measures. Nothing is measured of a model in OpenVINO's format, which llama.cpp cannot
-    read.
+    read, and of a model with experts, for which OpenVINO 2026.4 has products of many rows only with AMX
+    and bf16 activations.
     """
     if is_graph(path):
         return KernelsChoice(OPENVINO, "the model is in OpenVINO's format")
@@ -131,12 +132,21 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
             kernels = versions()
         except ConfigError as error:
             refusal = _said(error)
+    if not refusal and _has_experts(path):
+        refusal = "OpenVINO computes the experts of each token one by one, which makes prompts slow"
     if options.profile_limit_s <= 0:
         return KernelsChoice(LLAMA_CPP, refusal or "nothing is measured")
     model, libraries = fingerprint_of(files_of(path)).hex(), (library.version(), kernels, refusal)
     name = f"backend-{profile_cache.key(options, model=model, libraries=libraries)}"
     measure = partial(_measured_choice, path, options, report, refusal)
     return profile_cache.remembered(options.profile_folder, name, KernelsChoice, measure)
+
+
+def _has_experts(path: Path) -> bool:
+    try:
+        return Model(path, vocab_only=True).meta_int("expert_count", 0) > 0
+    except ConfigError:
+        return False
 
 
 def _measured_choice(

@@ -12,7 +12,9 @@ from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends.choice import chosen, measured
 from serve_app.errors import ConfigError
+from serve_app.progress import Stage
 from tests.integration.models.forgetful_models import FORGETFUL
+from tests.integration.openvino.random_models import Made
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
@@ -47,6 +49,15 @@ def test_each_is_measured_in_a_process_of_its_own(name: str) -> None:
     assert found.mode.paged == (name == "openvino")
     assert {1, 4} <= set(found.profile.decode_s)
     assert all(seconds > 0 for seconds in found.profile.prefill_s.values())
+
+
+def test_a_model_with_experts_is_llama_cpps_without_a_measurement(tmp_path: Path) -> None:
+    path = Made("qwen3moe").write(tmp_path / "model.gguf")
+    stages: list[Stage] = []
+    choice = chosen(path, replace(OPTIONS, profile_folder=tmp_path), stages.append)
+    assert choice.name == "llama.cpp"
+    assert "experts" in choice.reason
+    assert stages == []
 
 
 def test_a_model_that_openvino_cannot_serve_is_llama_cpps(tmp_path: Path) -> None:
