@@ -41,7 +41,8 @@ UPLOAD_S, UPLOAD_RATE = 300.0, 16_000
 """The longest time that a file may take to arrive, and its bytes a second: meanwhile it has a place."""
 MOST_WAITS = 60
 """How often a file that is being heard waits, where its next windows are refused for now."""
-_FORM_BYTES = 2**16
+MAX_BODY_BYTES = MAX_FILE_BYTES + 2**16
+"""The largest file, and the form around it."""
 
 
 class Transcriber:
@@ -51,13 +52,12 @@ class Transcriber:
         self._models, self._bodies = models, bodies
         self._large = FairSemaphore(N_LARGE, N_LARGE_EACH)
         self._small = FairSemaphore(N_SMALL, N_SMALL_EACH)
-        n_bytes = MAX_FILE_BYTES + _FORM_BYTES
         self._uploads = BodyReader(
             BodyLimits(
                 N_LARGE + N_SMALL,
-                N_LARGE * n_bytes + N_SMALL * SMALL_BYTES,
+                N_LARGE * MAX_BODY_BYTES + N_SMALL * SMALL_BYTES,
                 UPLOAD_RATE,
-                max_bytes=n_bytes,
+                max_bytes=MAX_BODY_BYTES,
                 timeout_s=UPLOAD_S,
             )
         )
@@ -66,8 +66,9 @@ class Transcriber:
         """The places for a request with these headers. It has one from before its body is read until its
         answer is sent."""
         declared = headers.get("content-length", "")
-        is_small = declared.isdecimal() and int(declared) <= SMALL_BYTES
-        return self._small if is_small else self._large
+        # A body that is too large is refused before it is read: it need not wait for that.
+        is_large = not declared.isdecimal() or SMALL_BYTES < int(declared) <= MAX_BODY_BYTES
+        return self._large if is_large else self._small
 
     async def respond(self, request: Request, *, translates: bool) -> Response:
         """The answer to a form with a file. Raises CorralError."""

@@ -161,7 +161,7 @@ async def test_a_file_that_was_begun_waits_for_room(engine: ScriptedEngine, tmp_
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")
 
 
-async def test_a_dictation_does_not_wait_for_a_long_file(
+async def test_dictations_and_files_that_are_too_large_do_not_wait_for_a_long_file(
     hearing: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     """The second long file of a client waits for the first, before it is sent."""
@@ -173,6 +173,8 @@ async def test_a_dictation_does_not_wait_for_a_long_file(
             await asyncio.sleep(0.01)
     second = asyncio.create_task(ask(hearing, long))
     assert (await ask(hearing, wav(1))).json()["text"] == "Hello"
+    huge = {"content-length": str(2**30), "content-type": "multipart/form-data; boundary=a"}
+    assert (await hearing.post(URL, headers=huge, content=b"")).status_code == 413
     n_asked = len(engine.requests)
     assert not second.done()
     enough.set()
@@ -207,13 +209,11 @@ async def test_what_is_refused(
     assert message in answer.json()["error"]["message"]
 
 
-async def test_a_file_must_be_there_and_not_too_large(hearing: httpx.AsyncClient) -> None:
+async def test_a_file_must_be_there(hearing: httpx.AsyncClient) -> None:
     empty = await hearing.post(URL, data={"model": "hearing"}, files={"other": ("a.wav", b"x")})
     assert (empty.status_code, empty.json()["error"]["param"]) == (400, "file")
     other = await hearing.post(URL, json={"file": "a.wav"})
     assert "multipart/form-data" in other.json()["error"]["message"]
-    huge = {"content-length": str(2**30), "content-type": "multipart/form-data; boundary=a"}
-    assert (await hearing.post(URL, headers=huge, content=b"")).status_code == 413
 
 
 async def test_what_is_not_known_is_named(hearing: httpx.AsyncClient) -> None:
