@@ -1,13 +1,28 @@
-"""llama-server's metrics, for its dashboards.
+"""Metrics by the names of llama-server and of vLLM, for their dashboards.
 
-Sources: llama.cpp, tools/server/README.md, "GET /metrics"; Prometheus's text format.
+Sources: llama.cpp, tools/server/README.md, "GET /metrics"; vLLM, docs/design/metrics.md; Prometheus's text
+format.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from serve_app.types import ReplicaStats
+
+_OF_VLLM = {
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "request_latency_seconds": "e2e_request_latency_seconds",
+    "queue_time_seconds": "request_queue_time_seconds",
+    "prefill_time_seconds": "request_prefill_time_seconds",
+}
+"""vLLM's names of Corral's histograms."""
+_OWN = re.compile(
+    rf"^(# \w+ )?ray_corral_({'|'.join(_OF_VLLM)})(_bucket|_sum|_count)?(?=[ {{])(.*)$".encode(),
+    re.MULTILINE,
+)
 
 
 def render(replicas: Sequence[ReplicaStats], n_missing: int) -> bytes:
@@ -71,8 +86,46 @@ def render(replicas: Sequence[ReplicaStats], n_missing: int) -> bytes:
     return "".join(lines).encode()
 
 
-def _written(name: str, kind: str, value: float, what: str) -> str:
-    return f"# HELP {name} {what}\n# TYPE {name} {kind}\n{name} {value}\n"
+def render_as_vllm(model: str, replicas: Sequence[ReplicaStats], exposition: bytes) -> bytes:
+    """The figures by vLLM's names: a model's, summed over its replicas, and all histograms of this
+    exposition, which has Corral's names."""
+    engines = [replica.engine for replica in replicas]
+
+    def total(group: str, field: str) -> float:
+        return float(sum(engine[group][field] for engine in engines))
+
+    computed, cached = total("tokens", "prompt_tokens"), total("tokens", "cached_tokens")
+    n_held = sum(slot["n_past"] for engine in engines for slot in engine["slots"])
+    held = _rate(n_held, sum(engine["n_ctx"] for engine in engines))
+    generated, preemptions = total("tokens", "generated_tokens"), total("requests", "preemptions")
+    running, waiting = total("queue", "running"), total("queue", "waiting")
+    figures = (
+        ("num_requests_running", "gauge", running, "Requests that have a slot."),
+        ("num_requests_waiting", "gauge", waiting, "Requests that wait for a slot."),
+        ("kv_cache_usage_perc", "gauge", held, "KV cache in use, from 0 to 1."),
+        ("prompt_tokens_total", "counter", computed + cached, "Prompt tokens."),
+        ("generation_tokens_total", "counter", generated, "Generated tokens."),
+        ("prefix_cache_queries_total", "counter", computed + cached, "Prompt tokens, looked up."),
+        ("prefix_cache_hits_total", "counter", cached, "Prompt tokens that were cached."),
+        ("num_preemptions_total", "counter", preemptions, "Sequences that lost their slot."),
+    )
+    name = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    label = f'{{model_name="{name}"}}'
+    text = "".join(
+        _written(f"vllm:{figure}", kind, value, what, label)
+        for figure, kind, value, what in figures
+    )
+    return text.encode() + b"".join(map(_renamed, _OWN.finditer(exposition)))
+
+
+def _renamed(line: re.Match[bytes]) -> bytes:
+    comment, name, suffix, rest = (part or b"" for part in line.groups())
+    label = re.sub(rb'(?<=[{,])model="', b'model_name="', rest, count=1)
+    return comment + b"vllm:" + _OF_VLLM[name.decode()].encode() + suffix + label + b"\n"
+
+
+def _written(name: str, kind: str, value: float, what: str, label: str = "") -> str:
+    return f"# HELP {name} {what}\n# TYPE {name} {kind}\n{name}{label} {value}\n"
 
 
 def _rate(amount: float, seconds: float) -> float:

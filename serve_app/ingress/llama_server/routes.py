@@ -288,10 +288,12 @@ async def change_props(
 
 @ROUTER.get("/metrics", response_class=PlainTextResponse)
 async def metrics(models: ModelsArgument, model: str | None = None) -> Response:
-    """llama-server's metrics, summed over the replicas of the model. A server without Ray has Corral's own
-    behind them."""
-    answers = await find(models, model).engine.stats()
+    """llama-server's metrics and vLLM's, summed over the replicas of the model. A server without Ray has
+    Corral's own behind them."""
+    served = find(models, model)
+    answers = await served.engine.stats()
+    own = await asyncio.to_thread(exposition)
     text = llama_metrics.render(answers.found, len(answers.missing))
-    text += await asyncio.to_thread(exposition)
+    text += llama_metrics.render_as_vllm(served.id, answers.found, own) + own
     began = {"Process-Start-Time-Unix": str(int(_STARTED_S))}
     return Response(text, headers=began, media_type=CONTENT_TYPE_LATEST)

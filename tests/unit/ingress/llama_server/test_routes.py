@@ -10,8 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.llama_server.metrics import render_as_vllm
 from serve_app.sampling import LogitBias, Triggers
 from serve_app.types import (
     FinishReason,
@@ -375,8 +378,44 @@ async def test_metrics_of_all_replicas(client: httpx.AsyncClient, engine: Script
         "llamacpp:spec_decode_num_draft_tokens_total": 4,
         "llamacpp:spec_decode_num_accepted_tokens_total": 4,
         "corral_replicas_missing": 0,
+        'vllm:num_requests_running{model_name="first"}': 4,
+        'vllm:num_requests_waiting{model_name="first"}': 4,
+        'vllm:kv_cache_usage_perc{model_name="first"}': 0.135,  # 3 slots of 9, of 200
+        'vllm:prompt_tokens_total{model_name="first"}': 8,
+        'vllm:generation_tokens_total{model_name="first"}': 4,
+        'vllm:prefix_cache_queries_total{model_name="first"}': 8,
+        'vllm:prefix_cache_hits_total{model_name="first"}': 4,
+        'vllm:num_preemptions_total{model_name="first"}': 0,
     }
     assert "# TYPE llamacpp:prompt_tokens_total counter" in response.text
+    assert "# TYPE vllm:num_requests_running gauge" in response.text
+
+
+def test_histograms_have_vllms_names_too() -> None:
+    """As prometheus_client writes them, read by its own parser."""
+    registry = CollectorRegistry()
+    for name in ("time_to_first_token_seconds", "steps_seconds"):
+        of_model = Histogram(
+            f"ray_corral_{name}", "What.", ["model"], registry=registry, buckets=(0.5, 1)
+        )
+        of_model.labels('a"b').observe(0.75)
+    text = render_as_vllm('a"b\n', [], generate_latest(registry)).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert "vllm:steps_seconds" not in families
+    assert families["vllm:num_requests_running"].samples[0].labels == {"model_name": 'a"b\n'}
+    family = families["vllm:time_to_first_token_seconds"]
+    assert family.type == "histogram"
+    assert [
+        (sample.name.removeprefix(family.name), sample.labels.get("le"), sample.value)
+        for sample in family.samples
+    ] == [
+        ("_bucket", "0.5", 0),
+        ("_bucket", "1.0", 1),
+        ("_bucket", "+Inf", 1),
+        ("_count", None, 1),
+        ("_sum", None, 0.75),
+    ]
+    assert {sample.labels["model_name"] for sample in family.samples} == {'a"b'}
 
 
 async def test_missing_replicas_are_told_of(
