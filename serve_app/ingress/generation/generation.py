@@ -46,7 +46,7 @@ async def requests(
             http_id=caller.request_id,
             client=caller.client(generation.user),
             cache_group=caller.cache_group(generation.cache_salt),
-            background=caller.is_background,
+            background=caller.is_background or generation.request.background,
         )
         for i in range(generation.n_answers)
     ]

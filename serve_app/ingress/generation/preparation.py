@@ -206,6 +206,7 @@ def generation(
         n_cache_reuse=params.n_cache_reuse,
         slot_id=params.id_slot,
         return_progress=return_progress or timings_per_token,
+        background=params.service_tier == "flex",
         told_together=not params.stream,
         adapters=_adapters(model, params),
         media=media,

@@ -155,7 +155,6 @@ class GenerationParams(RequestModel):
 
     INERT: ClassVar[frozenset[str]] = frozenset(
         {
-            "service_tier",
             "store",
             "prediction",
             "prompt_cache_key",
@@ -220,6 +219,8 @@ class GenerationParams(RequestModel):
     after all samplers, as `prob` and `top_probs`."""
     user: str | None = None
     """The user whose request this is. Slots are shared fairly among users."""
+    service_tier: str | None = None
+    """`flex` runs the request behind all others, as lines of batches do; other tiers change nothing."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """vLLM's: lower ones get a slot first."""
     context_shift: bool | None = None

@@ -162,6 +162,17 @@ async def test_client_and_priority_reach_the_engine(
 
 
 @pytest.mark.parametrize(
+    ("tier", "is_behind"), [("flex", True), ("auto", False), ("priority", False), (None, False)]
+)
+async def test_a_flexible_request_runs_behind_all_others(
+    client: httpx.AsyncClient, engine: ScriptedEngine, tier: str | None, is_behind: bool
+) -> None:
+    for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", {"prompt": "x"})):
+        assert (await client.post(path, json=body | {"service_tier": tier})).status_code == 200
+    assert [request.background for request in engine.requests] == [is_behind] * 2
+
+
+@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"max_tokens": 3}, 3),
