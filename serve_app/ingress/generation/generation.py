@@ -57,7 +57,19 @@ async def start(model: ServedModel, requests: Sequence[GenerationRequest]) -> De
     say what went wrong. Raises CorralError, and ends those that were accepted, if one is refused."""
     streams = [model.engine.generate(request) for request in requests]
     caller = request_context.current()
-    deltas = Deltas(streams, [RequestMeter(caller, model.id, request) for request in requests])
+    deltas = Deltas(
+        streams,
+        [
+            # Of answers to one prompt, the first counts it, as its answer's `usage` does.
+            RequestMeter(
+                caller,
+                model.id,
+                request,
+                counts_prompt=i == 0 or request.prompt is not requests[i - 1].prompt,
+            )
+            for i, request in enumerate(requests)
+        ],
+    )
     await deltas.accepted()
     return deltas
 
@@ -65,7 +77,10 @@ async def start(model: ServedModel, requests: Sequence[GenerationRequest]) -> De
 class RequestMeter:
     """Counts a request for its caller: tokens as they come, and what its end tells."""
 
-    def __init__(self, caller: Caller, model: str, request: GenerationRequest) -> None:
+    def __init__(
+        self, caller: Caller, model: str, request: GenerationRequest, *, counts_prompt: bool
+    ) -> None:
+        self._counts_prompt = counts_prompt
         self._caller, self._model, self._request = caller, model, request
         self._prepared = time.time_ns()
         self._n_prompt, self._n_tokens = len(request.prompt), len(request.generated)
@@ -77,7 +92,8 @@ class RequestMeter:
         if not self._is_running:
             self._is_running = True
             if not self._n_before:
-                self._count({"requests": 1, "prompt_tokens": self._n_prompt})
+                n_prompt = self._n_prompt if self._counts_prompt else 0
+                self._count({"requests": 1, "prompt_tokens": n_prompt})
 
     def delivered(self, delta: TokenDelta) -> None:
         self.accepted()
@@ -90,13 +106,14 @@ class RequestMeter:
         self._has_ended = True
         usage, timings = delta.end.usage, delta.end.timings
         counts: UsageCounts = {
-            "prompt_tokens": usage.prompt_tokens - self._n_prompt,
-            "cached_tokens": usage.cached_tokens,
             "completion_tokens": n_tokens + usage.completion_tokens - self._n_tokens,
             "compute_s": timings.compute_s,
             "queue_s": timings.queue_s,
             "first_token_s": timings.failed_over_s + timings.queue_s + timings.prefill_s,
         }
+        if self._counts_prompt:
+            counts["prompt_tokens"] = usage.prompt_tokens - self._n_prompt
+            counts["cached_tokens"] = usage.cached_tokens
         if delta.end.reason == FinishReason.ERROR:
             counts["failed"] = 1
         elif delta.end.reason == FinishReason.ABORT:

@@ -157,7 +157,10 @@ async def test_each_of_several_answers_is_a_request(
     answer = await server.post("/v1/completions", json=body, headers=by("ana"))
     (result,) = await used(server)
     assert result["num_model_requests"] == 4
-    assert result["output_tokens"] == answer.json()["usage"]["completion_tokens"] == 8
+    told = answer.json()["usage"]
+    assert result["output_tokens"] == told["completion_tokens"] == 8
+    assert result["input_tokens"] == told["prompt_tokens"] == 10
+    assert result["input_cached_tokens"] == told["prompt_tokens_details"]["cached_tokens"] == 6
 
 
 async def test_a_client_sees_its_own_usage_and_operators_see_all(
