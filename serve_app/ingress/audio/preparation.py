@@ -85,6 +85,8 @@ class WindowOrder:
         return [msgspec.json.encode(self) + b"\n", *form]
 
 
+_LFM2 = "<|tool_list_start|>"
+"""A text in the chat templates of LFM2, whose models that hear find their task in the system prompt."""
 _ORDERS = msgspec.json.Decoder(WindowOrder)
 
 
@@ -135,14 +137,19 @@ def _hearing(models: Models, name: str | None) -> ModelInfo:
 
 
 def _chat(model: ModelInfo, request: TranscriptionRequest, n: int, translates: bool) -> Chat:
-    """A chat that asks for the text of each of `n` windows, in llama-server's words."""
+    """A chat that asks for the text of each of `n` windows, in llama-server's words. Source: llama.cpp,
+    `common_chat_get_asr_prompt` in common/chat.cpp."""
+    sound = Attachment("", is_sound=True)
     task = "Translate audio to English text" if translates else "Transcribe audio to text"
     task += "" if request.language is None else f" (language: {request.language})"
     task += "" if request.prompt is None else f"\nContext: {request.prompt}\n"
+    turns = [Turn("user", (task, sound))]
+    if _LFM2 in model.tokenizer.chat_template and not translates:
+        turns = [Turn("system", ("Perform ASR.",)), Turn("user", (sound,))]
     sampled: Any = {"temperature": request.temperature, "seed": request.seed}
     body = TranslatedChat(
         model=model.id,
-        turns=[Turn("user", (task, Attachment("", is_sound=True)))],
+        turns=turns,
         max_tokens=request.max_tokens,
         stream=request.stream,
         logprobs=request.response_format == "verbose_json",

@@ -16,8 +16,9 @@ from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import QueueFullError
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
+from serve_app.ingress.audio.preparation import WindowOrder, windows
 from serve_app.ingress.media.decoder import MediaDecoder
-from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.model_registry import ModelInfo, ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import MEDIUM, SAMPLE_RATE, TokenDelta, TokenLogprobs
 from tests.unit.ingress.harness import END, HELLO, Script, ScriptedEngine, events
@@ -73,6 +74,19 @@ async def test_a_short_file_is_one_request(
     assert [one.size for one in request.media] == [(2 * SAMPLE_RATE,)]
     assert (request.sampling.temperature, request.sampling.seed) == (0.0, 7)
     assert request.sampling.max_tokens == 448
+
+
+def test_lfm2_is_asked_in_its_own_words() -> None:
+    template = (
+        "{# <|tool_list_start|> #}{% for m in messages %}{{ m.role + m.content }};{% endfor %}"
+    )
+    hears = MediaDecoder(hears=True)
+    model = ModelInfo("m", 512, Tokenizer(BUILTIN_MODEL, template), media=hears)
+    form = httpx.Request("POST", "http://x", files={"file": ("a.wav", wav(1))})
+    order = WindowOrder(form.headers["content-type"], translates=False, n=1)
+    found = windows({"m": model}, b"".join(order.pieces([form.read()])))
+    prompt = [token for token in found.chat.prompt if token != MEDIUM]
+    assert TOKENIZER.decode(prompt) == "systemPerform ASR.;user;"
 
 
 async def test_translations_ask_for_english(
