@@ -18,6 +18,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -141,7 +142,7 @@ class LocalServer:
             signal.SIGTERM,
         ):  # uvicorn raises them again when it has ended
             signal.signal(number, lambda *_: None)
-        await server.serve()
+        await server.serve(_sockets(config.host, config.port))
         for task in (draining, *keeping):
             task.cancel()
         await asyncio.gather(draining, *keeping, return_exceptions=True)
@@ -152,6 +153,16 @@ class LocalServer:
             await asyncio.sleep(0.1)
         for handle in self.handles:
             handle.drain()
+
+
+def _sockets(host: str, port: int) -> list[socket.socket] | None:
+    """The sockets to listen on, where uvicorn would not listen to IPv4 and IPv6; else None."""
+    if host != "::" or not socket.has_dualstack_ipv6():
+        return None
+    address = host, port
+    return [
+        socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048)
+    ]
 
 
 async def _alone() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.cluster.test_failover import EXACT, Streams
 from tests.e2e.conftest import Corral, model, short_folder, wait_until
+from tools.random_models.adapter import write_random_adapter
 
 N_STREAMS = 16
 RESTART_S = 60
@@ -36,8 +37,10 @@ def server(gguf: Path) -> Iterator[Corral]:
             corral.stop()
 
 
-def engines(server: Corral) -> list[int]:
-    return server.pids("serve_app.local.engine")
+def kill_engine(server: Corral) -> None:
+    """Kill the process of the first model."""
+    (replica,) = server.replicas()
+    os.kill(int(replica["replica_id"].rpartition("-")[2]), signal.SIGKILL)
 
 
 def test_no_process_has_loaded_ray(server: Corral) -> None:
@@ -53,11 +56,33 @@ def test_streams_go_on_when_the_engine_is_killed(server: Corral) -> None:
         alone = list(pool.map(streams.alone, streams.numbers))
         reading = [pool.submit(streams.read, number) for number in streams.numbers]
         wait_until(lambda: streams.n_begun >= 4, 60, "streams")
-        os.kill(min(engines(server)), signal.SIGKILL)
+        kill_engine(server)
         for stream in reading:
             stream.result(120)
     assert streams.texts == alone
     assert server.stats()["requests"]["failovers"] > 0
+
+
+def test_an_adapter_that_was_loaded_is_there_again_when_the_engine_was_killed(
+    server: Corral, gguf: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "late.gguf"
+    write_random_adapter(gguf, path, rank=4, seed=1)
+    load = {"load": {"id": "late", "source": {"path": str(path)}}}
+    answer = server.http.post("/lora-adapters", json=load)
+    assert answer.status_code == 200, answer.text
+
+    def text(name: str) -> str:
+        body = {"model": name, "prompt": "Hello", "max_tokens": 24, "temperature": 0}
+        answer = server.http.post("/v1/completions", json=body | {"ignore_eos": True})
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    plain, adapted = text("m"), text("m:late")
+    assert plain != adapted
+    kill_engine(server)
+    assert (text("m"), text("m:late")) == (plain, adapted)
+    assert server.http.post("/lora-adapters", json={"unload": "late"}).status_code == 200
 
 
 def test_a_model_on_demand_is_loaded_by_a_request_and_released(server: Corral) -> None:
