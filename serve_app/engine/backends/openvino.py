@@ -150,7 +150,8 @@ class OpenVinoBackend:
         if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
             self.draft = open_draft(model, options.draft, options, threads)
         parts = (versions(), BLOCK, options.cache_type_k)  # a state is none of llama.cpp's
-        key = hashlib.blake2b(self._fingerprint + repr(parts).encode()).digest()
+        turns = b"".join(radians.tobytes() for radians in context.frequencies.values())
+        key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + turns).digest()
         self.states = PagedStates(context, key)
         shape = EmbeddingShape(
             n_rows=options.n_batch,

@@ -55,7 +55,7 @@ class PagedContext:
             path, options.frequencies, model.n_vocab
         )  # which has the file mapped
         with compiling.forgetting(self._weights):
-            executable, self._frequencies = compiling.compiled(
+            executable, self.frequencies = compiling.compiled(
                 path, graph, options.threads, options.cache_type, options.n_ctx_slot
             )
         self._request: openvino.InferRequest | None = executable.create_infer_request()
@@ -245,7 +245,7 @@ class PagedContext:
         for name, cache in self._caches.items():
             cells = shifts.cells_of(cache[old])[places[n_stay:]]
             if name.startswith(compiling.KEYS):
-                cells = shifts.turned_back(cells, n_before[n_stay:], self._frequencies[name])
+                cells = shifts.turned_back(cells, n_before[n_stay:], self.frequencies[name])
             cache[new] = shifts.blocks_of(cells)
 
     def save(self, seq_id: int, *, cancellable: bool = False) -> memoryview:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,16 @@ def test_logits_are_llama_cpps(made: Made, tmp_path: Path) -> None:
     # A rounded score may choose another expert.
     assert agreement(found, other) > (0.999 if "moe" in made.architecture else 0.9999)
     assert (found.argmax(axis=1) == other.argmax(axis=1)).mean() > 0.97
+
+
+def test_a_state_of_a_longer_context_fits_only_where_positions_turn_alike(tmp_path: Path) -> None:
+    path = MODELS["phi3-long"].write(tmp_path / "model.gguf")
+    keys = []
+    for n_ctx_slot in (64, 128, 256):
+        backend = OpenVinoBackend(path, replace(_OPTIONS, n_ctx_slot=n_ctx_slot))
+        keys.append(backend.states.key)
+        backend.close()
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_there_is_a_model_of_each_architecture() -> None:
