@@ -123,7 +123,7 @@ class ObservedRequest:
         nanoseconds since 1970."""
         now = time.time_ns()
         timings = end.timings
-        if self.span is not None:
+        if self.span is not None and self.span.is_recording():  # else the answer goes on behind it
             stages = [
                 ("receive", self._received),
                 ("prepare", prepared),

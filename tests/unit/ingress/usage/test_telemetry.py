@@ -135,6 +135,24 @@ async def test_a_client_that_leaves_ends_its_span(
     assert [span.name for span in spans.get_finished_spans()] == ["POST /v1/chat/completions"]
 
 
+async def test_a_response_in_the_background_goes_on_behind_its_span(
+    client: Callable[..., httpx.AsyncClient],
+    engine: ScriptedEngine,
+    spans: InMemorySpanExporter,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    go_on = asyncio.Event()
+    engine.script = [go_on, end()]
+    async with client() as http:
+        body = {"input": "Hi", "background": True}
+        answer = (await http.post("/v1/responses", json=body)).json()
+        go_on.set()
+        async with http.stream("GET", f"/v1/responses/{answer['id']}?stream=true") as events:
+            assert "response.completed" in "".join([text async for text in events.aiter_text()])
+    assert [span.name for span in spans.get_finished_spans()] == ["POST /v1/responses"]
+    assert "ended span" not in caplog.text
+
+
 async def test_the_log_has_a_line_for_each_answer_without_its_texts(
     client: Callable[..., httpx.AsyncClient], caplog: pytest.LogCaptureFixture
 ) -> None:
