@@ -44,7 +44,7 @@ class RestTrials(Guest):
         self._kept_at_s = core.counts.step_s
         """The seconds of work until which the costs were kept."""
         self._tried = False
-        """Whether there were trials since then."""
+        """Whether there were trials since then that nobody disturbed."""
 
     def before_schedule(self, core: EngineCore) -> None:
         """Expect, after a pause, that no other program computes: who comes then would wait for the fear of
@@ -58,12 +58,13 @@ class RestTrials(Guest):
         return self._not_before if self._next() is not None else math.inf
 
     def at_rest(self, core: EngineCore) -> None:
-        """Try one batch; keep the costs if that was the last one."""
+        """Try one batch; keep the costs if that was the last one, or the last one before a pause."""
         trial = self._next()
         if trial is not None:
             kind, n_rows, ends = trial
             self._try(core, kind, n_rows, ends)
-            if self._tried and not self._costs.worth_a_trial:
+            pauses = self._not_before > time.monotonic()
+            if self._tried and (pauses or not self._costs.worth_a_trial):
                 self._keep(core)
 
     def after_step(self, core: EngineCore, step_s: float, *, idle: bool) -> None:
@@ -73,7 +74,9 @@ class RestTrials(Guest):
 
     def close(self, core: EngineCore, *, healthy: bool) -> None:
         """Keep what was learned since the costs were kept last."""
-        if healthy:
+        if healthy and self._tried:
+            self._keep(core)
+        elif healthy:
             self._keep_if_due(core)
 
     def _keep_if_due(self, core: EngineCore) -> None:
@@ -134,13 +137,12 @@ class RestTrials(Guest):
     def _learn(
         self, kind: str, n_rows: int, n_slots: int, depth: float, seconds: float, share: float
     ) -> None:
-        self._tried = True
         if kind == "prefill":
             self._costs.observe_prefill(n_rows, depth, seconds, share)
         else:
             self._costs.observe_decode(n_slots, n_rows, depth, seconds, share)
         if share >= UNDISTURBED:
-            self._pause_s, self._not_before = _PAUSE_S, 0.0
+            self._tried, self._pause_s, self._not_before = True, _PAUSE_S, 0.0
         else:
             self._not_before = time.monotonic() + self._pause_s
             self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)

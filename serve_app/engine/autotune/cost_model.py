@@ -493,8 +493,11 @@ class CostModel:
         return sorted(pairs, key=lambda pair: curves[pair[0]].own_s(pair[1], 0))
 
     def learned(self) -> Profile:
-        """The profile by what is known now."""
+        """The profile by what is known now. Its share grows with the part of its sizes that are known."""
         profile, depth = self._profile, self._profile.depth
+        curves = (self._decode, self._prefill, self._verify)
+        n_sizes = sum(len(curve.measured) for curve in curves)
+        unknown = len(self.worth_a_trial) / max(1, n_sizes)
         deep_decode_s, deep_prefill_s = (
             {n: seconds for n, seconds in curve.own_times(depth).items() if n in deep}
             for curve, deep in (
@@ -510,7 +513,7 @@ class CostModel:
             deep_decode_s=deep_decode_s,
             deep_prefill_s=deep_prefill_s,
             copy_s=self._factors.speed * profile.copy_s,
-            share=profile.share if self.worth_a_trial else 1.0,
+            share=1 - unknown * (1 - profile.share),
         )
 
     def curve(self) -> dict[str, dict[int, float]]:

@@ -458,7 +458,8 @@ class LlamaBackend:
     def keep(self, profile: Profile) -> None:
         self.choice = replace(self.choice, profile=profile)
         self.setup = replace(self.setup, profile=profile)
-        if self._kept_as and profile_cache.is_worth_keeping(self.choice.profiles):
+        # The other kind's profile may be worse: its share says so, and the next comparison distrusts it.
+        if self._kept_as and profile_cache.is_worth_keeping([profile]):
             profile_cache.save(self.options.profile_folder, self._kept_as, self.choice)
 
     def close(self) -> None:

@@ -102,6 +102,22 @@ def test_trials_pause_beside_other_programs(share: list[float]) -> None:
     assert not backend.kept
 
 
+def test_what_was_learned_before_other_programs_came_is_kept(share: list[float]) -> None:
+    backend = backend_with(BESIDE_LOAD)
+    decode = backend.decode
+
+    def decoding(rows: Sequence[Row]) -> None:
+        share[0] = 1.0 if len(backend.batches) < 4 else 0.5
+        decode(rows)
+
+    backend.decode = decoding  # type: ignore[method-assign]
+    with running(backend, OPTIONS):
+        until(lambda: bool(backend.kept))
+    (kept,) = backend.kept
+    assert BESIDE_LOAD.share < kept.share < 1
+    assert kept.decode_s[1] == pytest.approx(GOOD.decode_s[1], rel=0.1)
+
+
 def test_who_comes_does_not_wait_for_a_trial() -> None:
     backend = backend_with(BESIDE_LOAD)
     backend.hold()
