@@ -84,11 +84,7 @@ async def test_beside_fifteen_others(load: Callable[..., Engine], expected: list
     compare(expected, await together(engine, requests(engine)))
 
 
-async def test_with_openvino(
-    model: Path, load: Callable[..., Engine], expected: list[Answer]
-) -> None:
-    if "gemma" in model.name:
-        pytest.skip("OpenVINO's graph has no sliding windows")
+async def test_with_openvino(load: Callable[..., Engine], expected: list[Answer]) -> None:
     engine = load(backend="openvino")
     assert engine.stats().compute.backend == "openvino"
     compare(expected, await together(engine, requests(engine)))
