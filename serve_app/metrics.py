@@ -26,18 +26,19 @@ class Histogram(Protocol):
     def observe(self, value: float, tags: Any = None) -> None: ...
 
 
-_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""The variable that names the folder, for this process and those that it starts."""
 
 
 def keep_in(folder: Path) -> None:
     """Keep the metrics of this process, and of those that it starts, in a folder instead of Ray's exporter.
     Call it once, at the start of a process."""
-    os.environ[_FOLDER] = str(folder)  # prometheus_client reads it when it is imported
+    os.environ[FOLDER] = str(folder)  # prometheus_client reads it when it is imported
 
 
 def exposition() -> bytes:
     """The metrics of all processes that share the folder, in Prometheus's text format; nothing with Ray."""
-    if _FOLDER not in os.environ:
+    if FOLDER not in os.environ:
         return b""
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
@@ -78,7 +79,7 @@ def _made(
     ends: Sequence[float] | None = None,
     **options: Any,
 ) -> Any:
-    if _FOLDER in os.environ:
+    if FOLDER in os.environ:
         import prometheus_client
 
         if ends is not None:

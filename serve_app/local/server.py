@@ -209,6 +209,9 @@ def serve(content: Content, events: int | None) -> str | None:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         folder_for(folder)
         metrics.keep_in(folder / "metrics")
+        stack.callback(
+            os.environ.pop, metrics.FOLDER, None
+        )  # Ray's processes have metrics of Ray's
         shared_entries.keep_in(folder / "entries")
         children = [EngineChild(folder) for _ in args.get("models") or ()]
         for child in children:

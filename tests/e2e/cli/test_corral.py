@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from loadtests.common import processes, servers
 from loadtests.common.processes import with_default_signals
@@ -170,6 +171,28 @@ def test_a_cluster_of_one_machine_has_what_it_needs_and_ends_with_ray(own_folder
         assert "The server has ended." in started.said
     finally:
         processes.stop(started.process, own_folder, servers.STOP_TIMEOUT_S)
+
+
+@pytest.mark.long
+def test_a_file_with_several_replicas_has_ray(own_folder: Path) -> None:
+    config = own_folder / "two.yaml"
+    said = corral("config", "--port", str(servers.free_port()), "--slots", "2", "--threads", "1")
+    content = yaml.safe_load(said)
+    deployment = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}}
+    content["applications"][0]["args"]["models"][0]["deployment"] = deployment
+    config.write_text(yaml.safe_dump(content))
+    environment = {"XDG_RUNTIME_DIR": str(own_folder), "XDG_CACHE_HOME": str(own_folder)}
+    command = [*CORRAL, "serve", "--config", str(config)]
+    process = servers.start(command, own_folder, SETTINGS | environment)
+    try:
+        wait_until(
+            lambda: "(Ray's own)" in (own_folder / servers.LOG).read_text(),
+            START_TIMEOUT_S,
+            lambda: (own_folder / servers.LOG).read_text(),
+        )
+        assert processes.tagged(own_folder, "raylet")
+    finally:
+        processes.stop(process, own_folder, servers.STOP_TIMEOUT_S)
 
 
 @pytest.mark.long
