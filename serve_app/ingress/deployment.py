@@ -56,7 +56,7 @@ class Ingress(IngressServer):
             RayStore(settings.kept_responses),
             _tell_ingresses,
         )
-        await super().__init__(models, settings, place)
+        await self.start(models, settings, place)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self.api()

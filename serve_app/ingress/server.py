@@ -88,10 +88,10 @@ def _file(model: ResolvedModel, path: Path) -> ModelFile:
 class IngressServer:
     """Answers requests for all models, by their engines. Used in one event loop."""
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
+    async def start(
         self, models: list[ResolvedModel], settings: IngressSettings, place: IngressPlace
     ) -> None:
-        """Open the vocabularies, and start the workers. Raises ConfigError."""
+        """Open the vocabularies, and start the workers. To be called first and once. Raises ConfigError."""
         batches, access = settings.batches, settings.access
         if batches is not None and batches.is_encrypted:
             check_encrypted("ingress.batch.folder", batches.folder)

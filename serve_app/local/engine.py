@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
@@ -63,9 +62,10 @@ class EngineProcess:
         """Load the model, or be ready to. Raises CorralError."""
         logs.write_to_stderr(keeps_texts=model.data_at_rest)
         place = ReplicaPlace("corral", model.name, replica_id, "local", Path(folder), reserved_cpus)
-        kind: Any = LoadedModel if model.on_demand is None else OnDemandModel
-        replica = kind.__new__(kind)
-        await replica.__init__(model, place)
+        replica: LoadedModel | OnDemandModel = (
+            LoadedModel() if model.on_demand is None else OnDemandModel()
+        )
+        await replica.start(model, place)
         self._replica = replica
         self._watching = asyncio.create_task(self._watch())
 

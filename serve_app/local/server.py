@@ -105,8 +105,8 @@ class LocalServer:
         place = IngressPlace(
             "corral", "local", "", self.handles, Store(settings.kept_responses), _alone
         )
-        ingress = IngressServer.__new__(IngressServer)
-        await ingress.__init__(self._models, settings, place)  # type: ignore[misc]
+        ingress = IngressServer()
+        await ingress.start(self._models, settings, place)
         assert reports.HERE.address is not None  # the ingress listens now
         for handle in self.handles:
             await handle.attach(reports.HERE.address)

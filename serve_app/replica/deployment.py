@@ -51,7 +51,7 @@ class EngineReplica(LoadedModel):
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         place = prepared(keeps_texts=model.data_at_rest)
-        await super().__init__(model, place)
+        await self.start(model, place)
 
     async def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""
@@ -64,7 +64,7 @@ class OnDemandReplica(OnDemandModel):
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         place = prepared(keeps_texts=model.data_at_rest)
-        await super().__init__(model, place)
+        await self.start(model, place)
 
     async def __del__(self) -> None:
         """Serve's destructor hook; before it, Serve has let running requests finish."""

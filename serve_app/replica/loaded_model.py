@@ -61,7 +61,8 @@ Entry = tuple[GenerationRequest, Callable[[TokenDelta], None]]
 class LoadedModel:
     """A loaded model's engine. Its methods run in the replica's event loop; decoding has its thread."""
 
-    async def __init__(self, model: ResolvedModel, place: ReplicaPlace) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def start(self, model: ResolvedModel, place: ReplicaPlace) -> None:
+        """Load the model. To be called first and once. Raises CorralError."""
         self._place = place
         if model.encrypts_folders:
             check_encrypted("engine.cache_folder", model.options.prefix_folder)

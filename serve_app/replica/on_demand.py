@@ -322,7 +322,8 @@ class OnDemandModel:
     """A model that is loaded and unloaded within one process. Calls that need the model load it; all others
     answer without it while it is not loaded. Used in the replica's event loop."""
 
-    async def __init__(self, model: ResolvedModel, place: ReplicaPlace) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def start(self, model: ResolvedModel, place: ReplicaPlace) -> None:
+        """Be ready to load the model. To be called first and once."""
         settings = model.on_demand
         assert settings is not None  # or it would be a LoadedModel
         self.id = place.replica_id
@@ -378,9 +379,9 @@ class OnDemandModel:
 
 async def _load(model: ResolvedModel, place: ReplicaPlace) -> LoadedModel:
     """Load a model. Raises ConfigError, and whatever else may go wrong; nothing is left of it then."""
-    loaded = LoadedModel.__new__(LoadedModel)
+    loaded = LoadedModel()
     try:
-        await loaded.__init__(model, place)  # type: ignore[misc]  # as Serve does
+        await loaded.start(model, place)
     except BaseException:
         await loaded.close()
         loaded.forget()

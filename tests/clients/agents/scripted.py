@@ -17,8 +17,10 @@ from ray import serve
 from ray.serve import Application
 
 from serve_app import app
+from serve_app.config.resolved import ResolvedModel
 from serve_app.engine.backends import llama_cpp
 from serve_app.llama.grammars.constraint import Constraint
+from serve_app.replica.deployment import prepared
 from serve_app.replica.loaded_model import LoadedModel
 from serve_app.sampling import SamplingParams
 from serve_app.types import Sampled, TokenLogprobs
@@ -118,12 +120,12 @@ class ScriptedBackend(llama_cpp.LlamaBackend):
 class ScriptedReplica(LoadedModel):
     """An engine replica whose model follows the script."""
 
-    async def __init__(self, *args: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         llama_cpp.LlamaBackend = ScriptedBackend  # type: ignore[misc]
-        await super().__init__(*args)
+        await self.start(model, prepared(keeps_texts=model.data_at_rest))
 
     async def __del__(self) -> None:
-        await self.close()
+        await self.leave()
 
 
 def build(args: dict[str, Any]) -> Application:

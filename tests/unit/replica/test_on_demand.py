@@ -58,8 +58,8 @@ async def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     monkeypatch.setattr(on_demand, "_clean_up", lambda: None)
 
     async def start(name: str = "m") -> Any:
-        made = Replica.__new__(Replica)
-        await made.__init__(
+        made = Replica()
+        await made.start(
             SimpleNamespace(
                 id=name,
                 on_demand=OnDemandSettings(3600.0, 2.0, 1, has_peers=False),
