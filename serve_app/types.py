@@ -226,6 +226,11 @@ class Timings:
     compute_s: float = 0.0
     """The decoder's seconds that were charged to the request: its share of each batch, and its samplers."""
 
+    @property
+    def first_token_s(self) -> float:
+        """The time from the first submit to the first token, with replicas before."""
+        return self.failed_over_s + self.queue_s + self.prefill_s
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from serve_app.cli.client import Client, Json
+from serve_app.cli.screen import plain_table
 from serve_app.errors import ConfigError
 from serve_app.placement.machine import list_cpus
 
@@ -47,7 +48,7 @@ def views(client: Client) -> Iterator[Json]:
 
 def processes(view: Json) -> Table:
     """A row for each replica: what it serves, and where."""
-    table = _table("model", "replica", "state", "slots", "context", "threads", "cores", "node")
+    table = plain_table("model", "replica", "state", "slots", "context", "threads", "cores", "node")
     for key, replica in _replicas(view):
         table.add_row(
             replica["model"],
@@ -65,7 +66,7 @@ def processes(view: Json) -> Table:
 
 def statistics(view: Json) -> Table:
     """A row for each replica: how fast it is, and how long requests wait."""
-    table = _table(
+    table = plain_table(
         "model",
         "busy",
         "waiting",
@@ -94,7 +95,7 @@ def statistics(view: Json) -> Table:
 
 
 def screen(view: Json) -> RenderableType:
-    slots = _table("model", "replica", "slots")
+    slots = plain_table("model", "replica", "slots")
     for key, one in _replicas(view):
         slots.add_row(one["model"], key, _slots(one["slots"].values()))
     events = sorted(view.get("events", {}).values(), key=lambda event: event["n"])
@@ -149,7 +150,7 @@ def _print_weights(console: Console, model: str, versions: Sequence[Json]) -> No
     if not versions:
         console.print(f"{model} has one version only.")
         return
-    table = _table("version", "weight", "share now", "status")
+    table = plain_table("version", "weight", "share now", "status")
     for version in versions:
         share, status = f"{100 * version['share']:.3g}%", version["status"]["value"]
         table.add_row(version["id"], f"{version['weight']:.4g}", share, status)
@@ -161,13 +162,6 @@ def _print(console: Console, view: Json, table: Table, *, as_json: bool) -> None
         console.out(json.dumps(view), highlight=False)
     else:
         console.print(table)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, no_wrap=True)
-    return table
 
 
 def _replicas(view: Json) -> list[tuple[str, Json]]:

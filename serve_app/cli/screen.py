@@ -13,6 +13,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from serve_app.cli.client import Json
 from serve_app.progress import Stage
@@ -107,6 +108,14 @@ class Served:
     def address(self) -> str:
         """Where this machine reaches it."""
         return f"http://{local_name(self.host)}:{self.port}"
+
+
+def plain_table(*columns: str) -> Table:
+    """A table of the terminal with these columns, without lines."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, no_wrap=True)
+    return table
 
 
 def local_name(host: str) -> str:

@@ -8,9 +8,9 @@ import urllib.parse
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from serve_app.cli.client import Client, Json
+from serve_app.cli.screen import plain_table
 
 _DAY_S = 86400
 GROUPS = {"key": "api_key_id", "model": "model", "endpoint": "endpoint", "batch": "batch"}
@@ -33,11 +33,8 @@ def usage(
     if form == "json":
         console.out(json.dumps(page), highlight=False)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    counts = ("requests", "prompt", "cached", "answers", "compute s")
-    for name in ("day", *groups):
-        table.add_column(name, no_wrap=True)
-    for name in counts:
+    table = plain_table("day", *groups)
+    for name in ("requests", "prompt", "cached", "answers", "compute s"):
         table.add_column(name, justify="right")
     for bucket in page["data"]:
         day = time.strftime("%Y-%m-%d", time.gmtime(bucket["start_time"]))
@@ -71,9 +68,7 @@ def list_keys(client: Client, console: Console, *, as_json: bool) -> None:
     if as_json:
         console.out(json.dumps(page), highlight=False)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "made", "expires", "labels", "limits"):
-        table.add_column(column, no_wrap=True)
+    table = plain_table("name", "made", "expires", "labels", "limits")
     for key in page["data"]:
         own = ("object", "name", "created", "expires", "labels")
         limits = ", ".join(f"{name}: {value}" for name, value in key.items() if name not in own)

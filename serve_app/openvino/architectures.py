@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 
@@ -106,6 +107,16 @@ _AROUND_LAYERS = frozenset(
     }
 )
 _AFTER_ATTENTION, _AFTER_FFN = "post_attention_norm", "post_ffw_norm"
+_normed_after = partial(
+    Architecture,
+    attention_norm=None,
+    attention_post_norm=_AFTER_ATTENTION,
+    ffn_norm=None,
+    ffn_post_norm=_AFTER_FFN,
+    head_norms=True,
+    windows=4,
+)
+"""An architecture whose norms are all behind what they norm, with a window in three of four layers."""
 
 ARCHITECTURES = {
     "llama": Architecture(pairs="neighbours"),
@@ -134,23 +145,7 @@ ARCHITECTURES = {
         window_scaled=False,
         layers_scaled_by_width=62,
     ),
-    "olmo2": Architecture(
-        attention_norm=None,
-        attention_post_norm=_AFTER_ATTENTION,
-        ffn_norm=None,
-        ffn_post_norm=_AFTER_FFN,
-        head_norms=True,
-        windows=4,
-        window_scaled=False,
-    ),
-    "exaone4": Architecture(
-        attention_norm=None,
-        attention_post_norm=_AFTER_ATTENTION,
-        ffn_norm=None,
-        ffn_post_norm=_AFTER_FFN,
-        head_norms=True,
-        windows=4,
-        full_unrotated=True,
-    ),
+    "olmo2": _normed_after(window_scaled=False),
+    "exaone4": _normed_after(full_unrotated=True),
 }
 """The architectures by name, Llama's and those that follow it closely first."""

@@ -204,7 +204,7 @@ class ReplicaMetrics:
         if n_own:
             self._prefill.observe(spent.prefill_s)
         if n_own and not spent.n_resumed:
-            self._ttft.observe(spent.failed_over_s + spent.queue_s + spent.prefill_s)
+            self._ttft.observe(spent.first_token_s)
         for n_gaps, seconds in spent.gaps:  # Ray takes them one by one, in about a microsecond each
             for _ in range(n_gaps):
                 self._itl.observe(seconds / n_gaps)

@@ -156,7 +156,7 @@ class AccessMiddleware:
                         held.callback(observed.ended)
                     if self._ledger is not None:
                         caller.counter = self._ledger.counter(
-                            "" if caller.account is None else caller.account.key.name,
+                            caller.key_name,
                             scope["path"],
                             batch=caller.is_batch_line,
                         )

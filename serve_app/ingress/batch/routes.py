@@ -56,8 +56,7 @@ ROUTER = APIRouter()
 
 def _owner() -> str:
     """The owner of the caller's files: its API key; without keys, all callers together."""
-    caller = request_context.current()
-    return "" if caller.account is None else caller.account.key.name
+    return request_context.current().key_name
 
 
 @ROUTER.post("/v1/files")

@@ -109,7 +109,7 @@ class RequestMeter:
             "completion_tokens": n_tokens + usage.completion_tokens - self._n_tokens,
             "compute_s": timings.compute_s,
             "queue_s": timings.queue_s,
-            "first_token_s": timings.failed_over_s + timings.queue_s + timings.prefill_s,
+            "first_token_s": timings.first_token_s,
         }
         if self._counts_prompt:
             counts["prompt_tokens"] = usage.prompt_tokens - self._n_prompt

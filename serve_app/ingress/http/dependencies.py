@@ -149,9 +149,8 @@ def operators_only(what: str) -> Any:
         caller = request_context.current()
         caller.check_operator(what)
         if request.method != "GET":
-            by = "" if caller.account is None else caller.account.key.name
+            by, path = caller.key_name, request.scope["path"]
             entry = {"at": time.time(), "id": caller.request_id, "key": by, "from": caller.address}
-            path = request.scope["path"]
             audit.info("%s", json.dumps(entry | {"method": request.method, "path": path}))
 
     return Depends(check)

@@ -200,8 +200,7 @@ class Caller:
     def client(self, user: str | None) -> str:
         """The client among those that share the slots: an API key, or, without keys, a user. Batches whose
         time runs out are, for each of these, one more client."""
-        name = (user or "") if self.account is None else self.account.key.name
-        return account(name, background=self.is_promoted)
+        return account(self.key_name or user or "", background=self.is_promoted)
 
     @property
     def is_background(self) -> bool:
@@ -218,11 +217,14 @@ class Caller:
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @property
+    def key_name(self) -> str:
+        """The name of the API key; empty without keys."""
+        return "" if self.account is None else self.account.key.name
+
+    @property
     def holder(self) -> str:
-        """The client that scarce things of the ingress are counted for: API keys, or, without,
-        addresses."""
-        name = self.address if self.account is None else self.account.key.name
-        return account(name, background=self.is_batch_line)
+        """The client that scarce things are counted for: an API key, or, without keys, an address."""
+        return account(self.key_name or self.address, background=self.is_batch_line)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

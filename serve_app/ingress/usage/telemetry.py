@@ -139,7 +139,7 @@ class ObservedRequest:
                 "at": now / 1e9,
                 "id": request.id,
                 "request_id": caller.request_id,
-                "key": None if caller.account is None else caller.account.key.name,
+                "key": caller.key_name or None,
                 "endpoint": self._endpoint,
                 "model": model,
                 "finish_reason": end.reason.value,
@@ -147,9 +147,7 @@ class ObservedRequest:
                 "cached_tokens": usage.cached_tokens,
                 "completion_tokens": usage.completion_tokens,
                 "queue_s": round(timings.queue_s, 6),
-                "first_token_s": round(
-                    timings.failed_over_s + timings.queue_s + timings.prefill_s, 6
-                ),
+                "first_token_s": round(timings.first_token_s, 6),
                 "decode_s": round(timings.decode_s, 6),
                 "compute_s": round(timings.compute_s, 6),
                 "failovers": timings.n_failovers,
