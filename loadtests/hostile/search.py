@@ -36,7 +36,6 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings, target
 from hypothesis import strategies as st
 
 from loadtests.common.servers import exit_on_sigterm, free_port
-from serve_app.batch.answerer import LocalClient
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import WORKER_MODULES, build_api
@@ -46,6 +45,7 @@ from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 from serve_app.measure.benchmark import bounded, table
 from serve_app.sampling import PARAMETERS
 from serve_app.types import GenerationRequest
+from tools.local_client import LocalClient
 from tools.random_models.model import SHAPES, write_random_gguf
 
 N_CTX_SLOT, LONG_PROMPT, N_SLOTS = 32_768, 30_000, 4
@@ -115,7 +115,7 @@ class Meter:
     """Measures the decoder thread and the event loop of a server in this process."""
 
     def __init__(self, engine: Engine) -> None:
-        core = self._core = engine._loop.core
+        core = self._core = engine.core
         self._step, self._decode = core.step, core.backend.decode
         self._decode_s = self._token_s = self._step_s = self._callback_s = 0.0
         setattr(core, "step", self._timed_step)  # noqa: B010  # a method, for mypy

@@ -1,15 +1,14 @@
-"""An engine that answers parts: what Ray Data runs in each actor of its pool."""
+"""An engine that answers parts, behind the API's own code: what Ray Data runs in each actor of its pool."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import logging
-import os
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,94 +16,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import orjson
 import ray
-from numpy.typing import NDArray
 
+from serve_app import metrics
 from serve_app.batch import parts
 from serve_app.batch.rows import Question, Reading, parsed
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.sources import AdapterConfig
-from serve_app.engine import Engine, GenerationRequest, TokenDelta
-from serve_app.errors import EngineFailedError, NotSupportedError
-from serve_app.folders import cache_folder
+from serve_app.errors import ConfigError
 from serve_app.ingress.access.auth import Access
-from serve_app.ingress.api import build_api
 from serve_app.ingress.batch.executor import post
 from serve_app.ingress.batch.preparation import prefix_of
 from serve_app.ingress.http.request_context import Caller
-from serve_app.ingress.model_registry import Answers, ModelFile, ModelInfo
-from serve_app.openvino.exported.header import vocabulary_file
-from serve_app.placement.pinning import place_on_cpus
+from serve_app.ingress.responses.store import Bounds, Store
+from serve_app.ingress.server import IngressPlace, IngressServer, IngressSettings
+from serve_app.local.handle import EngineChild, LocalHandle, folder_for
 from serve_app.progress import nowhere
+from serve_app.store import shared_entries
 from serve_app.store.models import locate
 from serve_app.store.sharing import ClusterSharing
-from serve_app.types import FetchingReplica, ReplicaStats, RequestRecord, Size, SlotAction
 
 if TYPE_CHECKING:
     import httpx2
 
-
-class LocalClient:
-    """An `EngineClient` for an engine in this process."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta]:
-        stream = self._engine.submit(request)
-        try:
-            async for delta in stream:
-                yield delta
-        finally:
-            self._engine.abort(request.id)
-
-    async def media_tokens(self, sizes: Sequence[Size]) -> int:
-        return self._engine.media_tokens(sizes)
-
-    async def act_on_slot(
-        self, replica_id: str, action: str, slot_id: int, name: str
-    ) -> SlotAction:
-        return await asyncio.to_thread(self._engine.slot_files.act, action, slot_id, name)
-
-    async def explain(self, request_id: str) -> Answers[RequestRecord]:
-        return Answers(tuple(self._engine.explain(request_id)))
-
-    async def embed(
-        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
-    ) -> NDArray[np.float32]:
-        return await asyncio.wrap_future(self._engine.embed(texts, client, background=background))
-
-    @property
-    def is_loaded(self) -> bool:
-        return True
-
-    async def load(self) -> None:
-        """Do nothing: the engine is loaded."""
-
-    async def release(self) -> None:
-        """Do nothing: the engine stays."""
-
-    async def load_adapter(self, adapter: AdapterConfig) -> None:
-        raise NotSupportedError("Adapters are loaded by servers only.", "load")
-
-    async def unload_adapter(self, adapter_id: str) -> None:
-        raise NotSupportedError("Adapters are unloaded by servers only.", "unload")
-
-    async def replica_states(self) -> dict[str, int]:
-        return {"RUNNING": 1}
-
-    async def fetching(self) -> Sequence[FetchingReplica]:
-        return ()
-
-    async def stats(self) -> Answers[ReplicaStats]:
-        engine = dataclasses.asdict(self._engine.stats())
-        stats = ReplicaStats("bare", "bare", engine, latencies=self._engine.latencies())
-        return Answers((stats,))
-
-
 AT_ONCE = 2
 """Parts that an engine has at a time: the second one's lines take the slots that the first one's leave."""
 _LINES_PER_SLOT = 2
-_PAUSE_S = 0.2
+_LOOK_S, _PAUSE_S = 0.5, 0.2
 _BUSY = (429, 503)
 _PATIENCE_S = 600.0
 
@@ -128,35 +64,42 @@ class _Asked(NamedTuple):
 
 
 class Answerer:
-    """An engine with its lease of cores, and the API's own code before it. Ray Data calls it from several
-    threads. If the engine dies, so does the process: Ray starts another one and asks again."""
+    """An engine's process with its lease of cores, and the API's own code before it, as in a server of one
+    machine. Ray Data calls it from several threads."""
 
     def __init__(self, work: PartSettings) -> None:
-        model, self._work = work.model, work
-        path = locate(model.source, model.downloads, nowhere, ClusterSharing())
-        placement = place_on_cpus(model, _reserved_cpus())
-        options = dataclasses.replace(
-            model.options,
-            threads=placement.threads,
-            computing_cpus=placement.computing_cpus,
-            max_stall_s=None,
-            profile_folder=cache_folder() / "profiles",
-        )
-        self._engine = Engine.load(path, options)
-        file = ModelFile(
-            str(vocabulary_file(path)),
-            model.id,
-            options.n_ctx_slot,
-            defaults=model.defaults,
-            aliases=("*",),  # requests may have been written for another server
-            tags=model.tags,
-            n_ctx_text=options.n_ctx_share,
-        )
-        served = ModelInfo.open(file).served_by(LocalClient(self._engine))
-        self._app = build_api({model.id: served}, Access(allow_anonymous=True))
+        """Raises CorralError if the model cannot be loaded."""
+        self._work = work
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="corral-lines", daemon=True).start()
-        self._places = asyncio.Semaphore(_LINES_PER_SLOT * options.n_slots)
+        asyncio.run_coroutine_threadsafe(self._start(work.model), self._loop).result()
+
+    async def _start(self, model: ResolvedModel) -> None:
+        self._places = asyncio.Semaphore(_LINES_PER_SLOT * model.options.n_slots)
+        model = dataclasses.replace(
+            model,
+            options=dataclasses.replace(model.options, max_stall_s=None),
+            aliases=("*",),  # requests may have been written for another server
+            on_demand=None,
+        )
+        await asyncio.to_thread(locate, model.source, model.downloads, nowhere, ClusterSharing())
+        self._folder = tempfile.TemporaryDirectory(prefix="corral-")  # it goes with this process
+        folder = folder_for(Path(self._folder.name))
+        metrics.keep_in(folder / "metrics")
+        shared_entries.keep_in(folder / "entries")
+        handle, child = LocalHandle(model, folder, _reserved_cpus()), EngineChild(folder)
+        self._keeping = asyncio.create_task(handle.keep(child))
+        loading = handle.call("is_there")
+        while not (await asyncio.wait([loading], timeout=_LOOK_S))[0]:
+            if self._keeping.done():
+                await self._keeping
+            if child.process.poll() is not None:
+                raise ConfigError(f"The process of model {model.id} cannot load it.")
+        place = IngressPlace("corral", "local", "", [handle], Store(Bounds()), _alone)
+        settings = IngressSettings(Access(allow_anonymous=True), 0.0, Bounds())
+        ingress = IngressServer()
+        await ingress.start([model], settings, place)
+        self._app = ingress.api()
 
     def __call__(self, batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, list[int]]:
         """Answer one part and write it. Returns the counts of its work, as one row."""
@@ -219,16 +162,9 @@ class Answerer:
         while True:
             caller = Caller(request_id=uuid.uuid4().hex, is_batch_line=True)
             answer = await post(self._app, path, body, caller)
-            self._end_if_broken()
             if answer.status_code not in _BUSY or time.monotonic() > give_up_at:
                 return answer
             await asyncio.sleep(_PAUSE_S)
-
-    def _end_if_broken(self) -> None:
-        try:
-            self._engine.check_health()
-        except EngineFailedError:
-            os._exit(1)
 
 
 def _refusal(message: str, code: str) -> dict[str, Any]:
@@ -238,3 +174,7 @@ def _refusal(message: str, code: str) -> dict[str, Any]:
 def _reserved_cpus() -> float:
     context: Any = ray.get_runtime_context()
     return float(context.get_assigned_resources().get("CPU", 0.0))
+
+
+async def _alone() -> None:
+    """Tell the other ingresses what has changed: there are none."""

@@ -21,12 +21,12 @@ from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.core.result import Ok
 
-from serve_app.batch.answerer import LocalClient
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
+from tools.local_client import LocalClient
 
 CHECKED = (
     "status_code_conformance",

@@ -11,7 +11,6 @@ import httpx2
 import pytest
 from anthropic.types import ThinkingConfigParam
 
-from serve_app.batch.answerer import LocalClient
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.api import build_api
@@ -19,6 +18,7 @@ from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
 from tools import gguf_file
+from tools.local_client import LocalClient
 from tools.random_models.model import SHAPES, write_random_gguf
 
 # The end of Qwen3's template, and that of its models that think always: they begin the reasoning.
