@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from serve_app import progress
-from serve_app.engine.backends.adapters import AdapterTurns, EngineAdapters
+from serve_app.engine.backends.adapters import EngineAdapters
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.backends.choice import open_backend
 from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
@@ -26,7 +26,6 @@ from serve_app.engine.health import HangWatch
 from serve_app.engine.kv_cache.files import SlotFiles
 from serve_app.engine.kv_cache.manager import PrefixStorage
 from serve_app.engine.kv_cache.transfers import PrefixTransfer
-from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.pictures import Encoding, PlacedTile, expanded
 from serve_app.engine.rest_trials import RestTrials
@@ -42,15 +41,7 @@ from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.vision.positions import Tile
 from serve_app.progress import Report
 from serve_app.sampling import SamplingParams
-from serve_app.types import (
-    MEDIUM,
-    GenerationRequest,
-    Picture,
-    RequestRecord,
-    Size,
-    Sound,
-    TokenDelta,
-)
+from serve_app.types import MEDIUM, GenerationRequest, Picture, Size, Sound, TokenDelta
 
 logger = logging.getLogger("corral.engine")
 
@@ -58,7 +49,6 @@ logger = logging.getLogger("corral.engine")
 def make_guests(core: EngineCore) -> list[Guest]:
     """Make the guests that an engine's backend and options ask for. Decoder thread."""
     backend, options, costs = core.backend, core.options, core.costs
-    core.scheduler.turns = AdapterTurns(options.max_stall_s)
     guests: list[Guest] = [
         CacheModeSwitcher(core),
         EmbeddingQueue(backend, costs, core.budget, core.progress, core.queue.accounts),
@@ -90,7 +80,7 @@ def make_guests(core: EngineCore) -> list[Guest]:
     return guests
 
 
-class Engine:
+class Engine(DecoderLoop):
     """A batched engine with one decoder thread. Any thread may call.
 
     `submit` and `submit_many` need a running asyncio event loop, in which the streams are then read;
@@ -103,16 +93,15 @@ class Engine:
 
     def __init__(self, open_backend: Callable[[], Backend], options: EngineOptions) -> None:
         """Opens the backend on the decoder thread and waits for it; raises what that raises."""
+        super().__init__(open_backend, options, make_guests)
         self.options = options
-        self._loop = DecoderLoop(open_backend, options, make_guests)
-        core, run_between_steps = self._loop.core, self._loop.run_between_steps
-        self._backend = backend = core.backend
+        self._backend = backend = self.core.backend
         self._vocabulary = backend.vocabulary
-        self._embeddings = core.guest(EmbeddingQueue)
+        self._embeddings = self.core.guest(EmbeddingQueue)
         self._hang_watch = HangWatch()
-        self.adapters = EngineAdapters(core, run_between_steps)
-        self.slot_files = SlotFiles(options, backend.states.key, self._loop.run)
-        self.prefixes = PrefixTransfer(options, backend.states.key, self._loop.run)
+        self.adapters = EngineAdapters(self.core, self.run_between_steps)
+        self.slot_files = SlotFiles(options, backend.states.key, self.run)
+        self.prefixes = PrefixTransfer(options, backend.states.key, self.run)
 
     @classmethod
     def load(
@@ -161,7 +150,7 @@ class Engine:
     def on_delivered(self, callback: Callable[[], None]) -> None:
         """Have this called on the decoder thread whenever a step's deltas have been handed to their sinks.
         It must not block or raise."""
-        self._loop.core.delivered = callback
+        self.core.delivered = callback
 
     def embed(
         self, texts: Sequence[tuple[int, ...]], client: str = "", *, background: bool = False
@@ -180,17 +169,8 @@ class Engine:
         refused = [self._reason_to_refuse_texts(request.tokens) for request in requests]
         pairs = list(zip(requests, refused, strict=True))
         checked = [request for request, refusal in pairs if refusal is None]
-        entered = iter(self._embeddings.submit(checked, self._loop.run_between_steps))
+        entered = iter(self._embeddings.submit(checked, self.run_between_steps))
         return [refusal or next(entered) or one.future for one, refusal in pairs]
-
-    def abort(self, request_id: str) -> None:
-        """End a request; its slot is free within one step. Idempotent; an unknown id is ignored."""
-        self._loop.abort(request_id)
-
-    def explain(self, name: str) -> list[RequestRecord]:
-        """The records of a request, live or ended lately, by its id, its answer's or its HTTP
-        request's; empty if it is unknown."""
-        return self._loop.explain(name)
 
     def media_tokens(self, sizes: Sequence[Size]) -> int:
         """How many tokens media of these sizes have in a prompt. A sound takes some tenths of a second for
@@ -202,34 +182,21 @@ class Engine:
         parts = [part for size in sizes for part in projector.layout(size)]
         return sum(part.n_tokens if isinstance(part, Tile) else len(part) for part in parts)
 
-    def stats(self) -> EngineStats:
-        """The engine as of its last step."""
-        return self._loop.stats
-
     def latencies(self) -> dict[str, dict[float, int]]:
         """Histograms of `ttft_s` and of gaps between tokens (`itl_s`): see `Latencies.recent`."""
-        return self._loop.core.latencies.recent()
-
-    def cached_prefixes(self) -> CachedPrefixes:
-        """The prefixes that prompts could start from, as of its last step."""
-        return self._loop.cached_prefixes
+        return self.core.latencies.recent()
 
     def check_health(self, now: float | None = None) -> None:
         """Raises EngineFailedError if the decoder thread is dead or hangs in a batch. To be called by one
         thread only, every few seconds; `now` is on `time.monotonic`."""
-        if self._loop.failure is not None:
-            raise EngineFailedError(*self._loop.failure.args)
-        batch, now = self._loop.progress.batch, time.monotonic() if now is None else now
+        if self.failure is not None:
+            raise EngineFailedError(*self.failure.args)
+        batch, now = self.progress.batch, time.monotonic() if now is None else now
         if self._hang_watch.hangs(batch, now) and batch is not None:
             raise EngineFailedError(
                 f"The engine hangs: a batch with a forecast of {batch.forecast_s:.2f} s has been running "
                 f"for {now - batch.began:.0f} s."
             )
-
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Drain: finish what was accepted, refuse the rest, end with an error what is not done after
-        `timeout_s`. Blocks until the model is freed. Idempotent."""
-        self._loop.drain(timeout_s)
 
     def submit_to(
         self, entries: Sequence[tuple[GenerationRequest, Callable[[TokenDelta], None]]]
@@ -238,7 +205,7 @@ class Engine:
         not block or raise. For each, None or why it is refused: its sink is not called then."""
         made = [self._sequence_or_refusal(*entry) for entry in entries]
         sequences = [one for one in made if isinstance(one, EngineSequence)]
-        admitted = iter(self._loop.submit(sequences))
+        admitted = iter(self.enqueue(sequences))
         return [next(admitted) if isinstance(one, EngineSequence) else one for one in made]
 
     def _sequence_or_refusal(

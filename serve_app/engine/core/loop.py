@@ -69,23 +69,22 @@ class DecoderLoop:
         self._thread.start()
         self.core = opened.result()
 
-    def submit(self, sequences: list[Sequence]) -> list[CorralError | None]:
+    def enqueue(self, sequences: list[Sequence]) -> list[CorralError | None]:
         """Queue the sequences in one go; for each, None or the reason why it is refused."""
         return self._command_queue.submit(sequences, self.core.published.view.forecast)
 
-    @property
     def stats(self) -> EngineStats:
         """The engine as of one of its last steps."""
         return self.core.published.view.stats
 
-    @property
     def cached_prefixes(self) -> CachedPrefixes:
         """The prefixes that prompts could start from, as of one of its last steps."""
         return self.core.published.view.cached_prefixes
 
     def explain(self, name: str) -> list[RequestRecord]:
-        """The records of a request, by any of its ids: see `RequestRecord.belongs_to`."""
-        states = {slot.request_id: slot.state for slot in self.stats.slots}
+        """The records of a request, live or ended lately, by its id, its answer's or its HTTP request's;
+        empty if it is unknown."""
+        states = {slot.request_id: slot.state for slot in self.stats().slots}
         records = {
             record.id: replace(record, state=states.get(record.id, record.state))
             for record in self._command_queue.find(name)
@@ -104,11 +103,13 @@ class DecoderLoop:
         return command.future.result()
 
     def abort(self, request_id: str) -> None:
-        """End a request before the next step. A batch for nobody else is cancelled. Idempotent."""
+        """End a request; its slot is free within one step. A batch for nobody else is cancelled.
+        Idempotent; an unknown id is ignored."""
         self._command_queue.abort(request_id)
 
-    def drain(self, timeout_s: float) -> None:
-        """Refuse new requests; those not done after `timeout_s` end with an error. Wait for it."""
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Drain: finish what was accepted, refuse the rest, end with an error what is not done after
+        `timeout_s`. Blocks until the model is freed. Idempotent."""
         self._command_queue.drain(time.monotonic() + timeout_s)
         self._thread.join(timeout_s)
         self._command_queue.cancel()

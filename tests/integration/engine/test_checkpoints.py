@@ -360,7 +360,7 @@ async def test_what_is_planned_for_recurrent_layers_is_what_they_take(
         assert present_bytes == pytest.approx(planned, abs=0.02 * 2**20)
         assert (rewind_bytes > 0) is (kind in ("lfm2", "nemotron_h"))
         assert rewind_bytes <= checkpoint_ram_bytes / 2
-        budget_bytes = engine._loop.core.cache.checkpoints._budget_bytes
+        budget_bytes = engine.core.cache.checkpoints._budget_bytes
         assert budget_bytes == checkpoint_ram_bytes - rewind_bytes
 
 

@@ -72,9 +72,9 @@ def as_if_every_batch_took_as_long(engine: Engine) -> None:
 
 
 def _costs_of(engine: Engine) -> tuple[CostModel, CostModel]:
-    drafter = engine._loop.core.guest(Drafting)._drafter
+    drafter = engine.core.guest(Drafting)._drafter
     assert isinstance(drafter, Drafter)
-    return engine._loop.core.costs, drafter._costs
+    return engine.core.costs, drafter._costs
 
 
 def _take(seconds: float, costs: CostModel, names: list[str]) -> None:

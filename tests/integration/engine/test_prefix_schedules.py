@@ -73,7 +73,7 @@ CHATS = st.builds(
 def open_engine(name: str, sizes: EngineOptions) -> Engine:
     engine = Engine(lambda: LlamaBackend(BUILTIN_MODEL, sizes), sizes)
     if name == "speculating":  # as on a machine on which drafts cost nothing
-        mock.patch.object(engine._loop.core.costs, "verify_s", return_value=1e-6).start()
+        mock.patch.object(engine.core.costs, "verify_s", return_value=1e-6).start()
     return engine
 
 

@@ -105,7 +105,7 @@ async def test_drafts_from_the_text_change_no_answer(
     drafting = Engine.load(rolled_back[kind], options)
     plain = Engine.load(rolled_back[kind], replace(options, speculate=False, n_rs_seq=0))
     try:
-        drafting._loop.core.costs.verify_s = lambda *_: 1e-6  # type: ignore[method-assign]
+        drafting.core.costs.verify_s = lambda *_: 1e-6  # type: ignore[method-assign]
         for engine in (drafting, plain):
             assert engine._backend.traits.n_rewind == (4 if engine is drafting else 0)
         together = await asyncio.gather(

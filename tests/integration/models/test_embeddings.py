@@ -142,7 +142,7 @@ def test_who_never_asks_pays_nothing(engine: Engine) -> None:
     """Neither memory nor time: the second context is made at the first request."""
     fresh = Engine.load(PATH, OPTIONS)
     try:
-        backend = fresh._loop.core.backend
+        backend = fresh.core.backend
         assert backend.embeddings._context is None  # type: ignore[attr-defined]
         fresh.embed([(1, 2)]).result(60)
         assert backend.embeddings._context is not None  # type: ignore[attr-defined]

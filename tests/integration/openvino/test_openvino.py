@@ -188,7 +188,7 @@ async def test_a_text_goes_on_in_a_replica_of_the_other_backend(
 
 
 async def test_a_prefix_of_the_other_backend_is_refused(engine: Engine, other: Engine) -> None:
-    assert engine._loop.core.backend.states.key != other._loop.core.backend.states.key
+    assert engine.core.backend.states.key != other.core.backend.states.key
 
 
 async def test_a_request_that_is_aborted_leaves_others_as_they_are(engine: Engine) -> None:

@@ -248,7 +248,7 @@ def ask(engine: Engine, one: GenerationRequest) -> Inbox:
 def start_together(loop: DecoderLoop, *requests: GenerationRequest) -> list[Inbox]:
     inboxes = [Inbox() for _ in requests]
     pairs = zip(requests, inboxes, strict=True)
-    assert not any(loop.submit([EngineSequence(*pair) for pair in pairs]))
+    assert not any(loop.enqueue([EngineSequence(*pair) for pair in pairs]))
     return inboxes
 
 

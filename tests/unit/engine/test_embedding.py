@@ -403,7 +403,7 @@ def test_requests_that_come_during_a_batch_share_the_next() -> None:
     with running(backend) as engine:
         backend.hold()
         first = engine.embed([(1,)])
-        until(lambda: not engine._loop._command_queue._pending.commands)  # it was taken
+        until(lambda: not engine._command_queue._pending.commands)  # it was taken
         others = [engine.embed([(n,)]) for n in range(2, 9)]
         backend.resume()
         for one in (first, *others):
@@ -497,8 +497,8 @@ def test_what_is_not_done_in_time_ends_with_an_error() -> None:
     backend.hold()
     engine = Engine(lambda: backend, options(1))
     future = engine.embed([text(20)] * 50)
-    until(lambda: not engine._loop._command_queue._pending.commands)
-    engine._loop._command_queue.drain(0)
+    until(lambda: not engine._command_queue._pending.commands)
+    engine._command_queue.drain(0)
     backend.resume()
     engine.close(0)
     with pytest.raises(EngineClosedError):

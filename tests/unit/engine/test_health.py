@@ -95,7 +95,7 @@ def test_an_engine_that_hangs_is_not_healthy(work: str) -> None:
             start(engine, request("a"))
         else:
             engine.embed([(1, 2)])
-        until(lambda: engine._loop.progress.batch is not None)
+        until(lambda: engine.progress.batch is not None)
         began = time.monotonic()
         for i in range(6):
             engine.check_health(began + PERIOD_S * i)
@@ -110,11 +110,11 @@ def test_an_engine_that_goes_on_is_healthy_again() -> None:
     with running(backend) as engine:
         backend.hold()
         (inbox,) = start(engine, request("a"))
-        until(lambda: engine._loop.progress.batch is not None)
+        until(lambda: engine.progress.batch is not None)
         engine.check_health()
         backend.resume()
         inbox.wait()
-        until(lambda: engine._loop.progress.batch is None)
+        until(lambda: engine.progress.batch is None)
         for i in range(9):
             engine.check_health(time.monotonic() + PATIENCE_S * i)
 
@@ -125,7 +125,7 @@ def test_what_is_forecast_to_be_slow_may_be() -> None:
     with running(backend) as engine:
         backend.hold()
         start(engine, request("a"))
-        until(lambda: engine._loop.progress.batch is not None)
+        until(lambda: engine.progress.batch is not None)
         began = time.monotonic()
         for i in range(59):
             engine.check_health(began + PERIOD_S * i)

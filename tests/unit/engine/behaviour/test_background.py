@@ -120,9 +120,9 @@ def test_a_slot_is_given_back_with_what_it_has() -> None:
     (somebody,) = start_together(loop, request("somebody", "b" * 9))
     backend.resume()
     assert somebody.wait().reason is FinishReason.LENGTH
-    loop.drain(PATIENCE_S)
-    assert loop.stats.requests.preemptions == 1
-    assert loop.stats.tokens.restored_tokens > 19
+    loop.close(PATIENCE_S)
+    assert loop.stats().requests.preemptions == 1
+    assert loop.stats().tokens.restored_tokens > 19
     assert somebody.token_ids == continuation(b"b" * 9, 4)
     assert patient.token_ids == continuation(b"a" * 19, 20)
     assert patient.end.timings.n_preemptions == 1
@@ -237,7 +237,7 @@ def test_a_prompt_does_not_wait_for_a_prefix_in_the_background() -> None:
         backend.step()
     (somebody,) = start_together(loop, request("somebody", "a" * 41))
     backend.resume()
-    loop.drain(PATIENCE_S)
+    loop.close(PATIENCE_S)
     assert somebody.token_ids == continuation(b"a" * 41, 4)
     assert patient.token_ids == continuation(b"a" * 40, 4)
     assert 24 <= somebody.end.usage.cached_tokens <= 32

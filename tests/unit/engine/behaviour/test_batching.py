@@ -79,7 +79,7 @@ def test_long_prompt_leaves_every_decoder_a_row() -> None:
     inboxes = start_together(
         loop, request("decoder", "a", max_tokens=8), request("long", "b" * 30, max_tokens=2)
     )
-    loop.drain(PATIENCE_S)
+    loop.close(PATIENCE_S)
     rows = [[row[2] for row in batch] for batch in backend.batches]
     assert rows[:10] == [[0], [1] * 6] * 5
     assert rows[10:] == [[0, 1], [0], [0]]
@@ -90,7 +90,7 @@ def test_prompts_that_do_not_fit_go_one_by_one() -> None:
     backend = WatchedBackend(n_slots=3)
     loop = DecoderLoop(lambda: backend, options(3, n_batch=4), make_guests)
     start_together(loop, *(request(name, name * 10, max_tokens=1) for name in "abc"))
-    loop.drain(PATIENCE_S)
+    loop.close(PATIENCE_S)
     rows = [[row[2] for row in batch] for batch in backend.batches]
     assert rows == [
         [0] * 4,
@@ -135,10 +135,10 @@ def test_a_long_prompt_keeps_to_the_stall_budget() -> None:
     inboxes = start_together(
         loop, request("decoder", "a", max_tokens=8), request("long", "b" * 30, max_tokens=2)
     )
-    loop.drain(PATIENCE_S)
+    loop.close(PATIENCE_S)
     rows = [[row[2] for row in batch] for batch in backend.batches]
     assert rows[:6] == [[0], [1] * 8] * 3
     assert [len(inbox.token_ids) for inbox in inboxes] == [8, 2]
     # Batches take next to nothing here, and that is learned.
-    assert loop.stats.costs.step_time["decode_ms"][1] < 10
-    assert loop.stats.costs.step_time["prefill_ms"][8] < 10
+    assert loop.stats().costs.step_time["decode_ms"][1] < 10
+    assert loop.stats().costs.step_time["prefill_ms"][8] < 10

@@ -115,7 +115,7 @@ def test_streams_are_interrupted_for_what_saves_much_and_is_no_longer_than_they_
     with running(backend, own) as engine:
         inboxes = start(engine, *(request(text, text, max_tokens=100) for text in ("a", "other")))
         until(lambda: backend.n_waiting == 1)
-        change = engine._loop.core.guest(CacheModeSwitcher)
+        change = engine.core.guest(CacheModeSwitcher)
         slow, fast = part_of(SLOW, part), part_of(FAST, part)
         change._traffic = Traffic((SPLIT, CostModel(slow)), (UNIFIED, fast))
         backend.resume()
@@ -131,7 +131,7 @@ def test_what_is_pinned_is_saved_and_restored() -> None:
     backend = changing(FakeBackend(endless, n_slots=5))
     backend.change_s = 0.5
     with running(backend, replace(LARGE, pinned=(tuple(SYSTEM.encode()),))) as engine:
-        change = engine._loop.core.guest(CacheModeSwitcher)
+        change = engine.core.guest(CacheModeSwitcher)
         change._cache.copies.saves = CopySpeed(1.0, 100)
         change._cache.copies.restores = CopySpeed(2.0, 100)
         assert change._cost_s() == pytest.approx(0.5 + 1.16 + 2.32)
@@ -152,7 +152,7 @@ class Watched(Traffic):
 def test_steps_of_the_same_streams_are_alike() -> None:
     backend = changing(FakeBackend(endless, n_slots=4), FAST, SLOW)
     with running(backend, LARGE) as engine:
-        engine._loop.core.guest(CacheModeSwitcher)._traffic = watched = Watched()
+        engine.core.guest(CacheModeSwitcher)._traffic = watched = Watched()
         inboxes = start(engine, *(request(text, text, max_tokens=100) for text in ("a", "b", "c")))
         for inbox in inboxes:
             inbox.wait()
@@ -166,7 +166,7 @@ def test_a_tile_shares_no_batch_in_either_kind() -> None:
     projector.may_end.set()
     backend.resume()
     with running(backend, LARGE) as engine:
-        engine._loop.core.guest(CacheModeSwitcher)._traffic = watched = Watched()
+        engine.core.guest(CacheModeSwitcher)._traffic = watched = Watched()
         (stream,) = start(engine, request("s", max_tokens=None))
         until(lambda: len(stream.token_ids) > 2)
         (pictured,) = start(engine, asked("p", GOOD))
@@ -204,7 +204,7 @@ def test_it_changes_back() -> None:
         for inbox in start(engine, *(request(text, text, max_tokens=8) for text in prompts)):
             inbox.wait()
         assert backend.mode == UNIFIED
-        change = engine._loop.core.guest(CacheModeSwitcher)
+        change = engine.core.guest(CacheModeSwitcher)
         change._not_before = 0.0
         change._traffic = Traffic((UNIFIED, CostModel(SLOW)), (SPLIT, FAST))
         backend.other = SPLIT, FAST

@@ -43,13 +43,13 @@ def test_decode_error_ends_only_the_sequence_at_fault() -> None:
     good, bad, other = start_together(
         loop, request("a", "abc"), request("b", "xyz!"), request("c", "c")
     )
-    loop.drain(PATIENCE_S)
+    loop.close(PATIENCE_S)
     assert bad.end.reason is FinishReason.ERROR
     assert isinstance(bad.end.error, DecodeError)
     assert good.token_ids == continuation(b"abc", 4)
     assert other.token_ids == continuation(b"c", 4)
     assert loop.failure is None
-    assert loop.stats.requests.ended == {"error": 1, "length": 2}
+    assert loop.stats().requests.ended == {"error": 1, "length": 2}
 
 
 def test_decode_error_in_the_middle_of_a_text() -> None:
@@ -58,7 +58,7 @@ def test_decode_error_in_the_middle_of_a_text() -> None:
     backend = WatchedBackend(n_slots=2, fail_on=[letter])
     loop = DecoderLoop(lambda: backend, options(2), make_guests)
     bad, good = start_together(loop, request("a", "abc"), request("b", innocent.decode()))
-    loop.drain(PATIENCE_S)
+    loop.close(PATIENCE_S)
     assert isinstance(bad.end.error, DecodeError)
     assert bad.token_ids == continuation(b"abc", 2)
     assert good.token_ids == continuation(innocent, 4)
@@ -174,7 +174,7 @@ def test_backend_that_breaks_while_admitting_forgets_nobody(
     inboxes = start_together(loop, request("a"), request("b"))
     for inbox in inboxes:
         assert isinstance(inbox.wait().error, EngineFailedError)
-    loop.drain(0)
+    loop.close(0)
 
 
 def test_a_sampler_that_cannot_be_made_ends_its_own_request(
@@ -193,12 +193,12 @@ def test_a_sampler_that_cannot_be_made_ends_its_own_request(
     good, bad, other = start_together(
         loop, request("a", "abc"), request("b", "x"), request("c", "c")
     )
-    loop.drain(PATIENCE_S)
+    loop.close(PATIENCE_S)
     assert isinstance(bad.end.error, DecodeError)
     assert "scripted break" in bad.end.error.message
     assert good.token_ids == continuation(b"abc", 4)
     assert other.token_ids == continuation(b"c", 4)
-    assert loop.stats.requests.ended == {"error": 1, "length": 2}
+    assert loop.stats().requests.ended == {"error": 1, "length": 2}
 
 
 def test_a_sampler_that_breaks_ends_its_own_request() -> None:

@@ -131,7 +131,7 @@ def test_the_cache_stays_unified_while_the_chat_may_go_on(monkeypatch: pytest.Mo
     backend = pooled()
     with running(backend, POOLED) as engine:
         ask(engine, request("long", letters(40)))
-        change = engine._loop.core.guest(CacheModeSwitcher)
+        change = engine.core.guest(CacheModeSwitcher)
         change._not_before = 0.0
 
         def short_ones(name: str) -> None:

@@ -66,9 +66,9 @@ def test_the_youngest_waits_and_goes_on(cache_ram_bytes: int) -> None:
     old, young = start_together(
         loop, request("old", "a" * 9, max_tokens=20), request("young", "b" * 9, max_tokens=20)
     )
-    loop.drain(PATIENCE_S)
-    assert loop.stats.requests.preemptions == 1
-    assert loop.stats.tokens.restored_tokens == (0 if cache_ram_bytes == 0 else 19)
+    loop.close(PATIENCE_S)
+    assert loop.stats().requests.preemptions == 1
+    assert loop.stats().tokens.restored_tokens == (0 if cache_ram_bytes == 0 else 19)
     for inbox, letter in ((old, b"a"), (young, b"b")):
         assert inbox.token_ids == continuation(letter * 9, 20)
         assert (inbox.end.usage.prompt_tokens, inbox.end.usage.completion_tokens) == (9, 20)
@@ -104,9 +104,9 @@ def preempted() -> tuple[SteppedBackend, DecoderLoop, list[Inbox]]:
         loop, request("old", "a" * 9, max_tokens=25), request("young", "b" * 9, max_tokens=25)
     )
     backend.wait_for_batch()
-    while loop.stats.requests.preemptions == 0:
+    while loop.stats().requests.preemptions == 0:
         backend.step()
-    assert (loop.stats.queue.running, loop.stats.queue.waiting) == (1, 1)
+    assert (loop.stats().queue.running, loop.stats().queue.waiting) == (1, 1)
     return backend, loop, inboxes
 
 
@@ -114,7 +114,7 @@ def test_abort_while_it_waits() -> None:
     backend, loop, (old, young) = preempted()
     loop.abort("young")
     backend.resume()
-    loop.drain(PATIENCE_S)
+    loop.close(PATIENCE_S)
     assert young.end.reason == FinishReason.ABORT
     assert old.token_ids == continuation(b"a" * 9, 25)
     assert backend.open_samplers == 0
@@ -124,7 +124,7 @@ def test_drain_ends_it_too() -> None:
     backend, loop, inboxes = preempted()
     loop._command_queue.drain(0.0)
     backend.resume()
-    loop.drain(0)
+    loop.close(0)
     assert {inbox.end.reason for inbox in inboxes} == {FinishReason.ERROR}
     assert backend.open_samplers == 0
 
@@ -134,9 +134,9 @@ def test_nobody_is_admitted_until_somebody_ends() -> None:
     (late,) = start_together(loop, request("late", "c", max_tokens=1))
     backend.step()
     backend.step()
-    assert (loop.stats.queue.running, loop.stats.queue.waiting) == (1, 2)
+    assert (loop.stats().queue.running, loop.stats().queue.waiting) == (1, 2)
     backend.resume()
-    loop.drain(PATIENCE_S)
+    loop.close(PATIENCE_S)
     assert late.token_ids == continuation(b"c", 1)
     assert old.token_ids == continuation(b"a" * 9, 25)
     assert young.token_ids == continuation(b"b" * 9, 25)
@@ -166,12 +166,12 @@ def both_slots_of_one_client(
 
 def test_a_client_with_all_slots_gives_one_back_and_gets_it_again() -> None:
     backend, loop, (old, young, other) = both_slots_of_one_client("z")
-    while loop.stats.requests.preemptions == 0:
+    while loop.stats().requests.preemptions == 0:
         backend.step()
-    assert (loop.stats.queue.running, loop.stats.queue.waiting) == (2, 1)
+    assert (loop.stats().queue.running, loop.stats().queue.waiting) == (2, 1)
     backend.resume()
-    loop.drain(PATIENCE_S)
-    assert loop.stats.tokens.restored_tokens > 20
+    loop.close(PATIENCE_S)
+    assert loop.stats().tokens.restored_tokens > 20
     assert other.token_ids == continuation(b"c" * 9, 5)
     assert old.token_ids == continuation(b"a" * 20, 30)
     assert young.token_ids == continuation(b"b" * 20, 30)
@@ -182,8 +182,8 @@ def test_a_client_with_all_slots_gives_one_back_and_gets_it_again() -> None:
 def test_a_client_alone_is_never_preempted() -> None:
     backend, loop, inboxes = both_slots_of_one_client("a")
     backend.resume()
-    loop.drain(PATIENCE_S)
-    assert loop.stats.requests.preemptions == 0
+    loop.close(PATIENCE_S)
+    assert loop.stats().requests.preemptions == 0
     assert [inbox.end.reason for inbox in inboxes] == [FinishReason.LENGTH] * 3
 
 
@@ -191,8 +191,8 @@ def test_nobody_gives_way_whose_state_takes_too_long_to_save() -> None:
     """Bytes take 2 ns until that was measured."""
     backend, loop, inboxes = both_slots_of_one_client("z", max_stall_s=1e-9)
     backend.resume()
-    loop.drain(PATIENCE_S)
-    assert loop.stats.requests.preemptions == 0
+    loop.close(PATIENCE_S)
+    assert loop.stats().requests.preemptions == 0
     assert [inbox.end.reason for inbox in inboxes] == [FinishReason.LENGTH] * 3
 
 

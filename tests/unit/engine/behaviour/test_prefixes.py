@@ -94,7 +94,7 @@ def test_prefix_that_many_bring_at_once_is_computed_once() -> None:
     loop = DecoderLoop(lambda: backend, options(4, n_batch=20, n_ctx_slot=99), make_guests)
     requests = [request(name, COMMON + name) for name in "abcd"]
     inboxes = start_together(loop, *requests)
-    loop.drain(PATIENCE_S)
+    loop.close(PATIENCE_S)
     for one, inbox in zip(requests, inboxes, strict=True):
         assert inbox.token_ids == continuation(one.prompt, 4)
     assert fed_prompt_tokens(backend) == len(COMMON) + 4
@@ -121,10 +121,10 @@ def test_slots_for_those_who_wait_are_emptied_at_once(cache_ram_bytes: int) -> N
     assert min(map(len, backend.slots)) >= 40
     backend.in_use.clear()
     inboxes = start_together(loop, *(request(name, COMMON + name) for name in "abc"))
-    loop.drain(PATIENCE_S)
+    loop.close(PATIENCE_S)
     assert backend.in_use[0] == 43  # what nobody needs a slot for
     assert [inbox.end.usage.cached_tokens for inbox in inboxes].count(len(COMMON)) == 2
-    assert loop.stats.cache.stored_prefixes == (3 if cache_ram_bytes else 0)
+    assert loop.stats().cache.stored_prefixes == (3 if cache_ram_bytes else 0)
 
 
 def test_who_waits_for_a_prefix_lets_others_pass_and_survives_its_abort() -> None:

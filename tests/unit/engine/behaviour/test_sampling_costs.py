@@ -40,9 +40,9 @@ def test_measured_and_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     dear = replace(dear, sampling=replace(dear.sampling, top_k=0))
     pairs = [(dear, Inbox()), (request("cheap", "cheap\n", max_tokens=3), Inbox())]
     sequences = [EngineSequence(*pair) for pair in pairs]
-    assert not any(loop.submit(sequences))
+    assert not any(loop.enqueue(sequences))
     for _, inbox in pairs:
         inbox.wait()
-    loop.drain(0)
+    loop.close(0)
     assert [one.spent_s for one in sequences] == [300, 0]
     assert [one.sampling_cost.token_s for one in sequences] == [100, 0]

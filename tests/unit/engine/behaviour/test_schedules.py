@@ -134,7 +134,7 @@ def test_every_accepted_request_ends_exactly_once(
         match event:
             case Submit(name, prompt, max_tokens):
                 one, inbox = request(name, prompt, max_tokens=max_tokens), Inbox()
-                (refusal,) = loop.submit([EngineSequence(one, backend.sink(inbox))])
+                (refusal,) = loop.enqueue([EngineSequence(one, backend.sink(inbox))])
                 if refusal is None:
                     accepted.append((one, inbox))
                 else:
@@ -148,7 +148,7 @@ def test_every_accepted_request_ends_exactly_once(
                 backend.allow(n)
         backend.settle([inbox for _, inbox in accepted])
     backend.allow(10_000)
-    loop.drain(deadline_s)
+    loop.close(deadline_s)
     assert loop.failure is None or break_after is not None or fails
     for one, inbox in accepted:
         end = inbox.end
@@ -170,7 +170,7 @@ def test_every_accepted_request_ends_exactly_once(
             assert deadline_s == 0
     assert backend.open_samplers == 0
     assert backend.closed
-    stats = loop.stats
+    stats = loop.stats()
     assert (stats.queue.running, stats.queue.waiting) == (0, 0)
     assert {slot.state for slot in stats.slots} == {"idle"}
     assert sum(stats.requests.ended.values()) == len(accepted)

@@ -582,7 +582,7 @@ def test_a_busy_slot_is_left_alone(tmp_path: Path) -> None:
         (inbox,) = start(engine, request("a", PROMPT))
         backend.wait_for_batch()
         command = Command(lambda cache: cache.erase(0))
-        engine._loop.run_between_steps(command)
+        engine.run_between_steps(command)
         backend.step()
         with pytest.raises(EngineUnavailableError, match="busy"):
             command.future.result(0)
