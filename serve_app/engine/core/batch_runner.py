@@ -13,7 +13,6 @@ from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.scheduler.batch import Batch, Chunk
 from serve_app.engine.core.scheduler.fair_queue import FairQueue
-from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.health import Progress
 from serve_app.errors import ConstraintError, CorralError, DecodeCancelledError, DecodeError
 from serve_app.types import Adapters, Sampled
@@ -44,7 +43,6 @@ class BatchRunner:
     _command_queue: CommandQueue
     """The queue that cancels a batch which nobody waits for."""
     _queue: FairQueue
-    _scheduler: Scheduler
     _adapters: Adapters = ()
     """The adapters of the last batch."""
     _clocks: Clocks = field(init=False)
@@ -65,7 +63,6 @@ class BatchRunner:
                 self._charge(batch, time.monotonic() - began)
             return BatchResult(batch, error)
         decoded, (_, share) = time.monotonic(), self._clocks.end(len(batch.rows))
-        self._scheduler.turns.observe(len(batch.rows), decoded - began, switched=switches)
         if not (has_pending_copy or switches or any(chunk.scored for chunk in batch.chunks)):
             self._learn(batch, decoded - began, share)
         self._charge(batch, decoded - began)

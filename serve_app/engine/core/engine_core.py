@@ -90,9 +90,7 @@ class EngineCore:
         self.admission = Admission(
             backend, self.cache, self.scheduler, self.queue, self.budget, self.counts, outbox
         )
-        self.runner = BatchRunner(
-            backend, costs, progress, command_queue, self.queue, self.scheduler
-        )
+        self.runner = BatchRunner(backend, costs, progress, command_queue, self.queue)
         self._postprocessor = Postprocessor(
             options,
             backend.vocabulary,

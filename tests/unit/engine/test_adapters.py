@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine.backends.adapters import AdapterTurns
+from serve_app.engine.core.scheduler.scheduler import TURN_S, AdapterTurns
 from serve_app.engine.core.sequence import Sequence
 from serve_app.types import Adapters, AdapterUse, GenerationRequest, may_start_from
 
@@ -34,19 +34,9 @@ def test_all_of_one_kind_are_served_in_every_step() -> None:
     assert turns.choose([], 3.0) == []
 
 
-def priced(max_stall_s: float | None, switch_s: float) -> AdapterTurns:
-    """Turns whose switches were seen to take so long."""
-    turns = AdapterTurns(max_stall_s)
-    for _ in range(4):
-        turns.observe(4, 0.05 + switch_s, switched=True)
-        turns.observe(4, 0.05, switched=False)
-    assert turns.switch_s == pytest.approx(switch_s)
-    return turns
-
-
-def test_a_switch_without_a_price_is_made_after_every_step() -> None:
+def test_longer_steps_than_a_turn_take_turns_one_by_one() -> None:
     sequences = [sequence("", 0.1), sequence("a", 0.2), sequence("b", 0.3), sequence("c", 0.4)]
-    assert order(priced(0.25, 0.0), sequences, [1, 2, 3, 4, 5, 6, 7, 8]) == "-abc-abc"
+    assert order(AdapterTurns(0.25), sequences, [1, 2, 3, 4, 5, 6, 7, 8]) == "-abc-abc"
 
 
 def test_who_has_more_sequences_has_no_more_steps() -> None:
@@ -57,55 +47,22 @@ def test_who_has_more_sequences_has_no_more_steps() -> None:
 @pytest.mark.parametrize(
     ("max_stall_s", "expected"),
     [
-        pytest.param(None, "aaaabbbb", id="the price is a twentieth of a turn of 0.4 s"),
-        pytest.param(0.2, "aabbaabb", id="nobody waits longer than a stream may"),
+        pytest.param(None, "aaaabbbb", id="short steps share a turn"),
+        pytest.param(TURN_S / 2, "aabbaabb", id="nobody waits longer than a stream may"),
     ],
 )
-def test_a_price_makes_turns_longer(max_stall_s: float | None, expected: str) -> None:
-    turns = priced(max_stall_s, 0.02)
+def test_a_turn_has_several_short_steps(max_stall_s: float | None, expected: str) -> None:
     sequences = [sequence("a", 0.1), sequence("b", 0.2)]
-    times = [1 + 0.101 * i for i in range(8)]
-    assert order(turns, sequences, times) == expected
+    times = [1 + (TURN_S / 4 + 1e-6) * i for i in range(8)]
+    assert order(AdapterTurns(max_stall_s), sequences, times) == expected
 
 
 def test_who_comes_back_waits_for_no_more_than_the_others_steps() -> None:
-    turns, a, b = priced(0.25, 0.0), sequence("a", 0.1), sequence("b", 0.2)
+    turns, a, b = AdapterTurns(0.25), sequence("a", 0.1), sequence("b", 0.2)
     assert order(turns, [a, b], [1, 2]) == "ab"
     assert order(turns, [a], [3, 4, 5]) == "aaa"
     late = sequence("b", 5.5)
     assert order(turns, [a, late], [6, 7, 8]) == "aba"
-
-
-def test_the_price_is_measured_in_turns_of_two_steps() -> None:
-    turns, sequences = AdapterTurns(0.25), [sequence("a", 0.1), sequence("b", 0.2)]
-    assert order(turns, sequences, [1 + 0.06 * i for i in range(8)]) == "aabbaabb"
-    late = AdapterTurns(0.25), [1 + 0.11 * i for i in range(4)]
-    assert order(late[0], sequences, late[1]) == "abab"  # one step is long enough for a turn
-
-
-def test_the_price_is_what_a_batch_takes_longer_than_the_next_one_like_it() -> None:
-    turns = AdapterTurns(0.25)
-    turns.observe(4, 0.09, switched=True)
-    turns.observe(5, 0.01, switched=False)
-    assert turns.switch_s == 0
-    turns.observe(4, 0.09, switched=True)
-    turns.observe(4, 0.07, switched=False)
-    turns.observe(4, 0.01, switched=False)
-    assert turns.switch_s == pytest.approx(0.02)
-    turns.observe(4, 0.11, switched=True)
-    turns.observe(4, 0.07, switched=False)
-    assert turns.switch_s == pytest.approx(0.03)
-    for _ in range(20):
-        turns.observe(4, 0.06, switched=True)
-        turns.observe(4, 0.07, switched=False)
-    assert turns.switch_s == 0
-
-
-def test_only_the_step_after_a_switch_costs_more() -> None:
-    turns = priced(0.25, 0.2)
-    turns.choose([sequence("a")], 1.0)
-    assert turns.price_s(use("")) == pytest.approx(0.2)
-    assert turns.price_s(use("a")) == 0
 
 
 @pytest.mark.parametrize(

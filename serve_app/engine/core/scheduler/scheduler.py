@@ -32,6 +32,8 @@ _ENOUGH_ROWS = 128
 _LOST_S, _LOST_PART, _MOST_LOST_S = 0.25, 0.1, 2.0
 # How much longer the others' decoding may take for what is decoded in the background.
 _FREE = 0.02
+SWITCH_S, TURN_S = 0.007, 0.14
+"""Seconds that llama.cpp takes to build graphs for other adapters, and of a turn."""
 
 
 class DraftPlanner(Protocol):
@@ -45,53 +47,58 @@ class DraftPlanner(Protocol):
         """Learn how many tokens of a draft were right; returns whether a draft model proposed it."""
 
 
-class Turns:
-    """A single turn for all sequences, whatever their adapters: for a backend that has none.
+class AdapterTurns:
+    """Chooses whose step it is: llama.cpp applies LoRA adapters to a whole batch. Sequences with the same
+    adapters have a turn of some steps, and then those go on that have waited longest for a step."""
 
-    `serve_app.engine.backends.adapters.AdapterTurns` gives each set of adapters its turns."""
+    def __init__(self, max_stall_s: float | None) -> None:
+        self._max_stall_s = max_stall_s
+        self._served_at: dict[Adapters, float] = {}
+        """When the last step of those that run began."""
+        self.current: Adapters = ()
+        self._since = 0.0
+        """When their turn began."""
 
     def choose(self, sequences: SequenceOf[Sequence], now: float) -> list[Sequence]:
-        """The sequences of one turn. `now` is on the clock of `Trace.submitted`."""
-        return list(sequences)
-
-    def price_s(self, before: Adapters) -> float:
-        """The additional seconds of the chosen step if the one before had those adapters."""
-        return 0.0
-
-    def observe(self, n_rows: int, seconds: float, *, switched: bool) -> None:
-        """Learn from a batch; `switched` says whether it had other adapters than the one before."""
+        """The sequences of one turn: all, if all have the same adapters. `now` is on the clock of
+        `Trace.submitted`."""
+        sets: dict[Adapters, list[Sequence]] = {}
+        for sequence in sequences:
+            sets.setdefault(sequence.request.adapters, []).append(sequence)
+        self._served_at = {used: at for used, at in self._served_at.items() if used in sets}
+        if not sets:
+            return []
+        # Since when each waits: since its last step, or since the first of its sequences came.
+        since = {
+            used: self._served_at.get(used, min(seq.trace.submitted for seq in waiting))
+            for used, waiting in sets.items()
+        }
+        turn_s = TURN_S  # all others together wait no longer than a stream may
+        if self._max_stall_s is not None:
+            turn_s = min(turn_s, self._max_stall_s / max(1, len(sets) - 1))
+        if self.current not in sets or (len(sets) > 1 and now - self._since >= turn_s):
+            self.current, self._since = min(sets, key=since.__getitem__), now
+        self._served_at[self.current] = now
+        return sets[self.current]
 
 
 class Scheduler:
     """Plans steps over the running sequences: batches over every decoding one's next token, then a batch
-    over at most `n_batch` prompt tokens.
+    over at most `n_batch` prompt tokens. With `mixed`, both share one batch. Several batches of decoding
+    sequences, and drafts to verify, are planned where the cost model says that they pay.
 
-    Decoding sequences share one batch, unless the cost model says that several are faster. Where it says
-    that it pays, some of them have drafted tokens verified in a batch of their own. With `mixed`, decoding
-    sequences and prompts share one batch, if there are both.
+    While sequences decode, prompts get what `StepBudget` leaves, and one of them always gets on. The prompt
+    goes first that has waited longest for what it needs: short ones overtake, long ones do not starve.
+    Source: Brinch Hansen, "An Analysis of Response Ratio Scheduling", 1971.
 
-    While sequences decode, prompts get as much of a step as keeps it within `max_stall_s`, by the cost
-    model: so long at most a stream waits between two tokens. Where decoding alone takes more than half of
-    that, prompts may take as long as it takes; and one of them always gets on.
+    Before the first stream begins, nobody waits between two tokens, and chunks are as large as pays. A
+    prompt that is done but for its last token holds that back while others catch up, for as long as it
+    would have taken had all shared the machine alike. A step that finds somebody new is short all the same,
+    so that whoever belongs to a burst is seen. A chunk ends where a prefix ends that others wait for, or
+    where a checkpoint is to be made.
 
-    Before the first stream begins, nobody waits between two tokens, and prompts are computed in chunks as
-    large as pays, which is faster for all. One that is done but for its last token holds that back while
-    others catch up, for as long as it would have taken had all shared the machine alike. As long as every
-    step finds somebody new, steps are short, so that whoever belongs to a burst is seen before its first
-    stream begins; and a chunk ends where a prefix ends that others wait for, or where
-    a checkpoint is to be made.
-
-    Sequences that are behind all others (`is_behind`) advance while there is nothing else. Beside
-    others, only decoding ones do, as many as cost these next to nothing; where all are behind nobody waits
-    between two tokens, and a batch that takes long can be cancelled (see `n_rewind`): prompts may take
-    longer then, the longer nobody came. Unless they share batches, decoding ones wait for the prompts, so
-    that they are as many as possible.
-
-    Sequences with different adapters take turns, by steps.
-
-    The prompt goes first that has waited longest for what it needs (highest response ratio next): short
-    ones overtake, long ones do not starve. Source: Brinch Hansen, "An Analysis of Response Ratio
-    Scheduling", 1971.
+    Sequences that are behind all others (`is_behind`) advance while there is nothing else, prompts first.
+    Beside others, only decoding ones do, as many as cost these next to nothing.
     """
 
     def __init__(
@@ -110,8 +117,7 @@ class Scheduler:
         self.costs = costs or CostModel(Profile())
         self._n_batch = n_batch
         self._budget = budget or StepBudget()
-        self.turns = Turns()
-        """The turns of sequences with different adapters; a guest may replace them."""
+        self._turns = AdapterTurns(self._budget.max_stall_s)
         self.drafts: DraftPlanner | None = None
         """The planner of drafts, if a guest is one. Its own passes may run while a step is planned."""
         self._mixed = mixed
@@ -121,8 +127,6 @@ class Scheduler:
         self._n_cells = 0
         self._slot_ends: SlotEnds | None = None
         self._running: list[Sequence] = []
-        self._adapters: Adapters = ()
-        """The adapters of the step that was planned last."""
         self._others_stream = False
         """Whether a stream waits for its next token whose turn it is not."""
         self._n_prompting = 1
@@ -166,12 +170,13 @@ class Scheduler:
         self._slot_ends = slot_ends
         served = self._together = self._who_is_served(now)
         self.served_all = len(served) == len(self._running)
-        self._served = self.turns.choose(self._without_held(now), now)
-        if self._served:
-            self._budget.expect(self.turns.price_s(self._adapters))
-            self._adapters = self._served[0].request.adapters
+        before = self._turns.current
+        self._served = self._turns.choose(self._without_held(now), now)
+        adapters = self._turns.current
+        if adapters != before:
+            self._budget.expect(SWITCH_S)
         self._others_stream = any(
-            seq.n_generated and seq.request.adapters != self._adapters for seq in served
+            seq.n_generated and seq.request.adapters != adapters for seq in served
         )
         if self._others_stream:
             prompting = {seq.request.adapters for seq in served if seq.n_pending > 1}
