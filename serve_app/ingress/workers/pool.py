@@ -12,11 +12,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -63,13 +61,10 @@ STUCK_S = 10.0
 """Seconds after which work counts as slow, however little of the processor it took."""
 WALL_S = 120.0
 """Longest time that a request's work may take, however little of the processor it gets."""
-POISON_S = 600.0
-"""Seconds for which a body that ended workers is refused at once."""
 MAX_SLOW_WAITING = 8
 """Requests of one client that may wait for a place for slow work."""
 
 _N_TRIES = 2
-_POISON_KEPT = 1024
 _BUSY_RETRY_S = 10
 _LEAST_WAIT_S = 0.005
 # How often a slow worker's CPU time is looked at: it may have taken that much more when it dies.
@@ -292,8 +287,6 @@ class WorkerPool:
         """The adapters of the models whose adapters have changed since the start."""
         self.weights: Callable[[], Mapping[str, float]] = dict
         """The present weights of the models that are versions."""
-        self._poison: OrderedDict[tuple[int, bytes], float] = OrderedDict()
-        """The times at which bodies ended workers, by their lengths and digests."""
 
     async def run(
         self,
@@ -307,8 +300,6 @@ class WorkerPool:
         changes = ModelChanges(self.adapters, self.weights())
         order = WorkOrder(wire.name_of(work), n_bytes, changes, sizes)
         job = _Job(client, order, data, wire.result_type(work))
-        if await self._is_poison(job):
-            raise _poison_refusal()
         is_slow = False
         for _ in range(_N_TRIES):
             try:
@@ -328,18 +319,10 @@ class WorkerPool:
                 raise outcome
             request_context.current().ignored += outcome.ignored
             return cast(T, outcome.value)
-        self._poison[(n_bytes, await _digest(job))] = time.monotonic()
-        if len(self._poison) > _POISON_KEPT:
-            self._poison.popitem(last=False)
-        raise _poison_refusal()
-
-    async def _is_poison(self, job: _Job) -> bool:
-        """Whether the body ended workers lately. Bodies of other lengths are not digested."""
-        oldest = time.monotonic() - POISON_S
-        while self._poison and next(iter(self._poison.values())) < oldest:
-            self._poison.popitem(last=False)
-        alike = any(length == job.order.n_bytes for length, _ in self._poison)
-        return alike and (job.order.n_bytes, await _digest(job)) in self._poison
+        raise InvalidRequestError(
+            "This request cannot be read. It crashed the process that reads requests twice, or took more "
+            f"than {CPU_S:.0f} seconds of CPU time there."
+        )
 
     async def _quickly(self, job: _Job) -> Outcome:
         """The result, or the CorralError that the work raised. Raises WorkerDiedError."""
@@ -473,22 +456,6 @@ class WorkerPool:
 
 def _quick_s(n_bytes: int) -> float:
     return QUICK_S + min(n_bytes, QUICK_BYTES) * QUICK_BYTE_S
-
-
-async def _digest(job: _Job) -> bytes:
-    """The digest of a job's work and pieces. The event loop does other things between their parts."""
-    digest = blake2b(job.order.work.encode(), digest_size=16)
-    for part in wire.parts(job.pieces):
-        digest.update(part)
-        await asyncio.sleep(0)
-    return digest.digest()
-
-
-def _poison_refusal() -> InvalidRequestError:
-    return InvalidRequestError(
-        "This request cannot be read. It crashed the process that reads requests twice, or took more than "
-        f"{CPU_S:.0f} seconds of CPU time there."
-    )
 
 
 def _too_busy() -> QueueFullError:
