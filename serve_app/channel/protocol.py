@@ -14,11 +14,10 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
-from serve_app.errors import CorralError, error_of, fields_of
+from serve_app.msgpack import decoder, packed
 from serve_app.types import TokenDelta
 
 CONNECT_S = 5.0
@@ -113,26 +112,12 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     replica_id: str
 
 
-def _encoded(value: object) -> object:
-    if isinstance(value, CorralError):
-        return fields_of(value)
-    raise NotImplementedError(type(value).__name__)
-
-
-def _decoded(_: type, value: Any) -> CorralError:
-    name, arguments = value
-    return error_of(name, arguments)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
-_items = msgspec.msgpack.Decoder(list[Item], dec_hook=_decoded)
-_hello = msgspec.msgpack.Decoder(Hello)
-_report = msgspec.msgpack.Decoder(bytes)
+_items: msgspec.msgpack.Decoder[list[Item]] = decoder(list[Item])
 
 
 def frame(value: Hello | list[Item] | bytes) -> bytes:
     """The value as a frame, ready to be sent."""
-    return framed(_encoder.encode(value))
+    return framed(packed(value))
 
 
 def framed(body: bytes) -> bytes:
@@ -147,12 +132,12 @@ def items(body: bytes) -> list[Item]:
 
 def report(body: bytes) -> bytes | None:
     """The report that a frame's body is, or None if it is something else. Raises msgspec.MsgspecError."""
-    return _report.decode(body) if body[:1] in _BYTES else None
+    return msgspec.msgpack.decode(body, type=bytes) if body[:1] in _BYTES else None
 
 
 def hello(body: bytes) -> Hello:
     """The first frame's body. Raises msgspec.MsgspecError if that is something else."""
-    return _hello.decode(body)
+    return msgspec.msgpack.decode(body, type=Hello)
 
 
 class FrameBuffer:

@@ -14,12 +14,12 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
-from pydantic import BaseModel
 
+from serve_app import msgpack
 from serve_app.channel.protocol import Address, FrameBuffer, framed
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import AdapterConfig
-from serve_app.errors import CorralError, EngineFailedError, error_of, fields_of
+from serve_app.errors import CorralError, EngineFailedError
 from serve_app.types import (
     Asleep,
     GenerationRequest,
@@ -51,29 +51,6 @@ class CallMessage(msgspec.Struct, array_like=True, frozen=True):
     values: tuple[tuple[str, msgspec.Raw], ...] = ()
 
 
-def _encoded(value: object) -> object:
-    if isinstance(value, CorralError):
-        return fields_of(value)
-    if isinstance(value, BaseModel):
-        return value.model_dump_json()
-    if isinstance(value, np.generic):
-        return value.item()
-    return str(value)  # a path
-
-
-def _decoded(kind: type, value: Any) -> Any:
-    if issubclass(kind, CorralError):
-        return error_of(*value)
-    if issubclass(kind, BaseModel):
-        return kind.model_validate_json(value)
-    path: type[Any] = kind
-    return path(value)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
-_messages = msgspec.msgpack.Decoder(CallMessage)
-
-
 def packed(value: object) -> tuple[str, msgspec.Raw]:
     """A value with the name of its kind. Raises TypeError for another one."""
     kind = "CorralError" if isinstance(value, CorralError) else type(value).__name__
@@ -83,12 +60,12 @@ def packed(value: object) -> tuple[str, msgspec.Raw]:
         kind = "tokens"
     elif kind not in _KINDS:
         kind = ""
-    return kind, msgspec.Raw(_encoder.encode(value))
+    return kind, msgspec.Raw(msgpack.packed(value))
 
 
 def unpacked(kind: str, value: msgspec.Raw) -> Any:
     """The value of that kind. Raises msgspec.MsgspecError or KeyError if it is none."""
-    content = msgspec.msgpack.decode(value, type=_KINDS[kind], dec_hook=_decoded)
+    content = msgpack.decoder(_KINDS[kind]).decode(value)
     if kind == "array":
         return np.frombuffer(content[1], np.float32).reshape(content[0])
     return content
@@ -130,12 +107,12 @@ class Connection(asyncio.Protocol):
             del self._calls[number]
 
     def _send(self, message: CallMessage) -> None:
-        self._transport.write(framed(_encoder.encode(message)))
+        self._transport.write(framed(msgpack.packed(message)))
 
     def data_received(self, data: bytes) -> None:
         try:
             for body in self._buffer.add(data):
-                self._take(_messages.decode(body))
+                self._take(msgspec.msgpack.decode(body, type=CallMessage))
         except (msgspec.MsgspecError, KeyError, ValueError):
             logger.exception("A process of this server sent something that is no message")
             self.close()

@@ -14,6 +14,7 @@ import orjson
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
+from serve_app import msgpack
 from serve_app.errors import (
     CorralError,
     InvalidRequestError,
@@ -39,7 +40,7 @@ from serve_app.ingress.responses import preparation, serving
 from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.preparation import After, PreparedResponse
 from serve_app.ingress.responses.serving import ResponseAnswer
-from serve_app.ingress.responses.store import Event, Owner, StoredRequest, packed_request
+from serve_app.ingress.responses.store import Event, Owner, StoredRequest
 
 
 def key() -> str | None:
@@ -117,13 +118,10 @@ async def responses(
         return_progress=wanted.return_progress,
         prompt_end=request.prompt[-PROMPT_END:],
         items=prepared.items,
-        packed_request=packed_request(request) if fields["background"] else b"",
+        packed_request=msgpack.packed(request) if fields["background"] else b"",
     )
     answer = ResponseAnswer(
-        made,
-        model,
-        timings_per_token=wanted.timings_per_token,
-        obfuscates=wanted.obfuscates,
+        made, model, timings_per_token=wanted.timings_per_token, obfuscates=wanted.obfuscates
     )
     owner = Owner(key(), request_context.current().holder)
     if fields["background"]:
@@ -189,7 +187,7 @@ async def cancel_response(
 ) -> Response:
     """End a response that is made in the background. One that has ended stays as it is."""
     stored = await responses.find(response_id, key())
-    if not stored.is_background:
+    if not StoredRequest.unpacked(stored.stored_request).is_background:
         raise InvalidRequestError("Cannot cancel a synchronous response.")
     if not stored.has_ended:
         await responses.cancel(response_id, key())

@@ -12,14 +12,14 @@ import functools
 import socket
 import struct
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ValidationError
 
-from serve_app.errors import CorralError, error_of, fields_of
+from serve_app import msgpack
+from serve_app.errors import CorralError
 from serve_app.ingress.model_registry import ModelInfo, Models, NumberedAdapters
 
 _LENGTH = struct.Struct("<Q")
@@ -42,9 +42,9 @@ Outcome = WorkResult | CorralError
 
 
 class _PackedOutcome(msgspec.Struct, array_like=True, frozen=True):
-    value: msgspec.Raw
+    value: msgspec.Raw = msgspec.Raw(msgspec.msgpack.encode(None))
     ignored: Sequence[str] = ()
-    error: tuple[str, list[Any]] | None = None
+    error: CorralError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +88,17 @@ def name_of(work: Callable[..., Any]) -> str:
 async def send(writer: asyncio.StreamWriter, order: WorkOrder, pieces: Sequence[Piece]) -> None:
     """Event loop: send an order and what follows it. Returns when the other end has taken nearly all of it.
     Raises ConnectionError if the other end is gone."""
-    writer.write(framed(_ENCODER.encode(order)))
-    for part in parts(pieces):
-        writer.write(part)
-        await writer.drain()
-    await writer.drain()
-
-
-def parts(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The pieces in parts, each of which the event loop copies or hashes in no time."""
+    writer.write(framed(msgpack.packed(order)))
     for piece in pieces:
         for start in range(0, len(piece), _STRIDE):
-            yield piece[start : start + _STRIDE]
+            writer.write(piece[start : start + _STRIDE])
+            await writer.drain()
+    await writer.drain()
 
 
 def receive_order(connection: socket.socket) -> WorkOrder:
     """Blocking: the next order. Raises EOFError if the ingress is gone."""
-    return _ORDERS.decode(receive(connection))
+    return msgspec.msgpack.decode(receive(connection), type=WorkOrder)
 
 
 def receive(connection: socket.socket) -> bytes:
@@ -126,10 +120,9 @@ def receive_bytes(connection: socket.socket, length: int) -> bytes:
 
 def packed_outcome(outcome: Outcome) -> bytes:
     if isinstance(outcome, CorralError):
-        packed = _PackedOutcome(_NOTHING, error=fields_of(outcome))
-        return framed(_ENCODER.encode(packed))
-    value = msgspec.Raw(_ENCODER.encode(outcome.value))
-    return framed(_ENCODER.encode(_PackedOutcome(value, outcome.ignored)))
+        return framed(msgpack.packed(_PackedOutcome(error=outcome)))
+    value = msgspec.Raw(msgpack.packed(outcome.value))
+    return framed(msgpack.packed(_PackedOutcome(value, outcome.ignored)))
 
 
 async def received(reader: asyncio.StreamReader, kind: Any) -> Outcome:
@@ -140,13 +133,10 @@ async def received(reader: asyncio.StreamReader, kind: Any) -> Outcome:
         data = await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         raise EOFError from error
-    outcome = _OUTCOMES.decode(data)
-    if outcome.error is None:
-        return WorkResult(_decoder(kind).decode(outcome.value), outcome.ignored)
-    try:
-        return error_of(*outcome.error)
-    except ValueError as error:
-        raise msgspec.ValidationError(str(error)) from None
+    outcome: _PackedOutcome = msgpack.decoder(_PackedOutcome).decode(data)
+    if outcome.error is not None:
+        return outcome.error
+    return WorkResult(msgpack.decoder(kind).decode(outcome.value), outcome.ignored)
 
 
 @functools.cache
@@ -156,29 +146,3 @@ def result_type(work: Callable[..., Any]) -> Any:
 
 def framed(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
-
-
-def _encoded(value: object) -> bytes:
-    if isinstance(value, BaseModel):
-        return value.model_dump_json(by_alias=True).encode()
-    raise NotImplementedError(type(value).__name__)
-
-
-def _decoded(kind: type, value: Any) -> Any:
-    try:
-        if issubclass(kind, BaseModel):
-            return kind.model_validate_json(value)
-    except ValidationError:
-        raise ValueError(f"This is no {kind.__name__}.") from None
-    raise NotImplementedError(kind.__name__)
-
-
-@functools.cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, dec_hook=_decoded)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
-_NOTHING = msgspec.Raw(_ENCODER.encode(None))
-_OUTCOMES = msgspec.msgpack.Decoder(_PackedOutcome)
-_ORDERS = msgspec.msgpack.Decoder(WorkOrder)
