@@ -61,10 +61,6 @@ class Ingress(IngressServer):
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self.api()
 
-    async def adopt_response(self, response_id: str) -> bool:
-        """Go on with a response whose ingress is gone: the store asks some ingress for that."""
-        return await self.responses.adopt(response_id)
-
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what `serve_app.routing.autoscaling` learns of this replica."""
         cpu_s, at = self._cpu_s, self._cpu_at

@@ -159,6 +159,7 @@ class IngressServer:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             await self.look_again()
+            await self.responses.adopt()
 
     async def look_again(self) -> bool:
         """Look at what ingresses share, which has changed."""

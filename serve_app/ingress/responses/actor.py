@@ -17,22 +17,13 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
 from serve_app.errors import CorralError
-from serve_app.ingress.responses.store import (
-    AppendResult,
-    Bounds,
-    LogAppend,
-    Store,
-    StoredResponse,
-)
-from serve_app.routing import broadcast
+from serve_app.ingress.responses.store import AppendResult, Bounds, LogAppend, Store, StoredResponse
 
 logger = logging.getLogger("corral.ingress")
 
-LOOK_S, IDLE_S = 1.0, 10.0
-"""The seconds between two looks for responses whose ingress is gone, while some are made and while
-none is."""
-LAST_S = 60.0
-"""The actor ends when it has kept nothing for so long."""
+LOOK_S, LAST_S = 10.0, 60.0
+"""The seconds between two looks whether there is anything. The actor ends when it has kept nothing for the
+longer time."""
 _ANSWER_S = 10.0
 _RETRY_S = (0.2, 1.0, 3.0)
 """An actor that has just ended is still found by its name for a moment."""
@@ -42,11 +33,8 @@ _NAMESPACE = "corral"
 class StoreActor:
     """A Store in a process of its own."""
 
-    def __init__(self, bounds: Bounds, app: str, deployment: str) -> None:
-        """Ingresses are found as this deployment of this application."""
+    def __init__(self, bounds: Bounds) -> None:
         self._store = Store(bounds)
-        self._app = app
-        self._deployment = deployment
         self._watching: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -62,27 +50,12 @@ class StoreActor:
         self._store.bounds = bounds
 
     async def _watch(self) -> None:
-        """Watch the store, until it has had nothing for long."""
+        """End when the store has had nothing for long."""
         empty_s = 0.0
         while empty_s < LAST_S:
-            pause_s = LOOK_S if self._store.n_running else IDLE_S
-            await asyncio.sleep(pause_s)
-            empty_s = 0.0 if len(self._store) else empty_s + pause_s
-            try:
-                await self._pass_on(self._store.orphans())
-            except Exception:
-                logger.exception("Responses without an ingress could not be passed on")
+            await asyncio.sleep(LOOK_S)
+            empty_s = 0.0 if len(self._store) else empty_s + LOOK_S
         ray.get_runtime_context().current_actor.leave.remote()
-
-    async def _pass_on(self, orphans: Sequence[str]) -> None:
-        """Have ingresses go on with these."""
-        if not orphans:
-            return
-        async with broadcast.handle_for_now(self._deployment, self._app) as handle:
-            calls: list[Any] = [handle.adopt_response.remote(one) for one in orphans]
-            async with asyncio.timeout(_ANSWER_S):
-                for call in calls:
-                    await call
 
     async def leave(self) -> None:
         """End this process, unless somebody came meanwhile."""
@@ -100,9 +73,7 @@ class RayStore:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        context = serve.get_replica_context()
-        self._app, self._deployment = context.app_name, context.deployment
-        self._name = f"responses-{self._app}"
+        self._name = f"responses-{serve.get_replica_context().app_name}"
         self._actor: Any = None
         self._finding = asyncio.Lock()
 
@@ -145,8 +116,8 @@ class RayStore:
     async def cancel(self, response_id: str, key: str | None) -> None:
         await self._ask("cancel", response_id, key)
 
-    async def adopt(self, response_id: str) -> StoredResponse | None:
-        stored: StoredResponse | None = await self._ask("adopt", response_id)
+    async def adopt(self) -> StoredResponse | None:
+        stored: StoredResponse | None = await self._ask("adopt")
         return stored
 
     async def _ask(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
@@ -195,4 +166,4 @@ class RayStore:
             "max_concurrency": 10_000,
         }
         made: Any = ray.remote(StoreActor)
-        return made.options(**options).remote(self._bounds, self._app, self._deployment)
+        return made.options(**options).remote(self._bounds)

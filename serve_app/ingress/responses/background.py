@@ -102,10 +102,7 @@ class BackgroundResponses:
     """All of them in one ingress. For its event loop."""
 
     def __init__(
-        self,
-        models: Mapping[str, ServedModel],
-        store: ResponseStore,
-        open_requests: OpenRequests,
+        self, models: Mapping[str, ServedModel], store: ResponseStore, open_requests: OpenRequests
     ) -> None:
         self.models = models
         self.open_requests = open_requests
@@ -151,27 +148,30 @@ class BackgroundResponses:
             raise
         return response
 
-    async def adopt(self, response_id: str) -> bool:
-        """Go on with a response whose ingress is gone. Returns whether there is something to do.
+    async def adopt(self) -> int:
+        """Go on with the responses whose ingresses are gone. Returns how many.
         Tokens generated from here on are counted, and charged to no limit: this ingress has not seen the
         owner."""
-        try:
-            stored = await self._store.adopt(response_id)
-        except ConnectionError:
-            return False
-        if stored is None:
-            return False
-        logger.warning(
-            "%s continues in this ingress, after %d entries", response_id, stored.n_entries
-        )
+        n_adopted = 0
+        with suppress(ConnectionError):
+            while self.keep_any and (stored := await self._store.adopt()) is not None:
+                await self._go_on(stored)
+                n_adopted += 1
+        return n_adopted
+
+    async def _go_on(self, stored: StoredResponse) -> None:
         stored_request = StoredRequest.unpacked(stored.stored_request)
+        if (silent := self._responses.get(stored_request.id)) is not None:
+            silent.task.cancel()
+        logger.warning(
+            "%s continues in this ingress, after %d entries", stored_request.id, stored.n_entries
+        )
         entries = [entry async for part in self._parts(stored) for entry in part]
         response = BackgroundResponse(stored_request, stored.owner, entries, stored.turn)
         caller = Caller(request_id=stored_request.request.http_id, is_operator=False)
         if self.counter is not None:
             caller.counter = self.counter(stored.owner.key or "", "/v1/responses")
         self._begin(response, caller, ExitStack())
-        return True
 
     def _begin(self, response: BackgroundResponse, caller: Caller, held: ExitStack) -> None:
         self._responses[response.stored_request.id] = response

@@ -18,14 +18,8 @@ from typing import Any
 
 import msgspec
 
-from serve_app.errors import (
-    CorralError,
-    EngineFailedError,
-    KeyLimitError,
-    RateLimitError,
-    error_of,
-    fields_of,
-)
+from serve_app import msgpack
+from serve_app.errors import CorralError, EngineFailedError, KeyLimitError, RateLimitError
 from serve_app.types import GenerationRequest, TokenDelta
 
 LEASE_S = 10.0
@@ -35,15 +29,6 @@ ABANDONED_S = 120.0
 _RETRY_S = 10
 _PART = 64
 """The most entries that are unpacked at once."""
-
-
-def _encoded(value: object) -> object:
-    if isinstance(value, CorralError):
-        return fields_of(value)
-    raise NotImplementedError(type(value).__name__)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
 
 
 class StoredRequest(msgspec.Struct, frozen=True):
@@ -68,7 +53,7 @@ class StoredRequest(msgspec.Struct, frozen=True):
     """The engine's request, for the ingress that makes the response."""
 
     def packed(self) -> bytes:
-        return _ENCODER.encode(self)
+        return msgpack.packed(self)
 
     @classmethod
     def unpacked(cls, packed: bytes | memoryview) -> StoredRequest:
@@ -78,16 +63,6 @@ class StoredRequest(msgspec.Struct, frozen=True):
     @property
     def request(self) -> GenerationRequest:
         return msgspec.msgpack.decode(self.packed_request, type=GenerationRequest)
-
-
-def packed_request(request: GenerationRequest) -> bytes:
-    return _ENCODER.encode(request)
-
-
-class _Flags(msgspec.Struct, frozen=True):
-    """The flags of a StoredRequest, which are read from its bytes in no time."""
-
-    is_background: bool
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
@@ -104,20 +79,16 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
         return self.delta is None or self.delta.end is not None
 
 
-_PARTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_ENTRIES = msgspec.msgpack.Decoder(list[Event], dec_hook=lambda _, fields: error_of(*fields))
-
-
 def packed(entries: Sequence[Event]) -> bytes:
     """Pack entries for `unpacked`."""
     parts = [entries[start : start + _PART] for start in range(0, len(entries), _PART)]
-    return _ENCODER.encode(parts)
+    return msgpack.packed(parts)
 
 
 def unpacked(pack: bytes | memoryview) -> Iterator[list[Event]]:
     """Unpack the entries that an ingress packed, some at a time: a part takes about a millisecond."""
-    for part in _PARTS.decode(pack):
-        yield _ENTRIES.decode(part)
+    for part in msgspec.msgpack.decode(pack, type=list[msgspec.Raw]):
+        yield msgpack.decoder(list[Event]).decode(part)
 
 
 def merged(entries: Sequence[Event]) -> list[Event]:
@@ -188,10 +159,6 @@ class StoredResponse:
     has_ended: bool
     turn: int
     owner: Owner
-
-    @property
-    def is_background(self) -> bool:
-        return msgspec.msgpack.decode(self.stored_request, type=_Flags).is_background
 
     def parts(self, since: int = 0) -> Iterator[Sequence[Event]]:
         """The entries from that place on, some at a time. None is empty."""
@@ -334,34 +301,21 @@ class Store:
         if kept is not None:
             kept.is_unwanted = True
 
-    async def adopt(self, response_id: str) -> StoredResponse | None:
-        """Be the one that goes on with a response whose ingress is gone; None if somebody else does."""
-        kept = self._kept.get(response_id)
-        if kept is None or not self._is_orphan(kept):
-            return None
-        kept.turn += 1
-        kept.touched_at = self._clock()
-        return kept.found(0)
-
-    def orphans(self) -> list[str]:
-        """The ids of responses whose ingress is silent. Those that nobody went on with for long have
-        failed."""
+    async def adopt(self) -> StoredResponse | None:
+        """Be the one that goes on with a response whose ingress is silent; None if there is no such one.
+        A response that nobody went on with for long has failed."""
         self._expire()
-        orphans = [(name, kept) for name, kept in self._kept.items() if self._is_orphan(kept)]
-        for response_id, kept in orphans:
-            if self._clock() - kept.progressed_at >= ABANDONED_S:
-                error = EngineFailedError("No replica could continue this response.")
-                pack = packed([Event(time.time(), error=error)])
-                self._append(LogAppend(response_id, kept.turn, kept.n_entries, pack, 1, True))
-        return [response_id for response_id, kept in orphans if not kept.has_ended]
-
-    @property
-    def n_running(self) -> int:
-        """Responses that are being made."""
-        return sum(not kept.has_ended for kept in self._kept.values())
-
-    def _is_orphan(self, kept: _ResponseLog) -> bool:
-        return not kept.has_ended and self._clock() - kept.touched_at >= LEASE_S
+        for response_id, kept in list(self._kept.items()):
+            if kept.has_ended or self._clock() - kept.touched_at < LEASE_S:
+                continue
+            if self._clock() - kept.progressed_at < ABANDONED_S:
+                kept.turn += 1
+                kept.touched_at = self._clock()
+                return kept.found(0)
+            error = EngineFailedError("No replica could continue this response.")
+            pack = packed([Event(time.time(), error=error)])
+            self._append(LogAppend(response_id, kept.turn, kept.n_entries, pack, 1, True))
+        return None
 
     def _owned(self, response_id: str, key: str | None) -> _ResponseLog | None:
         kept = self._kept.get(response_id)
