@@ -55,9 +55,7 @@ def main() -> None:
     module, name, path = sys.argv[1:]
     function = getattr(importlib.import_module(module), name)
     arguments = msgspec.msgpack.decode(
-        sys.stdin.buffer.read(),
-        type=_types(function)[0],
-        dec_hook=lambda kind, value: kind(value),
+        sys.stdin.buffer.read(), type=_types(function)[0], dec_hook=lambda kind, value: kind(value)
     )
     try:
         result = function(*arguments)

@@ -21,13 +21,7 @@ from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.access.auth import BATCH_LINE
 from serve_app.ingress.access.bodies import BodyLimits, BodyReader
 from serve_app.ingress.batch import preparation
-from serve_app.ingress.batch.journal import (
-    EXPIRED,
-    MOST_ERRORS,
-    BatchJournal,
-    LineResult,
-    line_of,
-)
+from serve_app.ingress.batch.journal import EXPIRED, MOST_ERRORS, BatchJournal, LineResult, line_of
 from serve_app.ingress.batch.objects import LineError
 from serve_app.ingress.batch.preparation import BatchLine
 from serve_app.ingress.batch.store import BatchOptions, BatchStore, ClaimedBatch, is_full
@@ -130,11 +124,7 @@ class BatchExecutor:
     """The work on batches of one ingress. Event loop only; what touches a disk runs in threads."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        options: BatchOptions,
-        workers: Workers,
-        accounts: KeyAccounts | None,
+        self, app: ASGIApp, options: BatchOptions, workers: Workers, accounts: KeyAccounts | None
     ) -> None:
         """`app` is asked for lines. `workers` read the files. `accounts` are those who have keys. Raises
         OSError for a folder that cannot be used."""

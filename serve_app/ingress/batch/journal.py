@@ -135,8 +135,7 @@ class BatchJournal:
         place = chunk.start + line.start, line.size
         try:
             self._db.execute(
-                "INSERT INTO lines VALUES (?, ?, ?, ?, ?)",
-                (n, line.custom_id, *place, line.prefix),
+                "INSERT INTO lines VALUES (?, ?, ?, ?, ?)", (n, line.custom_id, *place, line.prefix)
             )
         except sqlite3.IntegrityError:
             message = f"Another line has the custom_id {line.custom_id[:_SHOWN_CHARS]!r}."

@@ -15,11 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from serve_app.errors import (
-    InvalidRequestError,
-    NotSupportedError,
-    StorageFullError,
-)
+from serve_app.errors import InvalidRequestError, NotSupportedError, StorageFullError
 from serve_app.ingress.access.bodies import streamed, unread
 from serve_app.ingress.batch import preparation
 from serve_app.ingress.batch.executor import BatchExecutor

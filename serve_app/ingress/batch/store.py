@@ -183,12 +183,7 @@ class BatchStore:
             )
 
     def add_file(
-        self,
-        owner: str,
-        arrived: Path,
-        filename: str,
-        purpose: str,
-        expires_s: float | None = None,
+        self, owner: str, arrived: Path, filename: str, purpose: str, expires_s: float | None = None
     ) -> FileObject:
         """Take a file in, which is moved. Raises RateLimitError if the key may not have it."""
         file_id, n_bytes, now = f"file-{uuid.uuid4().hex}", arrived.stat().st_size, self._clock()

@@ -13,14 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from serve_app.ingress.generation.tools import refuse_media
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind

@@ -242,11 +242,7 @@ class ResponseAnswer(EventAnswer):
 
     def _event(self, name: str, /, **fields: Any) -> Json:
         self._n_events += 1
-        return {
-            "type": f"response.{name}",
-            "sequence_number": self._n_events - 1,
-            **fields,
-        }
+        return {"type": f"response.{name}", "sequence_number": self._n_events - 1, **fields}
 
     def whole(self) -> Json:
         request, status, open_items = self._request, self.status, list[Json]()

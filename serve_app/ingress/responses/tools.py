@@ -98,10 +98,7 @@ def _with_fields_beside_type(tool: object) -> object:
 AnyTool = Annotated[
     FunctionTool | CustomTextTool | ClientTool | NamespaceTool, Field(discriminator="type")
 ]
-Tools = Annotated[
-    list[AnyTool],
-    BeforeValidator(_flat),
-]
+Tools = Annotated[list[AnyTool], BeforeValidator(_flat)]
 
 
 def functions(tools: Iterable[AnyTool]) -> Iterator[Tool]:
