@@ -15,7 +15,6 @@ from serve_app.config.resolved import ResolvedModel
 from serve_app.ingress.responses.actor import RayStore
 from serve_app.ingress.server import IngressPlace, IngressServer, IngressSettings
 from serve_app.logs import forward_to_serve
-from serve_app.routing import broadcast
 from serve_app.routing.autoscaling import PRESSURE, ingress_pressure
 from serve_app.routing.serve_handle import ServeHandle
 
@@ -25,13 +24,13 @@ _TELL_S = 2.0
 async def _tell_ingresses() -> None:
     """Have all ingresses look at what they share, which has changed. Those that do not hear this look by
     themselves before long."""
-    await broadcast.ask_all(_ingresses(), "look_again", timeout_s=_TELL_S)
+    await _ingresses().ask_all("look_again", timeout_s=_TELL_S)
 
 
 @functools.cache
-def _ingresses() -> DeploymentHandle[Any]:
+def _ingresses() -> ServeHandle:
     context = serve.get_replica_context()
-    return serve.get_deployment_handle(context.deployment, context.app_name)
+    return ServeHandle(serve.get_deployment_handle(context.deployment, context.app_name))
 
 
 @serve.deployment

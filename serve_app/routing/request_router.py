@@ -19,9 +19,9 @@ from ray.serve.request_router import (
 from serve_app.channel.protocol import Address
 from serve_app.routing import reports
 from serve_app.routing.blocks import BLOCK_TOKENS, chain, request_key, turn_key
-from serve_app.routing.broadcast import note_running
 from serve_app.routing.reports import ReplicaAttachment
 from serve_app.routing.score import Fleet, RoutedPrompt
+from serve_app.routing.serve_handle import note_running
 from serve_app.types import GenerationRequest, adapters_of
 
 _SYSTEM_TOKENS = 64 * BLOCK_TOKENS

@@ -221,7 +221,6 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.ingress.deployment",
         "serve_app.ingress.responses.actor",
         "serve_app.routing.autoscaling",
-        "serve_app.routing.broadcast",
         "serve_app.routing.request_router",
         "serve_app.routing.serve_handle",
         "serve_app.start.one_machine",

@@ -28,8 +28,7 @@ from serve_app.errors import (
 from serve_app.ingress import handle_client
 from serve_app.ingress.handle_client import HandleClient
 from serve_app.routing import reports, serve_handle
-from serve_app.routing.broadcast import note_running
-from serve_app.routing.serve_handle import ServeHandle
+from serve_app.routing.serve_handle import ServeHandle, note_running
 from serve_app.sampling import SamplingParams
 from serve_app.types import (
     Accepted,

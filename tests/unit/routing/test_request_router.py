@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentID
@@ -15,7 +16,7 @@ from serve_app.channel.protocol import Address
 from serve_app.replica.deployment import EngineReplica
 from serve_app.routing import reports
 from serve_app.routing.blocks import chain, request_key, turn_key
-from serve_app.routing.reports import Reports, change
+from serve_app.routing.reports import Reports
 from serve_app.routing.request_router import PrefixRouter, attach, prompt_of
 from serve_app.routing.score import Fleet, Report, RoutedPrompt
 from serve_app.sampling import SamplingParams
@@ -120,12 +121,12 @@ def test_the_newest_reports_are_heard_before_a_replica_is_chosen(
     router._hear()
     first, second = Report(n_live=1), Report(n_live=2)
     connection = heard.connection("a")
-    connection.take(change(None, first) or b"")
+    connection.take(msgspec.msgpack.encode(first))
     router._hear()
     assert [router._fleet[one].report for one in ids] == [first, Report()]
     assert connection.newest is not None
     assert router._fleet[ids[0]].at == connection.newest[1]
-    connection.take(change(first, second) or b"")
+    connection.take(msgspec.msgpack.encode(second))
     router._hear()
     assert [router._fleet[one].is_silent for one in ids] == [False, True]
     connection.end()
