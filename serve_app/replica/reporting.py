@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from serve_app import metrics
 from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channel, Channels
@@ -14,7 +16,6 @@ from serve_app.metrics import Counter, Histogram
 from serve_app.placement.machine import throttled_s
 from serve_app.routing.autoscaling import PRESSURE, engine_pressure
 from serve_app.routing.blocks import Inventory, request_key, turn_key
-from serve_app.routing.reports import change
 from serve_app.routing.score import Report
 from serve_app.types import GAP_BOUNDARIES_S, SequenceEnd
 
@@ -59,7 +60,7 @@ def pressure(stats: EngineStats, *, with_background: bool = False) -> dict[str, 
 
 
 class Reporting:
-    """Tells every ingress what has changed, once a second, and a new one everything. Event loop only.
+    """Sends every ingress a report, once a second if anything has changed. Event loop only.
 
     One that does not read is passed over, until it does. It reads the state that the decoder
     published last, and does not disturb it.
@@ -99,8 +100,7 @@ class Reporting:
         return report_of(engine.stats(), engine.cached_prefixes(), self._inventory)
 
     def _tell(self, channel: Channel, report: Report) -> None:
-        body = change(self._said.get(channel), report)
-        if body is not None and channel.report(body):
+        if report != self._said.get(channel) and channel.report(msgspec.msgpack.encode(report)):
             self._said[channel] = report
 
 

@@ -13,7 +13,7 @@ from serve_app.types import SHARED_GROUP
 BLOCK_TOKENS = 32
 """Tokens in a block. A shorter rest has no hash: it counts as not shared."""
 MAX_BLOCKS = 2048
-"""Most blocks that a replica reports: 64 Ki tokens in 8 KiB."""
+"""Most blocks that a replica reports: 64 Ki tokens in 10 KiB."""
 
 Chain = tuple[int, ...]
 """A hash for each whole block of a prompt, made of the block's tokens and the hash before. The first one
@@ -45,16 +45,6 @@ def request_key(request_id: str) -> int:
 def turn_key(adapters: str) -> int:
     """The hash of what requests have of adapters, by `serve_app.types.adapters_of`; 0 for none."""
     return crc32(adapters.encode())
-
-
-def pack(hashes: Sequence[int]) -> bytes:
-    """Four bytes each."""
-    return struct.pack(f"<{len(hashes)}I", *hashes)
-
-
-def unpack(packed: bytes) -> Chain:
-    """The chain that `pack` was given."""
-    return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
 class Inventory:

@@ -1,4 +1,4 @@
-"""The engine replicas' reports to an ingress: what has changed, and the channels that bring it."""
+"""The engine replicas' reports to an ingress, and the channels that bring them."""
 
 from __future__ import annotations
 
@@ -12,57 +12,11 @@ from typing import Generic, TypeVar
 import msgspec
 
 from serve_app.channel.protocol import Address
-from serve_app.routing.blocks import pack, unpack
 from serve_app.routing.score import Report
 
 logger = logging.getLogger("corral.routing")
 
-_SETS = ("blocks", "requests", "turns")
-_FIGURES = tuple(name for name in Report.__slots__ if name not in _SETS)
-
-
-class Change(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The changes of a report by the names of its fields. Names that the reader does not know are left out:
-    while Corral is updated, versions meet."""
-
-    figures: dict[str, int | float] = {}
-    added: dict[str, bytes] = {}
-    """Hashes; see `serve_app.routing.blocks.pack`."""
-    removed: dict[str, bytes] = {}
-
-
-_decoder = msgspec.msgpack.Decoder(Change)
-
-
-def change(before: Report | None, after: Report) -> bytes | None:
-    """The change between two reports, or all of the second; None if they are equal."""
-    if before == after:
-        return None
-    figures, added, removed = {}, {}, {}
-    for name in _FIGURES:
-        figure = getattr(after, name)
-        if before is None or figure != getattr(before, name):
-            figures[name] = figure
-    for name in _SETS:
-        old: frozenset[int] = frozenset() if before is None else getattr(before, name)
-        new: frozenset[int] = getattr(after, name)
-        if new - old:
-            added[name] = pack(tuple(new - old))
-        if old - new:
-            removed[name] = pack(tuple(old - new))
-    return msgspec.msgpack.encode(Change(figures, added, removed))
-
-
-def applied(before: Report | None, body: bytes) -> Report:
-    """The report after that change. Raises msgspec.MsgspecError if it is none."""
-    change = _decoder.decode(body)
-    report = Report() if before is None else before
-    fields = {name: change.figures.get(name, getattr(report, name)) for name in _FIGURES}
-    for name in _SETS:
-        old: frozenset[int] = getattr(report, name)
-        added, removed = (unpack(sets.get(name, b"")) for sets in (change.added, change.removed))
-        fields[name] = old.difference(removed).union(added) if added or removed else old
-    return Report(**fields)
+_decoder = msgspec.msgpack.Decoder(Report)
 
 
 class ReplicaConnection:
@@ -74,9 +28,9 @@ class ReplicaConnection:
         self.newest: tuple[Report, float] | None = None
 
     def take(self, report: bytes) -> None:
-        """Take a change of the last report."""
-        before = None if self.newest is None else self.newest[0]
-        self.newest = applied(before, report), time.monotonic()
+        """Take a report, as MessagePack. Raises msgspec.MsgspecError if it is none. Fields that this version
+        does not know are left out: while Corral is updated, versions meet."""
+        self.newest = _decoder.decode(report), time.monotonic()
 
     def end(self) -> None:
         self._reports.left(self)

@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.routing.blocks import (
-    BLOCK_TOKENS,
-    MAX_BLOCKS,
-    Inventory,
-    chain,
-    n_leading,
-    pack,
-    unpack,
-)
+from serve_app.routing.blocks import BLOCK_TOKENS, MAX_BLOCKS, Inventory, chain, n_leading
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 2), max_size=200), st.integers(0, 199))
@@ -46,10 +38,6 @@ def test_cache_groups_have_no_block_in_common() -> None:
 def test_leading_blocks_are_counted(n: int) -> None:
     wanted = chain(range(5 * BLOCK_TOKENS))
     assert n_leading(wanted, set(wanted[:n])) == min(n, 5)
-
-
-def test_packing_keeps_all_bits() -> None:
-    assert unpack(pack([0, 1, 2**32 - 1])) == (0, 1, 2**32 - 1)
 
 
 def test_an_inventory_has_every_block_once() -> None:

@@ -1,4 +1,4 @@
-"""Reports of engine replicas: their changes, who hears them, and who is asked to report."""
+"""Reports of engine replicas: what they say, who hears them, and who is asked to report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from serve_app.channel.protocol import Address
 from serve_app.routing import reports
 from serve_app.routing.blocks import MAX_BLOCKS
-from serve_app.routing.reports import ReplicaAttachment, ReplicaConnection, Reports, applied, change
+from serve_app.routing.reports import ReplicaAttachment, ReplicaConnection, Reports
 from serve_app.routing.score import Report
 from tests.unit.channel.harness import settle
 
@@ -30,65 +30,42 @@ REPORTS = st.builds(
 )
 
 
-@given(st.lists(REPORTS, min_size=1))
-def test_changes_add_up_to_what_was_said(said: list[Report]) -> None:
-    before = heard = None
-    for report in said:
-        body = change(before, report)
-        if body is not None:
-            heard = applied(heard, body)
-        assert heard == report
-        before = report
+encode = msgspec.msgpack.encode
+
+
+def heard(body: bytes) -> Report | None:
+    reports = Reports()
+    reports.connection("r").take(body)
+    return newest(reports)
 
 
 @given(REPORTS)
-def test_the_first_one_is_whole_whatever_the_reader_takes_for_given(report: Report) -> None:
-    body = change(None, report)
-    assert body is not None
-    assert applied(Report(n_slots=99, work_s=9e9, token_s=9e9), body).n_slots == report.n_slots
-    assert applied(None, body) == report
+def test_a_report_is_heard_as_it_was_said(report: Report) -> None:
+    assert heard(encode(report)) == report
 
 
-@given(REPORTS)
-def test_what_is_the_same_is_not_said(report: Report) -> None:
-    assert change(report, report) is None
-
-
-def test_little_is_said_where_little_has_changed() -> None:
+def test_the_longest_report_is_short() -> None:
     rng = random.Random(7)
-    held = [rng.getrandbits(32) for _ in range(MAX_BLOCKS)]
-    before = Report(blocks=frozenset(held[1:]), requests=frozenset(range(256)))
-    after = Report(n_live=1, blocks=frozenset(held[:-1]), requests=frozenset(range(1, 257)))
-    whole, body = change(None, before), change(before, after)
-    assert whole is not None
-    assert body is not None
-    assert 4 * (MAX_BLOCKS + 255) < len(whole) < 4 * (MAX_BLOCKS + 256) + 256
-    assert len(body) < 128
+    blocks = frozenset(rng.getrandbits(32) for _ in range(MAX_BLOCKS))
+    assert len(encode(Report(blocks=blocks, requests=frozenset(range(256))))) < 12 * 2**10
 
 
 def test_what_another_version_says_besides_is_left_out() -> None:
-    said = {"figures": {"n_live": 3, "mood": 7}, "added": {"songs": b"abcd"}, "jokes": []}
-    assert applied(None, msgspec.msgpack.encode(said)) == Report(n_live=3)
+    assert heard(encode({"n_live": 3, "mood": 7, "jokes": []})) == Report(n_live=3)
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", msgspec.msgpack.encode({"figures": "many"})])
-def test_what_is_no_change_is_refused(body: bytes) -> None:
+@pytest.mark.parametrize("body", [b"", b"\xc1", encode({"n_live": "many"})])
+def test_what_is_no_report_is_refused(body: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        applied(None, body)
+        heard(body)
 
 
 FIRST, SECOND = Report(n_live=1, blocks=frozenset([1])), Report(n_live=2, blocks=frozenset([2]))
 
 
-def say(connection: ReplicaConnection, before: Report | None, after: Report) -> None:
-    body = change(before, after)
-    assert body is not None
-    connection.take(body)
-
-
 def newest(reports: Reports) -> Report | None:
-    heard = reports.newest("r")
-    return None if heard is None else heard[0]
+    entry = reports.newest("r")
+    return None if entry is None else entry[0]
 
 
 def test_the_newest_report_is_read() -> None:
@@ -97,9 +74,9 @@ def test_the_newest_report_is_read() -> None:
     connection = reports.connection("r")
     assert reports.hears("r")
     assert newest(reports) is None
-    say(connection, None, FIRST)
+    connection.take(encode(FIRST))
     at = connection.newest[1] if connection.newest else None
-    say(connection, FIRST, SECOND)
+    connection.take(encode(SECOND))
     assert newest(reports) == SECOND
     assert connection.newest is not None
     assert at is not None
@@ -111,7 +88,7 @@ def test_who_leaves_is_heard_no_more_and_watchers_are_told() -> None:
     reports, left = Reports(), list[str]()
     reports.watch(left.append)
     connection = reports.connection("r")
-    say(connection, None, FIRST)
+    connection.take(encode(FIRST))
     connection.end()
     connection.end()
     assert not reports.hears("r")
@@ -123,9 +100,9 @@ def test_a_new_connection_begins_anew_and_the_end_of_the_old_one_means_nothing()
     reports, left = Reports(), list[str]()
     reports.watch(left.append)
     old = reports.connection("r")
-    say(old, None, FIRST)
+    old.take(encode(FIRST))
     new = reports.connection("r")
-    say(new, None, SECOND)
+    new.take(encode(SECOND))
     old.end()
     assert newest(reports) == SECOND
     assert left == []
