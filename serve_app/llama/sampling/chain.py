@@ -134,50 +134,26 @@ def _chain(links: Iterable[llama_cpp.llama_sampler_p]) -> Any:
 
 def _parts(
     params: SamplingParams, model: Model
-) -> tuple[Callable[[Logits], Cut | None], list[llama_cpp.llama_sampler_p], int]:
-    """The cut, all samplers, and how many of them it stands for. llama.cpp reads shares as floats: one that
-    is nearly 1 is 1, and one that is nearly 0 is 0."""
-    mass, share = float(np.float32(params.top_p)), float(np.float32(params.min_p))
-    is_small = model.n_vocab <= cuts.SMALL
-    if params.temperature <= 0 and params.typical_p >= 1 and not _is_unusual(params):
+) -> tuple[Callable[[Logits], Cut | None], list[Any], int]:
+    """The cut, all samplers, and how many of them it stands for."""
+    is_small, is_unusual = model.n_vocab <= cuts.SMALL, _is_unusual(params)
+    if params.temperature <= 0 and params.typical_p >= 1 and not is_unusual:
         return cuts.none if is_small else cuts.greedy, [llama_cpp.llama_sampler_init_greedy()], 0
-    if _is_unusual(params):
-        links, k = _unusual(params, model)
-        if k and not is_small:
-            return partial(cuts.top_k, k=k, whole=True), links, 1
-        return cuts.none, links, 0
-    links = _links(params, model)
-    if params.temperature <= 0 or params.top_n_sigma > 0 or (params.top_k > 0 and is_small):
-        return cuts.none, links, 0
-    if params.top_k > 0:
-        return partial(cuts.top_k, k=params.top_k, whole=params.typical_p < 1), links, 1
-    if params.typical_p < 1:
-        return (cuts.none, links, 0) if is_small else (_LIKELIEST, links, 1)
-    if mass < 1:
+    links, first, n_likeliest = _links(params, model)
+    mass, share = _as_float(params.top_p), _as_float(params.min_p)
+    if n_likeliest and not is_small:
+        whole = is_unusual or params.typical_p < 1
+        return partial(cuts.top_k, k=n_likeliest, whole=whole), links, 1
+    if first == "top_p" and not is_unusual:
         return partial(cuts.top_p, mass=mass, share=share), links, 1
-    return partial(cuts.min_p, share=share) if share > 0 else cuts.none, links, 0
+    if first == "min_p" and not is_unusual:
+        return partial(cuts.min_p, share=share), links, 0
+    return cuts.none, links, 0
 
 
-_LIKELIEST = partial(cuts.top_k, k=_MOST_SORTED, whole=True)
-
-
-def _links(params: SamplingParams, model: Model) -> list[llama_cpp.llama_sampler_p]:
-    links = []
-    if params.top_n_sigma > 0:
-        links.append(llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma))
-    if params.top_k > 0:
-        links.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
-    if params.typical_p < 1:
-        if model.n_vocab > _MOST_SORTED:
-            links.append(llama_cpp.llama_sampler_init_top_k(_MOST_SORTED))
-        links.append(llama_cpp.llama_sampler_init_typical(params.typical_p, 1))
-    if params.top_p < 1:
-        links.append(llama_cpp.llama_sampler_init_top_p(params.top_p, 1))
-    if params.min_p > 0:
-        links.append(llama_cpp.llama_sampler_init_min_p(params.min_p, 1))
-    links.append(llama_cpp.llama_sampler_init_temp(params.temperature))
-    links.append(llama_cpp.llama_sampler_init_dist(_seed(params)))
-    return links
+def _as_float(share: float) -> float:
+    """The share as llama.cpp reads it: what is nearly 1 is 1, and what is nearly 0 is 0."""
+    return float(np.float32(share))
 
 
 def _is_unusual(params: SamplingParams) -> bool:
@@ -206,9 +182,9 @@ def _sorts(params: SamplingParams) -> bool:
     return params.typical_p < 1 or params.top_p < 1
 
 
-def _unusual(params: SamplingParams, model: Model) -> tuple[list[llama_cpp.llama_sampler_p], int]:
-    """The samplers in the order that is asked for, and the draw; and how many tokens `top_k` keeps if it is
-    the first of them, else 0.
+def _links(params: SamplingParams, model: Model) -> tuple[list[Any], str, int]:
+    """The samplers that change something, in the order that is asked for, and the draw; the name of the
+    first; and how many of the likeliest tokens the first one leaves, if it looks at no more, else 0.
 
     Source: llama.cpp, `common_sampler_init` in common/sampling.cpp.
     """
@@ -222,8 +198,9 @@ def _unusual(params: SamplingParams, model: Model) -> tuple[list[llama_cpp.llama
         )
         links = [llama_cpp.llama_sampler_init_temp(params.temperature), draw]
         if model.n_vocab <= _MOST_SORTED:
-            return links, 0
-        return [llama_cpp.llama_sampler_init_top_k(_MOST_SORTED), *links], _MOST_SORTED
+            return links, "temperature", 0
+        top_k = llama_cpp.llama_sampler_init_top_k(_MOST_SORTED)
+        return [top_k, *links], "top_k", _MOST_SORTED
     keep, delta = max(1, params.min_keep), params.dynatemp_range
     makers: dict[str, Callable[[], llama_cpp.llama_sampler_p]] = {
         "top_n_sigma": lambda: llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma),
@@ -239,14 +216,20 @@ def _unusual(params: SamplingParams, model: Model) -> tuple[list[llama_cpp.llama
         ),
         "infill": lambda: llama_cpp.llama_sampler_init_infill(model.vocabulary),
     }
-    if params.top_n_sigma <= 0:
-        del makers["top_n_sigma"]
+    changes_nothing = {
+        "top_n_sigma": params.top_n_sigma <= 0,
+        "top_k": params.top_k <= 0,
+        "typ_p": params.typical_p >= 1,
+        "top_p": _as_float(params.top_p) >= 1,
+        "min_p": _as_float(params.min_p) <= 0,
+        "xtc": params.xtc_probability <= 0,
+    }
     # Each once: each may go over the whole vocabulary, and the request says how many there are.
     asked = dict.fromkeys(CHAIN if params.samplers is None else params.samplers)
-    names = [name for name in asked if name in makers]
+    names = [name for name in asked if name in makers and not changes_nothing.get(name)]
     links = list[Any]()
     most = {"infill": _MOST_INFILL}
-    if params.typical_p < 1 and model.n_vocab > _MOST_SORTED:
+    if model.n_vocab > _MOST_SORTED:
         most["typ_p"] = _MOST_SORTED
     for name in names:
         if name in most:
@@ -257,7 +240,8 @@ def _unusual(params: SamplingParams, model: Model) -> tuple[list[llama_cpp.llama
         links.append(llama_cpp.llama_sampler_init_adaptive_p(target, decay, seed))
     else:
         links.append(llama_cpp.llama_sampler_init_dist(seed))
-    return links, max(0, params.top_k) if names[:1] == ["top_k"] else 0
+    first = names[0] if names else ""
+    return links, first, params.top_k if first == "top_k" else most.get(first, 0)
 
 
 def _seed(params: SamplingParams) -> int:
