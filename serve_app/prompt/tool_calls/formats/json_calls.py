@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -18,9 +19,16 @@ from serve_app.prompt.template_text import TemplateText
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall
 from serve_app.prompt.tool_calls.format import ToolFormat
-from serve_app.prompt.tool_calls.formats.markup import JsonObject, Markup, Tagged, of_markup
+from serve_app.prompt.tool_calls.formats.markup import (
+    WORD,
+    JsonObject,
+    Markup,
+    MarkupParser,
+    Tagged,
+    of_markup,
+)
 from serve_app.prompt.tool_calls.parser import CallParser, Previous
-from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader
+from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader
 
 _NAME, _WORD = re.compile(r"[\w.-]*"), re.compile(r"\w*")
 
@@ -74,7 +82,7 @@ def _llama3_rules(functions: Sequence[Function], delimiter: lark.Delimiter, para
 
 # -- Mistral: a list, or since Mistral Small 3.2 a name, `[ARGS]` and an object for each call -----------
 
-_MISTRAL = MISTRAL_OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MISTRAL_OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class MistralParser(CallParser):
@@ -112,153 +120,45 @@ def _short(call_id: str) -> str:
     return blake2b(call_id.encode(errors="surrogatepass"), digest_size=8).hexdigest()[:9]
 
 
-def _mistral_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
-    bodies = [
-        f"{lark.text(function['name'])} {delimiter(ARGS)} {lark.arguments(function)}"
-        for function in functions
-    ]
-    more = f"({delimiter(MISTRAL_OPEN)} call)*" if parallel else ""
-    return f"calls: call {more}\n{lark.one_of('call', bodies)}"
+_MISTRAL: dict[str, Any] = {
+    "delimiters": (MISTRAL_OPEN, ARGS, CALL_ID),
+    "make_parser": MistralParser,
+    "message": _with_short_ids,
+    "is_shown": False,
+}
 
+# -- Kimi K2 --------------------------------------------------------------------------------------------
 
-def _mistral_list_rules(
-    functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool
-) -> str:
-    """All calls stand in one list, perhaps with ids."""
-    call_id = '(", \\"id\\": \\"" /[a-zA-Z0-9]{9}/ "\\"")?'
-    bodies = [f'{lark.json_call(function, "arguments")} {call_id} "}}"' for function in functions]
-    more = '(", " body)*' if parallel else ""
-    return f'calls: "[" body {more} "]"\n{lark.one_of("body", bodies)}'
-
-
-def _mistral(
-    name: str, patterns: tuple[str, ...], rules: Callable[[Any, Any, bool], str]
-) -> ToolFormat:
-    return ToolFormat(
-        name=name,
-        template_patterns=(r"\[TOOL_CALLS\]", *patterns),
-        delimiters=_MISTRAL,
-        make_parser=MistralParser,
-        rules=rules,
-        opening=MISTRAL_OPEN,
-        message=_with_short_ids,
-    )
-
-
-# -- sections of calls: DeepSeek V3, R1 and V3.1, and Kimi K2 ------------------------------------------
-
-
-class SectionParser(CallParser):
-    """All calls of an answer stand in one section, each between two tags."""
-
-    call: tuple[str, str]
-    """The tags of a call."""
-    closing: str
-
-    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        calls: list[ToolCall] = []
-        begin, end = self.call
-        yield from text.run(BLANKS)
-        while (yield from text.one_of(begin, self.closing)) == begin:
-            called = yield from self._one(text)
-            if not called:
-                raise NoCallError
-            calls += called
-            yield from text.run(BLANKS)
-            yield from text.one_of(end)
-            yield from text.run(BLANKS)
-        return calls
-
-    def _one(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        """Reads a call behind its first tag."""
-        raise NotImplementedError
-
-
-_DEEPSEEK = DEEPSEEK_OPEN, DEEPSEEK_CALL, SEPARATOR, DEEPSEEK_CALL_END, DEEPSEEK_CLOSE = (
-    "<｜tool▁calls▁begin｜>",  # noqa: RUF001  # these bars are theirs
-    "<｜tool▁call▁begin｜>",  # noqa: RUF001
-    "<｜tool▁sep｜>",  # noqa: RUF001
-    "<｜tool▁call▁end｜>",  # noqa: RUF001
-    "<｜tool▁calls▁end｜>",  # noqa: RUF001
-)
-_CODE = "```"
-
-
-class DeepSeekParser(SectionParser):
-    """V3 and R1 write `function`, the name, and the object in a block of code; V3.1 the name and the
-    object."""
-
-    opening, closing = DEEPSEEK_OPEN, DEEPSEEK_CLOSE
-    call = DEEPSEEK_CALL, DEEPSEEK_CALL_END
-
-    def _one(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        name = yield from text.run(_NAME)
-        yield from text.one_of(SEPARATOR)
-        if name == "function" and (yield from text.peek()) not in "{ \n":
-            name = yield from text.run(_NAME)
-        yield from text.run(BLANKS)
-        has_code = (yield from text.peek()) == _CODE[0]
-        if has_code:
-            yield from text.one_of(_CODE)
-            yield from text.run(_WORD)
-        calls = yield from self._named_call(name or None, text)
-        if has_code:
-            yield from text.run(BLANKS)
-            yield from text.one_of(_CODE)
-        return calls
-
-
-def _deepseek_rules(
-    functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool
-) -> str:
-    begin, separator, end = map(delimiter, (DEEPSEEK_CALL, SEPARATOR, DEEPSEEK_CALL_END))
-    bodies = []
-    for function in functions:
-        opening = lark.text(f"{function['name']}\n{_CODE}json\n")
-        closing = lark.text(f"\n{_CODE}")
-        bodies.append(f"{opening} {lark.arguments(function)} {closing}")
-    more = '("\\n" call)*' if parallel else ""
-    return f"""calls: call {more} {delimiter(DEEPSEEK_CLOSE)}
-call: {begin} "function" {separator} body {end}
-{lark.one_of("body", bodies)}"""
-
-
-_KIMI = KIMI_OPEN, KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END, KIMI_CLOSE = (
-    "<|tool_calls_section_begin|>",
+KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END = (
     "<|tool_call_begin|>",
     "<|tool_call_argument_begin|>",
     "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
+)
+_KIMI = Markup(
+    (f"{KIMI_CALL}functions.", KIMI_CALL_END),
+    f":{WORD}{KIMI_ARGUMENTS}",
+    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
 )
 _KIMI_ID = re.compile(r"[^<>\s]*")
 _KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?")
 
 
-class KimiParser(SectionParser):
+class KimiParser(MarkupParser):
     """A call has an id, which is `functions.`, the name, a colon and a number, and then the object. An id
     may lack what is before the name, or its number."""
 
-    opening, closing = KIMI_OPEN, KIMI_CLOSE
-    call = KIMI_CALL, KIMI_CALL_END
+    def __init__(self, functions: Sequence[Function] = ()) -> None:
+        super().__init__(functions, markup=replace(_KIMI, call=(KIMI_CALL, KIMI_CALL_END)))
 
     def _one(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
         yield from text.run(BLANKS)
         name = _KIMI_NAME.fullmatch((yield from text.run(_KIMI_ID)))
         yield from text.run(BLANKS)
         yield from text.one_of(KIMI_ARGUMENTS)
-        return (yield from self._named_call(name and name[1], text))
-
-
-def _kimi_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
-    bodies = [
-        f"{lark.text('functions.' + function['name'] + ':')} /[0-9]{{1,3}}/ "
-        f"{delimiter(KIMI_ARGUMENTS)} {lark.arguments(function)}"
-        for function in functions
-    ]
-    more = "call*" if parallel else ""
-    return f"""calls: call {more} {delimiter(KIMI_CLOSE)}
-call: {delimiter(KIMI_CALL)} body {delimiter(KIMI_CALL_END)}
-{lark.one_of("body", bodies)}"""
+        calls = yield from self._named_call(name and name[1], text)
+        yield from text.run(BLANKS)
+        yield from text.one_of(KIMI_CALL_END)
+        return calls
 
 
 _LIST = partial(Markup, ("", ""), '", "arguments": ', JsonObject(), between=", ")
@@ -333,26 +233,33 @@ FORMATS = (
         make_parser=Llama3Parser,
         rules=_llama3_rules,
     ),
-    _mistral(
+    of_markup(
         "mistral-list",
-        (),
-        _mistral_list_rules,
+        (r"\[TOOL_CALLS\]",),
+        _LIST(section=(f"{MISTRAL_OPEN}[", "]")),
+        **_MISTRAL,
     ),
-    _mistral("mistral-named", (r"\[ARGS\]",), _mistral_rules),
-    ToolFormat(
-        name="deepseek",
-        template_patterns=(DEEPSEEK_OPEN, SEPARATOR),
-        delimiters=_DEEPSEEK,
-        make_parser=DeepSeekParser,
-        rules=_deepseek_rules,
-        opening=DEEPSEEK_OPEN,
+    of_markup(
+        "mistral-named",
+        (r"\[TOOL_CALLS\]", r"\[ARGS\]"),
+        Markup((MISTRAL_OPEN, ""), ARGS),
+        **_MISTRAL,
     ),
-    ToolFormat(
-        name="kimi",
-        template_patterns=(re.escape(KIMI_OPEN), re.escape(KIMI_ARGUMENTS)),
-        delimiters=_KIMI,
+    # V3 and R1. V3.1's template shows its own form.
+    of_markup(
+        "deepseek",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),  # noqa: RUF001  # these bars are theirs
+        Markup(
+            ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```<｜tool▁call▁end｜>"),  # noqa: RUF001
+            "\n```json\n",
+            section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),  # noqa: RUF001
+            between="\n",
+        ),
+    ),
+    of_markup(
+        "kimi",
+        (re.escape(_KIMI.opening), re.escape(KIMI_ARGUMENTS)),
+        _KIMI,
         make_parser=KimiParser,
-        rules=_kimi_rules,
-        opening=KIMI_OPEN,
     ),
 )

@@ -494,17 +494,17 @@ def _tagged_body(text: str, arguments: dict[str, Any]) -> _Read:
     return name[: len(name) - len(before_key)], body, end
 
 
-def of_markup(name: str, patterns: tuple[str, ...], markup: Markup, **options: Any) -> ToolFormat:
-    """The format of a markup."""
+def of_markup(
+    name: str, patterns: tuple[str, ...], markup: Markup, **options: Any
+) -> ToolFormat:
+    """The format of a markup, whose parser and delimiters `options` may replace."""
     tagged = isinstance(markup.body, Tagged)
-    return ToolFormat(
-        name=name,
-        template_patterns=patterns,
-        delimiters=markup.delimiters,
-        make_parser=partial(MarkupParser, markup=markup),
-        rules=partial(_rules, markup=markup),
-        opening=markup.opening,
-        is_shown=True,
-        unwritable=rf"[<>\n{re.escape(markup.name_end)}]" if tagged else None,
-        **options,
-    )
+    own = {
+        "delimiters": markup.delimiters,
+        "make_parser": partial(MarkupParser, markup=markup),
+        "opening": markup.opening,
+        "is_shown": True,
+        "unwritable": rf"[<>\n{re.escape(markup.name_end)}]" if tagged else None,
+    }
+    rules = partial(_rules, markup=markup)
+    return ToolFormat(name=name, template_patterns=patterns, rules=rules, **(own | options))

@@ -112,9 +112,9 @@ EXAMPLES = {
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Tromsø</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
     ),
     "mistral-list": Example(
-        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}, "id": "a1B2c3D4e"}]',
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}]',
         '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
-        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}, "id": "a1B2c3D4e"}, {"name": "now", "arguments": {}}]',
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}, {"name": "now", "arguments": {}}]',
     ),
     "mistral-named": Example(
         '[TOOL_CALLS]get_weather[ARGS]{"city": "Tromsø", "days": 2}',

@@ -255,11 +255,6 @@ _DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool�
             [CALLED],
         ),
         (
-            "deepseek",
-            _DEEPSEEK.format('special_function<｜tool▁sep｜>{"arg1": 1}'),  # noqa: RUF001
-            [CALLED],
-        ),
-        (
             "command-r",
             "<|START_THINKING|>I'm\nthinking<|END_THINKING|><|START_RESPONSE|>Hello!<|END_RESPONSE|>",
             [Reasoning("I'm\nthinking"), "Hello!"],

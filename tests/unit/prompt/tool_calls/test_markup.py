@@ -109,3 +109,14 @@ def test_a_template_shows_its_own_blanks() -> None:
     )
     rules = spaced.tool_format.rules([{"name": "now"}], json.dumps, False)
     assert '"\\n\\n"' in rules
+
+
+def test_a_version_of_a_known_format_is_read_off_its_template() -> None:
+    """DeepSeek V3.1 writes calls otherwise than V3 and R1, between the same tags."""
+    begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+    section = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"  # noqa: RUF001
+    form = template(section.format(each(f"{begin}{NAME}{separator}{JSON}{end}"))).tool_format
+    assert form.name == "deepseek"
+    calls = (f"{begin}{call.name}{separator}{call.arguments}{end}" for call in EXAMPLE_CALLS)
+    for pieces in cuts(section.format("".join(calls))):
+        assert parse(form.parser(TOOLS), pieces) == [*EXAMPLE_CALLS]
