@@ -44,22 +44,6 @@ class CallPiece:
     or goes wrong."""
 
 
-def calls_of(*bodies: object, arguments: tuple[str, ...], name: str = "name") -> list[ToolCall]:
-    """The calls that JSON objects stand for, with the function at the key `name`; none at all if one of
-    them is no call. The first of the keys `arguments` that an object has holds its arguments, if one
-    does."""
-    found: list[ToolCall] = []
-    for body in bodies:
-        if not isinstance(body, dict):
-            return []
-        given: object = next((body[key] for key in arguments if key in body), {})
-        calls = call_of(body.get(name), given)
-        if not calls:
-            return []
-        found += calls
-    return found
-
-
 def call_of(name: object, arguments: object) -> list[ToolCall]:
     """The call; none if these are no name and no JSON object, or cannot be written as JSON again."""
     if not isinstance(name, str) or not isinstance(arguments, dict):

@@ -12,7 +12,6 @@ from serve_app.prompt.tool_calls.calls import (
     Reasoning,
     ToolCall,
     call_of,
-    calls_of,
 )
 from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader, overlap
 
@@ -217,17 +216,8 @@ class CallParser:
     def _json_call(
         self, text: TextReader, keys: tuple[str, ...], *, needs_arguments: bool = False
     ) -> Reading[Sequence[ToolCall]]:
-        """The call that the JSON object that comes next stands for: see `calls_of`."""
-        if self.in_pieces:
-            return (yield from self._json_call_in_pieces(text, keys, needs_arguments))
-        body = yield from text.json()
-        if needs_arguments and not (isinstance(body, dict) and not body.keys().isdisjoint(keys)):
-            return ()
-        return calls_of(body, arguments=keys, name=self.name_key)
-
-    def _json_call_in_pieces(
-        self, text: TextReader, keys: tuple[str, ...], needs_arguments: bool
-    ) -> Reading[Sequence[ToolCall]]:
+        """The call that the JSON object that comes next stands for, with its arguments at one of `keys`; a
+        call without arguments has none of these, unless it needs them."""
         body: dict[str, object] = {}
         calls: Sequence[ToolCall] = ()
         yield from text.run(BLANKS)
@@ -241,35 +231,36 @@ class CallParser:
             is_object = (yield from text.peek()) == "{"
             if key in keys and not calls and isinstance(name, str) and is_object:
                 calls = yield from self._named_call(name, text)
+                if not calls:
+                    raise NoCallError
             else:
                 body[str(key)] = yield from text.json_value()
             yield from text.run(BLANKS)
             if (yield from text.one_of(",", "}")) == "}":
-                return calls or self._late_call(body, keys, needs_arguments)
+                return calls or self._late_call(body, keys, None if needs_arguments else {})
         raise NoCallError
 
     def _late_call(
-        self, body: dict[str, object], keys: tuple[str, ...], needs_arguments: bool
+        self, body: dict[str, object], keys: tuple[str, ...], default: object
     ) -> Sequence[ToolCall]:
-        lacks = needs_arguments and body.keys().isdisjoint(keys)
-        calls = () if lacks else calls_of(body, arguments=keys, name=self.name_key)
-        for call in calls:
-            self._tell(self._whole(call))
+        """The call of an object whose arguments come before its name, or are missing."""
+        arguments = next((body[key] for key in keys if key in body), default)
+        calls = call_of(body.get(self.name_key), arguments)
+        if calls and self.in_pieces:
+            self._tell(self._whole(calls[0]))
             self._n_told += 1
         return calls
 
     def _json_calls(self, text: TextReader, keys: tuple[str, ...]) -> Reading[Sequence[ToolCall]]:
         """The calls of a JSON list of such objects, which comes next."""
-        if not self.in_pieces:
-            bodies = yield from text.json("[")
-            if not isinstance(bodies, list):
-                return ()
-            return calls_of(*bodies, arguments=keys, name=self.name_key)
         calls: list[ToolCall] = []
         yield from text.run(BLANKS)
         yield from text.one_of("[")
         while True:
-            calls += yield from self._json_call(text, keys)
+            called = yield from self._json_call(text, keys)
+            if not called:
+                raise NoCallError
+            calls += called
             yield from text.run(BLANKS)
             if (yield from text.one_of(",", "]")) == "]":
                 return calls
