@@ -7,6 +7,7 @@ model's chat template.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,7 +19,6 @@ from serve_app.prompt.tool_calls.format import ToolFormat
 from serve_app.prompt.tool_calls.parser import CallParser, Previous, TaggedCall
 from serve_app.prompt.tool_calls.reader import (
     BLANKS,
-    NoCallError,
     Reading,
     TextReader,
     decode,
@@ -165,7 +165,6 @@ def _command_r_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
 CALL_OPEN, CALL_CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _CHANNEL = ("<|channel>", "<channel|>")
 _NAME, _KEY = re.compile(r"[\w.-]*"), re.compile(r"[^:{}\[\],<]*")
-_SCALAR = re.compile(r"[-+.\w]*")
 _MOST_DEPTH = 32
 
 
@@ -182,7 +181,7 @@ class GemmaParser(ChannelParser):
         call = TaggedCall((yield from text.run(_NAME)))
         yield from text.one_of("{")
         while (key := (yield from _next_key(text, is_first=not call.arguments))) is not None:
-            self._argument(call, key, (yield from _value(text, 0)))
+            self._argument(call, key, (yield from _value(text)))
         yield from text.one_of(CALL_CLOSE)
         return self._tagged_call(call)
 
@@ -208,41 +207,27 @@ def _read_key(text: TextReader) -> Reading[str]:
     return key
 
 
-def _value(text: TextReader, depth: int) -> Reading[object]:
-    yield from text.run(BLANKS)
-    first = yield from text.peek()
-    if depth == _MOST_DEPTH:
-        raise NoCallError
-    if first == QUOTE[0]:
-        yield from text.one_of(QUOTE)
-        return (yield from text.until(QUOTE))
-    if first == "{":
-        return (yield from _object(text, depth))
-    if first == "[":
-        return (yield from _list(text, depth))
-    return decode((yield from text.run(_SCALAR)))
-
-
-def _object(text: TextReader, depth: int) -> Reading[object]:
-    members: dict[str, object] = {}
-    yield from text.one_of("{")
-    while (key := (yield from _next_key(text, is_first=not members))) is not None:
-        members[key] = yield from _value(text, depth + 1)
-    return members
-
-
-def _list(text: TextReader, depth: int) -> Reading[object]:
-    items: list[object] = []
-    yield from text.one_of("[")
-    yield from text.run(BLANKS)
-    if (yield from text.peek()) == "]":
-        yield from text.one_of("]")
-        return items
+def _value(text: TextReader) -> Reading[object]:
+    """Reads a value, which is JSON once its keys and strings stand between quotation marks."""
+    written: list[str] = []
+    n_open = 0
     while True:
-        items.append((yield from _value(text, depth + 1)))
         yield from text.run(BLANKS)
-        if (yield from text.one_of(",", "]")) == "]":
-            return items
+        first = yield from text.peek()
+        if first == QUOTE[0]:
+            yield from text.one_of(QUOTE)
+            string = yield from text.until(QUOTE)
+            written.append(json.dumps(string, ensure_ascii=False))
+        elif first in "{}[],:":
+            n_open += (first in "{[") - (first in "}]")
+            written.append((yield from text.one_of(first)))
+        else:
+            word = yield from text.run(_KEY)
+            yield from text.run(BLANKS)
+            is_key = (yield from text.peek()) == ":"
+            written.append(json.dumps(word.strip()) if is_key else word)
+        if n_open <= 0:
+            return decode("".join(written))
 
 
 def _gemma_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
