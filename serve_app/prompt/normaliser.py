@@ -1,10 +1,10 @@
 """Fits a conversation to what a chat template can take.
 
 Clients send conversations in many shapes: several system messages, neighbours of one role, an assistant
-that greets first, results of tools with text behind. Some templates take all of them; others refuse some,
-or leave texts out. A template takes a shape if its probe renders: see `template_caps`. The rest is
-changed step by step into the one shape that every template takes: perhaps a system message, then turns of
-the user and the assistant in alternation, with results right behind their calls.
+that greets first, results of tools with text behind. Most templates take most of them. A template takes a
+shape if it renders it, with the texts of the system and the users in their order. Otherwise the conversation
+is changed into the one shape that every template takes: perhaps a system message, then turns of the user
+and the assistant in alternation, with results right behind their calls.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from serve_app.errors import InvalidRequestError
+from serve_app.prompt.chat_template import Template
 from serve_app.prompt.conversation import Conversation, PastCall, Turn, in_tags
 from serve_app.prompt.template_caps import TemplateCaps
+from serve_app.prompt.template_text import TemplateText
 
 PARAGRAPH = "\n\n"
 _BLANK = " "
@@ -26,29 +29,61 @@ _VOLATILE = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTIL
 differs with the user's first message, so that no two sessions would share a prefix."""
 
 
-def shaped(conversation: Conversation, caps: TemplateCaps) -> list[Turn]:
-    """The conversation in a shape that the template takes."""
-    turns = list(conversation)
-    if not caps.lone_result:
-        turns = _lone_results_as_users(turns)
+def rendered(
+    template: Template,
+    turns: list[Turn],
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    **options: Any,
+) -> TemplateText:
+    """The conversation as the template writes it with these tools and variables, and other options of
+    `Template.render`. Raises InvalidRequestError if the template takes it in no shape, or leaves out a
+    user's text."""
+    caps, describe = template.caps, template.tool_format.describe
+    if describe is not None and (tools or any(turn.calls or turn.role == "tool" for turn in turns)):
+        turns, tools = describe(turns, tools), ()
+    attempts = [(False, variables), (True, variables)]
+    if "reasoning_effort" in variables:  # which has other words in some templates
+        others = {name: value for name, value in variables.items() if name != "reasoning_effort"}
+        attempts.append((True, others))
+    errors = []
+    for is_strict, extra in attempts:
+        shape = fitted(turns, caps)
+        messages = as_messages(strict(shape, caps) if is_strict else shape, caps, is_strict)
+        try:
+            text = template.render(messages, tools, extra=extra, **options)
+        except InvalidRequestError as error:
+            errors.append(error)
+            continue
+        lost = left_out(turns, text, in_order=not is_strict)
+        if lost is None:
+            return text
+        message = f"The model's chat template leaves out a message: {lost[:80]!r}"
+        errors.append(InvalidRequestError(message, "messages"))
+    raise errors[0]
+
+
+def fitted(turns: list[Turn], caps: TemplateCaps) -> list[Turn]:
+    """The turns with calls as the template takes them."""
     if not caps.parallel_calls:
         turns = _one_call_a_turn(turns)
     if not caps.calls_beside_content:
         turns = list(itertools.chain.from_iterable(map(_with_calls_apart, turns)))
+    return turns
+
+
+def strict(turns: list[Turn], caps: TemplateCaps) -> list[Turn]:
+    """The turns in the one shape that every template takes."""
+    turns = _lone_results_as_users(turns)
     n_leading = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
-    leading, others = turns[:n_leading], turns[n_leading:]
-    if len(leading) > 1 and not caps.several_system:
+    leading, others = turns[:n_leading], _with_late_system_as_users(turns[n_leading:])
+    if leading:
         leading = [_joined(leading)]
     if leading and not caps.system:
-        others = [Turn("user", (_joined(leading).text,)), *others]
-        leading = []
-    if not caps.late_system:
-        others = _with_late_system_as_users(others)
-    if not others and not caps.no_user:
-        others = [Turn("user", ("",))]
-    if others and others[0].role == "assistant" and not caps.assistant_first:
+        others.insert(0, Turn("user", (leading.pop().text,)))
+    if not others or others[0].role == "assistant":
         others.insert(0, Turn("user", ("",)))
-    return [*leading, *_alternating(others, caps)]
+    return [*leading, *_alternating(others)]
 
 
 def _joined(turns: Iterable[Turn]) -> Turn:
@@ -151,30 +186,32 @@ def _with_late_system_as_users(turns: list[Turn]) -> list[Turn]:
     return changed + held
 
 
-def _alternating(turns: list[Turn], caps: TemplateCaps) -> list[Turn]:
+def _alternating(turns: list[Turn]) -> list[Turn]:
     shaped: list[Turn] = []
     for turn in turns:
         before = shaped[-1] if shaped else None
         after_calls = before is not None and (before.role == "tool" or bool(before.calls))
         if before is None or turn.role not in ("user", "assistant"):
             shaped.append(turn)
-        elif after_calls and turn.role == "user" and not caps.user_after_result:
+        elif after_calls and turn.role == "user":
             shaped += [Turn("assistant", ("",)), turn]
-        elif before.role == turn.role and not before.calls and not caps.takes_neighbours(turn.role):
+        elif before.role == turn.role and not before.calls:
             shaped[-1] = _joined((before, turn))
         else:
             shaped.append(turn)
     return shaped
 
 
-def as_messages(turns: Iterable[Turn], caps: TemplateCaps) -> list[dict[str, Any]]:
-    """The turns as templates read them."""
-    return [_as_message(turn, caps) for turn in turns]
+def as_messages(
+    turns: Iterable[Turn], caps: TemplateCaps, is_strict: bool = False
+) -> list[dict[str, Any]]:
+    """The turns as templates read them; in the strict shape, an answer without a text is a blank."""
+    return [_as_message(turn, caps, is_strict) for turn in turns]
 
 
-def _as_message(turn: Turn, caps: TemplateCaps) -> dict[str, Any]:
-    is_empty = turn.role == "assistant" and not turn.text and not turn.calls
-    text = _BLANK if is_empty and not caps.empty_answer else turn.text
+def _as_message(turn: Turn, caps: TemplateCaps, is_strict: bool) -> dict[str, Any]:
+    is_blank = is_strict and turn.role == "assistant" and not turn.text and not turn.calls
+    text = _BLANK if is_blank else turn.text
     message: dict[str, Any] = {"role": turn.role, "content": caps.content(text)}
     if turn.name:
         message["name"] = turn.name
@@ -204,10 +241,18 @@ def _arguments(call: PastCall, caps: TemplateCaps) -> Mapping[str, Any] | str:
 _WORD = re.compile(r"\w+")
 
 
-def left_out(turns: Iterable[Turn], rendered: str) -> str | None:
-    """A user's text of which the rendered prompt has not even the longest word; None if there is none."""
+def left_out(turns: Iterable[Turn], rendered: str, *, in_order: bool) -> str | None:
+    """A user's text of which the rendered prompt has not even the longest word; None if there is none. With
+    `in_order`, the system's texts count, too, and each is behind those before, but for leading ones."""
+    at, is_leading = 0, True
     for turn in turns:
-        longest = max(_WORD.findall(turn.text), key=len, default="") if turn.role == "user" else ""
-        if longest not in rendered and json.dumps(longest)[1:-1] not in rendered:
+        is_leading = is_leading and turn.role == "system"
+        if turn.role != "user" and not (in_order and turn.role == "system"):
+            continue
+        longest = max(_WORD.findall(turn.text), key=len, default="")
+        places = [rendered.find(word, at) for word in (longest, json.dumps(longest)[1:-1])]
+        if max(places) < 0:
             return turn.text
+        if in_order and not is_leading:
+            at = min(place for place in places if place >= 0)
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from serve_app.errors import InvalidRequestError
 
@@ -52,22 +52,10 @@ _KEEP = {
     "drop_thinking": False,
 }
 _NOTHING: Mapping[str, Any] = {}
-_ROLES = {"s": "system", "u": "user", "a": "assistant"}
-_SHAPES = {
-    "system": ("su",),
-    "several_system": ("ssu",),
-    "late_system": ("uasu", "suasu"),
-    "repeated_user": ("uu", "uauu"),
-    "repeated_assistant": ("uaau",),
-    "assistant_first": ("au",),
-    "no_user": ("s",),
-}
-"""Fields of TemplateCaps, and the probes of each: the roles of their turns, by first letters."""
-
 
 @dataclass(frozen=True, slots=True)
 class TemplateCaps:
-    """The shapes of conversations that a template takes: it renders them, with all texts in their order."""
+    """The parts of messages that a template takes: it renders them."""
 
     string_content: bool = True
     typed_content: bool = False
@@ -86,33 +74,6 @@ class TemplateCaps:
     reasoning_effort: bool = False
     system: bool = True
     """A system message first."""
-    several_system: bool = True
-    """Several of them first."""
-    late_system: bool = True
-    """System messages behind other turns."""
-    repeated_user: bool = True
-    """Neighbours that are both the user's."""
-    repeated_assistant: bool = True
-    """Neighbours that are both the assistant's."""
-    assistant_first: bool = True
-    """An assistant's turn before all users' turns."""
-    no_user: bool = True
-    """Conversations without a user's turn."""
-    user_after_result: bool = True
-    """A user's turn right behind the result of a call."""
-    lone_result: bool = True
-    """A result without its call."""
-    empty_answer: bool = True
-    """An assistant's turn without any text."""
-
-    def strict(self) -> Self:
-        """Return these abilities, with only the one shape that every template takes."""
-        kept = {"system": self.system, "user_after_result": False, "lone_result": False}
-        return replace(self, **dict.fromkeys(_SHAPES, False) | kept)
-
-    def takes_neighbours(self, role: str) -> bool:
-        """Whether two turns of this role may stand side by side."""
-        return self.repeated_user if role == "user" else self.repeated_assistant
 
     def content(self, text: str) -> str | list[dict[str, str]]:
         """A text in the form that the template reads."""
@@ -159,23 +120,12 @@ def probed(render: Render, names: frozenset[str]) -> TemplateCaps:
         formed = [{**turn, "content": content.content(turn["content"])} for turn in messages]
         return prompt(formed, **options)
 
-    def takes(shape: str) -> bool:
-        texts = [f"{_TEXT}{place}" for place in range(len(shape))]
-        turns = [
-            {"role": _ROLES[letter], "content": text}
-            for letter, text in zip(shape, texts, strict=True)
-        ]
-        return _in_order(written(turns), texts)
-
     first = written(_called({"arg": _VALUE}, _FIRST), tools=_TOOLS)
     takes_objects = _VALUE in first
     arguments = {"arg": _VALUE} if takes_objects else f'{{"arg": "{_VALUE}"}}'
     first = first if takes_objects else written(_called(arguments, _FIRST), tools=_TOOLS)
     second = written(_called(arguments, _FIRST, _SECOND), tools=_TOOLS)
     beside = written(_called(arguments, _FIRST, content=_TEXT), tools=_TOOLS)
-    then_asked = [*_called(arguments, _FIRST)[:3], _ASKED | {"content": _TEXT}]
-    lone_result = [_ASKED, {"role": "tool", "content": _TEXT, "tool_call_id": "call00000"}, _ASKED]
-    empty_answer = [_ASKED, {"role": "assistant", "content": ""}, _ASKED | {"content": _TEXT}]
     past = [_ASKED, _answered(_TEXT), _ASKED, _answered("Hm"), _ASKED]
     return replace(
         content,
@@ -185,22 +135,10 @@ def probed(render: Render, names: frozenset[str]) -> TemplateCaps:
         calls_beside_content=all(text in beside for text in (_FIRST, _TEXT)),
         object_arguments=takes_objects,
         text_arguments=_VALUE in written(_called(_VALUE, _FIRST), tools=_TOOLS),
-        user_after_result=_TEXT in written(then_asked, tools=_TOOLS),
-        lone_result=_TEXT in written(lone_result, tools=_TOOLS),
-        empty_answer=_TEXT in written(empty_answer),
+        system=_TEXT in written([{"role": "system", "content": _TEXT}, _ASKED]),
         preserve_reasoning=_TEXT in written(past, extra=_KEEP),
         reasoning_effort=not names.isdisjoint(("reasoning_effort", "reasoning_strength")),
-        **{name: all(map(takes, shapes)) for name, shapes in _SHAPES.items()},
     )
-
-
-def _in_order(prompt: str, texts: Sequence[str]) -> bool:
-    at = 0
-    for text in texts:
-        at = prompt.find(text, at)
-        if at < 0:
-            return False
-    return True
 
 
 def calls_of(called: Iterable[tuple[str, object]]) -> list[dict[str, Any]]:

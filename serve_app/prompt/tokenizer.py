@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
@@ -213,25 +212,9 @@ class Tokenizer:
         names = FunctionNames.of_tools(tools)
         tools = names.renamed(tools)
         turns = normaliser.completed(names.renamed_calls(conversation))
-        shapes = [(caps, extra or {}) for caps in (template.caps, template.caps.strict())]
-        if extra and "reasoning_effort" in extra:  # which has other words in some templates
-            others = {name: value for name, value in extra.items() if name != "reasoning_effort"}
-            shapes.append((template.caps.strict(), others))
-        errors = []
-        for caps, variables in shapes:
-            options = {"add_generation_prompt": add_generation_prompt, "extra": variables}
-            try:
-                text = _rendered(template, turns, tools, caps, options)
-            except InvalidRequestError as error:
-                errors.append(error)
-                continue
-            lost = normaliser.left_out(turns, text)
-            if lost is None:
-                break
-            message = f"The model's chat template leaves out a message: {lost[:80]!r}"
-            errors.append(InvalidRequestError(message, "messages"))
-        else:
-            raise errors[0]
+        text = normaliser.rendered(
+            template, turns, tools, extra or {}, add_generation_prompt=add_generation_prompt
+        )
         if not thinks and text.rstrip().endswith(self.reasoning_tags.open):
             text = text.rstrip() + TemplateText.own(f"\n\n{self.reasoning_tags.close}\n\n")
         return text + prefill
@@ -367,21 +350,6 @@ class Marks:
         """The mark of the next attachment."""
         self._n += 1
         return f"{self._secret}<{self._n - 1}>"
-
-
-def _rendered(
-    template: Template,
-    turns: list[Turn],
-    tools: Sequence[Mapping[str, Any]],
-    caps: TemplateCaps,
-    options: Mapping[str, Any],
-) -> TemplateText:
-    describe = template.tool_format.describe
-    if describe is not None and (tools or any(turn.calls or turn.role == "tool" for turn in turns)):
-        turns, tools = describe(turns, tools), ()
-        caps = replace(caps, repeated_user=False)  # calls and their results are neighbours now
-    messages = normaliser.as_messages(normaliser.shaped(turns, caps), caps)
-    return template.render(messages, tools, **options)
 
 
 def _number(text: str) -> int | float:

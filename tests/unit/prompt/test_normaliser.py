@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.errors import InvalidRequestError
 from serve_app.prompt import normaliser
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.conversation import PastCall, Turn
@@ -15,7 +16,7 @@ from serve_app.prompt.template_caps import TemplateCaps
 from tests.unit.prompt.tool_calls.formats import TOOLS, every_template, template_at
 
 FREE = TemplateCaps(parallel_calls=True, object_arguments=True)
-STRICT = FREE.strict()
+NO_SYSTEM = replace(FREE, system=False)
 ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 
 
@@ -52,44 +53,40 @@ def result(text: str) -> str:
 @pytest.mark.parametrize(
     ("shape", "caps", "expected"),
     [
-        ("s1 s2 u1 a1 s3 u2 u3 a2 a3", FREE, "s1 s2 u1 a1 s3 u2 u3 a2 a3"),
-        ("a1 u1", FREE, "a1 u1"),
-        ("s1 s2 u1", STRICT, ["s s1\n\ns2", "u u1"]),
-        ("s1 s2 u1", replace(FREE, several_system=False), ["s s1\n\ns2", "u u1"]),
-        ("s1 s2 u1", replace(FREE, system=False), ["u s1\n\ns2", "u u1"]),
-        ("s1 u1", replace(STRICT, system=False), ["u s1\n\nu1"]),
-        ("s1 a1 u1", replace(STRICT, system=False), ["u s1", "a a1", "u u1"]),
-        ("s1", replace(STRICT, system=False), ["u s1"]),
-        ("s1", STRICT, ["s s1", "u "]),
-        ("", STRICT, ["u "]),
-        ("a1 u1", STRICT, ["u ", "a a1", "u u1"]),
-        ("s1 a1 u1", STRICT, ["s s1", "u ", "a a1", "u u1"]),
-        ("u1 u2 a1 a2 u3", STRICT, ["u u1\n\nu2", "a a1\n\na2", "u u3"]),
-        ("u1 a1 s1 u2", replace(FREE, late_system=False), ["u u1", "a a1", f"u {late('s1')}", "u u2"]),
-        ("u1 a1 s1 u2", STRICT, ["u u1", "a a1", f"u {late('s1')}\n\nu2"]),
-        ("u1 s1", STRICT, [f"u u1\n\n{late('s1')}"]),
-        ("u1 c1 s1 t1 a1", STRICT, ["u u1", "a +1", "t t1", "a ", f"u {late('s1')}", "a a1"]),
-        ("u1 c1 t1 u2", FREE, "u1 c1 t1 u2"),
-        ("u1 t1 u2", FREE, "u1 t1 u2"),
-        ("u1 t1 u2", replace(FREE, lone_result=False), ["u u1", f"u {result('t1')}", "u u2"]),
-        ("u1 t1 u2", STRICT, [f"u u1\n\n{result('t1')}\n\nu2"]),
-        ("u1 c1 t1 u2", STRICT, ["u u1", "a +1", "t t1", "a ", "u u2"]),
-        ("u1 c1 u2", STRICT, ["u u1", "a +1", "a ", "u u2"]),
-        ("u1 c12 t1 t2 a1", FREE, "u1 c12 t1 t2 a1"),
-        (
-            "u1 c12 t2 t1 a1",
-            replace(FREE, parallel_calls=False),
-            ["u u1", "a +1", "t t1", "a +2", "t t2", "a a1"],
-        ),
-        ("u1 c12 t1 t3", replace(FREE, parallel_calls=False), ["u u1", "a +1", "t t1", "a +2", "t t3"]),
+        ("s1 s2 u1", FREE, ["s s1\n\ns2", "u u1"]),
+        ("s1 s2 u1", NO_SYSTEM, ["u s1\n\ns2\n\nu1"]),
+        ("s1 u1", NO_SYSTEM, ["u s1\n\nu1"]),
+        ("s1 a1 u1", NO_SYSTEM, ["u s1", "a a1", "u u1"]),
+        ("s1", NO_SYSTEM, ["u s1"]),
+        ("s1", FREE, ["s s1", "u "]),
+        ("", FREE, ["u "]),
+        ("a1 u1", FREE, ["u ", "a a1", "u u1"]),
+        ("s1 a1 u1", FREE, ["s s1", "u ", "a a1", "u u1"]),
+        ("u1 u2 a1 a2 u3", FREE, ["u u1\n\nu2", "a a1\n\na2", "u u3"]),
+        ("u1 a1 s1 u2", FREE, ["u u1", "a a1", f"u {late('s1')}\n\nu2"]),
+        ("u1 s1", FREE, [f"u u1\n\n{late('s1')}"]),
+        ("u1 c1 s1 t1 a1", FREE, ["u u1", "a +1", "t t1", "a ", f"u {late('s1')}", "a a1"]),
+        ("u1 t1 u2", FREE, [f"u u1\n\n{result('t1')}\n\nu2"]),
+        ("u1 c1 t1 u2", FREE, ["u u1", "a +1", "t t1", "a ", "u u2"]),
+        ("u1 c1 u2", FREE, ["u u1", "a +1", "a ", "u u2"]),
+        ("u1 c12 t1 t2 a1", FREE, ["u u1", "a +1+2", "t t1", "t t2", "a a1"]),
     ],
-)  # fmt: skip
-def test_shapes(shape: str, caps: TemplateCaps, expected: str | list[str]) -> None:
-    if isinstance(expected, str):
-        assert normaliser.shaped(turns(shape), caps) == turns(expected)
-    else:
-        made = shape_of(normaliser.shaped(turns(shape), caps))
-        assert [f"{role} {text}" for role, text in made] == expected
+)
+def test_the_strict_shape(shape: str, caps: TemplateCaps, expected: list[str]) -> None:
+    made = shape_of(normaliser.strict(turns(shape), caps))
+    assert [f"{role} {text}" for role, text in made] == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "caps", "expected"),
+    [
+        ("u1 c12 t1 t2 a1", FREE, "u1 c12 t1 t2 a1"),
+        ("u1 c12 t2 t1 a1", replace(FREE, parallel_calls=False), "u1 c1 t1 c2 t2 a1"),
+        ("u1 c12 t1 t3", replace(FREE, parallel_calls=False), "u1 c1 t1 c2 t3"),
+    ],
+)
+def test_calls_are_fitted(shape: str, caps: TemplateCaps, expected: str) -> None:
+    assert normaliser.fitted(turns(shape), caps) == turns(expected)
 
 
 @pytest.mark.parametrize(
@@ -157,16 +154,48 @@ TYPED = (
     "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{% if p['type'] == 'text' %}"
     "{{ p['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
 )
+ALL = "{% for m in messages %}[{{ m.role[0] }} {{ m.content }}]{% endfor %}"
 FIRST_SYSTEM_ONLY = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
-{{ raise_exception('System message must be at the beginning.') }}{% endif %}{{ m.content }}{% endfor %}"""
+{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}""" + ALL
+HOISTS_SYSTEM = """{% for m in messages if m.role == 'system' %}[s {{ m.content }}]{% endfor %}
+{%- for m in messages if m.role != 'system' %}[{{ m.role[0] }} {{ m.content }}]{% endfor %}"""
+NO_EMPTY_ANSWERS = """{% for m in messages %}{% if m.role == 'assistant' and not m.content
+and not m.tool_calls %}{{ raise_exception('No.') }}{% endif %}{% endfor %}""" + ALL
+LAST_ONLY = "{{ messages[-1].content }}"
 
 
-def test_what_a_template_takes_is_found_by_trying() -> None:
+def written(source: str, conversation: list[Turn]) -> str:
+    template = ChatTemplate(source, bos="", eos="")
+    return str(normaliser.rendered(template, conversation, (), {}))
+
+
+def test_content_is_in_parts_where_a_template_wants_them() -> None:
     assert ChatTemplate(TYPED, bos="", eos="").caps.content("a") == [{"type": "text", "text": "a"}]
-    caps = ChatTemplate(FIRST_SYSTEM_ONLY, bos="", eos="").caps
-    assert (caps.system, caps.several_system, caps.late_system) == (True, False, False)
-    assert caps.repeated_user
-    assert caps.assistant_first
+
+
+@pytest.mark.parametrize(
+    ("source", "shape", "expected"),
+    [
+        (ALL, "s1 s2 u1 a1 s3 u2 u3", "[s s1][s s2][u u1][a a1][s s3][u u2][u u3]"),
+        (FIRST_SYSTEM_ONLY, "s1 u1 u2", "[s s1][u u1][u u2]"),
+        (FIRST_SYSTEM_ONLY, "s1 s2 u1", "[s s1\n\ns2][u u1]"),
+        (HOISTS_SYSTEM, "s1 s2 u1", "[s s1][s s2][u u1]"),
+        (HOISTS_SYSTEM, "u1 a1 s1 u2", f"[u u1][a a1][u {late('s1')}\n\nu2]"),
+    ],
+)
+def test_what_a_template_takes_is_found_by_trying(source: str, shape: str, expected: str) -> None:
+    assert written(source, turns(shape)) == expected
+
+
+def test_a_users_text_never_vanishes_silently() -> None:
+    with pytest.raises(InvalidRequestError, match="leaves out a message: 'u1'"):
+        written(LAST_ONLY, turns("u1 a1 u2"))
+
+
+def test_an_empty_answer_is_a_blank_where_it_must_be_something() -> None:
+    conversation = [Turn("user", ("u1",)), Turn("assistant"), Turn("user", ("u2",))]
+    assert written(ALL, conversation) == "[u u1][a ][u u2]"
+    assert written(NO_EMPTY_ANSWERS, conversation) == "[u u1][a  ][u u2]"
 
 
 SHAPES = [
@@ -187,16 +216,9 @@ WITH_CALLS = ["u1 c1 t1", "u1 c1 t1 u2", "s1 u1 c12 t1 t2 u2 u3", "u1 c1 s1 t1 a
 @pytest.mark.parametrize("shape", [*SHAPES, *WITH_CALLS])
 def test_real_templates_take_every_shape(path: Path, shape: str) -> None:
     """Each text of a user and of the system is in the prompt, and the user's in their order."""
-    template = template_at(path)
-    conversation = normaliser.completed(turns(shape))
     tools: list[Any] = TOOLS if shape in WITH_CALLS else []
-    caps = template.caps
-    describe = template.tool_format.describe
-    if tools and describe is not None:
-        conversation, tools = describe(conversation, tools), []
-        caps = replace(caps, repeated_user=False)
-    messages = normaliser.as_messages(normaliser.shaped(conversation, caps), caps)
-    prompt = template.render(messages, tools)
+    conversation = normaliser.completed(turns(shape))
+    prompt = normaliser.rendered(template_at(path), conversation, tools, {})
     assert all(turn.text in prompt for turn in turns(shape) if turn.role == "system")
     places = [prompt.rindex(turn.text) for turn in turns(shape) if turn.role == "user"]
     assert places == sorted(places)
@@ -205,7 +227,6 @@ def test_real_templates_take_every_shape(path: Path, shape: str) -> None:
 @every_template
 @pytest.mark.parametrize("arguments", ["{", "[]", "null", "", '"a"', '{"a": null}', "plain"])
 def test_real_templates_take_any_arguments(path: Path, arguments: str) -> None:
-    template = template_at(path)
     call = PastCall("now", arguments, "abcdefghi")
     conversation = [
         Turn("user", ("Hi",)),
@@ -213,28 +234,4 @@ def test_real_templates_take_any_arguments(path: Path, arguments: str) -> None:
         Turn("tool", ("noon",), call_id="abcdefghi", name="now"),
         Turn("user", ("Bye",)),
     ]
-    describe = template.tool_format.describe
-    if describe is not None:
-        conversation = describe(conversation, ())
-    messages = normaliser.as_messages(normaliser.shaped(conversation, template.caps), template.caps)
-    assert "Bye" in template.render(messages, () if describe else TOOLS)
-
-
-@pytest.mark.parametrize(("takes", "content"), [(True, ""), (False, " ")])
-def test_an_empty_answer_is_a_blank_where_it_must_be_something(takes: bool, content: str) -> None:
-    caps = replace(FREE, empty_answer=takes)
-    messages = normaliser.as_messages([Turn("user", ("Hi",)), Turn("assistant")], caps)
-    assert [message["content"] for message in messages] == ["Hi", content]
-
-
-def test_abilities_with_empty_answers_and_lone_results() -> None:
-    source = """
-    {%- for m in messages %}
-        {%- if m.role == 'assistant' and not m.content %}{{ raise_exception('No.') }}{% endif %}
-        {%- if m.role == 'tool' and not loop.previtem.tool_calls %}{{ raise_exception('No.') }}{% endif %}
-        {{- m.content }}
-    {%- endfor %}"""
-    caps = ChatTemplate(source, bos="", eos="").caps
-    assert (caps.empty_answer, caps.lone_result) == (False, False)
-    free = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", bos="", eos="").caps
-    assert (free.empty_answer, free.lone_result) == (True, True)
+    assert "Bye" in normaliser.rendered(template_at(path), conversation, TOOLS, {})
