@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.llama import library
-from serve_app.llama.sampling.candidates import Candidates
-from serve_app.llama.sampling.source import LogitsSource
+from serve_app.llama.sampling.candidates import Candidates, LogitsSource
 from serve_app.sampling import SamplingParams
 
 Logits = NDArray[np.float32]

@@ -1,16 +1,17 @@
-"""Candidates for the next token, as llama.cpp's samplers take them."""
+"""Candidates for the next token, as llama.cpp's samplers take them, and where their logits come from."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.llama import library
+from serve_app.llama.model import Model
 from serve_app.llama.sampling import cuts
 from serve_app.types import TokenLogprobs
 
@@ -18,6 +19,25 @@ from serve_app.types import TokenLogprobs
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _POINTER = ctypes.POINTER(llama_cpp.llama_token_data)
 _apply_to_few = library.brief(llama_cpp.llama_sampler_apply)
+
+
+class LogitsSource(Protocol):
+    """The methods that samplers need of a context. Used by the thread that owns it."""
+
+    @property
+    def model(self) -> Model:
+        """The model, which has the vocabulary."""
+
+    @property
+    def n_ctx_slot(self) -> int:
+        """Tokens of a sequence, at most."""
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """The logits of a row of the last batch, by token id; see `serve_app.llama.context.Context.logits`.
+        Samplers change them in their place."""
+
+    def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
+        """The token that llama.cpp's samplers pick by them; see `serve_app.llama.context.Context.pick`."""
 
 
 class Room:

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from serve_app.llama.model import Model
 from serve_app.llama.sampling import cuts
-from serve_app.llama.sampling.candidates import Candidates, Room
+from serve_app.llama.sampling.candidates import Candidates, LogitsSource, Room
 from serve_app.llama.sampling.cuts import Cut
-from serve_app.llama.sampling.source import LogitsSource
 from serve_app.sampling import CHAIN, SamplingParams
 from serve_app.types import TokenLogprobs
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.llama.sampling.reasoning import ReasoningLimit
+from serve_app.llama.sampler import ReasoningLimit
 from serve_app.sampling import ReasoningBudget
 
 PROMPT = (1, 2, 3)
