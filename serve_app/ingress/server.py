@@ -24,7 +24,7 @@ from serve_app.ingress.media.decoder import opened
 from serve_app.ingress.model_registry import ModelFile, ServedModel
 from serve_app.ingress.responses.background import BackgroundResponses, ResponseStore
 from serve_app.ingress.responses.store import Bounds
-from serve_app.ingress.versions.control import VersionControl, VersionMetrics
+from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.llama.vision.senses import NO_SENSES
 from serve_app.llama.vision.senses import senses as senses_of
@@ -132,10 +132,7 @@ class IngressServer:
             )
             self._models[model.name] = info.served_by(client)
         self._versions = VersionControl(
-            self._models,
-            VersionWeights(place.app),
-            place.tell_ingresses,
-            VersionMetrics().update,
+            self._models, VersionWeights(place.app), place.tell_ingresses
         )
         self._workers.weights = self._versions.given
         await asyncio.gather(self._adapters.look(), self._versions.start())

@@ -10,7 +10,7 @@ import typer
 from ray.util.metrics import Metric
 
 from serve_app.cli.main import app
-from serve_app.ingress.versions.control import VersionMetrics
+from serve_app.ingress.versions.control import VersionControl
 from serve_app.replica.reporting import ReplicaMetrics
 from tests.documents.tables import table
 
@@ -45,7 +45,9 @@ def settings(name: str) -> str:
 
 def metrics() -> str:
     """What replicas and ingresses export, in the order in which it is made."""
-    values: list[Any] = [*vars(ReplicaMetrics("m")).values(), *vars(VersionMetrics()).values()]
+    nobody: Any = None
+    versions = VersionControl({}, nobody, nobody)
+    values: list[Any] = [*vars(ReplicaMetrics("m")).values(), *vars(versions).values()]
     values += [one for value in values if isinstance(value, dict) for one in value.values()]
     rows: dict[str, tuple[str, ...]] = {}
     for one in values:

@@ -75,19 +75,6 @@ def weights_of_ready(
     return ready if any(ready.values()) else dict(weights)
 
 
-class VersionMetrics:
-    """The metrics of versions, in one ingress replica. Used in its event loop."""
-
-    def __init__(self) -> None:
-        what = "Share of a model's requests that a version gets, from 0 to 1."
-        self._share = metrics.gauge("version_share", what, ("model", "version"))
-
-    def update(self, shares: Mapping[str, Mapping[str, float]]) -> None:
-        for model, versions in shares.items():
-            for version, share in versions.items():
-                self._share.set(share, {"model": model, "version": version})
-
-
 class VersionControl:
     """The weights of versions, in one ingress replica. Used in its event loop."""
 
@@ -96,13 +83,13 @@ class VersionControl:
         models: dict[str, ServedModel],
         all_changes: VersionWeights,
         tell_ingresses: Callable[[], Awaitable[None]],
-        note_shares: Callable[[Mapping[str, Mapping[str, float]]], None] = lambda _: None,
     ) -> None:
-        """`models` have the configuration's weights; they are changed here. `note_shares` gets, every few
-        seconds, the part of requests that each version is given, up to 1, by model and version."""
+        """`models` have the configuration's weights; they are changed here."""
         self._models = models
         self._all_changes = all_changes
-        self._tell_ingresses, self._note_shares = tell_ingresses, note_shares
+        self._tell_ingresses = tell_ingresses
+        what = "Share of a model's requests that a version gets, from 0 to 1."
+        self._share = metrics.gauge("version_share", what, ("model", "version"))
         self._configured: dict[str, dict[str, float]] = {}
         for model in models.values():
             if model.version is not None:
@@ -139,12 +126,10 @@ class VersionControl:
         except Exception as error:
             logger.warning("The weights of versions are not known: %r.", error)
         present = self.given()
-        self._note_shares(
-            {
-                model: shares({name: present[f"{model}@{name}"] for name in weights})
-                for model, weights in self._weights.items()
-            }
-        )
+        for model, weights in self._weights.items():
+            of_versions = shares({name: present[f"{model}@{name}"] for name in weights})
+            for version, share in of_versions.items():
+                self._share.set(share, {"model": model, "version": version})
         self._load_what_is_due()
 
     def given(self) -> dict[str, float]:
