@@ -53,9 +53,9 @@ class ResolvedModel:
     allow_oversubscription: bool
     pin_cores: bool
     n_replicas: int
-    """How many there are, unless the deployment says otherwise."""
+    """The number of replicas, unless the deployment says otherwise."""
     sizing: str
-    """Why there are so many, and what each has of the machine, for people."""
+    """The reason for that number, and each one's part of the machine, for people."""
     num_cpus: float
     """The CPUs that Ray reserves for each replica, unless the deployment says otherwise."""
     batch_wait_timeout_s: float
@@ -84,5 +84,5 @@ class ResolvedModel:
 
     @property
     def adapter_uses(self) -> Adapters:
-        """How requests that name one have it."""
+        """The adapters as requests that name them have them."""
         return tuple(AdapterUse(one.id, one.scale) for one in self.adapters)

@@ -111,7 +111,7 @@ class DownloadsConfig(Section):
 
 
 NO_DOWNLOADS = DownloadsConfig()
-"""Where downloads go unless the configuration says otherwise."""
+"""The folder of downloads unless the configuration says otherwise."""
 
 
 class AdapterConfig(Section):

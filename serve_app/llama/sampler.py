@@ -69,13 +69,13 @@ class SequenceSampler:
         return token
 
     def _likelihood(self, row: int, token: int, n_top: int) -> TokenLogprobs:
-        """How likely the token was: to be drawn, or by the model."""
+        """The likelihood of the token: to be drawn, or by the model."""
         if self._chain.drawn is not None:
             return self._chain.drawn
         return _logprobs(self._context.logits(row), token, n_top)
 
     def score(self, row: int, token: int) -> TokenLogprobs:
-        """How likely that token was by the logits of the given row, under the same conditions."""
+        """The likelihood of that token by the logits of the given row, under the same conditions."""
         return _logprobs(self._context.logits(row), token, self._n_top or 0)
 
     def _pick(self, row: int) -> int:
@@ -109,7 +109,7 @@ class SequenceSampler:
 
 
 class ReasoningLimit:
-    """Where one text is in its reasoning. When the budget is used up and the last character is whole,
+    """The place of one text in its reasoning. When the budget is used up and the last character is whole,
     tokens are given, and not picked, up to the end of the reasoning. Afterwards all is free. One thread at
     a time."""
 

@@ -234,7 +234,7 @@ def _node_memory(folder: Path) -> int:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Each limit, and what is in use of it."""
+    """The limits, each with what is in use of it."""
     settings = (
         *_settings(root, "", "memory.max", "memory.current"),
         *_settings(root, "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),

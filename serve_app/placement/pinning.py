@@ -66,12 +66,12 @@ class CorePinning:
 
 @dataclass(frozen=True, slots=True)
 class CpuPlacement:
-    """Where a replica computes."""
+    """The CPUs and threads of a replica."""
 
     pinning: CorePinning
     threads: int
     reason: str
-    """Why so many, in one line."""
+    """The reason for that number, in one line."""
     computing_cpus: tuple[int, ...] | None
     """The CPUs that the computing threads keep to; None: all that the process may use."""
 
@@ -185,7 +185,7 @@ def _set_affinity(cpus: Iterable[int]) -> None:
 
 
 def default_folder() -> Path:
-    """Where this user's processes on this node keep the lock files: memory that no other node sees."""
+    """The folder of lock files of this user's processes on this node: memory that no other node sees."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) / "corral" if runtime else Path(f"/dev/shm/corral-{os.getuid()}")
     return base / "cores"

@@ -67,9 +67,9 @@ class Turn:
     parts: tuple[str | Attachment, ...] = ()
     """Texts, pictures and sounds in their order."""
     reasoning: str = ""
-    """The assistant's."""
+    """The reasoning of an assistant's turn."""
     calls: tuple[PastCall, ...] = ()
-    """The assistant's."""
+    """The calls of an assistant's turn."""
     call_id: str = ""
     """The call that a tool's result answers; empty if the client does not say."""
     name: str = ""

@@ -44,7 +44,7 @@ class Reports:
 
     def __init__(self) -> None:
         self.address: Address | None = None
-        """Where this process listens; None if it is no ingress's."""
+        """The address where this process listens; None if it is no ingress's."""
         self._connections: dict[str, ReplicaConnection] = {}
         self._watchers: list[Callable[[str], None]] = []
 
@@ -107,7 +107,7 @@ class ReplicaAttachment(Generic[ReplicaT]):
             self._attach(replica_id)
 
     def _left(self, replica_id: str) -> None:
-        """Any thread: its connection is gone."""
+        """A replica's connection is gone. Any thread."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._attach, replica_id)
 

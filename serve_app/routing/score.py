@@ -26,7 +26,7 @@ _ALONE = 2.0
 _FORGET_S = 10.0
 """The seconds after which what was sent counts as in the report, or as lost."""
 _UNMEASURED_S = 0.001
-"""Taken for the time of a token where none was measured."""
+"""The time of a token where none was measured."""
 _SILENT_S = 2.0
 """Additional time to the first token at a replica that has no channel: it may have to load its model."""
 

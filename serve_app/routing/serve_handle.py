@@ -177,7 +177,7 @@ async def handle_for_now(deployment: str, app: str) -> AsyncIterator[ServeHandle
 
 
 def _unsubscribe(handle: DeploymentHandle[Any]) -> None:
-    """Not public, as of Serve 2.60, whose `shutdown` ends the handle's metrics only. Of a handle, two
+    """End the polls of a handle. Serve 2.60 has no public way: its `shutdown` ends the metrics only. Two
     clients poll the controller: its own until the one that all handles of a process share takes over, and
     that one for ever. A handle that is made later polls by its own."""
     router: Any = handle._router

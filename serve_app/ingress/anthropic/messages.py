@@ -48,7 +48,7 @@ class TextBlock(Block):
 
 
 class PictureSource(RequestModel):
-    """Where a picture is."""
+    """The place of a picture."""
 
     type: Literal["base64", "url"]
     media_type: str | None = None

@@ -317,7 +317,7 @@ class Caller:
             self.account.refused()
 
     def check_operator(self, what: str) -> None:
-        """Raises PermissionDeniedError unless this is an operator. `what` begins the message."""
+        """Refuse all but operators, with PermissionDeniedError. `what` begins the message."""
         if self.is_operator:
             return
         who = (
@@ -328,7 +328,7 @@ class Caller:
         raise PermissionDeniedError(f"{what} is only for operators. It needs {who}.")
 
     def check_model(self, *names: str) -> None:
-        """Raises PermissionDeniedError if the key may not use the model of these names."""
+        """Refuse a model of these names that the key may not use, with PermissionDeniedError."""
         allowed = None if self.account is None else self.account.key.models
         if allowed is not None and not any(
             fnmatchcase(name, pattern) for name in names for pattern in allowed
@@ -348,7 +348,7 @@ class Caller:
         return min(longest - n_prompt, longest if most is None else most)
 
     def check_priority(self, priority: int) -> None:
-        """Raises PermissionDeniedError for one that goes before what the caller may send."""
+        """Refuse a priority before the caller's least, with PermissionDeniedError."""
         if self.account is not None:
             least = self.account.key.min_priority
         else:

@@ -58,7 +58,7 @@ class UploadForm:
         )
 
     def feed(self, piece: bytes) -> None:
-        """More of it has come. Bytes after the form's end are ignored."""
+        """Read more of the form. Bytes after the form's end are ignored."""
         if self.complete:
             return
         try:

@@ -63,7 +63,7 @@ class Constraint:
 
     @property
     def fault(self) -> str | None:
-        """Why the grammar gave up, if it did."""
+        """The reason why the grammar gave up, if it did."""
         return self._matcher.get_error() or None
 
 
@@ -159,5 +159,5 @@ class LazyConstraint(Constraint):
 
     @property
     def fault(self) -> str | None:
-        """Why the grammar gave up, or could not begin with its trigger, if so."""
+        """The reason why the grammar gave up, or could not begin with its trigger, if so."""
         return self._fault or self._held.fault

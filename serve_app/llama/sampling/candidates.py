@@ -86,7 +86,7 @@ class Candidates:
         return self._room.logits[: self._n]
 
     def logprobs(self, n_top: int) -> TokenLogprobs:
-        """How likely the picked token was to be drawn, and the `n_top` likeliest that could be."""
+        """The likelihood with which the picked token was drawn, and the `n_top` likeliest that could be."""
         data: Any = self._array.data
         first, n_bytes = ctypes.addressof(data.contents), self._array.size * _CANDIDATE.itemsize
         left = np.frombuffer(ctypes.string_at(first, n_bytes), _CANDIDATE)

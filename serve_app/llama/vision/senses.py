@@ -37,7 +37,7 @@ def senses(path: Path) -> Senses:
 
 
 def check_counts(path: Path) -> None:
-    """Raises ConfigError for a projector of which llama.cpp counts the embeddings of a sound wrongly: it
+    """Refuse, with ConfigError, a projector of which llama.cpp counts a sound's embeddings wrongly: it
     would end the whole process at the first one (`clip_n_output_tokens` in tools/mtmd/clip.cpp)."""
     reader = _reader(path)
     kind = _value(reader, "clip.audio.projector_type") or _value(reader, "clip.projector_type")

@@ -18,7 +18,7 @@ Describe = Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[Turn]]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls."""
+    """A way in which models write calls."""
 
     name: str
     template_patterns: tuple[str, ...]

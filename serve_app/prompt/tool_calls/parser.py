@@ -50,7 +50,7 @@ class CallParser:
     opening: str
     """The text that every call begins with."""
     name_key = "name"
-    """Where calls that are JSON objects have the function."""
+    """The key of the function in calls that are JSON objects."""
     in_pieces = False
     """Whether calls are told in pieces. To be set before the first text."""
     splits_reasoning = True
@@ -65,13 +65,13 @@ class CallParser:
         self._reading: Reading[Sequence[ToolCall] | None] | None = None
         """Reads what is behind an opening."""
         self._n_opening = 0
-        """How long that opening is, with what is dropped before it."""
+        """The length of that opening, with what is dropped before it."""
         self._was_told = False
         """Whether something behind it was told."""
         self._told: list[Part] = []
         """Parts that the reading has found and `feed` has not returned."""
         self._n_told = 0
-        """How many calls of this opening were told."""
+        """The calls of this opening that were told."""
         self._arguments: list[str] | None = None
         """The pieces returned so far of the arguments that are being read."""
 

@@ -35,16 +35,16 @@ class TextReader:
         self.text = ""
         """The held text, except the part that was read before the last piece came."""
         self.at = 0
-        """Where in it the next read begins."""
+        """The place in `text` where the next read begins."""
         self._begun = 0
-        """Where in it begins what is read and not forgotten."""
+        """The place in `text` where the part begins that is read and not forgotten."""
         self._before: list[str] = []
         """The parts of earlier pieces that are read and not forgotten."""
 
     # -- what is held -----------------------------------------------------------------------------
 
     def append(self, text: str) -> None:
-        """More text."""
+        """Take more text."""
         if self.at > self._begun:
             self._before.append(self.text[self._begun : self.at])
         self.text = self.text[self.at :] + text
@@ -230,7 +230,7 @@ def _allowed_after(token: str, closing: str) -> str:
 
 
 def overlap(text: str, delimiter: str, start: int = 0) -> int:
-    """How many characters at the end of `text[start:]` may begin a delimiter that is not complete yet."""
+    """The number of characters at the end of `text[start:]` that may begin a delimiter that is not complete yet."""
     lengths = range(min(len(text) - start, len(delimiter) - 1), -1, -1)
     return next(n for n in lengths if text.endswith(delimiter[:n]))
 

@@ -78,7 +78,7 @@ class ChannelParser(CallParser):
 
 class _Tags(NamedTuple):
     opening: str
-    """What begins calls."""
+    """The tag that begins calls."""
     thought: tuple[str, str]
     response: tuple[str, str] | None = None
 
