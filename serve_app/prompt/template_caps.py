@@ -53,6 +53,7 @@ _KEEP = {
 }
 _NOTHING: Mapping[str, Any] = {}
 
+
 @dataclass(frozen=True, slots=True)
 class TemplateCaps:
     """The parts of messages that a template takes: it renders them."""

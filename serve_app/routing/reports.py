@@ -28,8 +28,8 @@ class ReplicaConnection:
         self.newest: tuple[Report, float] | None = None
 
     def take(self, report: bytes) -> None:
-        """Take a report, as MessagePack. Raises msgspec.MsgspecError if it is none. Fields that this version
-        does not know are left out: while Corral is updated, versions meet."""
+        """Take a report, as MessagePack. Fields that this version does not know are left out: while Corral
+        is updated, versions meet. Raises msgspec.MsgspecError if it is none."""
         self.newest = _decoder.decode(report), time.monotonic()
 
     def end(self) -> None:

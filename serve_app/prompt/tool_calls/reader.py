@@ -230,7 +230,7 @@ def _allowed_after(token: str, closing: str) -> str:
 
 
 def overlap(text: str, delimiter: str, start: int = 0) -> int:
-    """The number of characters at the end of `text[start:]` that may begin a delimiter that is not complete yet."""
+    """The number of characters at the end of `text[start:]` that may begin a delimiter."""
     lengths = range(min(len(text) - start, len(delimiter) - 1), -1, -1)
     return next(n for n in lengths if text.endswith(delimiter[:n]))
 

@@ -155,12 +155,18 @@ TYPED = (
     "{{ p['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
 )
 ALL = "{% for m in messages %}[{{ m.role[0] }} {{ m.content }}]{% endfor %}"
-FIRST_SYSTEM_ONLY = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
-{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}""" + ALL
+FIRST_SYSTEM_ONLY = (
+    """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"""
+    + ALL
+)
 HOISTS_SYSTEM = """{% for m in messages if m.role == 'system' %}[s {{ m.content }}]{% endfor %}
 {%- for m in messages if m.role != 'system' %}[{{ m.role[0] }} {{ m.content }}]{% endfor %}"""
-NO_EMPTY_ANSWERS = """{% for m in messages %}{% if m.role == 'assistant' and not m.content
-and not m.tool_calls %}{{ raise_exception('No.') }}{% endif %}{% endfor %}""" + ALL
+NO_EMPTY_ANSWERS = (
+    """{% for m in messages %}{% if m.role == 'assistant' and not m.content
+and not m.tool_calls %}{{ raise_exception('No.') }}{% endif %}{% endfor %}"""
+    + ALL
+)
 LAST_ONLY = "{{ messages[-1].content }}"
 
 

@@ -31,7 +31,10 @@ LATER_S = 60.0
 
 async def test_all_that_answer_are_heard() -> None:
     handle: Any = Handle(["one", "two"])
-    assert sorted(await ServeHandle(handle).ask_all("stats", 7, timeout_s=LATER_S)) == ["one", "two"]
+    assert sorted(await ServeHandle(handle).ask_all("stats", 7, timeout_s=LATER_S)) == [
+        "one",
+        "two",
+    ]
     assert handle.asked == [("stats", 7)]
     assert not any(call.left for call in handle.calls)
 

@@ -494,9 +494,7 @@ def _tagged_body(text: str, arguments: dict[str, Any]) -> _Read:
     return name[: len(name) - len(before_key)], body, end
 
 
-def of_markup(
-    name: str, patterns: tuple[str, ...], markup: Markup, **options: Any
-) -> ToolFormat:
+def of_markup(name: str, patterns: tuple[str, ...], markup: Markup, **options: Any) -> ToolFormat:
     """The format of a markup, whose parser and delimiters `options` may replace."""
     tagged = isinstance(markup.body, Tagged)
     own = {
