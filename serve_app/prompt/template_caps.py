@@ -74,7 +74,7 @@ class TemplateCaps:
     preserve_reasoning: bool = False
     reasoning_effort: bool = False
     system: bool = True
-    """A system message first."""
+    """A system message before a user's turn."""
 
     def content(self, text: str) -> str | list[dict[str, str]]:
         """A text in the form that the template reads."""
@@ -127,6 +127,7 @@ def probed(render: Render, names: frozenset[str]) -> TemplateCaps:
     first = first if takes_objects else written(_called(arguments, _FIRST), tools=_TOOLS)
     second = written(_called(arguments, _FIRST, _SECOND), tools=_TOOLS)
     beside = written(_called(arguments, _FIRST, content=_TEXT), tools=_TOOLS)
+    after_system = written([{"role": "system", "content": _TEXT}, _ASKED])
     past = [_ASKED, _answered(_TEXT), _ASKED, _answered("Hm"), _ASKED]
     return replace(
         content,
@@ -136,7 +137,7 @@ def probed(render: Render, names: frozenset[str]) -> TemplateCaps:
         calls_beside_content=all(text in beside for text in (_FIRST, _TEXT)),
         object_arguments=takes_objects,
         text_arguments=_VALUE in written(_called(_VALUE, _FIRST), tools=_TOOLS),
-        system=_TEXT in written([{"role": "system", "content": _TEXT}, _ASKED]),
+        system=all(text in after_system for text in (_TEXT, _ASKED["content"])),
         preserve_reasoning=_TEXT in written(past, extra=_KEEP),
         reasoning_effort=not names.isdisjoint(("reasoning_effort", "reasoning_strength")),
     )

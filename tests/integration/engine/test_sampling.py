@@ -157,9 +157,9 @@ def test_samplers_count_once_and_compare_few(context: Context) -> None:
     sampler = SequenceSampler(
         context, SamplingParams(samplers=named, typical_p=0.5, top_n_sigma=1), PROMPT
     )
-    chain = sampler._chain._others
     links = [
         llama_cpp.llama_sampler_chain_get(chain, i)
+        for chain in (sampler._chain._first, sampler._chain._others)
         for i in range(llama_cpp.llama_sampler_chain_n(chain))
     ]
     names = [llama_cpp.llama_sampler_name(link).decode() for link in links]

@@ -140,12 +140,12 @@ _KIMI = Markup(
     section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
 )
 _KIMI_ID = re.compile(r"[^<>\s]*")
-_KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?")
+_KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::[\w-]*)?")
 
 
 class KimiParser(MarkupParser):
     """A call has an id, which is `functions.`, the name, a colon and a number, and then the object. An id
-    may lack what is before the name, or its number."""
+    may lack what is before the name, or behind it."""
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
         super().__init__(functions, markup=replace(_KIMI, call=(KIMI_CALL, KIMI_CALL_END)))
