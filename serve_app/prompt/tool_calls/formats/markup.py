@@ -497,7 +497,7 @@ def _tagged_body(text: str, arguments: dict[str, Any]) -> _Read:
 def of_markup(name: str, patterns: tuple[str, ...], markup: Markup, **options: Any) -> ToolFormat:
     """The format of a markup, whose parser and delimiters `options` may replace."""
     tagged = isinstance(markup.body, Tagged)
-    own = {
+    own: dict[str, Any] = {
         "delimiters": markup.delimiters,
         "make_parser": partial(MarkupParser, markup=markup),
         "opening": markup.opening,
