@@ -339,7 +339,9 @@ class EmbeddingQueue(Guest):
         began, depth = time.monotonic(), batch[0][0].n_past
         # Only sequence 0 outlives a batch, and only the first text may be cut.
         rows = [row for seq_id, (text, n) in enumerate(batch) for row in text.rows(seq_id, n)]
-        with self._progress.computing(self._slowdown * self._costs.batch_s(len(rows), depth)):
+        with self._progress.computing(
+            lambda: self._slowdown * self._costs.batch_s(len(rows), depth)
+        ):
             vectors = self._backend.embeddings.embed(rows)
         ended = time.monotonic()
         self._not_before = ended + (ended - began)

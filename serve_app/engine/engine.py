@@ -194,7 +194,7 @@ class Engine(DecoderLoop):
         batch, now = self.progress.batch, time.monotonic() if now is None else now
         if self._hang_watch.hangs(batch, now) and batch is not None:
             raise EngineFailedError(
-                f"The engine hangs: a batch with a forecast of {batch.forecast_s:.2f} s has been running "
+                f"The engine hangs: a batch with a forecast of {batch.forecast_s():.2f} s has been running "
                 f"for {now - batch.began:.0f} s."
             )
 

@@ -6,7 +6,7 @@ llama.cpp can hang inside a decode (llama.cpp issue 27388): the thread lives, an
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,7 +31,8 @@ class RunningBatch:
     """A batch that is being computed."""
 
     began: float
-    forecast_s: float
+    forecast_s: Callable[[], float]
+    """Seconds that the batch may take: any thread may ask, while it is computed."""
 
 
 class Progress:
@@ -45,8 +46,8 @@ class Progress:
         self.batch: RunningBatch | None = None
 
     @contextmanager
-    def computing(self, forecast_s: float) -> Iterator[None]:
-        """A batch that is forecast to take so many seconds."""
+    def computing(self, forecast_s: Callable[[], float]) -> Iterator[None]:
+        """A batch, with its forecast, which only a watcher asks for."""
         self.batch = RunningBatch(time.monotonic(), forecast_s)
         try:
             yield
@@ -75,4 +76,4 @@ class HangWatch:
             self._batch, self._looked, self._ran_s = batch, batch.began, 0.0
         self._ran_s += min(now - self._looked, _MOST_BETWEEN_S)
         self._looked = now
-        return is_overdue(self._ran_s, batch.forecast_s)
+        return is_overdue(self._ran_s, batch.forecast_s())

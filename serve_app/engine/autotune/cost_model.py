@@ -157,8 +157,8 @@ class Curve:
         self._slopes = [added_s.get(n, 0.0) / max(1, depth) for n in self._attending]
         self._row_s = min((shallow[n] / n for n in self.measured), default=0.0)
         self._deeper = factors.add(1.0)
-        self._unlearnt_s: dict[int, float] = {}
-        """The seconds that batches of each number of rows took since one was learnt from."""
+        self._to_learn_s: dict[int, float] = {}
+        """The seconds that batches of each number of rows take until the next one is learnt from."""
         self._seen_at: dict[int, float] = {}
         """The tokens before the last batch of each number of rows."""
 
@@ -196,17 +196,16 @@ class Curve:
     def learn(self, n_rows: int, n_past: float, seconds: float, share: float) -> None:
         """Learn from a batch that took `seconds` of its threads' own time, of which they had that share. Of
         short batches of one size, one in `_LEARN_S` counts: all tell the same, and learning takes time."""
-        unlearnt_s = self._unlearnt_s.get(n_rows, _LEARN_S) + seconds
-        self._unlearnt_s[n_rows], self._seen_at[n_rows] = unlearnt_s, n_past
-        expected_s = self.own_s(n_rows, n_past)
-        if expected_s <= 0 or (unlearnt_s < _LEARN_S and self._knows(n_rows)):
+        to_learn_s = self._to_learn_s.get(n_rows, 0.0) - seconds
+        self._to_learn_s[n_rows], self._seen_at[n_rows] = to_learn_s, n_past
+        if to_learn_s > 0 or (expected_s := self.own_s(n_rows, n_past)) <= 0:
             return
-        self._unlearnt_s[n_rows] = 0.0
         growth = self._growth(n_rows, n_past)
         # Speed and bases are factors, slopes are added.
         ratio, added = seconds / expected_s, min(1.0, growth[self._deeper])
         error = (1 - added) * math.log(ratio) + added * (ratio - 1)
         self._factors.learn(growth, error, _NOISE + (1 - share) ** 2)
+        self._to_learn_s[n_rows] = _LEARN_S if self._knows(n_rows) else 0.0
 
     def _base_s(self, i: int) -> float:
         return math.exp(self._factors.values[self._bases[i]]) * self._seconds[i]

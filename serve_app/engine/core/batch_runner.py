@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import partial
 
 from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import CostModel
@@ -31,11 +32,13 @@ class BatchResult:
     """The tokens of each chunk, or the reason why none could be picked: no other sequence ends for it."""
     decode_s: float = 0.0
     sample_s: float = 0.0
+    share: float | None = None
+    """The part of their time that the threads had, if the costs can be learned from this batch."""
 
 
 @dataclass(slots=True, eq=False)
 class BatchRunner:
-    """Has the backend compute one batch, learns what it took, and charges it. Decoder thread only."""
+    """Has the backend compute one batch, charges it, and learns what it took. Decoder thread only."""
 
     _backend: Backend
     _costs: CostModel
@@ -63,17 +66,19 @@ class BatchRunner:
                 self._charge(batch, time.monotonic() - began)
             return BatchResult(batch, error)
         decoded, (_, share) = time.monotonic(), self._clocks.end(len(batch.rows))
-        if not (has_pending_copy or switches or any(chunk.scored for chunk in batch.chunks)):
-            self._learn(batch, decoded - began, share)
+        is_usual = not (has_pending_copy or switches or any(chunk.scored for chunk in batch.chunks))
         self._charge(batch, decoded - began)
         sampled = [self._sample(chunk) for chunk in batch.chunks]
-        return BatchResult(batch, None, sampled, decoded - began, time.monotonic() - decoded)
+        sample_s = time.monotonic() - decoded
+        return BatchResult(
+            batch, None, sampled, decoded - began, sample_s, share if is_usual else None
+        )
 
     def _decode(self, batch: Batch) -> None:
         depth = self._costs.attended(batch.depth, batch.n_cells)
         try:
             with (
-                self._progress.computing(self._costs.batch_s(len(batch.rows), depth)),
+                self._progress.computing(partial(self._costs.batch_s, len(batch.rows), depth)),
                 self._command_queue.computing([chunk.sequence for chunk in batch.chunks]),
             ):
                 if batch.span is None:
@@ -98,7 +103,11 @@ class BatchRunner:
             chunk.sequence.trace.computed(computed_s, len(batch.chunks))
             self._queue.charge(chunk.sequence, seconds)
 
-    def _learn(self, batch: Batch, seconds: float, share: float) -> None:
+    def learn(self, result: BatchResult) -> None:
+        """Learn what a batch took. Its tokens need not wait for that."""
+        batch, seconds, share = result.batch, result.decode_s, result.share
+        if share is None:
+            return
         depth = self._costs.attended(batch.depth, batch.n_cells)
         if not batch.prefills:
             n_sequences = len(batch.chunks) + len(batch.fillers)

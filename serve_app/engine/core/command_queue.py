@@ -134,6 +134,9 @@ class PendingCommands:
         return bool(pending) or self.deadline is not None
 
 
+_NOTHING = PendingCommands()
+
+
 class CommandQueue:
     """Where other threads leave commands, and where admission is decided.
 
@@ -305,6 +308,8 @@ class CommandQueue:
 
     def take(self, wait_s: float | None) -> PendingCommands:
         """Decoder thread: take what has come; sleep until something has, `wait_s` at most (None: ever)."""
+        if wait_s == 0.0 and not self._pending:  # what comes now comes with the next step
+            return _NOTHING
         with self._changed:
             self._changed.wait_for(lambda: self._pending, wait_s)
             pending, self._pending = self._pending, PendingCommands(self._pending.deadline)

@@ -120,15 +120,15 @@ class EngineCore:
         self.admit()
         for guest in self.guests:
             guest.before_schedule(self)
-        batches = self._schedule()
+        batches, results = self._schedule(), list[BatchResult]()
         for batch in batches:
-            result = self.runner.run(batch)  # decode and sample
-            if not self._postprocess(result):
+            results.append(self.runner.run(batch))  # decode and sample
+            if not self._postprocess(results[-1]):
                 break
-        else:
-            self.scheduler.observe(batches, self.budget.elapsed_s)
+        computed_s = self.budget.elapsed_s
         self.deliver()
         self._account(began)
+        self._learn(results, computed_s)
         for guest in self.guests:
             guest.after_step(self, self.worked_at - began, idle=not batches)
 
@@ -194,6 +194,13 @@ class EngineCore:
                 logger.error("Request %s cannot be decoded: %s", chunk.sequence.id, result.error)
                 self._postprocessor.end(chunk, result.error)
         return True
+
+    def _learn(self, results: list[BatchResult], computed_s: float) -> None:
+        """Learn from a step when its tokens are on their way: others work on these meanwhile."""
+        for result in results:
+            self.runner.learn(result)
+        if results and results[-1].error is None:
+            self.scheduler.observe([result.batch for result in results], computed_s)
 
     def _account(self, began: float) -> None:
         self.budget.begin()

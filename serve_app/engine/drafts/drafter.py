@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import GUESSED, DraftModel, Row
@@ -258,7 +259,7 @@ class Drafter:
         """Compute a batch. Returns the most likely tokens after `last_rows`; None if it failed."""
         n_past, began = self._n_cells - len(rows), self._clock()
         try:
-            with self._progress.computing(self._costs.batch_s(len(rows), n_past)):
+            with self._progress.computing(partial(self._costs.batch_s, len(rows), n_past)):
                 self._model.decode(rows, places)
             found = [self._model.most_likely(row) for row in last_rows]
         except DecodeError as error:

@@ -41,6 +41,7 @@ class Chain:
 
     def __init__(self, params: SamplingParams, model: Model) -> None:
         self._cut, links, n_cut = _parts(params, model)
+        self._is_greedy = self._cut is cuts.greedy
         self._orders = model.n_vocab > cuts.SMALL and _sorts(params)
         self._sees_banned = params.typical_p < 1 or bool(
             {"infill", "adaptive_p"} & set(params.samplers or ())
@@ -74,6 +75,8 @@ class Chain:
                 cut = order.among(allowed, whole=self._sees_banned)
         if cut is None:
             return self._pick_of_all(logits)
+        if self._is_greedy and is_cut:
+            return int(cut.tokens[0])
         n = cut.n_kept
         before = llama_cpp.llama_sampler_clone(self._others) if cut.has_ties else None
         candidates = Candidates(

@@ -36,7 +36,7 @@ def test_what_is_overdue(ran_s: float, forecast_s: float, overdue: bool) -> None
 
 
 def test_a_batch_that_runs_on_hangs() -> None:
-    watch, batch = HangWatch(), RunningBatch(1000.0, 0.05)
+    watch, batch = HangWatch(), RunningBatch(1000.0, lambda: 0.05)
     told = [watch.hangs(batch, 1000.0 + PERIOD_S * i) for i in range(9)]
     assert told == [False] * 7 + [True] * 2
 
@@ -44,12 +44,12 @@ def test_a_batch_that_runs_on_hangs() -> None:
 def test_every_batch_counts_for_itself() -> None:
     watch = HangWatch()
     assert not any(
-        watch.hangs(RunningBatch(PERIOD_S * i, 0.05), PERIOD_S * (i + 1)) for i in range(50)
+        watch.hangs(RunningBatch(PERIOD_S * i, lambda: 0.05), PERIOD_S * (i + 1)) for i in range(50)
     )
 
 
 def test_nothing_hangs_while_there_is_nothing_to_do() -> None:
-    watch, batch = HangWatch(), RunningBatch(0.0, 0.05)
+    watch, batch = HangWatch(), RunningBatch(0.0, lambda: 0.05)
     assert not any(watch.hangs(None, PERIOD_S * i) for i in range(50))
     assert not watch.hangs(batch, 1.0)
     assert not watch.hangs(None, 2.0)
@@ -57,7 +57,7 @@ def test_nothing_hangs_while_there_is_nothing_to_do() -> None:
 
 def test_a_process_that_was_stopped_does_not_hang() -> None:
     """All of it stood still for an hour, the look and the batch alike."""
-    watch, batch = HangWatch(), RunningBatch(0.0, 0.05)
+    watch, batch = HangWatch(), RunningBatch(0.0, lambda: 0.05)
     assert not watch.hangs(batch, 1.0)
     assert not watch.hangs(batch, 3600.0)
     assert not watch.hangs(batch, 3601.0)
@@ -66,17 +66,17 @@ def test_a_process_that_was_stopped_does_not_hang() -> None:
 
 def test_a_batch_is_there_as_long_as_it_is_computed() -> None:
     progress = Progress()
-    with progress.computing(0.5):
+    with progress.computing(lambda: 0.5):
         batch = progress.batch
     assert batch is not None
-    assert batch.forecast_s == 0.5
+    assert batch.forecast_s() == 0.5
     assert batch.began <= time.monotonic()
     assert progress.batch is None
 
 
 def test_a_batch_that_fails_is_over() -> None:
     progress = Progress()
-    with pytest.raises(KeyError), progress.computing(0.5):
+    with pytest.raises(KeyError), progress.computing(lambda: 0.5):
         raise KeyError
     assert progress.batch is None
 

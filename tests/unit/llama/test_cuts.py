@@ -203,8 +203,8 @@ def test_llama_cpp_sees_only_what_it_may_pick(name: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(chain, "Candidates", Seen)
     list(picked(PARAMS[name], N_LARGE, 3, (CUT[name],)))
-    assert len(seen) == 1
-    assert seen[0] < 10_000
+    assert len(seen) == (name != "greedy")  # whose token is known without llama.cpp
+    assert sum(seen) < 10_000
 
 
 SORTING = {

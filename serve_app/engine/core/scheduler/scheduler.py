@@ -269,8 +269,8 @@ class Scheduler:
     def _without_held(self, now: float) -> list[Sequence]:
         """The sequences that may have the next turn: those with finished prompts wait while
         sequences of other adapters catch up."""
-        prompts, rest_s = self._prompts, self._catch_up_s()
-        if not rest_s or len(prompts) == len(self._together):
+        rest_s = self._catch_up_s()
+        if not rest_s or len(prompts := self._prompts) == len(self._together):
             return self._together
         done = (seq for seq in self._together if seq.n_pending == 1)
         return prompts if all(self._can_wait(seq, rest_s, now) for seq in done) else self._together

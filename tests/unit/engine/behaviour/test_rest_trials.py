@@ -50,7 +50,7 @@ def share(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(Clocks, "end", end)
     # Requests' batches take the double as long as the machine likes: nothing is learned of them.
-    monkeypatch.setattr(BatchRunner, "_learn", lambda *_: None)
+    monkeypatch.setattr(BatchRunner, "learn", lambda *_: None)
     monkeypatch.setattr(loop, "_REST_S", 0.0)
     monkeypatch.setattr(rest_trials, "_PAUSE_S", 60.0)
     backends.clear()
