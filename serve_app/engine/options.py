@@ -81,6 +81,11 @@ class EngineOptions:
     repack: bool | None = None
     """Whether llama.cpp lays the weights out anew when it loads them, for kernels of few rows; None: as is
     measured to be faster."""
+    stored_from: int | None = None
+    """Rows of a batch from which on it is computed over weights as the file has them, although they are
+    repacked for others; None: none is."""
+    memory_bytes: int | None = None
+    """Memory that the engine can take; None: enough for weights in both layouts."""
     backend: BackendName = "llama.cpp"
     """The library that computes the model; `auto` takes the one that is measured to be faster."""
     max_converted_bytes: int | None = None

@@ -34,6 +34,7 @@ from serve_app.llama.formats import (
 )
 from serve_app.llama.model import Model
 from serve_app.llama.sampling import cuts
+from serve_app.llama.stored_weights import StoredWeights
 
 Pooling = Literal["none", "rank"]
 """llama.cpp's pooling of a text's vectors: none, or a reranking model's score."""
@@ -132,6 +133,9 @@ class ContextOptions:
     tells_hidden: bool = False
     n_rs_seq: int = 0
     """Past states of recurrent layers that each sequence keeps, if `Model.can_roll_back`."""
+    stored_from: int | None = None
+    """Batches of so many rows and more are computed over weights as the file has them; None: all are over
+    those that the model has."""
 
     def n_cells(self, *, kv_unified: bool) -> int:
         """The cells of the cache, as llama.cpp rounds them."""
@@ -154,6 +158,9 @@ class Context:
         self.model, self._options = model, options
         self.n_ctx_slot, self._n_batch = options.n_ctx_slot, options.n_batch
         self._n_ctx_share = options.n_ctx_share or options.n_ctx_slot
+        self._stored_from = options.stored_from or sys.maxsize
+        if options.stored_from and model.stored is None:
+            model.stored = StoredWeights(model)
         params = llama_cpp.llama_context_default_params()
         params.n_batch, params.n_ubatch = options.n_batch, options.n_ubatch or options.n_batch
         params.n_seq_max, params.n_rs_seq = options.n_seq_max, options.n_rs_seq
@@ -327,6 +334,8 @@ class Context:
     def _run(self, batch: llama_cpp.llama_batch, n_rows: int) -> None:
         self._copied, self._rewinds = None, {}
         self._set_threads(n_rows)
+        if self.model.stored is not None:
+            self.model.stored.use(n_rows >= self._stored_from)
         status = llama_cpp.llama_decode(self.pointer, batch)
         if status == _CACHE_FULL:
             raise CacheFullError(f"The KV cache has no room for {n_rows} tokens more.")

@@ -104,6 +104,13 @@ def brief(function: Callable[..., Any]) -> Callable[..., Any]:
     return same
 
 
+def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """A function of llama.cpp or ggml that `llama_cpp` does not bind, with its types."""
+    bound = ctypes.CDLL(str(_PATH))[name]
+    bound.restype, bound.argtypes = result, arguments
+    return bound
+
+
 @functools.cache
 def init_numa(strategy: NumaStrategy) -> None:
     """Have llama.cpp spread the threads that it starts from now on over NUMA nodes, in the whole process.

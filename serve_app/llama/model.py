@@ -23,6 +23,7 @@ from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint, LazyConstraint
 from serve_app.llama.grammars.grammar_tokenizer import grammar_tokenizer, is_delimiter
 from serve_app.llama.sampling.history import Histories, History
+from serve_app.llama.stored_weights import StoredWeights
 from serve_app.sampling import SamplingParams, Triggers
 
 _CONTROL_KINDS = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -89,7 +90,7 @@ def _token(token: int) -> int | None:
 
 
 class Model:
-    """An open model. Immutable: any thread may call. Freed when nobody holds it any more.
+    """An open model. Immutable but for `stored`: any thread may call. Freed when nobody holds it any more.
 
     `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk: milliseconds
     and megabytes, enough to tokenize. `delimiters` tells which texts structure the answers that a chat
@@ -139,6 +140,8 @@ class Model:
                 f"{_reason(lines)}."
             )
         self.pointer = pointer
+        self.stored: StoredWeights | None = None
+        """The weights as the file has them, once a context computes batches of many rows over them."""
         # Not at exit: a decoder thread may still be running then.
         weakref.finalize(self, llama_cpp.llama_model_free, pointer).atexit = False
         if llama_cpp.llama_model_has_encoder(pointer):  # as T5, whose decoder sees no prompt itself

@@ -82,8 +82,10 @@ class LoadedModel:
         self._cpus, self._sizing = place_on_cpus(model, reserved), model.sizing
         self._closing.callback(self._cpus.pinning.undo)
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
+        memory_bytes = available_memory()
         options = dataclasses.replace(
-            sizing.bounded(model.options, model.memory_shares, available_memory() - weights),
+            sizing.bounded(model.options, model.memory_shares, memory_bytes - weights),
+            memory_bytes=memory_bytes,
             threads=self._cpus.threads,
             fewer_threads=model.threads is None and model.options.threads_batch is None,
             computing_cpus=self._cpus.computing_cpus,

@@ -19,7 +19,7 @@ from serve_app.locks import FolderLocks
 
 logger = logging.getLogger("corral.engine")
 
-_FORMAT = 8
+_FORMAT = 9
 # A profile is not kept if its threads had less of their time: something else computed. Ray and its start
 # take a fifth of two cores.
 _ALONE = 0.75
@@ -36,7 +36,7 @@ _OPTIONS = (
         "n_batch",
     ),
     *("flash_attn", "kv_unified", "cache_type_k", "cache_type_v", "max_stall_s", "profile_limit_s"),
-    *("repack", "n_rs_seq"),
+    *("repack", "stored_from", "n_rs_seq"),
 )
 _Choice = TypeVar("_Choice")
 

@@ -94,7 +94,7 @@ def open_backend(
     layout = LayoutChoice(repack=True)
     if options.backend != OPENVINO and not is_graph(path):
         layout = chosen_layout(path, options, report)
-        options = replace(options, repack=layout.repack)
+        options = replace(options, repack=layout.repack, stored_from=layout.stored_from)
     if options.backend == "auto":
         choice = chosen(path, options, report)
     else:

@@ -177,6 +177,7 @@ class LlamaEmbeddings:
                 kv_unified=True,
                 n_ctx=shape.n_text + shape.n_rows,
                 pooling="rank" if ranks else "none",
+                stored_from=self._options.stored_from,
             ),
         )
 
@@ -366,6 +367,7 @@ class LlamaBackend:
                 cache_type_v=options.cache_type_v,
                 tells_hidden=options.own_layers,
                 n_rs_seq=options.n_rs_seq or 0,
+                stored_from=options.stored_from,
             ),
         )
         context.warm_up()
@@ -442,6 +444,7 @@ class LlamaBackend:
         draft = self.draft.memory if self.draft else MemoryUse(0, 0, 0, 0, 0)
         return MemoryUse(
             weights_bytes=self.vocabulary.n_bytes
+            + (self.vocabulary.stored.n_bytes if self.vocabulary.stored else 0)
             + self.adapters.n_bytes
             + (self._projector.n_bytes if self._projector else 0)
             + draft.weights_bytes,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from serve_app.engine import ConfigError, Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends.layouts import chosen_layout
+from serve_app.llama.context import Context, ContextOptions
+from serve_app.llama.model import Model
 from serve_app.progress import nowhere
 from tools.random_models.model import SHAPES, write_random_gguf
 
@@ -58,22 +63,60 @@ async def test_every_load_mode_loads(tiny_gguf: Path, load_mode: Any) -> None:
         engine.close()
 
 
-async def test_weights_of_k_quants_serve_repacked_and_as_they_are_stored(tmp_path: Path) -> None:
-    """Both layouts say the same, but for rounding, and are compared."""
-    path = tmp_path / "model.gguf"
+@pytest.fixture(scope="module")
+def k_quants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in a format for which llama.cpp has kernels for both layouts of weights."""
+    path = tmp_path_factory.mktemp("k-quants") / "model.gguf"
     write_random_gguf(path, SHAPES["tiny"], "q4_k_m")
+    return path
+
+
+def logits(model: Model, n_rows: int, stored_from: int | None = None) -> NDArray[np.float32]:
+    """The logits behind a prompt of so many tokens."""
+    options = ContextOptions(
+        n_seq_max=1,
+        n_ctx_slot=256,
+        n_batch=64,
+        threads=1,
+        flash_attn=True,
+        stored_from=stored_from,
+    )
+    with closing(Context(model, options)) as context:
+        context.decode([(1 + i, i, 0, i == n_rows - 1) for i in range(n_rows)])
+        return context.logits(n_rows - 1).copy()
+
+
+def test_batches_of_many_rows_are_computed_over_weights_in_the_file(k_quants: Path) -> None:
+    repacked, as_stored = (Model(k_quants, repack=repack) for repack in (True, False))
+    both = Model(k_quants)
+    few, many = (logits(both, n, stored_from=16) for n in (15, 16))
+    assert both.stored is not None
+    if not both.stored.n_bytes:
+        pytest.skip("llama.cpp repacks nothing for this processor")
+    assert (few == logits(repacked, 15)).all()
+    assert (many == logits(as_stored, 16)).all()
+    assert not (many == logits(repacked, 16)).all()
+    assert (logits(both, 16) == logits(repacked, 16)).all(), "another context wants it repacked"
+
+
+async def test_weights_of_k_quants_serve_repacked_and_as_they_are_stored(k_quants: Path) -> None:
+    """All layouts say the same, but for rounding, and are compared."""
+    path = k_quants
     texts, sampling = [], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    for repack in (True, False):
-        engine = Engine.load(path, EngineOptions(**OPTIONS, repack=repack, profile_limit_s=0))
+    for repack, stored_from in ((True, None), (False, None), (True, 2)):
+        options = EngineOptions(
+            **OPTIONS, repack=repack, stored_from=stored_from, profile_limit_s=0
+        )
+        engine = Engine.load(path, options)
         try:
             request = GenerationRequest("1", engine.tokenize("Hello there, how"), sampling)
             deltas = [delta async for delta in engine.submit(request)]
             texts.append([token for delta in deltas for token in delta.token_ids])
         finally:
             engine.close()
-    assert texts[0][:1] == texts[1][:1]
+    assert texts[0][:1] == texts[1][:1] == texts[2][:1]
     choice = chosen_layout(path, EngineOptions(**OPTIONS, profile_limit_s=0.5), nowhere)
-    assert "as stored to repacked, is" in choice.reason
+    assert choice.reason.startswith("weights ")
 
 
 def test_what_llama_cpp_would_refuse_is_refused_before() -> None:

@@ -218,6 +218,42 @@ def test_weights_stay_as_they_are_stored_where_that_is_faster(
     assert measured_layouts.n_measured == 1
 
 
+@pytest.mark.parametrize(
+    ("prompt_s", "least"),
+    [
+        (0.5, 6),
+        (2.0, None),
+    ],  # the line from 0.12 to 0.5 s crosses that from 0.03 to 1 s behind 5 rows
+)
+def test_batches_of_many_rows_have_weights_as_they_are_stored_where_that_is_faster(
+    options: EngineOptions, prompt_s: float, least: int | None
+) -> None:
+    as_stored = Profile({1: 0.04, 4: 0.12}, {16: prompt_s})
+    repacked = Profile({1: 0.01, 4: 0.03}, {16: 1.0})
+    choice = layouts.fastest_layout(as_stored, repacked, options, room_for_both=True)
+    assert choice.repack
+    assert choice.stored_from == least
+    single = layouts.fastest_layout(as_stored, repacked, options, room_for_both=False)
+    assert single.stored_from is None
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "change", "room"),
+    [
+        (100, {"memory_bytes": None}, True),
+        (100, {"memory_bytes": 500}, True),
+        (100, {"memory_bytes": 499}, False),
+        (100, {"load_mode": "none"}, False),
+    ],
+)
+def test_both_layouts_take_a_quarter_of_what_one_leaves(
+    tmp_path: Path, options: EngineOptions, n_bytes: int, change: dict[str, Any], room: bool
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(n_bytes))
+    assert layouts.has_room_for_both([path], replace(options, **change)) is room
+
+
 def test_layouts_that_were_compared_beside_other_programs_are_compared_again(
     measured_layouts: Layouts, model: Path, options: EngineOptions
 ) -> None:
