@@ -5,9 +5,10 @@
         [--target-type q8_0] [--draft-type q4_0] [--folder build/drafts]
 
 The engine with the draft and the engine without it have a process each, with slots for the most streams,
-and take turns. Lookup is off in both; with --lookup it is the only difference. Small models write text that
-repeats itself at temperature 0, and text that does not at temperature 1. Without files, models with random
-weights are made (`models`): a 0.6B shape drafts for a 1B shape.
+and take turns. Both have the same kind of cache and begin with the same profile. Lookup is off in both; with
+--lookup it is the only difference. Small models write text that repeats itself at temperature 0, and text
+that does not at temperature 1. Without files, models with random weights are made (`models`): a 0.6B shape
+drafts for a 1B shape.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -51,8 +53,15 @@ def main() -> int:
     """Measure, and print a table."""
     args = _arguments()
     target = args.target or agreeing(args.folder, TARGET, args.target_type)
+    profiles = tempfile.TemporaryDirectory()
     usual = EngineOptions(
-        n_slots=max(args.streams), n_ctx_slot=_N_CTX_SLOT, threads=args.threads, speculate=False
+        n_slots=max(args.streams),
+        n_ctx_slot=_N_CTX_SLOT,
+        threads=args.threads,
+        flash_attn=True,
+        kv_unified=False,
+        speculate=False,
+        profile_folder=Path(profiles.name),
     )
     if args.lookup:
         name, changed = "from the text", replace(usual, speculate=True)
@@ -69,6 +78,7 @@ def main() -> int:
     finally:
         for pool in pools.values():
             pool.shutdown()
+        profiles.cleanup()
     print(f"{machine_line(machine(target, args.threads))}; draft {name}:\n")
     print(table(_HEADER, rows))
     return 0

@@ -32,12 +32,16 @@ _LEAST_HOPE = 16
 # drafts may take, if that is above the budget.
 _FED_PART = 0.4
 _MOST_LONGER = 2.0
+# Steps that drafts may lose: at first, more with each step in which there are some, and at most.
+_FIRST_STAKE, _STAKE_GROWTH, _MOST_STAKE = 3.0, 0.01, 6.0
 
 
 class _Plan(NamedTuple):
     """Drafts of one length, and what they promise."""
 
     tokens_per_s: float
+    n_steps: float = 1.0
+    """The time that it takes, in plain steps of the same sequences."""
     n_drafted: int = 0
     looked_up: tuple[Sequence, ...] = ()
     proposed: tuple[Sequence, ...] = ()
@@ -55,7 +59,12 @@ class Drafting(Guest):
     """Finds the drafts with which a step has most tokens a second, by the cost model. All are of one
     length, verified in one batch, and no longer than slots can be rewound behind it. Their passes run while
     the step is planned, and neither these nor the verification take more of the step than its budget has
-    left."""
+    left.
+
+    However often drafts were right, the next one may be wrong. So the time by which a step with drafts is
+    longer than a plain one is paid from a stake of a few steps, into which go the tokens that were right,
+    and a hundredth of a step each time. So speculation never costs much more than that hundredth.
+    """
 
     def __init__(
         self,
@@ -77,6 +86,8 @@ class Drafting(Guest):
         self._lookups: dict[str, tuple[TokenArray, NgramProposer]] = {}
         """The proposers of sequences, with the arrays that their n-grams are of."""
         self._most_s = 0.0
+        self._stake, self._n_decoding = _FIRST_STAKE, 1
+        """Steps that drafts may lose, and the sequences of the last step."""
 
     def drafts(self, decoding: list[Sequence], n_past: float, *, mixed: bool) -> Drafts:
         """The drafts that are worth a batch of their own, of sequences that are ordered by slot. `mixed`:
@@ -91,7 +102,9 @@ class Drafting(Guest):
             able = [seq for seq in able if seq.draft_room > 0]
             behind = drafter.begin(able, self._lengths[-1])
         plain_s = self._costs.steps_s(len(decoding), n_past)
-        self._most_s = max(self._budget.left_s, _MOST_LONGER * plain_s)
+        self._stake, self._n_decoding = min(_MOST_STAKE, self._stake + _STAKE_GROWTH), len(decoding)
+        longest_s = max(self._budget.left_s, _MOST_LONGER * plain_s)
+        self._most_s = min(longest_s, (1 + self._stake) * plain_s)
         best = self._best(decoding, looked_up, behind, n_past, mixed)
         late = [seq for seq in best.proposed if behind[seq.id] > MOST_FED]
         if late and drafter is not None:
@@ -102,6 +115,7 @@ class Drafting(Guest):
                 within_s = None if bound_s is None else min(_FED_PART * bound_s, self._most_s)
                 drafter.catch_up(late, within_s)
             best = now
+        self._stake -= best.n_steps - 1
         drafts = {seq.id: looked_up[seq.id][: best.n_drafted] for seq in best.looked_up}
         if best.proposed and drafter is not None:
             drafts |= drafter.propose(best.proposed, best.n_drafted)
@@ -112,6 +126,7 @@ class Drafting(Guest):
     def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
         """Learn from a draft of which the first `n_accepted` tokens were right; returns whether the draft
         model proposed it."""
+        self._stake += n_accepted / self._n_decoding
         if self._drafter is not None and self._drafter.record(sequence, n_drafted, n_accepted):
             return True
         self._lookup_of(sequence).verified(n_drafted, n_accepted)
@@ -198,7 +213,7 @@ class Drafting(Guest):
                 rate = (n_plain + sum(value for value, *_ in chosen)) / seconds
                 if rate > max(least, best.tokens_per_s) and seconds <= self._most_s:
                     rest = tuple(seq for _, by_model, seq in chosen if not by_model)
-                    best = _Plan(rate, n_drafted, rest, proposed)
+                    best = _Plan(rate, seconds / plain_s, n_drafted, rest, proposed)
         return best
 
     def _verify_s(self, group: list[Sequence], n_drafted: int, n_past: float, mixed: bool) -> float:

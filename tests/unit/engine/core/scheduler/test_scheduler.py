@@ -16,6 +16,7 @@ from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS, Drafting
+from serve_app.engine.drafts.rates import AcceptanceRate
 from serve_app.engine.kv_cache.packing import token_array
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest, Sampled, TokenLogprobs
@@ -513,6 +514,26 @@ def test_no_drafts_where_they_do_not_pay(speculate: bool) -> None:
     made = drafting(costs, speculate=speculate)
     made.add(repeating(0))
     assert [len(one.rows) for one in made.schedule(NOW)] == [1]
+
+
+def test_drafts_that_are_always_wrong_cost_little_however_good_they_seem() -> None:
+    made, sequence = (
+        drafting(Profile({1: 0.1}, {8: 0.1}, {2: 0.11, 4: 0.12, 8: 0.18})),
+        repeating(0),
+    )
+    made.add(sequence)
+    assert isinstance(made.drafts, Drafting)
+    spent_s, n_tried, n_steps = 0.0, 0, 400
+    for _ in range(n_steps):
+        (plan,) = made.schedule(NOW)
+        n_drafted = len(plan.chunks[0].draft)
+        spent_s += {0: 0.1, 1: 0.11, 2: 0.115, 3: 0.12, 5: 0.15, 7: 0.18}[n_drafted]
+        if n_drafted:
+            n_tried += 1
+            made.drafts.record(sequence, n_drafted, 0)
+            made.drafts._lookup_of(sequence).rate = AcceptanceRate(0.9)
+    assert n_tried > 20
+    assert spent_s < 1.02 * n_steps * 0.1
 
 
 def test_drafts_of_many_are_of_one_length_and_bounded() -> None:
