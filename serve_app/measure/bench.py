@@ -41,13 +41,11 @@ def engine_options(
     sequences: int, prompt_tokens: int, max_tokens: int, **settings: Any
 ) -> EngineOptions:
     """The engine that fits so many sequences, with these settings, and measures nothing at its start."""
-    usual = {"flash_attn": True, "kv_unified": False}
+    usual = {"flash_attn": True, "kv_unified": False, "speculate": False, "profile_limit_s": 0}
     return EngineOptions(
         n_slots=sequences,
         n_ctx_slot=prompt_tokens + max_tokens + 1,
         max_stall_s=None,
-        speculate=False,
-        profile_limit_s=0,
         **(usual | settings),
     )
 

@@ -1,4 +1,4 @@
-"""How a model is served fastest on this machine: format, threads, cache, attention. No Ray, no HTTP.
+"""How a model is served fastest on this machine: format, backend, threads, drafts, cache. No Ray, no HTTP.
 
     corral tune --model MODEL-f16.gguf --users 4
 
@@ -8,8 +8,9 @@ often the likeliest next token is your file's, are what a format costs. Give an 
 BF16): one that is quantised already loses a second time.
 
 Then the format that does the load of --users requests at once in the least time is served in other ways, a
-setting at a time: threads, attention, kind and format of the cache. A format whose perplexity is more
-than --worse above your file's is shown, and not chosen.
+setting at a time: OpenVINO, threads, drafts of --draft or of the model's own layers, attention, kind and
+format of the cache. A format whose perplexity is more than --worse above your file's is shown, and not
+chosen. Prompts are parts of the text. As in a server, the layout of weights is measured at the first start.
 
 The tables and the lines for serve_config.yaml go to stdout, progress to stderr. Speed depends on what else
 runs on the machine: mind the range.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +34,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from serve_app import folders
+from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.llama import quantising
+from serve_app.llama.model import Model
 from serve_app.measure import benchmark, quality
 from serve_app.measure.bench import WARM_UP_TOKENS, add_load_arguments, engine_options
-from serve_app.measure.process import MeasuredRun, RunnerProcess, engine_runner, text_tokens
+from serve_app.measure.process import MeasuredRun, RunnerProcess, engine_runner
 from serve_app.measure.quality import TextReading
 from serve_app.placement import machine as machine_of
 
@@ -43,6 +47,8 @@ AS_GIVEN = "as given"
 FORMATS = ("Q4_0", "Q4_K_M", "IQ4_XS", "Q8_0")
 """Formats whose weights llama.cpp repacks, so that it multiplies them faster."""
 MIB = 2**20
+# Seconds of profiling at most, as in a server.
+PROFILE_S = 27.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,7 @@ class Variant:
 
     @property
     def way(self) -> str:
-        texts = {name: str(value).lower() for name, value in self.settings.items()}
-        return ", ".join(f"{name}: {text}" for name, text in texts.items())
+        return ", ".join(f"{name}: {json.dumps(value)}" for name, value in self.settings.items())
 
     @property
     def name(self) -> str:
@@ -107,24 +112,35 @@ def measure(
     draw: Callable[[int], benchmark.Prompt],
     on_visit: Callable[[], None],
 ) -> dict[Variant, MeasuredSpeed]:
-    """The speed of each, in turns, so that a noisy machine is fair. `draw` gives a new prompt of so many
-    tokens; `on_visit` is called after each visit. Raises BenchmarkError when one cannot be served."""
-    opener = partial(engine_runner, "llama.cpp")
+    """The speed of each that can be served, in turns, so that a noisy machine is fair. `draw` gives a new
+    prompt of so many tokens; `on_visit` is called after each visit. Raises BenchmarkError when the first
+    cannot be served."""
     most = max(load.sequences)
 
     def visit(_number: int, variant: Variant) -> dict[int, MeasuredRun]:
-        settings = {"threads": load.threads, **variant.settings}
-        options = engine_options(most, load.prompt_tokens, load.max_tokens, **settings)
-        with RunnerProcess(variant.name, opener, variant.path, options) as process:
-            process.run([draw(load.prompt_tokens)], WARM_UP_TOKENS)
-            runs = {
-                n: process.run([draw(load.prompt_tokens) for _ in range(n)], load.max_tokens)
-                for n in load.sequences
-            }
-        on_visit()
-        return runs
+        backend, options = served(variant, load)
+        opener = partial(engine_runner, backend)
+        try:
+            with RunnerProcess(variant.name, opener, variant.path, options) as process:
+                process.run([draw(load.prompt_tokens)], WARM_UP_TOKENS)
+                return {
+                    n: process.run([draw(load.prompt_tokens) for _ in range(n)], load.max_tokens)
+                    for n in load.sequences
+                }
+        finally:
+            on_visit()
 
-    rounds = benchmark.in_turns(variants, load.rounds, visit, warm_up=False)
+    able = list[Variant]()
+    for variant in variants:
+        try:
+            visit(0, variant)
+        except benchmark.BenchmarkError as error:
+            if not able:
+                raise
+            print(f"Left out: {error}", file=sys.stderr)
+        else:
+            able.append(variant)
+    rounds = benchmark.in_turns(able, load.rounds, visit, warm_up=False)
     return {
         variant: MeasuredSpeed(
             prefill_tps=statistics.median(runs[most].prefill_tps for runs in visits),
@@ -139,16 +155,57 @@ def measure(
     }
 
 
-def ways(best: Variant, n_physical: int, n_logical: int) -> list[Variant]:
+def served(variant: Variant, load: TuneLoad) -> tuple[KernelsName, EngineOptions]:
+    """The backend that serves a variant, and its options: those of `corral bench`, but profiled, and with
+    drafts from the text, as in a server."""
+    settings = {"threads": load.threads, "speculate": True, **variant.settings}
+    backend = settings.pop("backend", "llama.cpp")
+    draft = settings.pop("draft", {})
+    if "source" in draft:
+        settings["draft"] = Path(draft["source"]["path"])
+    options = engine_options(
+        max(load.sequences),
+        load.prompt_tokens,
+        load.max_tokens,
+        own_layers="own_layers" in draft,
+        profile_limit_s=PROFILE_S,
+        profile_folder=folders.cache_folder() / "profiles",
+        **settings,
+    )
+    return backend, options
+
+
+def ways(
+    best: Variant, n_physical: int, n_logical: int, drafts: Sequence[Mapping[str, Any]] = ()
+) -> list[Variant]:
     """Ways to serve the best variant's file, a setting changed at a time. Corral's defaults come first."""
     counts = sorted({n for n in (n_physical // 2, n_logical) if n > 0} - {n_physical})
     changes: list[dict[str, Any]] = [
+        {"backend": "openvino"},
         *({"threads": n} for n in counts),
+        *({"draft": draft} for draft in drafts),
         {"flash_attn": False},
         {"kv_unified": True},
         {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
     ]
     return [best, *(Variant(best.format, best.path, change) for change in changes)]
+
+
+def drafts_for(model: Model, draft: Path | None) -> list[dict[str, Any]]:
+    """The settings of `draft` that a model can have: its own layers, and a file."""
+    own: list[dict[str, Any]] = [{"own_layers": True}] if model.n_own_layers else []
+    return own if draft is None else [*own, {"source": {"path": str(draft)}}]
+
+
+def text_prompts(tokens: Sequence[int]) -> Callable[[int], benchmark.Prompt]:
+    """Draws parts of a text as prompts, the same in every invocation."""
+    random_places = random.Random(benchmark.SEED)
+
+    def draw(n_tokens: int) -> benchmark.Prompt:
+        start = random_places.randrange(max(1, len(tokens) - n_tokens))
+        return tuple(tokens[start : start + n_tokens])
+
+    return draw
 
 
 def eligible(read: Mapping[Variant, TextReading], worse: float) -> list[Variant]:
@@ -236,7 +293,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--users", type=benchmark.bounded(1, 64), default=4, help=users)
     add_load_arguments(parser)
     parser.set_defaults(sequences=(1, 4, 16), max_tokens=32, threads=machine_of.read().n_cores)
-    add("--text", type=Path, default=None, help="a text like yours, for the perplexity")
+    add(
+        "--draft", type=Path, default=None, help="a draft model of the same vocabulary, to be tried"
+    )
+    add(
+        "--text",
+        type=Path,
+        default=None,
+        help="a text like yours, for the perplexity and as prompts",
+    )
     add(
         "--windows",
         type=benchmark.bounded(1, 1000),
@@ -262,9 +327,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
 
     def timed(title: str, variants: Sequence[Variant]) -> dict[Variant, MeasuredSpeed]:
-        task = progress.add_task(title, total=len(variants) * load.rounds)
-        prompts = benchmark.Prompts(text_tokens(args.model))
-        return measure(variants, load, prompts.draw, lambda: progress.advance(task))
+        task = progress.add_task(title, total=len(variants) * (1 + load.rounds))
+        return measure(variants, load, text_prompts(tokens), lambda: progress.advance(task))
 
     try:
         with progress:
@@ -273,17 +337,20 @@ def main(argv: Sequence[str] | None = None) -> None:
                 path = quality.quantised(args.model, name, args.folder, threads)
                 variants.append(Variant(name, path))
             text = quality.default_text() if args.text is None else args.text.read_text()
+            model = Model(args.model, vocab_only=True)
+            tokens = model.tokenize(text, add_special=False, parse_special=False)
             readings = {
                 variant: quality.read(variant.path, text, args.windows, threads)
                 for variant in progress.track(variants, description="reading a text")
             }
             by_format = timed("formats", variants)
             best = fastest(by_format, users, eligible(readings, args.worse))
-            others = ways(best, threads, machine_of.read().n_cpus)
+            drafts = drafts_for(model, args.draft)
+            others = ways(best, threads, machine_of.read().n_cpus, drafts)
             by_way = timed(f"ways to serve {best.format}", others)
     except (benchmark.BenchmarkError, ValueError, OSError) as error:
         sys.exit(str(error))
-    chosen = fastest(by_way, users, others)
+    chosen = fastest(by_way, users, list(by_way))
     print(f"{benchmark.machine_line(facts)}; medians of {load.rounds} rounds\n")
     print(formats_table(by_format, readings, load, users), end="\n\n")
     print(f"{best.format}, served in other ways:\n\n{ways_table(by_way, load, users)}\n")

@@ -23,6 +23,8 @@ from serve_app.measure.tune import (
     fastest,
     formats_table,
     parse_args,
+    served,
+    text_prompts,
     ways,
 )
 
@@ -36,27 +38,47 @@ def reading(perplexity: float, *choices: int) -> TextReading:
 
 
 def test_ways_change_one_setting_at_a_time() -> None:
-    default, *others = ways(SMALL, n_physical=4, n_logical=8)
+    draft = {"source": {"path": "small.gguf"}}
+    default, *others = ways(SMALL, n_physical=4, n_logical=8, drafts=[draft])
     assert default == SMALL
     assert [other.settings for other in others] == [
+        {"backend": "openvino"},
         {"threads": 2},
         {"threads": 8},
+        {"draft": draft},
         {"flash_attn": False},
         {"kv_unified": True},
         {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
     ]
     assert {(other.format, other.path) for other in others} == {("Q4_0", SMALL.path)}
-    assert others[2].name == "Q4_0, flash_attn: false"
+    assert others[4].name == "Q4_0, flash_attn: false"
 
 
 def test_one_core_has_no_fewer_threads() -> None:
-    assert [way.settings.get("threads") for way in ways(GIVEN, 1, 1)] == [None] * 4
+    assert [way.settings.get("threads") for way in ways(GIVEN, 1, 1)] == [None] * 5
 
 
 def test_a_variants_engine() -> None:
     options = engine_options(4, 8, 8, threads=1, kv_unified=True)
     assert (options.n_slots, options.n_ctx_slot, options.threads) == (4, 17, 1)
     assert (options.kv_unified, options.flash_attn, options.profile_limit_s) == (True, True, 0)
+
+
+def test_a_variant_is_profiled_as_in_a_server() -> None:
+    settings = {"draft": {"source": {"path": "small.gguf"}}, "backend": "openvino"}
+    backend, options = served(Variant("Q4_0", SMALL.path, settings), LOAD)
+    assert (backend, options.draft, options.own_layers) == ("openvino", Path("small.gguf"), False)
+    assert options.profile_limit_s == 27
+    assert options.speculate
+    _, options = served(Variant("Q4_0", SMALL.path, {"draft": {"own_layers": True}}), LOAD)
+    assert (options.draft, options.own_layers) == (None, True)
+
+
+def test_prompts_are_parts_of_the_text() -> None:
+    draw, text = text_prompts(range(100)), range(100)
+    prompts = [draw(8) for _ in range(20)]
+    assert all(prompt == tuple(text[prompt[0] : prompt[0] + 8]) for prompt in prompts)
+    assert len(set(prompts)) > 10
 
 
 def test_perplexity_and_agreement() -> None:
