@@ -264,7 +264,7 @@ class CacheModeSwitcher(Guest):
         mode = self._backend.setup.mode
         self._scheduler.mix(mode.kv_unified)
         room = slot_room(self._options, mode)
-        table.begin(min_copy(self._costs), room, consecutive=not mode.kv_unified)
+        table.begin(min_copy(self._options, mode), room, consecutive=not mode.kv_unified)
         for slot_id, state in pinned.items():
             self._restore_pinned(slot_id, state)
         took_s = time.monotonic() - began

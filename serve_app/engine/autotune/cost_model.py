@@ -254,8 +254,6 @@ class Profile:
     """Tokens in every slot for the next two; in a unified cache, the same cells."""
     deep_decode_s: Mapping[int, float] = field(default_factory=dict)
     deep_prefill_s: Mapping[int, float] = field(default_factory=dict)
-    copy_s: float = 0.0
-    """The time that copying one slot adds to the next batch."""
     masked: float = 1.0
     """The cost of a token of other sequences in a unified cache, as a part of the cost of an own
     one."""
@@ -285,8 +283,6 @@ class CostModel:
         self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, factors, doubt)
         self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth, factors, doubt)
         self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth, factors, doubt)
-        self.copy_s = profile.copy_s
-        """Seconds that copying a slot takes."""
         self._masked = profile.masked
         self._splits: dict[tuple[tuple[int, ...], int, frozenset[int]], tuple[int, ...]] = {}
         self._retried: set[int] = set()
@@ -511,7 +507,6 @@ class CostModel:
             verify_s=self._verify.own_times(),
             deep_decode_s=deep_decode_s,
             deep_prefill_s=deep_prefill_s,
-            copy_s=self._factors.speed * profile.copy_s,
             share=1 - unknown * (1 - profile.share),
         )
 

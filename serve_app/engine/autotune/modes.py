@@ -106,29 +106,28 @@ def _seconds(costs: CostModel, options: EngineOptions, tokens: range, mode: Mode
     prompts are computed while half of the slots decode, the others while nobody does. With one slot, nobody
     else ever decodes."""
     n_cells = tokens.start + options.n_slots * len(tokens) if mode.kv_unified else 0
-    prompt_s = _prompt_s(costs, options.n_batch, tokens, n_cells)
-    if options.n_slots > 1:
-        prompt_s = (prompt_s + _bounded_prompt_s(costs, options, tokens, n_cells, mode.mixes)) / 2
+    beside = (0, options.n_slots // 2) if options.n_slots > 1 else (0,)
+    prompts_s = [_prompt_s(costs, options, tokens, n_cells, n, mode.mixes) for n in beside]
     n_generated = options.n_ctx_share // 8
     full = costs.attended(tokens.stop, n_cells)
-    return prompt_s + n_generated * costs.steps_s(options.n_slots, full) / options.n_slots
+    answer_s = n_generated * costs.steps_s(options.n_slots, full) / options.n_slots
+    return sum(prompts_s) / len(prompts_s) + answer_s
 
 
-def _prompt_s(costs: CostModel, n_batch: int, tokens: range, n_cells: int) -> float:
-    return sum(
-        costs.prefill_s(min(n_batch, tokens.stop - n_past), costs.attended(n_past, n_cells))
-        for n_past in tokens[::n_batch]
-    )
-
-
-def _bounded_prompt_s(
-    costs: CostModel, options: EngineOptions, tokens: range, n_cells: int, mixes: bool
+def _prompt_s(
+    costs: CostModel,
+    options: EngineOptions,
+    tokens: range,
+    n_cells: int,
+    n_beside: int,
+    mixes: bool,
 ) -> float:
-    n_beside = options.n_slots // 2
-    beside_s = costs.steps_s(n_beside, costs.attended(tokens.stop, n_cells))
-    within_s = max((options.max_stall_s or math.inf) - beside_s, beside_s)
-    bounded_s = 0.0
-    n_past = tokens.start
+    """Seconds that a prompt takes beside so many decoding sequences, which have a bound for gaps."""
+    beside_s, within_s = 0.0, math.inf
+    if n_beside:
+        beside_s = costs.steps_s(n_beside, costs.attended(tokens.stop, n_cells))
+        within_s = max((options.max_stall_s or math.inf) - beside_s, beside_s)
+    prompt_s, n_past = 0.0, tokens.start
     while n_past < tokens.stop:
         n_most = min(tokens.stop - n_past, options.n_batch)
         depth = costs.attended(n_past, n_cells)
@@ -136,13 +135,13 @@ def _bounded_prompt_s(
             fits = costs.chunk(n_most, depth, within_s=within_s + beside_s, n_beside=n_beside)
             n_rows = fits or costs.smallest_chunk(n_most)
             more_s = costs.prefill_s(n_beside + n_rows, depth) - beside_s
-            bounded_s += max(more_s, n_rows * costs.prompt_token_s)
+            prompt_s += max(more_s, n_rows * costs.prompt_token_s)
         else:
             fits = costs.chunk(n_most, depth, within_s=within_s, beside_s=beside_s)
             n_rows = fits or costs.smallest_chunk(n_most)
-            bounded_s += costs.prefill_s(n_rows, depth)
+            prompt_s += costs.prefill_s(n_rows, depth)
         n_past += n_rows
-    return bounded_s
+    return prompt_s
 
 
 def filled(profile: Profile, like: Profile) -> Profile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,9 +22,6 @@ _CHUNKS, _NEXT_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 48), (24, 40, 56, 128, 9
 _MOST_CHUNKS = (80, 112, 192, 160, 384)
 _DECODES, _MORE_DECODES = (2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
 _VERIFIES = (2, 4, 8, 16, 3, 6, 12)
-# The part of a slot that is in use when it is copied: with less, only that would be copied. And what a copy
-# costs is a difference of two batches, each tried so often.
-_COPIED, _COPY_TRIALS = 0.27, 3
 DEPTH = 2048
 """Tokens before a deep batch, at most: keys and values are in no cache of the processor any more, and from
 there on the time grows straight."""
@@ -137,11 +133,11 @@ class Trials:
     def measure(
         self, times: dict[int, float], sizes: Sequence[int], trial: Trial
     ) -> Iterator[None]:
-        """Add what batches of these sizes take; the first of all is measured in any case. One is run
-        when the next is asked for, and each size takes its turn even if there is no time for it: what
-        is compared stays in step."""
+        """Add what batches of these sizes take; the first of all is measured in any case, and sizes that
+        were measured before get one more trial. One is run when the next is asked for, and each size takes
+        its turn even if there is no time for it: what is compared stays in step."""
         new = [n for n in sizes if n not in times]
-        for n in new:
+        for n in sizes:
             if not times or self.time_for(predicted(times, n)):
                 self._add(times, n, trial)
             yield
@@ -155,15 +151,6 @@ class Trials:
             for n in [n for n in new if times.get(n, 0.0) > _ODD * likely_s.get(n, 0.0)]:
                 self._again(times, n, trial)
                 yield
-
-    def once_more(
-        self, times: dict[int, float], sizes: Sequence[int], trial: Trial
-    ) -> Iterator[None]:
-        """Another trial of each of these sizes that was measured, as far as there is time."""
-        for n in sizes:
-            if n in times:
-                self._again(times, n, trial)
-            yield
 
     def _again(self, times: dict[int, float], n: int, trial: Trial) -> None:
         if self.time_for(times[n]):
@@ -203,25 +190,19 @@ class Profiler(Trials):
         n_slots: int,
         n_ctx_slot: int,
         n_batch: int,
-        can_copy: bool = True,
         clocks: Clocks | None = None,
     ) -> None:
-        """Copies are measured with `can_copy`: a slot must forget the row behind."""
         super().__init__(context, clocks)
         self._n_slots = n_slots
         self._n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
-        self._can_copy = can_copy
         self._decode: dict[int, float] = {}
         self._verify: dict[int, float] = {}
         self._prefill: dict[int, float] = {}
-        self._copy_s = 0.0
 
     @property
     def profile(self) -> Profile:
-        return Profile(
-            self._decode, self._prefill, self._verify, copy_s=self._copy_s, share=self.share
-        )
+        return Profile(self._decode, self._prefill, self._verify, share=self.share)
 
     def essentials(self, limit_s: float) -> Iterator[None]:
         """The batches that tell one kind of context from another, in about `limit_s`: each is run
@@ -237,7 +218,6 @@ class Profiler(Trials):
         empty. Beside other programs there is no time for all sizes: the others are predicted then, to be
         tried later like these."""
         self.left_s = limit_s
-        self._measure_copy()
         kinds = (
             (self._decode, self._slot_counts(_DECODES), self.decoded),
             (self._prefill, self._fitting(_NEXT_CHUNKS), self.prefilled),
@@ -258,28 +238,6 @@ class Profiler(Trials):
 
     def _fitting(self, sizes: Sequence[int]) -> list[int]:
         return [n for n in sizes if n <= min(self._n_batch, self._n_ctx_slot)]
-
-    def _measure_copy(self) -> None:
-        end = min(int(_COPIED * self._n_ctx_slot), self._n_batch)
-        row_s = min(seconds / n for n, seconds in self._prefill.items())
-        possible = self._n_slots > 1 and self._can_copy and end > 0
-        if not possible or not self.time_for(2 * end * row_s):
-            return
-        self.spent(partial(self._context.decode, _prompt_rows(0, end)))
-        alone_s = with_copy_s = math.inf
-        for _ in range(_COPY_TRIALS):
-            alone_s = min(alone_s, self._row_s(end))
-            copy_s = self.spent(partial(self._context.copy, 0, 1))
-            with_copy_s = min(with_copy_s, copy_s + self._row_s(end))
-        self._copy_s = max(0.0, with_copy_s - alone_s)
-        for seq_id in range(self._n_slots):
-            self._context.truncate(seq_id, 0)
-
-    def _row_s(self, n_before: int) -> float:
-        """Seconds of a row, and of a copy that is pending, which one thread makes."""
-        seconds = self.spent(partial(self._context.decode, _prompt_rows(n_before, 1)))
-        self._context.truncate(0, n_before)
-        return seconds
 
 
 # -- depth: what batches take longer the more tokens stand in the cache before them ---------------
@@ -313,9 +271,6 @@ class Depth:
             masked=self.masked,
             share=min(profile.share, self.share),
         )
-
-
-_Measure = Callable[[dict[int, float], Sequence[int], Trial], Iterator[None]]
 
 
 class DeepProfiler(Trials):
@@ -374,20 +329,20 @@ class DeepProfiler(Trials):
         """The batches that tell one kind of attention from another, in about `limit_s`: each is run when
         the next is asked for."""
         self.left_s = limit_s
-        yield from self._round(self.measure)
+        yield from self._round()
         if self.time_for(_LEFT * limit_s):
-            yield from self._round(self.once_more)
+            yield from self._round()
 
-    def _round(self, measure: _Measure) -> Iterator[None]:
+    def _round(self) -> Iterator[None]:
         self._empty()
-        yield from measure(self._decode, self._counts, self.decoded)
-        yield from measure(self._prefill, self._fitting(_CHUNKS), self.prefilled)
+        yield from self.measure(self._decode, self._counts, self.decoded)
+        yield from self.measure(self._prefill, self._fitting(_CHUNKS), self.prefilled)
         self.spent(self._fill)
-        yield from measure(self._turns_s, self._counts[-1:], self.decoded)
+        yield from self.measure(self._turns_s, self._counts[-1:], self.decoded)
         self._share()
-        yield from measure(self._deep_decode, self._counts, self.decoded)
+        yield from self.measure(self._deep_decode, self._counts, self.decoded)
         chunks = [n for n in self._fitting(_CHUNKS) if n in self._prefill]
-        yield from measure(self._deep_prefill, chunks, self.prefilled)
+        yield from self.measure(self._deep_prefill, chunks, self.prefilled)
 
     def rest(self, limit_s: float) -> None:
         """Measure, after all essentials, more chunks, in about `limit_s`. Leaves the cache empty."""

@@ -72,7 +72,6 @@ class LlamaDraft:
             n_slots=options.n_slots,
             n_ctx_slot=self.n_ctx,
             n_batch=self.n_batch,
-            can_copy=False,
             clocks=Clocks(threads),
         )
         in_turns([profiler], limit_s / 2)

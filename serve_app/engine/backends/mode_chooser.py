@@ -117,7 +117,6 @@ class ModeChooser:
                     n_slots=options.n_slots,
                     n_ctx_slot=self._n_profiled,
                     n_batch=options.n_batch,
-                    can_copy=not self._forgets,
                     clocks=clocks,
                 )
                 for mode, context in shallow.items()
@@ -170,10 +169,9 @@ class ModeChooser:
             context.use_threads(threads)
         return threads
 
-    def _whole(self, mode: Mode, profile: Profile, depths: Mapping[bool, DeepProfiler]) -> Profile:
-        """The profile in that mode, with the other measurements. llama.cpp copies all of a slot's cells."""
-        copy_s = profile.copy_s * self._options.n_ctx_share / self._n_profiled
-        profile = replace(profile, copy_s=copy_s)
+    @staticmethod
+    def _whole(mode: Mode, profile: Profile, depths: Mapping[bool, DeepProfiler]) -> Profile:
+        """The profile in that mode, with what a depth adds."""
         if mode.flash_attn not in depths:
             return profile
         return depths[mode.flash_attn].depth.added_to(profile, unified=mode.kv_unified)

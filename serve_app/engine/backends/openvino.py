@@ -188,7 +188,7 @@ class OpenVinoBackend:
         profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
         took_s, share = clocks.end(options.n_batch)
         logger.info("Measured batches in %.1f s.", took_s)
-        profile = depth.added_to(replace(profiler.profile, copy_s=0.0), unified=False)
+        profile = depth.added_to(profiler.profile, unified=False)
         profile = replace(profile, share=share)
         self.keep(profile)
         return profile

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _BEGUN_KEPT = 128
 # Fewer tokens than this are not worth copying, however short the slot.
 _LEAST_COPY = 16
+# Cells that are copied in the time in which one token of a prompt is computed.
+_COPIED_CELLS = 200
 
 
 class Place(NamedTuple):
@@ -410,10 +412,10 @@ class KVCacheManager:
         return n_kept
 
 
-def min_copy(costs: CostModel) -> int:
-    """Tokens from which on copying a slot takes less than computing them."""
-    token_s = costs.prompt_token_s
-    return max(_LEAST_COPY, math.ceil(costs.copy_s / token_s) if token_s else 0)
+def min_copy(options: EngineOptions, mode: Mode) -> int:
+    """Tokens from which on copying a slot takes less than computing them. In a split cache llama.cpp copies
+    all of a slot's cells, or their state."""
+    return _LEAST_COPY if mode.mixes else max(_LEAST_COPY, options.n_ctx_share // _COPIED_CELLS)
 
 
 def slot_room(options: EngineOptions, mode: Mode) -> int:
@@ -430,7 +432,7 @@ def open_cache(
     checkpoints = Checkpoints(backend, options.n_checkpoints, checkpoint_bytes)
     table = SlotTable(
         options.n_slots,
-        min_copy(costs),
+        min_copy(options, backend.setup.mode),
         options.pinned,
         room=slot_room(options, backend.setup.mode),
         consecutive=not backend.setup.mode.mixes,

@@ -121,7 +121,7 @@ async def test_prompts_of_their_own_change_nothing(path: Path) -> None:
 async def test_what_was_learned_is_kept_for_the_next_start(path: Path, tmp_path: Path) -> None:
     backend, learned = (
         LlamaBackend(path, replace(OPTIONS, profile_folder=tmp_path)),
-        replace(DEEP, copy_s=0.5),
+        replace(DEEP, masked=0.5),
     )
     try:
         assert backend.modes is not None

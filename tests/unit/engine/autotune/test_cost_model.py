@@ -17,7 +17,6 @@ MEASURED = Profile(
     depth=1000,
     deep_decode_s={1: 0.03, 16: 0.27},
     deep_prefill_s={16: 0.26, 32: 0.43, 128: 1.66},
-    copy_s=0.006,
 )
 
 
@@ -232,7 +231,6 @@ def test_small_things() -> None:
     model = CostModel(MEASURED)
     assert model.smallest_chunk(100) == 16
     assert model.smallest_chunk(9) == 9
-    assert model.copy_s == 0.006
     assert model.prompt_token_s == pytest.approx(0.38 / 128)
     assert model.curve()["verify_ms"] == {2: 30.0, 4: 40.0}
 

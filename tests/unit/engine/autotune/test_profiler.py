@@ -107,20 +107,19 @@ def test_a_profile_beside_a_full_load(
         assert made.profile.share == pytest.approx(0.54, abs=0.08)
 
 
-def profiler(machine: Machine, *, can_copy: bool = True) -> Profiler:
+def profiler(machine: Machine) -> Profiler:
     return Profiler(
         machine,
         n_slots=len(machine.slots),
         n_ctx_slot=machine.n_ctx_slot,
         n_batch=machine.n_batch,
-        can_copy=can_copy,
         clocks=clocks_of(machine),
     )
 
 
-def measured(machine: Machine, limit_s: float, *, can_copy: bool = True) -> Profile:
+def measured(machine: Machine, limit_s: float) -> Profile:
     """All of a profile, with half of the time for each of its two parts."""
-    made = profiler(machine, can_copy=can_copy)
+    made = profiler(machine)
     in_turns([made], limit_s / 2)
     made.rest(limit_s / 2)
     return made.profile
@@ -140,13 +139,6 @@ def test_a_whole_profile(n_slots: int) -> None:
     assert found.prefill_s[64] == pytest.approx(0.074, rel=0.05)
     assert set(found.verify_s) == {2, 3, 4, 6, 8, 12, 16}
     assert found.verify_s[4] == pytest.approx(0.014, rel=0.05)
-    assert found.copy_s == pytest.approx(0.007 if n_slots > 1 else 0.0)
-
-
-def test_copies_of_slots_that_cannot_forget_are_not_measured() -> None:
-    found = measured(Machine(4, 2048, 512), 60, can_copy=False)
-    assert found.copy_s == 0
-    assert len(found.prefill_s) > 8
 
 
 class BusyMachine(Machine):
@@ -169,7 +161,6 @@ def test_a_hiccup_is_not_believed(begin: int) -> None:
     assert found.decode_s == pytest.approx(calm.decode_s)
     assert found.prefill_s == pytest.approx(calm.prefill_s)
     assert found.verify_s == pytest.approx(calm.verify_s)
-    assert found.copy_s == pytest.approx(calm.copy_s)
 
 
 class SharedMachine(Machine):
@@ -221,7 +212,7 @@ def test_the_least_of_batches_has_a_measured_chunk(n_ctx_slot: int, n_batch: int
 
 
 class UnifiedMachine(Machine):
-    """Copies are free. A row takes `masked` microseconds for each cell that it does not attend to."""
+    """A row takes `masked` microseconds for each cell that it does not attend to."""
 
     def __init__(self, n_slots: int, masked: float = 0.0, n_batch: int = 512) -> None:
         super().__init__(max(2, n_slots) + 1, DEPTH + 64, n_batch)
@@ -244,10 +235,6 @@ class UnifiedMachine(Machine):
     def truncate(self, seq_id: int, n_past: int) -> None:
         super().truncate(seq_id, n_past)
         self.filled *= any(self.slots)
-
-    def copy(self, source: int, target: int) -> None:
-        super().copy(source, target)
-        self.n_copied = 0
 
 
 def deep_measured(machine: Machine, n_slots: int, limit_s: float = 60) -> Depth:
