@@ -5,10 +5,10 @@
         [--target-type q8_0] [--draft-type q4_0] [--folder build/drafts]
 
 The engine with the draft and the engine without it have a process each, with slots for the most streams,
-and take turns. Both have the same kind of cache and begin with the same profile. Lookup is off in both; with
---lookup it is the only difference. Small models write text that repeats itself at temperature 0, and text
-that does not at temperature 1. Without files, models with random weights are made (`models`): a 0.6B shape
-drafts for a 1B shape.
+and take turns. Both have the same kind of cache and begin with the same profile. Lookup is off in both;
+with --lookup it is the only difference. Small models write text that repeats itself at temperature 0, and
+text that does not at temperature 1. Without files, models with random weights are made (`models`): a 0.6B
+shape drafts for a 1B shape.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ _LIMIT_S, _N_CTX_SLOT = 12.0, 256
 _MODE = Mode(flash_attn=True, kv_unified=False)
 # Ways to load that leave the file mapped.
 _MAPPED = ("auto", "mmap")
-# Both layouts take the size of the file besides. That is this part of the memory that weights leave, at most:
-# half of it is for the KV cache, and some for prefixes.
+# Both layouts take the size of the file besides. That is this part of the memory that weights leave, at
+# most: half of it is for the KV cache, and some for prefixes.
 _MOST_BESIDES = 1 / 4
 
 
