@@ -8,8 +8,11 @@ rest of an offset is a small matrix of its own, which is multiplied by sums of 3
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import gguf
@@ -26,8 +29,8 @@ Bytes = NDArray[np.uint8]
 
 _PLAIN = (Kind.F32, Kind.F16)
 _OF_FOUR_BITS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K)
-# Weights that are unpacked at once, to bound memory.
-_AT_ONCE = 2**24
+# Weights that a thread unpacks at once: what caches of processors have room for.
+_AT_ONCE = 2**19
 _MOST = 127
 
 
@@ -82,7 +85,9 @@ def quantised(data: Bytes, kind: Kind) -> Quantised:
     """The matrix with these rows. Raises NotImplementedError for formats that gguf cannot read."""
     block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
     n_rows = max(1, _AT_ONCE // (data.shape[1] // n_bytes * block))
-    parts = [_part(data[at : at + n_rows], kind) for at in range(0, len(data), n_rows)]
+    pieces = [data[at : at + n_rows] for at in range(0, len(data), n_rows)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy computes without the GIL
+        parts = list(pool.map(_part, pieces, repeat(kind)))
     return Quantised(
         np.concatenate([part.codes for part in parts]),
         parts[0].bits,
