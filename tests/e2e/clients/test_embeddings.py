@@ -14,7 +14,8 @@ from gguf import PoolingType
 from numpy.typing import NDArray
 
 from tests.e2e.conftest import Corral, model
-from tests.integration.models.embedding_models import write_bert, write_reranker
+from tests.integration.models.embedding_models import write_reranker
+from tools.random_models.encoder import SHAPES, write_encoder
 
 SENTENCES = ["What is the capital of France?", "List three fruits.", "Tell me a story about a fox."]
 DEMO = 2  # its place among the server's models
@@ -134,7 +135,7 @@ def test_models_that_are_made_for_it(
     start: Callable[[list[dict[str, Any]]], Corral], tmp_path: Path
 ) -> None:
     bert, ranker = tmp_path / "bert.gguf", tmp_path / "ranker.gguf"
-    write_bert(bert, PoolingType.CLS)
+    write_encoder(bert, SHAPES["tiny"], PoolingType.CLS)
     write_reranker(ranker, template="{query}: {document}")
     corral = start([model(bert, "bert"), model(ranker, "ranker", n_slots=2, n_ctx_slot=256)])
     corral.wait_ready()

@@ -1,4 +1,4 @@
-"""Tiny models with random weights that are made for something else than to generate."""
+"""Tiny models with random weights that are made for something else than to generate; tools has encoders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from tools.gguf_file import add_hyperparameters, add_tokenizer
 from tools.random_models import model as random_model
 
-N_CTX_BERT = 64
 _SHAPE = random_model.SHAPES["tiny"]
 
 
@@ -66,61 +65,3 @@ def write_t5(path: Path, architecture: str) -> None:
     writer.add_eos_token_id(1)
     writer.add_unk_token_id(2)
     finish(writer, {})
-
-
-def write_bert(path: Path, pooling: PoolingType) -> None:
-    """BERT: every token sees the whole text; a table of positions, and a wordpiece vocabulary. With the
-    pooling type `RANK`, it has a classifier of one output."""
-    n_embd, n_ff, n_layer = 64, 128, 2
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words = [f"\u2581{word}" for word in ("the", "fox", "cat", "story", *string.ascii_lowercase)]
-    tokens = [*special, *words, *string.ascii_lowercase]
-    kinds = [TokenType.CONTROL] * len(special) + [TokenType.NORMAL] * (len(tokens) - len(special))
-    writer = GGUFWriter(path, "bert")
-    writer.add_name("random-bert")
-    writer.add_file_type(LlamaFileType.ALL_F32)
-    writer.add_block_count(n_layer)
-    writer.add_context_length(N_CTX_BERT)
-    writer.add_embedding_length(n_embd)
-    writer.add_feed_forward_length(n_ff)
-    writer.add_head_count(4)
-    writer.add_layer_norm_eps(1e-12)
-    writer.add_causal_attention(False)
-    writer.add_pooling_type(pooling)
-    writer.add_token_type_count(2)
-    writer.add_tokenizer_model("bert")
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_pad_token_id(0)
-    writer.add_unk_token_id(1)
-    writer.add_bos_token_id(2)
-    writer.add_sep_token_id(3)
-    writer.add_mask_token_id(4)
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (len(tokens), n_embd),
-        "token_types.weight": (2, n_embd),
-        "position_embd.weight": (N_CTX_BERT, n_embd),
-        "token_embd_norm.weight": (n_embd,),
-        "token_embd_norm.bias": (n_embd,),
-    }
-    for layer in range(n_layer):
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            shapes[f"blk.{layer}.{name}.weight"] = (n_embd, n_embd)
-            shapes[f"blk.{layer}.{name}.bias"] = (n_embd,)
-        shapes[f"blk.{layer}.ffn_up.weight"] = (n_ff, n_embd)
-        shapes[f"blk.{layer}.ffn_up.bias"] = (n_ff,)
-        shapes[f"blk.{layer}.ffn_down.weight"] = (n_embd, n_ff)
-        shapes[f"blk.{layer}.ffn_down.bias"] = (n_embd,)
-        for name in ("attn_output_norm", "layer_output_norm"):
-            shapes[f"blk.{layer}.{name}.weight"] = (n_embd,)
-            shapes[f"blk.{layer}.{name}.bias"] = (n_embd,)
-    if pooling is PoolingType.RANK:
-        shapes |= {"cls.weight": (n_embd, n_embd), "cls.bias": (n_embd,)}
-        shapes |= {"cls.output.weight": (1, n_embd), "cls.output.bias": (1,)}
-    rng = np.random.default_rng(0)
-    tensors = {}
-    for name, shape in shapes.items():
-        scale = 1 if len(shape) == 1 else shape[-1] ** -0.5
-        offset = 1.0 if "norm.weight" in name else 0.0
-        tensors[name] = (offset + 0.3 * scale * rng.standard_normal(shape)).astype(np.float32)
-    finish(writer, tensors)

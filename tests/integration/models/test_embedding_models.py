@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
 from serve_app.errors import TextTooLongError
 from serve_app.prompt.tokenizer import Tokenizer
-from tests.integration.models.embedding_models import N_CTX_BERT, write_bert, write_reranker
+from tests.integration.models.embedding_models import write_reranker
 from tests.integration.reference import reference
+from tools.random_models.encoder import SHAPES, write_encoder
 
 OPTIONS = EngineOptions(
     n_slots=4, n_ctx_slot=256, threads=1, n_batch=32, flash_attn=False, profile_limit_s=0
@@ -64,7 +65,7 @@ def reference_scores(path: Path, pairs: Sequence[tuple[int, ...]]) -> list[float
 @pytest.mark.parametrize("pooling", [PoolingType.CLS, PoolingType.MEAN], ids=lambda one: one.name)
 def test_tokens_that_see_the_whole_text(tmp_path: Path, pooling: PoolingType) -> None:
     path = tmp_path / "bert.gguf"
-    write_bert(path, pooling)
+    write_encoder(path, SHAPES["tiny"], pooling)
     tokenizer = Tokenizer(path)
     with running(path) as engine:
         before = engine.stats().embeddings.embedding_batches
@@ -79,16 +80,16 @@ def test_tokens_that_see_the_whole_text(tmp_path: Path, pooling: PoolingType) ->
 
 def test_the_table_of_positions_ends_before_the_slot(tmp_path: Path) -> None:
     path = tmp_path / "bert.gguf"
-    write_bert(path, PoolingType.CLS)
+    write_encoder(path, SHAPES["tiny"], PoolingType.CLS)
     with running(path) as engine:
-        assert engine.embed([(2,) * N_CTX_BERT]).result(60).shape[0] == 1
-        with pytest.raises(TextTooLongError, match=f"takes {N_CTX_BERT}"):
-            engine.embed([(2,) * (N_CTX_BERT + 1)])
+        assert engine.embed([(2,) * SHAPES["tiny"].n_ctx]).result(60).shape[0] == 1
+        with pytest.raises(TextTooLongError, match=f"takes {SHAPES['tiny'].n_ctx}"):
+            engine.embed([(2,) * (SHAPES["tiny"].n_ctx + 1)])
 
 
 def test_such_a_model_does_not_generate(tmp_path: Path) -> None:
     path = tmp_path / "bert.gguf"
-    write_bert(path, PoolingType.CLS)
+    write_encoder(path, SHAPES["tiny"], PoolingType.CLS)
     with running(path) as engine:
         (refusal,) = engine.submit_to([(GenerationRequest("a", (2, 5)), lambda _: None)])
         assert isinstance(refusal, InvalidRequestError)
@@ -98,7 +99,7 @@ def test_such_a_model_does_not_generate(tmp_path: Path) -> None:
 
 def test_a_reranker_with_an_encoder(tmp_path: Path) -> None:
     path = tmp_path / "bert.gguf"
-    write_bert(path, PoolingType.RANK)
+    write_encoder(path, SHAPES["tiny"], PoolingType.RANK)
     tokenizer = Tokenizer(path)
     assert tokenizer.reranks
     cls, sep = 2, 3
