@@ -81,6 +81,12 @@ class FolderLocks:
             os.utime(path)
         return True
 
+    def leave(self, name: str) -> None:
+        """Give up the shared lock of that part. Idempotent."""
+        with _opening:
+            if (descriptor := _open.pop(self._path(name), None)) is not None:
+                os.close(descriptor)
+
     @contextmanager
     def alone(self, name: str, *, wait: bool = False) -> Iterator[int | None]:
         """The lock's descriptor: nobody else uses the part until the end. None if somebody does."""

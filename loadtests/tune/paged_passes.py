@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import get_args
 
 from loadtests.common.comparing import ratio_spread
-from serve_app.folders import cache_folder
 from serve_app.llama.model import Model
 from serve_app.measure.benchmark import (
     bounded,
@@ -33,7 +32,7 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.openvino.convert import ConvertedModels, converted
+from serve_app.openvino.convert import converted_of
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType
 from serve_app.openvino.paged.context import PagedContext, PagedOptions
@@ -112,9 +111,8 @@ def _arguments() -> argparse.Namespace:
 def paged_context(model: Model, n_ctx: int, threads: int, cache_type: CacheType) -> PagedContext:
     """OpenVINO's context for one sequence of so many tokens, warmed up. The model is converted where an
     engine would do so, and needs its vocabulary only. Raises ConfigError."""
-    models = ConvertedModels(cache_folder() / "openvino")
     context = PagedContext(
-        converted(model.files, model.fingerprint(), models),
+        converted_of(model, None),
         model,
         PagedOptions(
             n_sequences=1,

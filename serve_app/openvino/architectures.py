@@ -1,4 +1,4 @@
-"""Tables of the decoders that OpenVINO's graph is built for: what their layers are made of.
+"""Tables of the models that OpenVINO's graph is built for: what their layers are made of.
 
 An architecture is one entry of `ARCHITECTURES`, by llama.cpp's name. Keys of metadata and names of tensors
 are those of GGUF files. Source: the model files of llama.cpp (`src/models`).
@@ -14,12 +14,18 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The parts of a decoder's layers. The defaults are Llama's parts.
+    """The parts of a model's layers. The defaults are Llama's parts.
 
     Every matrix may have a bias. Queries, keys and values may be one matrix, and the output may be that of
-    the embeddings. Norms are RMS norms.
+    the embeddings. A layer may lack a norm.
     """
 
+    encodes: bool = False
+    """Whether tokens see the whole text, which the model makes vectors of, or a score. Its norms are layer
+    norms, and those of decoders are RMS norms. Embeddings have a norm, and may have tables of positions and
+    of kinds of texts."""
+    norms_sums: bool = False
+    """Whether the norms behind attention and behind the feed-forward part are norms of the sum (BERT)."""
     pairs: Literal["halves", "neighbours"] = "halves"
     """The dimensions of a head that turn together: the first half with the second, or neighbours."""
     attention_norm: str | None = "attn_norm"
@@ -33,7 +39,9 @@ class Architecture:
     head_norms: bool = False
     """Whether queries and keys have norms: of each head, or of all heads together if it is that long."""
     activation: Literal["silu", "gelu"] = "silu"
-    """The activation of the gate."""
+    """The activation of the gate, if metadata do not say it."""
+    gated: bool = True
+    """Whether the feed-forward part has a gate. Without it, the activation is that of `ffn_up`."""
     gate_in_up: bool = False
     """Whether the first half of `ffn_up` is the gate."""
     experts: bool = False
@@ -50,7 +58,8 @@ class Architecture:
     """Whether metadata may scale queries the more, the further behind they are (Mistral 3)."""
     windows: int = 0
     """Layers in a period of which all but the last have a sliding window, if metadata have one. 0: metadata
-    of windows are ignored, as by llama.cpp."""
+    of windows are ignored, as by llama.cpp. Encoders have a window in all but the first: half of it is
+    behind a token, and half before."""
     window_base: float | None = None
     """The base of the rotary embedding in layers with a window; None for the base of the others."""
     window_scaled: bool = True
@@ -67,9 +76,9 @@ class Architecture:
         """Whether the graph uses a tensor of that name."""
         inside = re.fullmatch(r"blk\.\d+\.(\w+)\.(weight|bias)", tensor)
         if inside is None:
-            return tensor in _AROUND_LAYERS
+            return tensor in (_AROUND_ENCODERS if self.encodes else _AROUND_LAYERS)
         name, kind = inside.groups()
-        if name in self._products:
+        if name in self._products or (self.encodes and name in self._norms):
             return True
         return kind == "weight" and name in self._norms | self._experts
 
@@ -78,7 +87,8 @@ class Architecture:
         attention = {"attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"}
         if self.experts:
             return attention
-        return attention | {"ffn_up", "ffn_down"} | (set() if self.gate_in_up else {"ffn_gate"})
+        has_gate = self.gated and not self.gate_in_up
+        return attention | {"ffn_up", "ffn_down"} | ({"ffn_gate"} if has_gate else set())
 
     @property
     def _experts(self) -> set[str]:
@@ -106,7 +116,29 @@ _AROUND_LAYERS = frozenset(
         "rope_factors_short.weight",
     }
 )
+_AROUND_ENCODERS = frozenset(
+    {
+        "token_embd.weight",
+        "token_types.weight",
+        "position_embd.weight",
+        *(
+            f"{name}.{kind}"
+            for name in ("token_embd_norm", "output_norm", "cls", "cls.output")
+            for kind in ("weight", "bias")
+        ),
+    }
+)
 _AFTER_ATTENTION, _AFTER_FFN = "post_attention_norm", "post_ffw_norm"
+_bert = partial(
+    Architecture,
+    encodes=True,
+    norms_sums=True,
+    attention_norm=None,
+    attention_post_norm="attn_output_norm",
+    ffn_norm=None,
+    ffn_post_norm="layer_output_norm",
+)
+"""An encoder whose norms are behind each sum."""
 _normed_after = partial(
     Architecture,
     attention_norm=None,
@@ -147,5 +179,10 @@ ARCHITECTURES = {
     ),
     "olmo2": _normed_after(window_scaled=False),
     "exaone4": _normed_after(full_unrotated=True),
+    "bert": _bert(activation="gelu", gated=False, unrotated=1),
+    "nomic-bert": _bert(),
+    "modern-bert": Architecture(
+        encodes=True, activation="gelu", gate_in_up=True, windows=3, window_base=10000.0
+    ),
 }
 """The architectures by name, Llama's and those that follow it closely first."""

@@ -23,11 +23,16 @@ from contextlib import AbstractContextManager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from serve_app.errors import ConfigError
-from serve_app.folders import GIB, PART, BoundedFolder, sync
+from serve_app.folders import GIB, PART, BoundedFolder, cache_folder, sync
+from serve_app.openvino.architectures import ARCHITECTURES
 from serve_app.openvino.gguf_model import converted_bytes, rounded, unreadable
 from serve_app.progress import Report, Stage, nowhere
+
+if TYPE_CHECKING:
+    from serve_app.llama.model import Model
 
 MODEL = "openvino_model.xml"
 logger = logging.getLogger("corral.engine")
@@ -43,6 +48,10 @@ class ConvertedModels(BoundedFolder):
     def open(self, name: str) -> bool:
         """Whether the model is here. It stays until this process ends then."""
         return self.locks.share(name, self.of(name).is_file)
+
+    def leave(self, name: str) -> None:
+        """Let the model go that this process has open."""
+        self.locks.leave(name)
 
     def alone(self, name: str) -> AbstractContextManager[int | None]:
         """The lock's descriptor if nobody else uses or makes this model. Nobody does then until the end,
@@ -94,13 +103,49 @@ def versions() -> str:
     return f"openvino {found}, graph {hashlib.blake2b(code, digest_size=6).hexdigest()}"
 
 
+def unserved(model: Model) -> str | None:
+    """Why OpenVINO's backend cannot serve the model, as a sentence; None if it can, as far as metadata
+    tell."""
+    kind = ARCHITECTURES.get(model.architecture)
+    encodes = kind is not None and kind.encodes
+    lacks = {
+        "layers that are recurrent": model.is_recurrent,
+        "attention to tokens behind": not (model.is_causal or encodes),
+        "scores instead of texts": model.pooling == "rank" and not encodes,
+    }
+    return next(
+        (
+            f"{model.path.name} has {what}, which engine.backend: openvino cannot serve. "
+            "Use llama.cpp."
+            for what, has in lacks.items()
+            if has
+        ),
+        None,
+    )
+
+
+def converted_of(model: Model, max_bytes: int | None, report: Report = nowhere) -> Path:
+    """The file of this user's converted model on this node; as `converted`."""
+    return converted(model.files, model.fingerprint(), converted_models(max_bytes), report)
+
+
+def converted_models(max_bytes: int | None) -> ConvertedModels:
+    """This user's converted models on this node, of so many bytes at most."""
+    return ConvertedModels(cache_folder() / "openvino", max_bytes)
+
+
+def name_of(fingerprint: bytes) -> str:
+    """The name of a converted model, by the content of its files. Raises ConfigError as `versions`."""
+    return f"{fingerprint.hex()[:32]}-{versions().replace(', ', '-').replace(' ', '-')}"
+
+
 def converted(
     files: Sequence[Path], fingerprint: bytes, models: ConvertedModels, report: Report = nowhere
 ) -> Path:
     """The file of the converted model, which is made if it is not there, and stays until this process ends.
     Of several processes that ask at once, one converts, and goes on if the one that asked for it dies.
     Raises ConfigError if the model cannot be converted, or there is no room for it."""
-    name = f"{fingerprint.hex()[:32]}-{versions().replace(', ', '-').replace(' ', '-')}"
+    name = name_of(fingerprint)
     while not models.open(name):
         with models.alone(name) as lock:
             if lock is not None:

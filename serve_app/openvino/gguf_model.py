@@ -215,7 +215,8 @@ class GgufModel:
         pattern = self.value("attention.sliding_window_pattern", self.kind.windows)
         n_layer = self.count("block_count")
         if isinstance(pattern, int):  # the length of a period
-            pattern = [pattern == 0 or i % pattern < pattern - 1 for i in range(n_layer)]
+            full = 0 if self.kind.encodes else pattern - 1
+            pattern = [pattern == 0 or i % pattern != full for i in range(n_layer)]
         return [window if has_window else 0 for has_window in pattern[:n_layer]]
 
     @property

@@ -8,7 +8,7 @@ What attention has in single layers is in `GraphNotes`, until paged attention is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from serve_app.openvino.gguf_model import GgufModel, Rotary, Tensor
 from serve_app.openvino.weights import GROUP, Quantised, floats, is_quantised, quantised
 
 HIDDEN = "hidden_states"
+VECTORS = "vectors"
+MASK, WINDOW_MASK = "mask", "window_mask"
+"""Inputs of encoders: what is added to the scores of attention, for each token and each other one."""
 FREQUENCIES, WINDOW_FREQUENCIES = "rotary_frequencies", "rotary_frequencies_of_windows"
 
 Node = Any
@@ -67,7 +70,7 @@ def build(files: Sequence[Path], tell: Callable[[float], None]) -> openvino.Mode
     """The graph of the model in these files; `tell` is told now and then which part of it is there. Raises
     ConfigError for a model that it does not know, with the reason as the rest of a sentence."""
     model = GgufModel(files)
-    graph = _Graph(model, tell).build()
+    graph = (_Encoder if model.kind.encodes else _Decoder)(model, tell).build()
     if model.left:
         more = f" and {len(model.left) - 1} more" if len(model.left) > 1 else ""
         raise ConfigError(f"its tensor {model.left[0]}{more} would not be used")
@@ -83,54 +86,38 @@ class _Turns:
 
 
 class _Graph:
-    """The graph while it is built."""
+    """The graph while it is built: what decoders and encoders have in common."""
 
-    def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
+    def __init__(
+        self, model: GgufModel, tell: Callable[[float], None], inputs: Mapping[str, Node]
+    ) -> None:
         self._model, self._tell = model, tell
         self._kind = model.kind
         self._n_head = model.count("attention.head_count")
         self._n_head_kv = model.count("attention.head_count_kv", self._n_head)
         self._head = model.head_size
         self._order = model.rotary.order(self._kind.pairs == "neighbours")
-        self._epsilon = float(model.value("attention.layer_norm_rms_epsilon"))
+        norm = "layer_norm_epsilon" if model.kind.encodes else "layer_norm_rms_epsilon"
+        self._epsilon = float(model.value(f"attention.{norm}"))
         self._residual_scale = model.value("residual_scale", 1.0) if self._kind.scaled else 1.0
-        self._inputs = {
-            "input_ids": op.parameter([-1, -1], np.int64, name="input_ids"),
-            "attention_mask": op.parameter([-1, -1], np.int64, name="attention_mask"),
-            "position_ids": op.parameter([-1, -1], np.int64, name="position_ids"),
-            "beam_idx": op.parameter([-1], np.int32, name="beam_idx"),
-        }
-        for name, one in self._inputs.items():
-            one.output(0).set_names({name})
-        self._sinks: list[Node] = []
+        self._inputs = inputs
+        for name, parameter in inputs.items():
+            parameter.output(0).set_names({name})
         shape = op.shape_of(self._inputs["input_ids"])
         self._n_texts = op.gather(shape, _ints(0), _int(0))
         self._positions = op.convert(self._inputs["position_ids"], np.float32)
         self._turns: dict[str, _Turns] = {}
 
-    def build(self) -> openvino.Model:
-        model, kind = self._model, self._kind
-        embeddings = model.take("token_embd.weight")
+    def _embedded(self, tensor: Tensor) -> Node:
+        """The rows of the tokens in the matrix of embeddings."""
         ids = op.convert(self._inputs["input_ids"], np.int32)
-        hidden = op.gather(_rows(embeddings), ids, op.constant(np.int32(0)))
-        width = model.count("embedding_length")
-        scale = model.value("embedding_scale", 1.0) if kind.scaled else 1.0
-        hidden = _scaled(hidden, math.sqrt(width) if kind.normed_embeddings else scale)
-        notes = self._notes()
+        return op.gather(_rows(tensor), ids, op.constant(np.int32(0)))
+
+    def _layers(self, notes: GraphNotes, hidden: Node) -> Node:
         for index, layer in enumerate(notes.layers):
             hidden = self._layer(index, layer, hidden)
-            self._tell(model.part_taken)
-        hidden = self._norm("output_norm", hidden)
-        hidden.output(0).set_names({HIDDEN})
-        if model.has("output.weight"):
-            logits = self._product("output", hidden)
-        else:
-            logits = _times(hidden, embeddings, None)
-        result = op.result(self._finished(logits))
-        result.output(0).set_names({"logits"})
-        graph = openvino.Model([result], self._sinks, list(self._inputs.values()), "model")
-        notes.add_to(graph)
-        return graph
+            self._tell(self._model.part_taken)
+        return hidden
 
     def _notes(self) -> GraphNotes:
         model, kind = self._model, self._kind
@@ -152,14 +139,6 @@ class _Graph:
         return GraphNotes(
             layers, [float(x) for one in longer for x in one], model.rotary.n_ctx_train
         )
-
-    def _finished(self, logits: Node) -> Node:
-        model = self._model
-        if self._kind.scaled:
-            logits = _scaled(logits, 1 / model.value("logit_scale", 1.0))
-        if cap := model.value("final_logit_softcapping", 0.0):
-            logits = _scaled(op.tanh(_scaled(logits, 1 / cap)), cap)
-        return logits
 
     def _turned_by(self, name: str, frequencies: NDArray[np.float32], rotary: Rotary) -> _Turns:
         constant = op.constant(frequencies.reshape(1, -1, 1))
@@ -184,27 +163,35 @@ class _Graph:
         normed = self._norm(kind.attention_norm, hidden, block)
         attended = self._attention(block, index, notes, normed)
         added = self._product(f"{block}attn_output", attended)
-        hidden = self._add(hidden, self._norm(kind.attention_post_norm, added, block))
+        hidden = self._add(hidden, added, kind.attention_post_norm, block)
         normed = self._norm(kind.ffn_norm, hidden, block)
         added = self._feed_forward(block, normed)
-        return self._add(hidden, self._norm(kind.ffn_post_norm, added, block))
+        return self._add(hidden, added, kind.ffn_post_norm, block)
 
-    def _add(self, hidden: Node, added: Node) -> Node:
-        return op.add(hidden, _scaled(added, self._residual_scale))
+    def _add(self, hidden: Node, added: Node, norm: str | None, block: str) -> Node:
+        if self._kind.norms_sums:
+            return self._norm(norm, op.add(hidden, added), block)
+        return op.add(hidden, _scaled(self._norm(norm, added, block), self._residual_scale))
 
     def _feed_forward(self, block: str, hidden: Node) -> Node:
         kind = self._kind
         if kind.experts:
             added = self._experts(block, hidden)
             return self._with_shared(block, hidden, added) if kind.shared_expert else added
+        if not kind.gated:
+            inner = self._activated(self._product(f"{block}ffn_up", hidden))
+            return self._product(f"{block}ffn_down", inner)
         if kind.gate_in_up:
             n_ff = self._model.count("feed_forward_length")
             gate = self._product(f"{block}ffn_up", hidden, np.arange(n_ff))
             up = self._product(f"{block}ffn_up", hidden, np.arange(n_ff, 2 * n_ff))
         else:
             gate, up = (self._product(f"{block}ffn_{name}", hidden) for name in ("gate", "up"))
-        gate = op.swish(gate) if kind.activation == "silu" else op.gelu(gate, "tanh")
-        return self._product(f"{block}ffn_down", op.multiply(gate, up))
+        return self._product(f"{block}ffn_down", op.multiply(self._activated(gate), up))
+
+    def _activated(self, values: Node) -> Node:
+        activation = self._model.value("hidden_activation", self._kind.activation)
+        return op.swish(values) if activation == "silu" else op.gelu(values, "tanh")
 
     def _experts(self, block: str, hidden: Node) -> Node:
         """What the chosen experts add. Every expert is written out for every token: OpenVINO knows this
@@ -250,15 +237,19 @@ class _Graph:
             turns = self._turns[notes.frequencies]
             query, key = self._turned(query, turns), self._turned(key, turns)
         query = self._warmed(query)
-        keys = self._kept(f"past_key_values.{index}.key", f"present.{index}.key", key)
-        values = self._kept(f"past_key_values.{index}.value", f"present.{index}.value", value)
+        keys, values, mask = self._seen(index, notes, key, value)
         if n != n_kv:
             keys, values = self._repeated(keys), self._repeated(values)
         scale = op.constant(np.float32(self._attention_scale))
-        mask = op.constant(np.zeros((1, 1, 1, 1), np.float32))  # paged attention has its own
         attended = op.scaled_dot_product_attention(query, keys, values, mask, scale, False)
         attended = op.transpose(attended, op.constant(np.array([0, 2, 1, 3], np.int32)))
         return op.reshape(attended, _ints(0, 0, n * head), True)
+
+    def _seen(
+        self, index: int, notes: LayerNotes, key: Node, value: Node
+    ) -> tuple[Node, Node, Node]:
+        """The keys and values that the tokens see, and the mask."""
+        raise NotImplementedError
 
     @property
     def _attention_scale(self) -> float:
@@ -311,17 +302,6 @@ class _Graph:
         factor = op.add(_scaled(op.log(op.add(n_contexts, one)), scale), one)
         return op.multiply(query, op.unsqueeze(factor, _ints(1, 3)))
 
-    def _kept(self, past: str, present: str, new: Node) -> Node:
-        n_kv, head = self._n_head_kv, self._head
-        shape = op.concat([self._n_texts, _ints(n_kv), _ints(0), _ints(head)], 0)
-        empty = op.broadcast(op.constant(np.float32(0)), shape)
-        name = past + present
-        cached = op.read_value(empty, name, np.float32, openvino.PartialShape([-1, n_kv, -1, head]))
-        chosen = op.gather(cached, self._inputs["beam_idx"], _int(0))
-        rows = op.concat([chosen, new], 2)
-        self._sinks.append(op.assign(rows, name))
-        return rows
-
     def _repeated(self, heads: Node) -> Node:
         n, n_kv, head = self._n_head, self._n_head_kv, self._head
         shape = op.shape_of(heads)
@@ -333,7 +313,16 @@ class _Graph:
     def _norm(self, name: str | None, values: Node, block: str = "") -> Node:
         if name is None:
             return values
-        return self._normed(values, self._model.vector(f"{block}{name}.weight"))
+        name = f"{block}{name}"
+        if not self._kind.encodes:
+            return self._normed(values, self._model.vector(f"{name}.weight"))
+        if not self._model.has(f"{name}.weight"):
+            return values
+        normed = op.mvn(values, _ints(-1), True, self._epsilon, "inside_sqrt")
+        normed = op.multiply(normed, op.constant(self._model.vector(f"{name}.weight")))
+        if self._model.has(f"{name}.bias"):
+            normed = op.add(normed, op.constant(self._model.vector(f"{name}.bias")))
+        return normed
 
     def _normed(self, values: Node, weights: NDArray[np.float32]) -> Node:
         square = op.power(values, op.constant(np.float32(2)))
@@ -349,6 +338,107 @@ class _Graph:
             bias = self._model.vector(f"{name}.bias")
             product = op.add(product, op.constant(bias if rows is None else bias[rows]))
         return product
+
+
+class _Decoder(_Graph):
+    """A decoder's graph, with the keys and values that it keeps as its state."""
+
+    def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
+        inputs = {
+            "input_ids": op.parameter([-1, -1], np.int64, name="input_ids"),
+            "attention_mask": op.parameter([-1, -1], np.int64, name="attention_mask"),
+            "position_ids": op.parameter([-1, -1], np.int64, name="position_ids"),
+            "beam_idx": op.parameter([-1], np.int32, name="beam_idx"),
+        }
+        super().__init__(model, tell, inputs)
+        self._sinks: list[Node] = []
+
+    def build(self) -> openvino.Model:
+        model, kind = self._model, self._kind
+        embeddings = model.take("token_embd.weight")
+        width = model.count("embedding_length")
+        scale = model.value("embedding_scale", 1.0) if kind.scaled else 1.0
+        hidden = _scaled(
+            self._embedded(embeddings), math.sqrt(width) if kind.normed_embeddings else scale
+        )
+        notes = self._notes()
+        hidden = self._norm("output_norm", self._layers(notes, hidden))
+        hidden.output(0).set_names({HIDDEN})
+        if model.has("output.weight"):
+            logits = self._product("output", hidden)
+        else:
+            logits = _times(hidden, embeddings, None)
+        result = op.result(self._finished(logits))
+        result.output(0).set_names({"logits"})
+        graph = openvino.Model([result], self._sinks, list(self._inputs.values()), "model")
+        notes.add_to(graph)
+        return graph
+
+    def _finished(self, logits: Node) -> Node:
+        model = self._model
+        if self._kind.scaled:
+            logits = _scaled(logits, 1 / model.value("logit_scale", 1.0))
+        if cap := model.value("final_logit_softcapping", 0.0):
+            logits = _scaled(op.tanh(_scaled(logits, 1 / cap)), cap)
+        return logits
+
+    def _seen(
+        self, index: int, notes: LayerNotes, key: Node, value: Node
+    ) -> tuple[Node, Node, Node]:
+        keys = self._kept(f"past_key_values.{index}.key", f"present.{index}.key", key)
+        values = self._kept(f"past_key_values.{index}.value", f"present.{index}.value", value)
+        mask = op.constant(np.zeros((1, 1, 1, 1), np.float32))  # paged attention has its own
+        return keys, values, mask
+
+    def _kept(self, past: str, present: str, new: Node) -> Node:
+        n_kv, head = self._n_head_kv, self._head
+        shape = op.concat([self._n_texts, _ints(n_kv), _ints(0), _ints(head)], 0)
+        empty = op.broadcast(op.constant(np.float32(0)), shape)
+        name = past + present
+        cached = op.read_value(empty, name, np.float32, openvino.PartialShape([-1, n_kv, -1, head]))
+        chosen = op.gather(cached, self._inputs["beam_idx"], _int(0))
+        rows = op.concat([chosen, new], 2)
+        self._sinks.append(op.assign(rows, name))
+        return rows
+
+
+class _Encoder(_Graph):
+    """An encoder's graph. Several texts are one row of tokens, and masks part them."""
+
+    def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
+        inputs = {
+            "input_ids": op.parameter([-1, -1], np.int64, name="input_ids"),
+            "position_ids": op.parameter([-1, -1], np.int64, name="position_ids"),
+            MASK: op.parameter([1, 1, -1, -1], np.float32, name=MASK),
+        }
+        if any(model.windows):
+            inputs[WINDOW_MASK] = op.parameter([1, 1, -1, -1], np.float32, name=WINDOW_MASK)
+        super().__init__(model, tell, inputs)
+
+    def build(self) -> openvino.Model:
+        model = self._model
+        hidden = self._embedded(model.take("token_embd.weight"))
+        if model.has("token_types.weight"):  # all are of the first kind
+            kinds = model.take("token_types.weight")
+            hidden = op.add(hidden, op.constant(floats(kinds.data[:1], kinds.kind)[0].astype("f4")))
+        if model.has("position_embd.weight"):
+            places = _rows(model.take("position_embd.weight"))
+            hidden = op.add(hidden, op.gather(places, self._inputs["position_ids"], _int(0)))
+        hidden = self._norm("token_embd_norm", hidden)
+        notes = self._notes()
+        hidden = self._norm("output_norm", self._layers(notes, hidden))
+        if model.has("cls.weight"):
+            hidden = op.tanh(self._product("cls", hidden))
+        if model.has("cls.output.weight"):
+            hidden = self._product("cls.output", hidden)
+        result = op.result(hidden)
+        result.output(0).set_names({VECTORS})
+        return openvino.Model([result], list(self._inputs.values()), "model")
+
+    def _seen(
+        self, index: int, notes: LayerNotes, key: Node, value: Node
+    ) -> tuple[Node, Node, Node]:
+        return key, value, self._inputs[WINDOW_MASK if notes.window else MASK]
 
 
 def _scaled(values: Node, factor: float) -> Node:

@@ -39,6 +39,10 @@ class Mode:
         return f"{cache} KV cache, flash attention {'on' if self.flash_attn else 'off'}"
 
 
+PAGED = Mode(flash_attn=True, kv_unified=False, paged=True)
+"""OpenVINO's only mode."""
+
+
 def candidates(options: EngineOptions, *, can_change: bool = True) -> list[Mode]:
     """The modes that come into question, the likelier first: the likelier kind of cache with and without
     flash attention, the other one with it, if both are open. There is no time for four on a slow machine,

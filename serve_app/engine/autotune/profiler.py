@@ -112,6 +112,14 @@ class Trials:
         """Whether so many are left."""
         return seconds < self.left_s
 
+    def fill(self, n_tokens: int, n_sequences: int) -> None:
+        """Give so many sequences so many tokens, which they have before each batch from now on."""
+        self.n_before = n_tokens
+        if n_tokens:
+            self._context.decode(_prompt_rows(0, n_tokens))
+            for seq_id in range(1, n_sequences):
+                self._context.copy(0, seq_id)
+
     def decoded(self, n_rows: int) -> Measured:
         """The time of a row of each of so many sequences."""
         return self._batch([(0, self.n_before, seq_id, True) for seq_id in range(n_rows)])

@@ -5,31 +5,53 @@ A measurement runs in a process of its own, which gives all of its memory back."
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Mapping
-from contextlib import closing
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.modes import compared
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.autotune.modes import PAGED, compared
 from serve_app.engine.backends.apart import apart
-from serve_app.engine.backends.base import Backend, Setup
-from serve_app.engine.backends.layouts import LayoutChoice, chosen_layout
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.backends.layouts import (
+    LIMIT_S,
+    MODE,
+    LayoutChoice,
+    chosen_layout,
+    measured_in_turns,
+    small_context,
+)
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
 from serve_app.llama import library
 from serve_app.llama.model import Model, files_of, fingerprint_of
-from serve_app.openvino.convert import versions
+from serve_app.openvino.convert import (
+    converted_models,
+    converted_of,
+    name_of,
+    unserved,
+    versions,
+)
 from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
+from serve_app.openvino.gguf_model import unreadable
 from serve_app.progress import Report, Stage
 
 logger = logging.getLogger("corral.engine")
 
 LLAMA_CPP: KernelsName = "llama.cpp"
 OPENVINO: KernelsName = "openvino"
+# Smaller models are measured in less time than a process takes to begin. Of larger ones, only those are
+# compared that are converted already: to convert a model takes a second for so many bytes.
+_LEAST_BYTES, _MOST_BYTES = 20 * 2**20, 2**31
+# The tokens that a slot has room for in a measurement, and those that are before each batch.
+_N_CTX_SLOT, _N_BEFORE = 512, 256
+# The tokens of a text, the rows of a batch, and the trials that compare encoders.
+_N_TOKENS, _N_ROWS, _N_TRIALS = 32, 512, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,50 +62,23 @@ class KernelsChoice:
     reason: str
 
 
-def faster(measured: Mapping[KernelsName, Setup], options: EngineOptions) -> KernelsChoice:
-    """The backend with which a request takes less of the machine's time.
-
-    A server with several slots often has a single stream, too. So the time is the geometric mean of
-    two: with one sequence, and with all slots busy. A ratio counts the same upwards and downwards then.
-    """
-    theirs, ours = measured[OPENVINO], measured[LLAMA_CPP]
-    comparison = compared(theirs.profile, ours.profile, options, theirs.mode, ours.mode)
-    if comparison is None:
-        return KernelsChoice(LLAMA_CPP, "nothing was measured")
-    pays, figures = comparison
-    reason = f"measured: the time of a request, OpenVINO's to llama.cpp's, is {figures}"
-    return KernelsChoice(OPENVINO if pays else LLAMA_CPP, reason)
-
-
 def open_named(
     name: KernelsName, path: Path, options: EngineOptions, report: Report = progress.nowhere
 ) -> Backend:
     """Open that backend with a model, on the thread that will compute. Raises ConfigError."""
     if name == "openvino":
         try:
-            from serve_app.engine.backends.openvino import OpenVinoBackend
+            from serve_app.engine.backends.openvino import open_with_openvino
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"engine.backend: openvino needs the package {error.name}. Install corral[openvino]."
             ) from None
-        return OpenVinoBackend(path, options, report)
+        return open_with_openvino(path, options, report)
     if is_graph(path):
         raise ConfigError(ONLY_OPENVINO)
     from serve_app.engine.backends.llama_cpp import LlamaBackend
 
     return LlamaBackend(path, options, report)
-
-
-def measured(name: KernelsName, path: Path, options: EngineOptions) -> Setup:
-    """How that backend computes, as measured now or at an earlier start. Raises ConfigError if it cannot
-    serve the model so, and EngineFailedError if nothing came of it."""
-    return apart(opened_setup, name, path, options)
-
-
-def opened_setup(name: KernelsName, path: Path, options: EngineOptions) -> Setup:
-    """How that backend computes; it is opened and closed again, in this process."""
-    with closing(open_named(name, path, replace(options, backend=name))) as backend:
-        return backend.setup
 
 
 def open_backend(
@@ -115,59 +110,106 @@ def open_backend(
 
 
 def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere) -> KernelsChoice:
-    """The backend for `auto`, as measured now or at an earlier start.
-
-    One at a time has weights in memory, in a process of its own. Of several processes of this node that
-    ask at once, one measures. Nothing is measured of a model in OpenVINO's format, which llama.cpp cannot
-    read, and of a model with experts, for which OpenVINO 2026.4 has products of many rows only with AMX
-    and bf16 activations.
-    """
+    """The backend for `auto`, as measured now or at an earlier start. Of several processes of this node
+    that ask at once, one measures."""
     if is_graph(path):
         return KernelsChoice(OPENVINO, "the model is in OpenVINO's format")
-    kernels, refusal = "", ""
+    files = files_of(path)
+    n_bytes = sum(file.stat().st_size for file in files)
     if names := options.unsupported_by_openvino():
-        refusal = f"OpenVINO's backend does not support {names[0]}"
-    else:
-        try:
-            kernels = versions()
-        except ConfigError as error:
-            refusal = _said(error)
-    if not refusal and _has_experts(path):
-        refusal = "OpenVINO computes the experts of each token one by one, which makes prompts slow"
-    if options.profile_limit_s <= 0:
-        return KernelsChoice(LLAMA_CPP, refusal or "nothing is measured")
-    model, libraries = fingerprint_of(files_of(path)).hex(), (library.version(), kernels, refusal)
-    name = f"backend-{profile_cache.key(options, model=model, libraries=libraries)}"
-    measure = partial(_measured_choice, path, options, report, refusal)
-    return profile_cache.remembered(options.profile_folder, name, KernelsChoice, measure)
-
-
-def _has_experts(path: Path) -> bool:
+        return KernelsChoice(LLAMA_CPP, f"OpenVINO's backend does not support {names[0]}")
+    if options.profile_limit_s <= 0 or n_bytes < _LEAST_BYTES:
+        reason = "nothing is measured" if options.profile_limit_s <= 0 else "the model is small"
+        return KernelsChoice(LLAMA_CPP, reason)
+    fingerprint = fingerprint_of(files)
     try:
-        return Model(path, vocab_only=True).meta_int("expert_count", 0) > 0
-    except ConfigError:
-        return False
+        libraries = (library.version(), versions())
+        is_converted = converted_models(None).of(name_of(fingerprint)).is_file()
+    except ConfigError as error:
+        return KernelsChoice(LLAMA_CPP, _said(error))
+    if n_bytes > _MOST_BYTES and not is_converted:
+        reason = "a conversion for OpenVINO would take long, so backend: openvino has to ask for it"
+        return KernelsChoice(LLAMA_CPP, reason)
+    key = profile_cache.key(options, model=fingerprint.hex(), libraries=libraries)
+    measure = partial(_measured_choice, path, options, report)
+    return profile_cache.remembered(
+        options.profile_folder, f"backend-{key}", KernelsChoice, measure
+    )
 
 
 def _measured_choice(
-    path: Path, options: EngineOptions, report: Report, refusal: str
+    path: Path, options: EngineOptions, report: Report
 ) -> tuple[KernelsChoice, bool]:
-    """The choice, and whether it is good for later starts. `refusal` says why OpenVINO is none."""
-    if refusal:
-        return KernelsChoice(LLAMA_CPP, refusal), True
-    stage = Stage("measuring", limit_s=options.profile_limit_s)
-    report(stage)
+    """The choice, and whether it is good for later starts.
+
+    OpenVINO 2026.4 has products of many rows with experts only with AMX and bf16 activations, so models
+    with experts are neither converted nor measured.
+    """
+    model = Model(path, vocab_only=True)
+    if model.meta_int("expert_count", 0) > 0:
+        reason = "OpenVINO computes the experts of each token one by one, which makes prompts slow"
+        return KernelsChoice(LLAMA_CPP, reason), True
+    if reason := unserved(model) or unreadable(model.files):
+        return KernelsChoice(LLAMA_CPP, f"OpenVINO cannot serve it: {reason.strip('.')}"), True
     try:
-        theirs = measured(OPENVINO, path, options)
-    except ConfigError as error:
-        return KernelsChoice(LLAMA_CPP, f"OpenVINO cannot serve it: {_said(error)}"), True
-    except EngineFailedError as error:
+        converted_of(model, options.max_converted_bytes, report)
+        report(Stage("measuring", limit_s=LIMIT_S))
+        if not model.is_causal:
+            return _by_texts(*apart(seconds_of_texts, path, options)), True
+        theirs, ours = apart(profiles_of_backends, path, options)
+    except (ConfigError, EngineFailedError) as error:
         reason = f"OpenVINO could not be measured: {_said(error)}"
         return KernelsChoice(LLAMA_CPP, reason), False
-    report(stage)
-    ours = measured(LLAMA_CPP, path, options)
-    choice = faster({LLAMA_CPP: ours, OPENVINO: theirs}, options)
-    return choice, profile_cache.is_worth_keeping([ours.profile, theirs.profile])
+    finally:
+        converted_models(None).leave(name_of(model.fingerprint()))
+    comparison = compared(theirs, ours, options, PAGED, MODE)
+    if comparison is None:
+        return KernelsChoice(LLAMA_CPP, "nothing was measured"), False
+    pays, figures = comparison
+    reason = f"measured: the time of a request, OpenVINO's to llama.cpp's, is {figures}"
+    choice = KernelsChoice(OPENVINO if pays else LLAMA_CPP, reason)
+    return choice, profile_cache.is_worth_keeping([ours])
+
+
+def profiles_of_backends(path: Path, options: EngineOptions) -> tuple[Profile, Profile]:
+    """The times of a few batches with OpenVINO and with llama.cpp, measured in turns. Raises
+    ConfigError."""
+    from serve_app.engine.backends import openvino
+
+    if options.computing_cpus is not None:
+        os.sched_setaffinity(0, options.computing_cpus)
+    model = Model(path, load_mode=options.load_mode, repack=options.repack is not False)
+    contexts = [
+        openvino.small_context(model, options, _N_CTX_SLOT),
+        small_context(model, options, _N_CTX_SLOT),
+    ]
+    n_before = min(_N_BEFORE, options.n_ctx_share // 2)
+    theirs, ours = measured_in_turns(contexts, options, _N_CTX_SLOT, n_before)
+    return theirs, ours
+
+
+def _by_texts(theirs_s: float, ours_s: float) -> KernelsChoice:
+    reason = f"measured: the time of texts, OpenVINO's to llama.cpp's, is {theirs_s / ours_s:.2f}"
+    return KernelsChoice(OPENVINO if theirs_s < ours_s else LLAMA_CPP, reason)
+
+
+def seconds_of_texts(path: Path, options: EngineOptions) -> tuple[float, float]:
+    """The seconds of a batch of texts with OpenVINO and with llama.cpp, measured in turns, each the
+    shortest of several trials. Raises ConfigError."""
+    names: tuple[KernelsName, KernelsName] = (OPENVINO, LLAMA_CPP)
+    backends = [open_named(name, path, replace(options, backend=name)) for name in names]
+    shapes = [backend.embeddings.shape for backend in backends]
+    n_tokens = min(_N_TOKENS, *(shape.n_text for shape in shapes))
+    n_texts = min(_N_ROWS // n_tokens, *(shape.n_seq_max for shape in shapes))
+    rows = [(1, place, text, True) for text in range(n_texts) for place in range(n_tokens)]
+    seconds = [math.inf, math.inf]
+    for _ in range(_N_TRIALS):
+        for i, backend in enumerate(backends):
+            began = time.perf_counter()
+            backend.embeddings.embed(rows)
+            seconds[i] = min(seconds[i], time.perf_counter() - began)
+    theirs_s, ours_s = seconds
+    return theirs_s, ours_s
 
 
 def _said(error: Exception) -> str:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gguf import LlamaFileType
 
@@ -21,7 +21,7 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile, predicted
 from serve_app.engine.autotune.modes import Mode, compared
-from serve_app.engine.autotune.profiler import Profiler, in_turns
+from serve_app.engine.autotune.profiler import ProfiledContext, Profiler, in_turns
 from serve_app.engine.backends.apart import apart
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError, DecodeError, EngineFailedError
@@ -36,8 +36,8 @@ logger = logging.getLogger("corral.engine")
 # Formats of weights, by llama.cpp's names, that it has fast kernels for without repacking them.
 _TILED = re.compile(r"MOSTLY_(Q\d_K\w*|IQ\d_\w+)")
 # Seconds of batches at most, and the tokens that a slot has room for meanwhile.
-_LIMIT_S, _N_CTX_SLOT = 12.0, 256
-_MODE = Mode(flash_attn=True, kv_unified=False)
+LIMIT_S, _N_CTX_SLOT = 12.0, 256
+MODE = Mode(flash_attn=True, kv_unified=False)
 # Ways to load that leave the file mapped.
 _MAPPED = ("auto", "mmap")
 # Both layouts take the size of the file besides. That is this part of the memory that weights leave, at
@@ -68,7 +68,7 @@ def chosen_layout(path: Path, options: EngineOptions, report: Report) -> LayoutC
     def measure() -> tuple[LayoutChoice, bool]:
         if not _has_layouts(path):
             return LayoutChoice(repack=True), True
-        report(Stage("measuring", limit_s=_LIMIT_S))
+        report(Stage("measuring", limit_s=LIMIT_S))
         try:
             as_stored, repacked = apart(profiles_of_layouts, path, options)
         except (ConfigError, EngineFailedError) as error:
@@ -89,7 +89,7 @@ def fastest_layout(
     as_stored: Profile, repacked: Profile, options: EngineOptions, *, room_for_both: bool
 ) -> LayoutChoice:
     """The layout with which a request takes least time by these profiles."""
-    comparison = compared(as_stored, repacked, options, _MODE, _MODE)
+    comparison = compared(as_stored, repacked, options, MODE, MODE)
     if comparison is None:
         return LayoutChoice(repack=True)
     pays, figures = comparison
@@ -97,7 +97,7 @@ def fastest_layout(
     n_rows = _least_rows(as_stored, repacked)
     if room_for_both and n_rows is not None:
         both, single = _joined(repacked, as_stored, n_rows), as_stored if pays else repacked
-        both_comparison = compared(both, single, options, _MODE, _MODE)
+        both_comparison = compared(both, single, options, MODE, MODE)
         if both_comparison is not None and both_comparison[0]:
             reason = (
                 f"weights repacked, and as they are stored for batches of {n_rows} rows and more: the time "
@@ -141,50 +141,73 @@ def _joined(few: Profile, many: Profile, n_rows: int) -> Profile:
 def profiles_of_layouts(path: Path, options: EngineOptions) -> tuple[Profile, Profile]:
     """The times of batches with weights as they are stored, and repacked, measured in turns; nothing of
     models that do not generate. Raises ConfigError."""
-    threads = Threads.alike(options.threads, options.threads_batch)
-    n_ctx_slot = min(options.n_ctx_share, _N_CTX_SLOT)
     model = Model(path, load_mode=options.load_mode)
     if not model.is_causal:
         return Profile(), Profile()
+    contexts = [
+        small_context(model, replace(options, stored_from=stored_from), _N_CTX_SLOT)
+        for stored_from in (1, None)
+    ]
+    as_stored, repacked = measured_in_turns(contexts, options, _N_CTX_SLOT)
+    return as_stored, repacked
+
+
+def small_context(model: Model, options: EngineOptions, n_ctx_slot: int) -> Context:
+    """A context that is only profiled, in `MODE`. Raises ConfigError."""
+    n_ctx_slot = min(options.n_ctx_share, n_ctx_slot)
     try:
-        contexts = [
-            Context(
-                model,
-                ContextOptions(
-                    n_seq_max=options.n_slots,
-                    n_ctx_slot=n_ctx_slot,
-                    n_batch=max(n_ctx_slot, options.n_slots),
-                    n_outputs=options.n_slots,
-                    threads=options.threads,
-                    threads_batch=options.threads_batch,
-                    flash_attn=_MODE.flash_attn,
-                    kv_unified=_MODE.kv_unified,
-                    cache_type_k=options.cache_type_k,
-                    cache_type_v=options.cache_type_v,
-                    stored_from=stored_from,
-                ),
-            )
-            for stored_from in (1, None)
-        ]
+        return Context(
+            model,
+            ContextOptions(
+                n_seq_max=options.n_slots,
+                n_ctx_slot=n_ctx_slot,
+                n_batch=max(n_ctx_slot, options.n_slots),
+                n_outputs=options.n_slots,
+                threads=options.threads,
+                threads_batch=options.threads_batch,
+                flash_attn=MODE.flash_attn,
+                kv_unified=MODE.kv_unified,
+                cache_type_k=options.cache_type_k,
+                cache_type_v=options.cache_type_v,
+                stored_from=options.stored_from,
+            ),
+        )
     except DecodeError as error:
-        raise ConfigError(f"{path} cannot be decoded: {error}") from error
+        raise ConfigError(f"{model.path} cannot be decoded: {error}") from error
+
+
+class SmallContext(ProfiledContext, Protocol):
+    """A context that is only profiled."""
+
+    def warm_up(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def measured_in_turns(
+    contexts: Sequence[SmallContext], options: EngineOptions, n_ctx_slot: int, n_before: int = 0
+) -> list[Profile]:
+    """The times of a few batches in each of these contexts, which are closed then. Every sequence has
+    `n_before` tokens before each batch."""
+    n_ctx_slot = min(options.n_ctx_share, n_ctx_slot)
+    threads = Threads.alike(options.threads, options.threads_batch)
     profilers = [
         Profiler(
             context,
             n_slots=options.n_slots,
-            n_ctx_slot=n_ctx_slot,
+            n_ctx_slot=n_ctx_slot - n_before,
             n_batch=min(options.n_batch, n_ctx_slot),
-            clocks=Clocks(threads),
+            clocks=Clocks(threads if isinstance(context, Context) else None),  # others' do not spin
         )
         for context in contexts
     ]
-    for context in contexts:
+    for profiler, context in zip(profilers, contexts, strict=True):
         context.warm_up()
-    in_turns(profilers, min(_LIMIT_S, options.profile_limit_s))
+        profiler.fill(n_before, options.n_slots)
+    in_turns(profilers, min(LIMIT_S, options.profile_limit_s))
     for context in contexts:
         context.close()
-    as_stored, repacked = (profiler.profile for profiler in profilers)
-    return as_stored, repacked
+    return [profiler.profile for profiler in profilers]
 
 
 def _has_layouts(path: Path) -> bool:

@@ -11,11 +11,14 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode
+from serve_app.engine.autotune.modes import PAGED
 from serve_app.engine.autotune.profiler import (
     DEPTH,
     ROOM,
@@ -25,21 +28,24 @@ from serve_app.engine.autotune.profiler import (
     paged_depth,
 )
 from serve_app.engine.backends.base import (
+    Backend,
     CacheTraits,
     EmbeddingShape,
     MemoryUse,
+    Row,
     Setup,
     State,
 )
 from serve_app.engine.backends.draft_model import LlamaDraft, open_draft
+from serve_app.engine.backends.llama_cpp import LlamaBackend, LlamaEmbeddings
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
-from serve_app.folders import cache_folder
 from serve_app.llama.formats import Threads
 from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.model import Model, fingerprint_of
 from serve_app.llama.sampler import SequenceSampler
-from serve_app.openvino.convert import ConvertedModels, converted, versions
+from serve_app.openvino.convert import converted_of, unserved, versions
+from serve_app.openvino.encoder import Encoder
 from serve_app.openvino.exported.files import WEIGHTS, is_graph
 from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_file
 from serve_app.openvino.paged.blocks import BLOCK
@@ -51,14 +57,14 @@ from serve_app.sampling import SamplingParams
 
 logger = logging.getLogger("corral.engine")
 
-_MODE = Mode(flash_attn=True, kv_unified=False, paged=True)
 _REASON = "Paged KV cache, as OpenVINO has it"
 # The part of the time for profiling in which the sizes are measured that tell most.
 _ESSENTIAL = 0.5
 # And in which batches are measured behind many tokens.
 _DEEP = 0.2
-# Texts in one batch of embeddings, at most.
-_TEXTS_AT_ONCE = 16
+# Texts in one batch of embeddings, at most. Encoders also bound the rows: each row sees all others, even if
+# only those of its text count. A longer text is a batch of its own.
+_TEXTS_AT_ONCE, _ENCODED_TEXTS, _ENCODED_ROWS = 32, 64, 512
 
 
 class PagedStates:
@@ -80,6 +86,60 @@ class PagedEmbeddings:
 
     def __init__(self, context: PagedContext, shape: EmbeddingShape) -> None:
         self.shape, self.embed = shape, context.embed
+
+
+class EncoderEmbeddings(LlamaEmbeddings):
+    """Vectors of texts, or their scores, from an encoder."""
+
+    def __init__(self, model: Model, options: EngineOptions, encoder: Encoder) -> None:
+        super().__init__(model, options, flash_attn=False)
+        self._encoder = encoder
+
+    @property
+    def shape(self) -> EmbeddingShape:
+        return replace(super().shape, n_rows=_ENCODED_ROWS, n_seq_max=_ENCODED_TEXTS)
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        vectors = self._encoder.embed(rows)
+        if self.shape.pooling != "rank":
+            return vectors
+        _, first, text = np.unique([row[2] for row in rows], return_index=True, return_inverse=True)
+        return vectors[first[text], :1]
+
+    def close(self) -> None:
+        self._encoder.close()
+
+
+class EncoderBackend(LlamaBackend):
+    """A model that makes vectors of texts, or scores, which OpenVINO computes. llama.cpp has its file open,
+    for the vocabulary, and reads no weights. Raises ConfigError."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        options: EngineOptions,
+        report: Report = progress.nowhere,
+    ) -> None:
+        super().__init__(path, replace(options, repack=False), report)
+        model = self.vocabulary
+        if reason := unserved(model):
+            raise ConfigError(reason)
+        encoder = Encoder(
+            converted_of(model, options.max_converted_bytes, report),
+            threads=options.threads,
+            window=model.meta_int("attention.sliding_window", 0),
+        )
+        self.embeddings = EncoderEmbeddings(model, options, encoder)
+        self.setup = replace(self.setup, kernels="openvino", mode_reason="An encoder has no cache")
+
+
+def open_with_openvino(
+    path: Path, options: EngineOptions, report: Report = progress.nowhere
+) -> Backend:
+    """The backend of that model's kind. Raises ConfigError."""
+    if is_graph(path) or Model(path, vocab_only=True).is_causal:
+        return OpenVinoBackend(path, options, report)
+    return EncoderBackend(path, options, report)
 
 
 class OpenVinoBackend:
@@ -106,8 +166,9 @@ class OpenVinoBackend:
         header = vocabulary_file(path)
         self._options = options
         self.vocabulary = model = Model(header, vocab_only=True, delimiters=delimiters)
-        _check(model)
-        cache_type: CacheType = "bf16" if options.cache_type_k == "bf16" else "f16"
+        if reason := unserved(model):
+            raise ConfigError(reason)
+        cache_type = _cache_type(options)
         check_cache_type(cache_type)
         self._fingerprint = model.fingerprint()
         frequencies = None
@@ -115,8 +176,7 @@ class OpenVinoBackend:
             self._fingerprint = fingerprint_of([header, path, path.with_name(WEIGHTS)])
             frequencies = hyperparameters_of(path.parent).frequencies
         else:
-            models = ConvertedModels(cache_folder() / "openvino", options.max_converted_bytes)
-            path = converted(model.files, self._fingerprint, models, report)
+            path = converted_of(model, options.max_converted_bytes, report)
         report(Stage("loading"))
         n_sequences = options.n_slots + len(options.pinned)
         self._n_blocks_slot = _n_blocks(options.n_ctx_share)
@@ -145,7 +205,7 @@ class OpenVinoBackend:
             options, model=self._fingerprint.hex(), openvino=versions()
         )
         profile = self._profile(report)
-        self.setup = Setup("openvino", _MODE, threads, profile, mode_reason=_REASON)
+        self.setup = Setup("openvino", PAGED, threads, profile, mode_reason=_REASON)
         self.draft: LlamaDraft | None = None
         if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
             self.draft = open_draft(model, options.draft, options, threads)
@@ -224,18 +284,23 @@ class OpenVinoBackend:
             self.draft.close()
 
 
-def _check(model: Model) -> None:
-    lacks = {
-        "layers that are recurrent": model.is_recurrent,
-        "attention to tokens behind": not model.is_causal,
-        "scores instead of texts": model.pooling == "rank",
-    }
-    for what, has in lacks.items():
-        if has:
-            raise ConfigError(
-                f"{model.path.name} has {what}, which engine.backend: openvino cannot serve. "
-                "Use llama.cpp."
-            )
+def small_context(model: Model, options: EngineOptions, n_ctx_slot: int) -> PagedContext:
+    """A context that is only profiled, of a model that is converted. Raises ConfigError."""
+    return PagedContext(
+        converted_of(model, options.max_converted_bytes, progress.nowhere),
+        model,
+        PagedOptions(
+            n_sequences=options.n_slots,
+            n_ctx_slot=options.n_ctx_slot,
+            n_blocks=options.n_slots * _n_blocks(min(options.n_ctx_share, n_ctx_slot)),
+            threads=options.threads,
+            cache_type=_cache_type(options),
+        ),
+    )
+
+
+def _cache_type(options: EngineOptions) -> CacheType:
+    return "bf16" if options.cache_type_k == "bf16" else "f16"
 
 
 def _n_blocks(n_tokens: int) -> int:

@@ -10,11 +10,11 @@ import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.backends.choice import chosen, measured
-from serve_app.errors import ConfigError
+from serve_app.engine.backends import choice
+from serve_app.engine.backends.choice import profiles_of_backends
+from serve_app.engine.backends.layouts import LIMIT_S
 from serve_app.progress import Stage
 from tests.integration.models.forgetful_models import FORGETFUL
-from tests.integration.openvino.random_models import Made
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
@@ -30,8 +30,17 @@ async def say(engine: Engine, name: str) -> list[int]:
         return [token async for delta in stream for token in delta.token_ids]
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where converted models are kept, and small models are worth a measurement."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(choice, "_LEAST_BYTES", 0)
+
+
 def test_the_one_that_was_measured_to_be_faster_answers(tmp_path: Path) -> None:
-    engine = Engine.load(BUILTIN_MODEL, replace(OPTIONS, profile_folder=tmp_path))
+    stages: list[Stage] = []
+    options = replace(OPTIONS, profile_folder=tmp_path)
+    engine = Engine.load(BUILTIN_MODEL, options, stages.append)
     try:
         stats = engine.stats()
         assert stats.compute.backend in ("llama.cpp", "openvino")
@@ -40,35 +49,23 @@ def test_the_one_that_was_measured_to_be_faster_answers(tmp_path: Path) -> None:
         assert len(asyncio.run(say(engine, "one"))) == 8
     finally:
         engine.close()
+    assert any(stage.name == "converting" and stage.done > 0 for stage in stages)
+    assert Stage("measuring", limit_s=LIMIT_S) in stages
 
 
-@pytest.mark.parametrize("name", ["llama.cpp", "openvino"])
-def test_each_is_measured_in_a_process_of_its_own(name: str) -> None:
-    patient = replace(OPTIONS, profile_limit_s=5.0)  # other programs may take most of the processor
-    found = measured(name, BUILTIN_MODEL, patient)  # type: ignore[arg-type]
-    assert found.mode.paged == (name == "openvino")
-    assert {1, 4} <= set(found.profile.decode_s)
-    assert all(seconds > 0 for seconds in found.profile.prefill_s.values())
-
-
-def test_a_model_with_experts_is_llama_cpps_without_a_measurement(tmp_path: Path) -> None:
-    path = Made("qwen3moe").write(tmp_path / "model.gguf")
-    stages: list[Stage] = []
-    choice = chosen(path, replace(OPTIONS, profile_folder=tmp_path), stages.append)
-    assert choice.name == "llama.cpp"
-    assert "experts" in choice.reason
-    assert stages == []
+def test_both_are_measured_in_turns() -> None:
+    for profile in profiles_of_backends(BUILTIN_MODEL, OPTIONS):
+        assert {1, 4} <= set(profile.decode_s)
+        assert all(seconds > 0 for seconds in profile.prefill_s.values())
 
 
 def test_a_model_that_openvino_cannot_serve_is_llama_cpps(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     next(iter(FORGETFUL.values()))(path)
-    with pytest.raises(ConfigError, match="cannot serve"):
-        measured("openvino", path, OPTIONS)
-    engine = Engine.load(path, replace(OPTIONS, profile_folder=tmp_path))
+    options = replace(OPTIONS, profile_folder=tmp_path)
+    engine = Engine.load(path, options)
     try:
         assert engine.stats().compute.backend == "llama.cpp"
         assert "OpenVINO cannot serve it" in engine.stats().compute.backend_reason
     finally:
         engine.close()
-    assert chosen(path, replace(OPTIONS, profile_folder=tmp_path)).name == "llama.cpp"

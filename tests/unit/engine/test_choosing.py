@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends import choice as choosing
 from serve_app.engine.backends import layouts
 from serve_app.engine.backends.base import Setup
@@ -18,10 +18,11 @@ from serve_app.engine.backends.choice import LLAMA_CPP, OPENVINO
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
 from serve_app.llama.formats import Threads
+from serve_app.llama.model import fingerprint_of
+from serve_app.openvino import convert
 from serve_app.progress import nowhere
 
 OPTIONS = EngineOptions(n_slots=4, n_ctx_slot=64, threads=1, backend="auto")
-MODES = {LLAMA_CPP: Mode(True, False), OPENVINO: Mode(True, False, paged=True)}
 
 
 def profile(seconds: float) -> Profile:
@@ -29,31 +30,48 @@ def profile(seconds: float) -> Profile:
 
 
 class Machine:
-    """What measuring finds, and what was measured."""
+    """The times that a measurement finds, and how often there was one."""
 
     def __init__(self) -> None:
-        self.asked: list[KernelsName] = []
-        self.share = 1.0
-        self.seconds: dict[KernelsName, float] = {LLAMA_CPP: 2.0, OPENVINO: 1.0}
+        self.n_measured = 0
+        self.share, self.openvino_s, self.llama_cpp_s = 1.0, 1.0, 2.0
         self.failure: Exception | None = None
+        self.architecture, self.n_expert, self.unreadable = "llama", 0, ""
 
-    def measured(self, name: KernelsName, _path: Path, _options: EngineOptions) -> Setup:
-        self.asked.append(name)
-        if self.failure is not None and name == OPENVINO:
+    def apart(self, *_: object) -> tuple[Profile, Profile] | tuple[float, float]:
+        self.n_measured += 1
+        if self.failure is not None:
             raise self.failure
-        return Setup(
-            name,
-            MODES[name],
-            Threads.alike(1, None),
-            replace(profile(self.seconds[name]), share=self.share),
-        )
+        if self.architecture == "bert":
+            return self.openvino_s, self.llama_cpp_s
+        return profile(self.openvino_s), replace(profile(self.llama_cpp_s), share=self.share)
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     made = Machine()
-    monkeypatch.setattr(choosing, "measured", made.measured)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(choosing, "apart", made.apart)
+    monkeypatch.setattr(convert, "versions", lambda: "openvino 1")
     monkeypatch.setattr(choosing, "versions", lambda: "openvino 1")
+    monkeypatch.setattr(choosing, "_LEAST_BYTES", 4)
+    monkeypatch.setattr(choosing, "_MOST_BYTES", 20)
+    monkeypatch.setattr(choosing, "converted_of", lambda *_: Path("converted"))
+    monkeypatch.setattr(choosing, "unreadable", lambda _: made.unreadable)
+
+    def open_model(path: Path, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(
+            files=(path,),
+            path=path,
+            fingerprint=lambda: b"a" * 32,
+            meta_int=lambda *_: made.n_expert,
+            is_recurrent=False,
+            architecture=made.architecture,
+            is_causal=made.architecture == "llama",
+            pooling=None,
+        )
+
+    monkeypatch.setattr(choosing, "Model", open_model)
     return made
 
 
@@ -75,9 +93,8 @@ def test_the_faster_one_is_remembered(
     first = choosing.chosen(model, options)
     assert first.name == OPENVINO
     assert "0.50 with 1 at once, 0.49 with 4 at once, 0.49 in the mean" in first.reason
-    assert machine.asked == [OPENVINO, LLAMA_CPP]
     assert choosing.chosen(model, options) == first
-    assert len(machine.asked) == 2
+    assert machine.n_measured == 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +112,7 @@ def test_other_conditions_are_measured_anew(
     machine: Machine, model: Path, options: EngineOptions, change: dict[str, Any]
 ) -> None:
     choosing.chosen(model, options)
-    machine.seconds[OPENVINO] = 3.0
+    machine.openvino_s = 3.0
     assert choosing.chosen(model, replace(options, **change)).name == LLAMA_CPP
     assert choosing.chosen(model, options).name == OPENVINO
 
@@ -106,7 +123,7 @@ def test_another_file_is_measured_anew(
     choosing.chosen(model, options)
     model.write_bytes(b"other weights")
     choosing.chosen(model, options)
-    assert len(machine.asked) == 4
+    assert machine.n_measured == 2
 
 
 def test_a_disturbed_measurement_counts_once(
@@ -114,28 +131,82 @@ def test_a_disturbed_measurement_counts_once(
 ) -> None:
     machine.share = 0.5
     assert choosing.chosen(model, options).name == OPENVINO
-    machine.seconds[OPENVINO] = 3.0
+    machine.openvino_s = 3.0
     assert choosing.chosen(model, options).name == LLAMA_CPP
 
 
 def test_a_model_that_openvino_refuses_is_not_tried_again(
     machine: Machine, model: Path, options: EngineOptions
 ) -> None:
-    machine.failure = ConfigError("model.gguf has layers that are recurrent.")
+    machine.unreadable = "the architecture mamba is not known"
     for _ in range(2):
         choice = choosing.chosen(model, options)
         assert choice.name == LLAMA_CPP
-        assert "layers that are recurrent" in choice.reason
-    assert machine.asked == [OPENVINO]
+        assert "mamba is not known" in choice.reason
+        machine.unreadable = ""
+    assert machine.n_measured == 0
 
 
-def test_a_measurement_that_failed_is_tried_again(
+def test_a_model_with_experts_is_llama_cpps(
     machine: Machine, model: Path, options: EngineOptions
 ) -> None:
-    machine.failure = EngineFailedError("Measuring openvino ended with status -9.")
+    machine.n_expert = 8
+    assert "experts" in choosing.chosen(model, options).reason
+    assert machine.n_measured == 0
+
+
+@pytest.mark.parametrize(("seconds", "name"), [(1.0, OPENVINO), (3.0, LLAMA_CPP)])
+def test_encoders_are_compared_by_the_time_of_texts(
+    machine: Machine, model: Path, options: EngineOptions, seconds: float, name: KernelsName
+) -> None:
+    machine.architecture, machine.openvino_s = "bert", seconds
+    choice = choosing.chosen(model, options)
+    assert choice.name == name
+    assert f"the time of texts, OpenVINO's to llama.cpp's, is {seconds / 2:.2f}" in choice.reason
+    machine.openvino_s = 4.0
+    assert choosing.chosen(model, options) == choice
+
+
+def test_an_encoder_that_openvino_lacks_is_llama_cpps(
+    machine: Machine, model: Path, options: EngineOptions
+) -> None:
+    machine.architecture = "jina-bert-v2"
     choice = choosing.chosen(model, options)
     assert choice.name == LLAMA_CPP
-    assert "status -9" in choice.reason
+    assert "attention to tokens behind" in choice.reason
+
+
+@pytest.mark.parametrize(("n_bytes", "reason"), [(3, "small"), (21, "conversion")])
+def test_a_model_is_not_measured_where_that_would_cost_more_than_it_gains(
+    machine: Machine, model: Path, options: EngineOptions, n_bytes: int, reason: str
+) -> None:
+    model.write_bytes(b"w" * n_bytes)
+    choice = choosing.chosen(model, options)
+    assert choice.name == LLAMA_CPP
+    assert reason in choice.reason
+    assert machine.n_measured == 0
+
+
+def test_a_large_model_that_is_converted_is_measured(
+    machine: Machine, model: Path, options: EngineOptions
+) -> None:
+    model.write_bytes(b"w" * 21)
+    name = convert.name_of(fingerprint_of([model]))
+    converted = convert.converted_models(None).of(name)
+    converted.parent.mkdir(parents=True)
+    converted.touch()
+    assert choosing.chosen(model, options).name == OPENVINO
+    assert machine.n_measured == 1
+
+
+@pytest.mark.parametrize("error", [ConfigError("scripted"), EngineFailedError("scripted")])
+def test_a_measurement_that_failed_is_tried_again(
+    machine: Machine, model: Path, options: EngineOptions, error: Exception
+) -> None:
+    machine.failure = error
+    choice = choosing.chosen(model, options)
+    assert choice.name == LLAMA_CPP
+    assert "scripted" in choice.reason
     machine.failure = None
     assert choosing.chosen(model, options).name == OPENVINO
 
@@ -155,7 +226,7 @@ def test_what_openvino_lacks_is_not_measured(
     choice = choosing.chosen(model, replace(options, **change))  # type: ignore[arg-type]
     assert choice.name == LLAMA_CPP
     assert reason in choice.reason
-    assert machine.asked == []
+    assert machine.n_measured == 0
 
 
 def test_without_the_package_llama_cpp(
@@ -165,7 +236,7 @@ def test_without_the_package_llama_cpp(
     choice = choosing.chosen(model, options)
     assert choice.name == LLAMA_CPP
     assert choice.reason == "Install corral[openvino]"
-    assert machine.asked == []
+    assert machine.n_measured == 0
 
 
 def _raiser(error: Exception) -> Callable[[], str]:
@@ -287,7 +358,7 @@ class Opened:
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
-        self.setup = Setup(LLAMA_CPP, MODES[LLAMA_CPP], Threads.alike(1, None), profile(1.0))
+        self.setup = Setup(LLAMA_CPP, layouts.MODE, Threads.alike(1, None), profile(1.0))
 
 
 def test_a_named_backend_has_the_layout_that_was_measured(

@@ -141,6 +141,15 @@ def test_a_whole_profile(n_slots: int) -> None:
     assert found.verify_s[4] == pytest.approx(0.014, rel=0.05)
 
 
+def test_batches_are_measured_behind_tokens_that_every_slot_has() -> None:
+    machine = Machine(4, 2048, 512)
+    made = profiler(machine)
+    made.fill(256, 4)
+    in_turns([made], 60)
+    assert machine.slots == [256] * 4
+    assert made.profile.decode_s[4] == pytest.approx(0.01 + 4 * (0.001 + 256e-6), rel=0.01)
+
+
 class BusyMachine(Machine):
     """Something else runs while some batches are computed."""
 

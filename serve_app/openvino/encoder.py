@@ -1,0 +1,69 @@
+"""An encoder compiled by OpenVINO: texts whose tokens see the whole text, several in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import openvino
+from numpy.typing import NDArray
+
+from serve_app.errors import ConfigError, DecodeError
+from serve_app.llama.formats import Row
+from serve_app.openvino.graph import MASK, VECTORS, WINDOW_MASK
+from serve_app.openvino.paged.compiling import forgetting, settings
+
+# Added to the scores of tokens that are not seen.
+_UNSEEN = np.float32(-1e30)
+# Batches are filled up to a multiple of so many rows: kernels are prepared for each number of rows.
+_MULTIPLE = 16
+
+
+class Encoder:
+    """Computes a vector for each token. Only one thread, always the same, may use it. Raises ConfigError if
+    the model cannot be compiled."""
+
+    def __init__(self, path: Path, *, threads: int, window: int = 0) -> None:
+        """`window` is the size of the window, with half of it on each side, in layers that have one."""
+        weights = path.with_suffix(".bin")
+        self.n_bytes = weights.stat().st_size
+        self._window = window
+        try:
+            model = openvino.Core().read_model(path)
+            self._has_window = any(WINDOW_MASK in port.get_names() for port in model.inputs)
+            with forgetting(weights):
+                executable = openvino.Core().compile_model(model, "CPU", settings(threads))
+        except RuntimeError as error:
+            raise ConfigError(f"OpenVINO cannot compile {path}: {error}") from error
+        self._request: openvino.InferRequest | None = executable.create_infer_request()
+
+    def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """A vector for each row, with all rows of its text in the batch; the scores of a reranking model.
+        Raises DecodeError."""
+        padding = [(0, 0, -1, False)] * (-len(rows) % _MULTIPLE)
+        table = np.array([row[:3] for row in (*rows, *padding)], np.int64)
+        tokens, positions, texts = (np.ascontiguousarray(column) for column in table.T)
+        sees = texts[:, None] == texts
+        inputs = {"input_ids": tokens[None], "position_ids": positions[None], MASK: _mask(sees)}
+        if self._has_window:
+            is_near = np.abs(positions[:, None] - positions) <= self._window // 2
+            inputs[WINDOW_MASK] = _mask(sees & is_near)
+        request = self._request
+        assert request is not None
+        for name, values in inputs.items():
+            request.set_tensor(name, openvino.Tensor(values))
+        try:
+            request.infer()
+        except RuntimeError as error:
+            raise DecodeError(f"OpenVINO cannot compute this batch: {error}") from error
+        vectors: NDArray[np.float32] = request.get_tensor(VECTORS).data[0, : len(rows)].copy()
+        return vectors
+
+    def close(self) -> None:
+        """Free the compiled model. Idempotent."""
+        self._request = None
+
+
+def _mask(sees: NDArray[np.bool_]) -> NDArray[np.float32]:
+    return np.where(sees, np.float32(0), _UNSEEN)[None, None]
