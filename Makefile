@@ -161,7 +161,7 @@ lock:  ## Resolve pyproject.toml's dependencies anew; the image's lock takes its
 	$(PIP) install uv
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 \
 		--generate-hashes --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements.lock
-	$(BIN)/uv pip compile pyproject.toml --constraint requirements.lock --universal --python-version 3.11 \
+	$(BIN)/uv pip compile pyproject.toml --extra openvino --constraint requirements.lock --universal --python-version 3.11 \
 		--generate-hashes --no-header --no-annotate --no-emit-index-url -q -o cluster/image/requirements.lock
 	cd docs/.site && ../../$(BIN)/uv pip compile requirements.in --universal --python-version 3.11 \
 		--generate-hashes --no-header --no-annotate --no-emit-index-url --upgrade -q -o requirements.lock

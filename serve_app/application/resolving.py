@@ -330,8 +330,7 @@ def _projector(
     """The projector that is configured, or that the model's repository has, if that can be asked: `source`
     is pinned, and `opened` its model, None if it cannot. Raises ConfigError."""
     projector = model.projector
-    backends = ("llama.cpp",) if source.builtin else ("llama.cpp", "auto")
-    if projector is False or (projector is None and model.engine.backend not in backends):
+    if projector is False or (projector is None and model.engine.backend == "openvino"):
         return None
     try:
         with _naming("projector"):

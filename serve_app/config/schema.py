@@ -145,10 +145,10 @@ class EngineConfig(Section):
     slot_folder_max_mib: NonNegativeInt = 4096
     """Most that all files in `slot_folder` may take, in MiB. If a save needs more, or more than
     the disk has, it is refused with 507 before anything is written."""
-    backend: BackendName = "llama.cpp"
+    backend: BackendName = "auto"
     """The kernels that compute the model. `openvino` is faster for several sequences at once, slower
-    for a single one, and has fewer features: see [OpenVINO](openvino.md). `auto` measures both,
-    and takes the faster one for the slots."""
+    for a single one, and has fewer features: see [OpenVINO](openvino.md). `auto` measures both at
+    the first start, and takes the faster one for the slots."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory. `mlock` keeps them in RAM; `none` reads them instead of mapping
     the file."""
@@ -306,7 +306,7 @@ class ModelConfig(Section):
     projector: ProjectorSource | Literal[False] | None = None
     """A GGUF file (`mmproj`) for pictures or sounds, from any kind of source. `false` uses none. Default:
     the projector of the source's repository, if there is one. The built-in model has its own, which
-    `builtin: true` names, if `engine.backend` is `llama.cpp`."""
+    `builtin: true` names. With `engine.backend: openvino`, there is none."""
     defaults: DefaultsConfig = DefaultsConfig()
     """The fields that requests get if they do not set them, below."""
     engine: EngineConfig = EngineConfig()

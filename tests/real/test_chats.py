@@ -32,7 +32,7 @@ COMPLETIONS = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    engine = {"n_slots": 2, "n_ctx_slot": CONTEXT}
+    engine = {"n_slots": 2, "n_ctx_slot": CONTEXT, "backend": "llama.cpp"}
     model = {"id": "smollm2", "source": {"path": str(smollm2())}, "engine": engine}
     with serve_run(model) as running:
         yield running

@@ -36,7 +36,7 @@ def test_a_server_downloads_its_model_once(
         environment = {"HF_ENDPOINT": hub.url, "XDG_CACHE_HOME": str(tmp_path / "cache")}
         with settings(environment):
             source = {"repo": "owner/name:Q8_0"}
-            engine = {"n_slots": 2, "n_ctx_slot": 256, "threads": 1}
+            engine = {"n_slots": 2, "n_ctx_slot": 256, "threads": 1, "backend": "llama.cpp"}
             corral = start([{"id": "far", "source": source, "engine": engine}])
 
         def fetching() -> list[dict[str, Any]]:
