@@ -125,12 +125,12 @@ def unserved(model: Model) -> str | None:
 
 
 def converted_of(model: Model, max_bytes: int | None, report: Report = nowhere) -> Path:
-    """The file of this user's converted model on this node; as `converted`."""
+    """Return the file of a converted model of this user on this node, as `converted` does."""
     return converted(model.files, model.fingerprint(), converted_models(max_bytes), report)
 
 
 def converted_models(max_bytes: int | None) -> ConvertedModels:
-    """This user's converted models on this node, of so many bytes at most."""
+    """The converted models of this user on this node, with so many bytes at most."""
     return ConvertedModels(cache_folder() / "openvino", max_bytes)
 
 

@@ -22,6 +22,7 @@ from serve_app.engine.backends.layouts import (
     LIMIT_S,
     MODE,
     LayoutChoice,
+    SmallContext,
     chosen_layout,
     measured_in_turns,
     small_context,
@@ -149,8 +150,8 @@ def _measured_choice(
     if model.meta_int("expert_count", 0) > 0:
         reason = "OpenVINO computes the experts of each token one by one, which makes prompts slow"
         return KernelsChoice(LLAMA_CPP, reason), True
-    if reason := unserved(model) or unreadable(model.files):
-        return KernelsChoice(LLAMA_CPP, f"OpenVINO cannot serve it: {reason.strip('.')}"), True
+    if refusal := unserved(model) or unreadable(model.files):
+        return KernelsChoice(LLAMA_CPP, f"OpenVINO cannot serve it: {refusal.strip('.')}"), True
     try:
         converted_of(model, options.max_converted_bytes, report)
         report(Stage("measuring", limit_s=LIMIT_S))
@@ -179,7 +180,7 @@ def profiles_of_backends(path: Path, options: EngineOptions) -> tuple[Profile, P
     if options.computing_cpus is not None:
         os.sched_setaffinity(0, options.computing_cpus)
     model = Model(path, load_mode=options.load_mode, repack=options.repack is not False)
-    contexts = [
+    contexts: list[SmallContext] = [
         openvino.small_context(model, options, _N_CTX_SLOT),
         small_context(model, options, _N_CTX_SLOT),
     ]

@@ -54,7 +54,8 @@ def test_the_one_that_was_measured_to_be_faster_answers(tmp_path: Path) -> None:
 
 
 def test_both_are_measured_in_turns() -> None:
-    for profile in profiles_of_backends(BUILTIN_MODEL, OPTIONS):
+    patient = replace(OPTIONS, profile_limit_s=6.0)  # other programs may take most of the processor
+    for profile in profiles_of_backends(BUILTIN_MODEL, patient):
         assert {1, 4} <= set(profile.decode_s)
         assert all(seconds > 0 for seconds in profile.prefill_s.values())
 

@@ -56,7 +56,7 @@ def test_vectors_of_several_texts_are_llama_cpps(tmp_path: Path, name: str) -> N
     texts = [tuple(map(int, rng.integers(5, 60, n))) for n in (7, shape.n_ctx, 1, 20, 33)]
     vectors = {}
     for kernels in ("llama.cpp", "openvino"):
-        engine = Engine.load(path, replace(_OPTIONS, backend=kernels))  # type: ignore[arg-type]
+        engine = Engine.load(path, replace(_OPTIONS, backend=kernels))
         with closing(engine):
             assert engine.stats().compute.backend == kernels
             vectors[kernels] = engine.embed(texts).result(60)
