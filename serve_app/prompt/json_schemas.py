@@ -180,7 +180,7 @@ class _Fitter:
                     self.loosened.append(place)
             elif keyword in self._keywords and (value is not None or keyword == "const"):
                 made = self._keywords[keyword](value, place, closes and not _combines(schema))
-                if made is not None or keyword == "const":
+                if made is not None or value is None:  # which a constant may be
                     fitted[keyword] = made
         _take_null(schema, fitted)
         _bound_digits(fitted)

@@ -96,6 +96,10 @@ def test_a_wrong_schema_is_an_error_or_loosened(
     assert compile_error(fitted.schema) == ""
 
 
+def test_a_constant_that_is_loosened_allows_all() -> None:
+    assert takes(held({"const": LONG}, is_strict=False).schema, '"x"')
+
+
 def test_only_what_is_wrong_is_loosened() -> None:
     """The rest of the schema counts."""
     schema = {
