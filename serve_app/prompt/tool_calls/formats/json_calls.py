@@ -261,5 +261,6 @@ FORMATS = (
         (re.escape(_KIMI.opening), re.escape(KIMI_ARGUMENTS)),
         _KIMI,
         make_parser=KimiParser,
+        is_shown=False,
     ),
 )

@@ -223,6 +223,12 @@ def test_the_format_of_real_templates(path: Path) -> None:
     assert template.thinks is (form.has_channels or "<think>" in path.read_text())
 
 
+def test_kimis_template_shows_ids_that_clients_made() -> None:
+    """Its models write ids of their own, with the function's name in them."""
+    (path,) = (path for path in TEMPLATES if path.parent.name == "kimi")
+    assert template_at(path).tool_format is FORMAT["kimi"]
+
+
 @every_format
 def test_every_format_has_a_template(form: ToolFormat) -> None:
     assert [path for path in TEMPLATES if format_of(path) is form]
