@@ -6,7 +6,6 @@ Source: RFC 7578.
 from __future__ import annotations
 
 from collections.abc import Callable
-from email.message import Message
 
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
@@ -116,14 +115,13 @@ class UploadForm:
 
 
 def _boundary(content_type: str) -> bytes:
-    header = Message()
-    header["content-type"] = content_type
-    boundary = header.get_param("boundary")
-    if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data" or b"boundary" not in options:
         raise InvalidRequestError("Send a form: Content-Type: multipart/form-data.")
+    boundary = options[b"boundary"]
     if not 0 < len(boundary) <= _MOST_BOUNDARY:
         raise InvalidRequestError("The form's boundary is missing or too long.")
-    return boundary.encode("latin-1", "replace")
+    return boundary
 
 
 def _text(value: bytes) -> str:

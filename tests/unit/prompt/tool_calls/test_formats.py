@@ -223,8 +223,8 @@ def test_the_format_of_real_templates(path: Path) -> None:
     assert template.thinks is (form.has_channels or "<think>" in path.read_text())
 
 
-def test_kimis_template_shows_ids_that_clients_made() -> None:
-    """Its models write ids of their own, with the function's name in them."""
+def test_kimis_own_parser_is_used() -> None:
+    """Literals that are read off its template would not fit ids that lack parts."""
     (path,) = (path for path in TEMPLATES if path.parent.name == "kimi")
     assert template_at(path).tool_format is FORMAT["kimi"]
 
