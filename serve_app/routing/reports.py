@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from typing import Generic, TypeVar
 
 import msgspec
@@ -46,7 +45,6 @@ class Reports:
         self.address: Address | None = None
         """The address where this process listens; None if it is no ingress's."""
         self._connections: dict[str, ReplicaConnection] = {}
-        self._watchers: list[Callable[[str], None]] = []
 
     def connection(self, replica_id: str) -> ReplicaConnection:
         """Return a new connection of that replica. If an older one is left, it counts no more."""
@@ -57,8 +55,6 @@ class Reports:
         """A connection is gone, and with it what was heard over it."""
         if self._connections.get(connection.replica_id) is connection:
             del self._connections[connection.replica_id]
-            for watcher in tuple(self._watchers):
-                watcher(connection.replica_id)
 
     def hears(self, replica_id: str) -> bool:
         """Whether that replica has a channel to this process."""
@@ -69,10 +65,6 @@ class Reports:
         connection = self._connections.get(replica_id)
         return None if connection is None else connection.newest
 
-    def watch(self, watcher: Callable[[str], None]) -> None:
-        """Have it called, in the listener's thread, with each replica that is heard no more."""
-        self._watchers.append(watcher)
-
 
 HERE = Reports()
 """The reports of this process. Serve makes the routers, and nothing can be handed to them."""
@@ -81,7 +73,8 @@ HERE = Reports()
 _ANSWER_S = 10.0
 """Longest wait for an answer: connections take half of it at most."""
 _AGAIN_S, _AGAIN_MOST_S = 1.0, 30.0
-"""Pauses after one that has not come of it: the first, and the longest; each is twice the one before."""
+"""The pause between two looks at a replica, and the longest pause between two questions in vain: each is
+twice the one before."""
 
 ReplicaT = TypeVar("ReplicaT")
 
@@ -95,47 +88,27 @@ class ReplicaAttachment(Generic[ReplicaT]):
         """`ask` has a replica open a channel to an address; it may fail in any way."""
         self._reports = reports
         self._ask = ask
-        self._loop = asyncio.get_running_loop()
         self._replicas: dict[str, ReplicaT] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
-        reports.watch(self._left)
+        self._keeping: dict[str, asyncio.Task[None]] = {}
 
     def update(self, replicas: Mapping[str, ReplicaT]) -> None:
         """Take the present replicas, by their ids."""
         self._replicas = dict(replicas)
-        for replica_id in self._replicas:
-            self._attach(replica_id)
-
-    def _left(self, replica_id: str) -> None:
-        """A replica's connection is gone. Any thread."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._attach, replica_id)
-
-    def _is_missing(self, replica_id: str) -> bool:
-        return replica_id in self._replicas and not self._reports.hears(replica_id)
-
-    def _attach(self, replica_id: str) -> None:
-        """Ask the replica, unless it is attached or being asked already."""
         address = self._reports.address
-        if address is None or replica_id in self._asking or not self._is_missing(replica_id):
-            return
+        for replica_id in self._replicas.keys() - self._keeping.keys() if address else ():
+            self._keeping[replica_id] = asyncio.create_task(self._keep(replica_id, address))
 
-        def asked(_: object) -> None:
-            del self._asking[replica_id]
-            self._attach(replica_id)  # if the channel broke meanwhile
-
-        task = self._loop.create_task(self._keep_asking(replica_id, address))
-        self._asking[replica_id] = task
-        task.add_done_callback(asked)
-
-    async def _keep_asking(self, replica_id: str, address: Address) -> None:
+    async def _keep(self, replica_id: str, address: Address) -> None:
         pause_s = _AGAIN_S
-        while self._is_missing(replica_id):
-            try:
-                async with asyncio.timeout(_ANSWER_S):
-                    await self._ask(self._replicas[replica_id], address)
-            except Exception as error:  # of any kind: it may be lost, and Serve not know it yet
-                logger.debug("%s does not attach itself: %r.", replica_id, error)
-            if self._is_missing(replica_id):
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _AGAIN_MOST_S)
+        while replica_id in self._replicas:
+            if not self._reports.hears(replica_id):
+                try:
+                    async with asyncio.timeout(_ANSWER_S):
+                        await self._ask(self._replicas[replica_id], address)
+                except Exception as error:  # of any kind: it may be lost, and Serve not know it yet
+                    logger.debug("%s does not attach itself: %r.", replica_id, error)
+            if self._reports.hears(replica_id):
+                pause_s = _AGAIN_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _AGAIN_MOST_S)
+        del self._keeping[replica_id]

@@ -84,28 +84,24 @@ def test_the_newest_report_is_read() -> None:
     assert reports.newest("s") is None
 
 
-def test_who_leaves_is_heard_no_more_and_watchers_are_told() -> None:
-    reports, left = Reports(), list[str]()
-    reports.watch(left.append)
+def test_who_leaves_is_heard_no_more() -> None:
+    reports = Reports()
     connection = reports.connection("r")
     connection.take(encode(FIRST))
     connection.end()
     connection.end()
     assert not reports.hears("r")
     assert newest(reports) is None
-    assert left == ["r"]
 
 
 def test_a_new_connection_begins_anew_and_the_end_of_the_old_one_means_nothing() -> None:
-    reports, left = Reports(), list[str]()
-    reports.watch(left.append)
+    reports = Reports()
     old = reports.connection("r")
     old.take(encode(FIRST))
     new = reports.connection("r")
     new.take(encode(SECOND))
     old.end()
     assert newest(reports) == SECOND
-    assert left == []
 
 
 ADDRESS = Address("n", "l", "127.0.0.1", 1, "secret")
@@ -191,13 +187,6 @@ async def test_a_broken_channel_is_asked_for_again(fleet: Fleet) -> None:
     await until_asked(fleet, 2)
     await settle()
     assert fleet.reports.hears("a")
-
-
-async def test_one_that_breaks_in_another_thread_is_asked_for_again(fleet: Fleet) -> None:
-    ReplicaAttachment(fleet.reports, fleet.ask).update(members("a"))
-    await until_asked(fleet, 1)
-    await asyncio.to_thread(fleet.connections["a"].end)
-    await until_asked(fleet, 2)
 
 
 async def test_who_is_no_member_any_more_is_not_asked(fleet: Fleet) -> None:
