@@ -95,8 +95,9 @@ class ReplicaAttachment(Generic[ReplicaT]):
         """Take the present replicas, by their ids."""
         self._replicas = dict(replicas)
         address = self._reports.address
-        for replica_id in self._replicas.keys() - self._keeping.keys() if address else ():
-            self._keeping[replica_id] = asyncio.create_task(self._keep(replica_id, address))
+        if address is not None:
+            for replica_id in self._replicas.keys() - self._keeping.keys():
+                self._keeping[replica_id] = asyncio.create_task(self._keep(replica_id, address))
 
     async def _keep(self, replica_id: str, address: Address) -> None:
         pause_s = _AGAIN_S
