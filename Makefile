@@ -32,8 +32,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 .PHONY: serve install cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx test-real test-guides fuzz docs reference sbom dist wheels lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
-	@$(BIN)/corral check $(CONFIG)
-	@exec $(BIN)/corral serve --cluster --config $(CONFIG)
+	@exec $(BIN)/corral serve --config $(CONFIG)
 
 install: $(READY)  ## What serving needs, in .venv; the command is .venv/bin/corral.
 

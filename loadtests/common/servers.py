@@ -92,7 +92,7 @@ def serve_run(
 
     def command(directory: Path, port: int) -> list[str | Path]:
         config = write_config(directory, [model], port, None, BUILD, **ingress)
-        return make_serve_command(config) if settings is None else serve_command("run", config)
+        return one_machine_command(config) if settings is None else serve_command("run", config)
 
     with running(command, corral_is_ready, settings or NO_SETTINGS) as server:
         yield server
@@ -103,7 +103,7 @@ def serve_command(*arguments: str | Path) -> list[str | Path]:
     return [Path(sys.executable).with_name("serve"), *arguments]
 
 
-def make_serve_command(config: Path) -> list[str | Path]:
+def one_machine_command(config: Path) -> list[str | Path]:
     """The command that `make serve` ends in."""
     return [sys.executable, "-m", "serve_app.start.one_machine", config]
 

@@ -144,7 +144,7 @@ def measured(model: Path, sizes: Sizes, program: Path, n_rounds: int) -> list[di
 
     def command(directory: Path, port: int) -> list[str | Path]:
         config = servers.write_config(directory, [entry(model, sizes)], port)
-        return servers.make_serve_command(config)
+        return servers.one_machine_command(config)
 
     with (
         servers.running(command, servers.is_healthy) as server,

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from gguf import GGUFReader
 
-from loadtests.common.servers import ROOT, make_serve_command, running
+from loadtests.common.servers import ROOT, one_machine_command, running
 from loadtests.hostile.attack import KEYED, KEYLESS
 from loadtests.load.target import Target
 
@@ -67,7 +67,7 @@ def started(kind: str) -> Iterator[Setup]:
         http = {"host": "127.0.0.1", "port": port}
         config = directory / "serve_config.yaml"
         config.write_text(json.dumps({"http_options": http, "applications": [app]}))
-        return make_serve_command(config)
+        return one_machine_command(config)
 
     def is_ready(url: str) -> bool:
         return all(answers(url, keys, model["id"]) for model in models)

@@ -30,6 +30,8 @@ logger = logging.getLogger("corral.local")
 
 _PAUSES_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 """The pauses before a process is started again. The last one stays."""
+_FIRST_STARTS = 3
+"""A model that so many processes could not load is given up, if none has served it before."""
 _STEADY_S = 60.0
 """A process that has served for so long is started again at once."""
 _END_S = 10.0
@@ -73,21 +75,23 @@ class LocalHandle:
 
     async def keep(self, child: EngineChild) -> None:
         """Load the model in a process, and in another one whenever that is lost, until this is cancelled.
-        Raises ConfigError if the first process says that the model cannot be served."""
-        n_failed, is_first = 0, True
+        Raises CorralError if the model cannot be served: the first process says so, or the first ones
+        fail."""
+        n_failed, was_up = 0, False
         while True:
             began = time.monotonic()
             try:
                 await self._serve(child)
             except CorralError as error:
-                if is_first and isinstance(error, ConfigError):
+                is_last = isinstance(error, ConfigError) or n_failed + 1 == _FIRST_STARTS
+                if is_last and not was_up:
                     raise
                 logger.error("Model %s: its process cannot load it: %s", self._model.id, error)
             finally:
+                was_up = was_up or self._is_up.is_set()
                 self._connection = None
                 self._is_up.clear()
                 await asyncio.to_thread(_ended, child)
-            is_first = False
             n_failed = 1 if time.monotonic() - began > _STEADY_S else n_failed + 1
             pause_s = _PAUSES_S[min(n_failed, len(_PAUSES_S)) - 1]
             status = child.process.returncode

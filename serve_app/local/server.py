@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import json
 import os
 import resource
@@ -31,7 +32,7 @@ import uvloop
 import yaml
 
 from serve_app import logs, metrics
-from serve_app.errors import ConfigError, CorralError
+from serve_app.errors import CorralError
 from serve_app.local.handle import EngineChild, LocalHandle, folder_for
 from serve_app.start.one_machine import Content, is_plain
 from serve_app.store import shared_entries
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
 _DRAIN_S = 600.0
 _KEEP_ALIVE_S = 90
+_FOLDER = "corral-local-"
 
 
 class ClusterNeededError(Exception):
@@ -87,7 +89,7 @@ class LocalServer:
 
     async def run(
         self, children: list[EngineChild], http: Content, tell: Any
-    ) -> ConfigError | None:
+    ) -> CorralError | None:
         """Serve until a signal ends it. Returns why a model cannot be served, if that ended it."""
         import uvicorn
 
@@ -126,11 +128,11 @@ class LocalServer:
             timeout_graceful_shutdown=int(_DRAIN_S if drain_s is None else drain_s),
         )
         server = uvicorn.Server(config)
-        problem: ConfigError | None = None
+        problem: CorralError | None = None
 
         def ended(task: asyncio.Task[None]) -> None:
             nonlocal problem
-            if not task.cancelled() and isinstance(error := task.exception(), ConfigError):
+            if not task.cancelled() and isinstance(error := task.exception(), CorralError):
                 problem, server.should_exit = error, True
 
         for task in keeping:
@@ -198,6 +200,25 @@ def _discoverable(http: Content) -> Iterator[None]:
             file.unlink()
 
 
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """A private folder for what the processes share. Folders of servers that were killed are removed: no
+    process has their lock."""
+    base = Path(tempfile.gettempdir())
+    for left in base.glob(f"{_FOLDER}*"):
+        with suppress(OSError), (left / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
+    try:
+        with (folder / "new").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "new").rename(folder / "lock")  # others see it with its lock only
+            yield folder_for(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def serve(content: Content, events: int | None) -> str | None:
     """Serve until a signal ends it. Returns why that cannot be done, if so. Raises ClusterNeededError."""
     if (why := why_cluster(content)) is not None:
@@ -205,9 +226,7 @@ def serve(content: Content, events: int | None) -> str | None:
     args: dict[str, Any] = content["applications"][0].get("args") or {}
     http = content.get("http_options") or {}
     with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))  # private
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        folder_for(folder)
+        folder = stack.enter_context(_own_folder())
         metrics.keep_in(folder / "metrics")
         stack.callback(
             os.environ.pop, metrics.FOLDER, None

@@ -1,4 +1,4 @@
-"""`make serve` and `corral serve`: one machine, where llama.cpp lacks every cycle that Ray takes.
+"""Ray Serve on one machine, where llama.cpp lacks every cycle that Ray takes.
 
     python -m serve_app.start.one_machine CONFIG [--events FD]
 

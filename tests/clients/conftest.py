@@ -25,6 +25,6 @@ def corral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corral]:
     pings: dict[str, Any] = {"sse_ping_interval_s": PING_INTERVAL_S}
     with (
         short_folder() as directory,
-        stopped_at_the_end(Corral(directory, models, make_serve=True, **pings)) as server,
+        stopped_at_the_end(Corral(directory, models, one_machine=True, **pings)) as server,
     ):
         yield server

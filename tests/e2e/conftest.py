@@ -72,13 +72,13 @@ class Corral:
         directory: Path,
         models: list[dict[str, Any]],
         *,
-        make_serve: bool = False,
+        one_machine: bool = False,
         local: bool = False,
         args: Mapping[str, object] | None = None,
         import_path: str = servers.BUILD,
         **ingress: object,
     ) -> None:
-        """As `make serve` starts it, as `corral serve` does, or by `serve run`, as in clusters. `args` are
+        """As `corral serve` starts it, with Ray or without, or by `serve run`, as in clusters. `args` are
         the application's beside `models`; `ingress` are settings of that."""
         self.directory = directory
         self.port = servers.free_port()
@@ -91,8 +91,8 @@ class Corral:
         command: Sequence[str | Path] = servers.serve_command("run", self._config)
         if local:
             command = servers.local_command(self._config)
-        elif make_serve:
-            command = servers.make_serve_command(self._config)
+        elif one_machine:
+            command = servers.one_machine_command(self._config)
         self.process = servers.start(
             command, directory, SETTINGS | {"XDG_RUNTIME_DIR": str(directory)}
         )
@@ -208,11 +208,11 @@ def starts() -> Iterator[Callable[..., Corral]]:
         def start_one(
             models: list[dict[str, Any]],
             *,
-            make_serve: bool = False,
+            one_machine: bool = False,
             import_path: str = servers.BUILD,
         ) -> Corral:
             started.append(
-                Corral(directory, models, make_serve=make_serve, import_path=import_path)
+                Corral(directory, models, one_machine=one_machine, import_path=import_path)
             )
             return started[-1]
 
@@ -253,7 +253,7 @@ def corral(gguf: Path, without_ray: bool) -> Iterator[Corral]:
     with short_folder() as directory:
         models[-1]["engine"]["slot_folder"] = str(directory / "slots")
         with stopped_at_the_end(
-            Corral(directory, models, make_serve=True, local=without_ray)
+            Corral(directory, models, one_machine=True, local=without_ray)
         ) as server:
             yield server
 
@@ -265,7 +265,7 @@ def readers_server(without_ray: bool) -> Iterator[Corral]:
     with short_folder() as directory:
         batch = {"folder": str(directory / "batches")}
         with stopped_at_the_end(
-            Corral(directory, served, make_serve=True, local=without_ray, batch=batch)
+            Corral(directory, served, one_machine=True, local=without_ray, batch=batch)
         ) as server:
             yield server
 

@@ -133,7 +133,7 @@ def test_settings_of_ray_are_rays() -> None:
     assert [name for name in names if name.encode() not in known] == []
 
 
-def test_make_serve_is_for_one_machine() -> None:
+def test_make_serve_is_the_command_that_users_have() -> None:
     make = (
         "make",
         "--no-print-directory",
@@ -144,10 +144,10 @@ def test_make_serve_is_for_one_machine() -> None:
     )
     recipe = _run(*make, "serve").stdout
     last = recipe.splitlines()[-1]
-    assert last == "exec .venv/bin/corral serve --cluster --config serve_config.yaml"
+    assert last == "exec .venv/bin/corral serve --config serve_config.yaml"
 
 
-def test_a_shell_reads_the_file_for_one_machine_as_make_serve_does() -> None:
+def test_a_shell_reads_the_file_for_one_machine_as_corral_serve_does() -> None:
     """Comments and values mean the same to both."""
     source = f"set -a; . {shlex.quote(str(START / 'one-machine.env'))}; exec env"
     given = _run("sh", "-c", source).stdout.splitlines()

@@ -29,7 +29,7 @@ def scripted(start_for_module: Callable[..., Corral]) -> Corral:
     """A server whose model follows the script of these tests."""
     models = [model(None, "demo", n_slots=3, n_ctx_slot=CONTEXT, max_waiting=16)]
     build = "tests.clients.agents.scripted:build"
-    corral = start_for_module(models, make_serve=True, import_path=build)
+    corral = start_for_module(models, one_machine=True, import_path=build)
     corral.wait_ready()
     return corral
 

@@ -17,7 +17,7 @@ SECRET = "wombat-9431-in-the-cellar"
 def server() -> Iterator[Corral]:
     served = [model(None, "demo", n_slots=2, n_ctx_slot=4096)]
     with short_folder() as directory:
-        started = Corral(directory, served, make_serve=True, args={"data_at_rest": False})
+        started = Corral(directory, served, one_machine=True, args={"data_at_rest": False})
         with stopped_at_the_end(started):
             yield started
 

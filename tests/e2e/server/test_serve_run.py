@@ -77,7 +77,7 @@ def test_a_bad_field_stops_the_start_with_one_message(
 def test_a_stream_goes_on_when_the_only_replica_was_replaced_and_ctrl_c_ends_every_process(
     gguf: Path, start: Callable[..., Corral]
 ) -> None:
-    server = start([model(gguf, "m", n_slots=2, n_ctx_slot=2048)], make_serve=True)
+    server = start([model(gguf, "m", n_slots=2, n_ctx_slot=2048)], one_machine=True)
     server.wait_ready()
     body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
