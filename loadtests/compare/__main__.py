@@ -1,15 +1,15 @@
 """Corral and its peers over HTTP, as their users run them, on the same machine with the same model.
 
     python -m loadtests.compare --model PATH [--workloads shared,independent] [--users 1,4,8,16]
-        [--rounds 3] [--sides corral,bare,llama-server] [--threads N] [--server PATH]
+        [--rounds 3] [--sides corral,ray,llama-server] [--threads N] [--server PATH]
         [--slots N] [--engine '{"kv_unified": true}'] [--json FILE]
 
-Sides: `corral` is what `make serve` runs, `bare` what `corral serve` runs, without Ray, `llama-server` the
-one of --server, or of `python -m loadtests.compare.llama_server`. Others that may be named:
+Sides: `corral` is what `corral serve` runs, `ray` the same with --cluster, `llama-server` the one of
+--server, or of `python -m loadtests.compare.llama_server`. Others that may be named:
 
 - `serve-proxy`: `serve run` with `serve_app/start/one-machine.env`: Serve's own proxy, and Ray's dashboard;
 - `ray-defaults`: `serve run` without it;
-- `openvino`: what `make serve` runs, with `engine.backend: openvino`; `openvino-bf16` the same with
+- `openvino`: what `corral serve` runs, with `engine.backend: openvino`; `openvino-bf16` the same with
   `engine.cache_type_k` and `engine.cache_type_v` as `bf16`;
 - `vllm`: vLLM's CPU build with weights as W8A8, of `python -m loadtests.compare.vllm`; `vllm-bf16` the same
   with BF16;
@@ -72,10 +72,10 @@ from loadtests.compare.requests import (
     seed,
 )
 from loadtests.compare.sides import (
-    BARE,
     CORRAL,
     LLAMA_SERVER,
     NATIVE,
+    RAY,
     SIDES,
     Sizes,
     engine_settings,
@@ -299,7 +299,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
     parser.add_argument("--workloads", type=listed(choice(*WORKLOADS)), default=tuple(WORKLOADS))
     parser.add_argument("--users", type=listed(user_count), default=(1, 4, 8, 16))
     parser.add_argument("--rounds", type=bounded(1, 50), default=3)
-    parser.add_argument("--sides", type=_sides, default=(CORRAL, BARE, LLAMA_SERVER))
+    parser.add_argument("--sides", type=_sides, default=(CORRAL, RAY, LLAMA_SERVER))
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
     parser.add_argument("--slots", type=bounded(1, MAX_SLOTS), default=16)
     llama_server.add_option(parser)

@@ -41,7 +41,7 @@ from loadtests.common.plot import Chart, svg
 from loadtests.common.servers import Server, exit_on_sigterm
 from loadtests.compare import llama_server
 from loadtests.compare.requests import read_words, request
-from loadtests.compare.sides import BARE, CORRAL, LLAMA_SERVER, Sizes, engine_settings, start
+from loadtests.compare.sides import CORRAL, LLAMA_SERVER, RAY, Sizes, engine_settings, start
 from serve_app.measure.benchmark import (
     SEED,
     BenchmarkError,
@@ -322,7 +322,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     parser.add_argument("--slots", type=bounded(2, 64), default=4)
     parser.add_argument("--rounds", type=bounded(1, 50), default=5)
     parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
-    parser.add_argument("--corral", choices=(CORRAL, BARE), default=CORRAL)
+    parser.add_argument("--corral", choices=(CORRAL, RAY), default=CORRAL)
     backends = choice("llama.cpp", "openvino")
     parser.add_argument("--backends", type=listed(backends), default=("",))
     parser.add_argument("--engine", type=engine_settings, default={})

@@ -29,13 +29,13 @@ from loadtests.compare import llama_server, vllm
 from serve_app.measure.benchmark import BenchmarkError
 from serve_app.start.one_machine import environment_of
 
-CORRAL, BARE, LLAMA_SERVER = "corral", "bare", "llama-server"
+CORRAL, RAY, LLAMA_SERVER = "corral", "ray", "llama-server"
 SERVE_PROXY, RAY_DEFAULTS = "serve-proxy", "ray-defaults"
 OPENVINO, OPENVINO_BF16 = "openvino", "openvino-bf16"
 VLLM: Mapping[str, str] = {"vllm": "w8a8", "vllm-bf16": "bf16"}
 """Its sides, and the form of each one's weights."""
 PYTHON, PYTHON_BATCHED = "llama-cpp-python", "llama-cpp-python-batched"
-NATIVE = (CORRAL, BARE, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, OPENVINO, OPENVINO_BF16, *VLLM)
+NATIVE = (CORRAL, RAY, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, OPENVINO, OPENVINO_BF16, *VLLM)
 """Sides that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
 SIDES = (*NATIVE, PYTHON, PYTHON_BATCHED)
 _OPENVINO: dict[str, dict[str, str]] = {
@@ -105,10 +105,6 @@ def start(
     settings = asdict(sizes) | dict(engine)
     entry = {"id": "model", "source": {"path": str(model)}, "engine": settings}
 
-    def bare(directory: Path, port: int) -> list[str | Path]:
-        config = write_config(directory, [entry], port)
-        return local_command(config)
-
     def peer(_: Path, port: int) -> list[str | Path]:
         return llama_server_command(server, model, sizes, port)
 
@@ -133,10 +129,14 @@ def start(
 
     if is_url(side):
         return nullcontext(Server(side))
-    if side == CORRAL:
+    if side == CORRAL or side in _OPENVINO:
+        own = entry | {"engine": settings | _OPENVINO.get(side, {})}
+        return running(
+            lambda directory, port: local_command(write_config(directory, [own], port)),
+            corral_is_ready,
+        )
+    if side == RAY:
         return serve_run(entry)
-    if side in _OPENVINO:
-        return serve_run(entry | {"engine": settings | _OPENVINO[side]})
     if side == SERVE_PROXY:
         return serve_run(entry, environment_of("one-machine.env"))
     if side == RAY_DEFAULTS:
@@ -144,7 +144,6 @@ def start(
     if side in VLLM:
         return running(vllm_peer, is_healthy, vllm.environment(sizes.threads))
     command, is_ready = {
-        BARE: (bare, corral_is_ready),
         LLAMA_SERVER: (peer, is_healthy),
         PYTHON: (python, lists_models),
         PYTHON_BATCHED: (batched, lists_models),

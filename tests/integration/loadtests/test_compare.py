@@ -25,7 +25,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one round wrote. Of the built-in model: a tiny one's whole answer takes 25 ms, and may come to a
     busy client in one piece, which is no stream."""
     path = tmp_path_factory.mktemp("report") / "report.json"
-    rest = ["--sides", "bare", "--users", "1,3", "--rounds", "1", "--threads", "1"]
+    rest = ["--sides", "corral", "--users", "1,3", "--rounds", "1", "--threads", "1"]
     with mock.patch.object(__main__, "REST_S", 0.0):
         __main__.main(["--model", str(BUILTIN_MODEL), *rest, "--json", str(path)])
     document: dict[str, Any] = json.loads(path.read_text())
@@ -35,7 +35,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_burst_was_answered_in_full(document: dict[str, Any]) -> None:
     runs = document["runs"]
     assert [(run["side"], run["workload"], run["users"]) for run in runs] == [
-        ("bare", workload, users) for workload in ("shared", "independent") for users in (1, 3)
+        ("corral", workload, users) for workload in ("shared", "independent") for users in (1, 3)
     ]
     for run in runs:
         assert run["tokens"] == run["users"] * MAX_TOKENS
@@ -110,7 +110,7 @@ def test_words_are_one_token_each(tiny_gguf: Path) -> None:
 def test_a_refused_request_ends_the_measurement(tiny_gguf: Path) -> None:
     sizes = sides.Sizes(threads=1, n_slots=1, n_ctx_slot=64)
     with (
-        sides.start(sides.BARE, tiny_gguf, sizes, Path()) as server,
+        sides.start(sides.CORRAL, tiny_gguf, sizes, Path()) as server,
         pytest.raises(BenchmarkError, match="context_length_exceeded"),
     ):
         bursts.run(server.url, [request((1,) * 64, 0)])

@@ -67,8 +67,8 @@ def test_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.gguf"
     base = ["--model", str(model), "--server", str(model)]
     model.write_bytes(b"x")
-    settings, _, _ = parse_args([*base, "--bounds", "50,100", "--corral", "bare"])
-    assert (settings.bounds, settings.corral) == ((50, 100), "bare")
+    settings, _, _ = parse_args([*base, "--bounds", "50,100", "--corral", "ray"])
+    assert (settings.bounds, settings.corral) == ((50, 100), "ray")
     with pytest.raises(SystemExit):
         parse_args([*base, "--streams", "4", "--slots", "4"])
     assert "slot beside" in capsys.readouterr().err

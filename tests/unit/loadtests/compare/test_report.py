@@ -284,11 +284,11 @@ def test_arguments_are_checked(bad: list[str], capsys: pytest.CaptureFixture[str
 
 
 def test_arguments() -> None:
-    line = "--model m.gguf --users 2,3 --sides bare,corral --workloads shared --json out"
+    line = "--model m.gguf --users 2,3 --sides ray,corral --workloads shared --json out"
     found, json_file = parse_args([*line.split(), "--engine", '{"kv_unified": true}'])
     assert found.engine == {"kv_unified": True}
     assert found.points == [("shared", 2), ("shared", 3)]
-    assert found.sides == ("bare", "corral")
+    assert found.sides == ("ray", "corral")
     assert found.model.is_absolute()
     assert json_file == Path("out")
 
