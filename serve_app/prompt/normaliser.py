@@ -41,7 +41,7 @@ def rendered(
     user's text."""
     caps, describe = template.caps, template.tool_format.describe
     if describe is not None and (tools or any(turn.calls or turn.role == "tool" for turn in turns)):
-        turns, tools = describe(turns, tools), ()
+        turns, tools = _alternating(describe(turns, tools)), ()  # results are users' turns now
     attempts = [(False, variables), (True, variables)]
     if "reasoning_effort" in variables:  # which has other words in some templates
         others = {name: value for name, value in variables.items() if name != "reasoning_effort"}
