@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from serve_app.errors import ConfigError
 from serve_app.folders import GIB, PART, BoundedFolder, cache_folder, sync
 from serve_app.openvino.architectures import ARCHITECTURES
-from serve_app.openvino.gguf_model import converted_bytes, rounded, unreadable
+from serve_app.openvino.gguf_model import GgufModel, UnreadableError, readable
 from serve_app.progress import Report, Stage, nowhere
 
 if TYPE_CHECKING:
@@ -149,8 +149,7 @@ def converted(
     while not models.open(name):
         with models.alone(name) as lock:
             if lock is not None:
-                _check(files)
-                part = models.make_room(name, converted_bytes(files))
+                part = models.make_room(name, _checked(files).converted_bytes)
                 _convert(files, part, lock, report)
                 continue
         report(Stage("converting"))  # elsewhere
@@ -158,13 +157,16 @@ def converted(
     return models.of(name)
 
 
-def _check(files: Sequence[Path]) -> None:
-    if reason := unreadable(files):
-        raise ConfigError(
-            f"engine.backend: openvino cannot compute {files[0].name}: {reason}. Use llama.cpp."
-        )
-    if formats := rounded(files):
-        logger.info("OpenVINO computes the %s weights with 8 bits.", " and ".join(formats))
+def _checked(files: Sequence[Path]) -> GgufModel:
+    try:
+        model = readable(files)
+    except UnreadableError as error:
+        raise UnreadableError(
+            f"engine.backend: openvino cannot compute {files[0].name}: {error}. Use llama.cpp."
+        ) from None
+    if model.rounded:
+        logger.info("OpenVINO computes the %s weights with 8 bits.", " and ".join(model.rounded))
+    return model
 
 
 def _convert(files: Sequence[Path], part: Path, lock: int, report: Report) -> None:

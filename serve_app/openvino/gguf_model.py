@@ -226,41 +226,44 @@ class GgufModel:
         names = [name for name in ("rope_freqs.weight", *_LONG_ROPE) if self.has(name)]
         return [self.vector(name) for name in names]
 
+    @property
+    def converted_bytes(self) -> int:
+        """The size of the model when it is converted, at most; its vectors are left out."""
+        return sum(
+            n_bytes(one.kind, one.n_weights, has_wide_zeros=one.data.ndim > 2)  # of experts
+            for one in self.tensors
+            if one.data.ndim > 1
+        )
+
+    @property
+    def rounded(self) -> list[str]:
+        """The formats in it that are rounded to 8 bits."""
+        kinds = {one.kind for one in self.tensors}
+        return sorted(kind.name for kind in kinds if is_rounded(kind))
+
     def vector(self, name: str) -> NDArray[np.float32]:
         """A tensor of one dimension."""
         return self.take(name).data.astype(np.float32)
 
 
-def unreadable(files: Sequence[Path]) -> str | None:
-    """Why the model in these files cannot be computed, as the rest of a sentence; None if it can. Blocks
-    for the moment that it takes to read names."""
+class UnreadableError(ConfigError):
+    """A file has something that the graph is not built for. The reason is the rest of a sentence."""
+
+
+def readable(files: Sequence[Path]) -> GgufModel:
+    """The model in these files. Raises UnreadableError for a model that cannot be computed. Blocks for as
+    long as it takes to read names: for a second where there are 100,000 tokens."""
     try:
         model = GgufModel(files)
         _ = model.rotary
     except ConfigError as error:
-        return str(error)
+        raise UnreadableError(str(error)) from None
     for tensor in model.tensors:
         if not model.kind.reads(tensor.name):
-            return f"its tensor {tensor.name} would not be used"
+            raise UnreadableError(f"its tensor {tensor.name} would not be used")
         if is_quantised(tensor.kind) and not _is_known(tensor.kind):
-            return f"nobody has written how to read {tensor.kind.name} weights"
-    return None
-
-
-def converted_bytes(files: Sequence[Path]) -> int:
-    """The size of the model when it is converted, at most; its vectors are left out."""
-    tensors = GgufModel(files).tensors
-    return sum(
-        n_bytes(one.kind, one.n_weights, has_wide_zeros=one.data.ndim > 2)  # of experts
-        for one in tensors
-        if one.data.ndim > 1
-    )
-
-
-def rounded(files: Sequence[Path]) -> list[str]:
-    """The formats in them that are rounded to 8 bits."""
-    kinds = {one.kind for one in GgufModel(files).tensors}
-    return sorted(kind.name for kind in kinds if is_rounded(kind))
+            raise UnreadableError(f"nobody has written how to read {tensor.kind.name} weights")
+    return model
 
 
 def _is_known(kind: GGMLQuantizationType) -> bool:

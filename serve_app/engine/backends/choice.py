@@ -39,7 +39,7 @@ from serve_app.openvino.convert import (
     versions,
 )
 from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
-from serve_app.openvino.gguf_model import unreadable
+from serve_app.openvino.gguf_model import UnreadableError
 from serve_app.progress import Report, Stage
 
 logger = logging.getLogger("corral.engine")
@@ -150,14 +150,16 @@ def _measured_choice(
     if model.meta_int("expert_count", 0) > 0:
         reason = "OpenVINO computes the experts of each token one by one, which makes prompts slow"
         return KernelsChoice(LLAMA_CPP, reason), True
-    if refusal := unserved(model) or unreadable(model.files):
-        return KernelsChoice(LLAMA_CPP, f"OpenVINO cannot serve it: {refusal.strip('.')}"), True
+    if refusal := unserved(model):
+        return KernelsChoice(LLAMA_CPP, refusal.strip(".")), True
     try:
         converted_of(model, options.max_converted_bytes, report)
         report(Stage("measuring", limit_s=LIMIT_S))
         if not model.is_causal:
             return _by_texts(*apart(seconds_of_texts, path, options)), True
         theirs, ours = apart(profiles_of_backends, path, options)
+    except UnreadableError as error:
+        return KernelsChoice(LLAMA_CPP, _said(error)), True
     except (ConfigError, EngineFailedError) as error:
         reason = f"OpenVINO could not be measured: {_said(error)}"
         return KernelsChoice(LLAMA_CPP, reason), False
@@ -185,7 +187,7 @@ def profiles_of_backends(path: Path, options: EngineOptions) -> tuple[Profile, P
         small_context(model, options, _N_CTX_SLOT),
     ]
     n_before = min(_N_BEFORE, options.n_ctx_share // 2)
-    theirs, ours = measured_in_turns(contexts, options, _N_CTX_SLOT, n_before)
+    theirs, ours = measured_in_turns(contexts, options, _N_CTX_SLOT, n_before, spin=False)
     return theirs, ours
 
 

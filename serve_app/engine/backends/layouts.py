@@ -185,10 +185,16 @@ class SmallContext(ProfiledContext, Protocol):
 
 
 def measured_in_turns(
-    contexts: Sequence[SmallContext], options: EngineOptions, n_ctx_slot: int, n_before: int = 0
+    contexts: Sequence[SmallContext],
+    options: EngineOptions,
+    n_ctx_slot: int,
+    n_before: int = 0,
+    *,
+    spin: bool = True,
 ) -> list[Profile]:
     """The times of a few batches in each of these contexts, which are closed then. Every sequence has
-    `n_before` tokens before each batch."""
+    `n_before` tokens before each batch. `spin` says that the threads of all wait for each other by
+    computing on, so that a batch's CPU time tells how long it would take alone."""
     n_ctx_slot = min(options.n_ctx_share, n_ctx_slot)
     threads = Threads.alike(options.threads, options.threads_batch)
     profilers = [
@@ -197,17 +203,21 @@ def measured_in_turns(
             n_slots=options.n_slots,
             n_ctx_slot=n_ctx_slot - n_before,
             n_batch=min(options.n_batch, n_ctx_slot),
-            clocks=Clocks(threads if isinstance(context, Context) else None),  # others' do not spin
+            clocks=Clocks(threads if spin else None),
         )
         for context in contexts
     ]
     for profiler, context in zip(profilers, contexts, strict=True):
         context.warm_up()
         profiler.fill(n_before, options.n_slots)
+    whole = Clocks(threads)
+    whole.begin()
     in_turns(profilers, min(LIMIT_S, options.profile_limit_s))
+    _, share = whole.end(options.n_batch)
     for context in contexts:
         context.close()
-    return [profiler.profile for profiler in profilers]
+    profiles = [profiler.profile for profiler in profilers]
+    return [replace(profile, share=min(profile.share, share)) for profile in profiles]
 
 
 def _has_layouts(path: Path) -> bool:

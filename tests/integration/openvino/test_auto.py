@@ -11,7 +11,6 @@ import pytest
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends import choice
-from serve_app.engine.backends.choice import profiles_of_backends
 from serve_app.engine.backends.layouts import LIMIT_S
 from serve_app.progress import Stage
 from tests.integration.models.forgetful_models import FORGETFUL
@@ -53,13 +52,6 @@ def test_the_one_that_was_measured_to_be_faster_answers(tmp_path: Path) -> None:
     assert Stage("measuring", limit_s=LIMIT_S) in stages
 
 
-def test_both_are_measured_in_turns() -> None:
-    patient = replace(OPTIONS, profile_limit_s=6.0)  # other programs may take most of the processor
-    for profile in profiles_of_backends(BUILTIN_MODEL, patient):
-        assert {1, 4} <= set(profile.decode_s)
-        assert all(seconds > 0 for seconds in profile.prefill_s.values())
-
-
 def test_a_model_that_openvino_cannot_serve_is_llama_cpps(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     next(iter(FORGETFUL.values()))(path)
@@ -67,6 +59,6 @@ def test_a_model_that_openvino_cannot_serve_is_llama_cpps(tmp_path: Path) -> Non
     engine = Engine.load(path, options)
     try:
         assert engine.stats().compute.backend == "llama.cpp"
-        assert "OpenVINO cannot serve it" in engine.stats().compute.backend_reason
+        assert "openvino cannot serve" in engine.stats().compute.backend_reason
     finally:
         engine.close()

@@ -26,7 +26,7 @@ import openvino
 from serve_app.engine.backends.openvino import OpenVinoBackend
 from serve_app.openvino import convert
 from serve_app.openvino.architectures import ARCHITECTURES
-from serve_app.openvino.gguf_model import rounded, unreadable
+from serve_app.openvino.gguf_model import UnreadableError, readable
 from serve_app.openvino.paged import shifts
 from tests.integration.openvino.bf16 import computes_bf16, with_bf16
 
@@ -161,7 +161,7 @@ MODELS = {
 @pytest.mark.parametrize("made", MODELS.values(), ids=MODELS)
 def test_logits_are_llama_cpps(made: Made, tmp_path: Path) -> None:
     path = made.write(tmp_path / "model.gguf")
-    assert unreadable([path]) is None
+    assert readable([path]).architecture == made.architecture
     found, other = (mixed(kind(path, _OPTIONS)) for kind in (OpenVinoBackend, LlamaBackend))
     # A rounded score may choose another expert.
     assert agreement(found, other) > (0.999 if "moe" in made.architecture else 0.9999)
@@ -327,9 +327,8 @@ def test_a_model_in_several_files_is_one(tmp_path: Path) -> None:
     ],
 )
 def test_what_it_cannot_compute_is_refused(made: Made, reason: str, tmp_path: Path) -> None:
-    found = unreadable([made.write(tmp_path / "model.gguf")])
-    assert found is not None
-    assert reason in found
+    with pytest.raises(UnreadableError, match=reason):
+        readable([made.write(tmp_path / "model.gguf")])
 
 
 def test_the_refusal_names_the_file_and_the_other_backend(tmp_path: Path) -> None:
@@ -344,8 +343,8 @@ def test_formats_that_are_rounded_are_named_in_the_log(
     exact = Made("llama", Kind.Q8_0).write(tmp_path / "exact.gguf")
     path = tmp_path / "model.gguf"
     quantise(exact, path, "Q6_K")
-    assert rounded([exact]) == []
-    assert rounded([path]) == ["Q6_K"]
+    assert readable([exact]).rounded == []
+    assert readable([path]).rounded == ["Q6_K"]
     with caplog.at_level(logging.INFO, "corral.engine"):
         OpenVinoBackend(path, _OPTIONS).close()
     assert "Q6_K weights with 8 bits" in caplog.text

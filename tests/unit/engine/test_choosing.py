@@ -20,6 +20,7 @@ from serve_app.errors import ConfigError, EngineFailedError
 from serve_app.llama.formats import Threads
 from serve_app.llama.model import fingerprint_of
 from serve_app.openvino import convert
+from serve_app.openvino.gguf_model import UnreadableError
 from serve_app.progress import nowhere
 
 OPTIONS = EngineOptions(n_slots=4, n_ctx_slot=64, threads=1, backend="auto")
@@ -37,6 +38,11 @@ class Machine:
         self.share, self.openvino_s, self.llama_cpp_s = 1.0, 1.0, 2.0
         self.failure: Exception | None = None
         self.architecture, self.n_expert, self.unreadable = "llama", 0, ""
+
+    def convert(self, *_: object) -> Path:
+        if self.unreadable:
+            raise UnreadableError(self.unreadable)
+        return Path("converted")
 
     def apart(self, *_: object) -> tuple[Profile, Profile] | tuple[float, float]:
         self.n_measured += 1
@@ -56,8 +62,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(choosing, "versions", lambda: "openvino 1")
     monkeypatch.setattr(choosing, "_LEAST_BYTES", 4)
     monkeypatch.setattr(choosing, "_MOST_BYTES", 20)
-    monkeypatch.setattr(choosing, "converted_of", lambda *_: Path("converted"))
-    monkeypatch.setattr(choosing, "unreadable", lambda _: made.unreadable)
+    monkeypatch.setattr(choosing, "converted_of", made.convert)
 
     def open_model(path: Path, **_: object) -> SimpleNamespace:
         return SimpleNamespace(
