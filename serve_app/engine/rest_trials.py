@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from serve_app.engine.autotune.clocks import UNDISTURBED, Clocks
+from serve_app.engine.autotune.profiler import some_token
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core.guest import Guest
 from serve_app.errors import CacheFullError, DecodeCancelledError, DecodeError
@@ -110,7 +111,7 @@ class RestTrials(Guest):
     def _try(self, core: EngineCore, kind: str, n_rows: int, ends: Mapping[int, int]) -> None:
         n_each = n_rows // len(ends)
         rows: list[Row] = [
-            (0, i, slot_id, kind == "verify" or i == end + n_each - 1)
+            (some_token(slot_id + i), i, slot_id, kind == "verify" or i == end + n_each - 1)
             for slot_id, end in ends.items()
             for i in range(end, end + n_each)
         ]
