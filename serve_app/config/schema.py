@@ -114,7 +114,7 @@ class EngineConfig(Section):
     """Flash attention. `auto` takes what is measured to be faster, within `max_stall_ms`."""
     cache_type_k: CacheType = "f16"
     """Format of the keys in the KV cache. Quantised formats take less memory and are less exact. OpenVINO
-    has `f16`, and [`bf16` for keys and values](openvino.md#attention-with-bf16)."""
+    has `f16`, and `q8_0` or [`bf16`](openvino.md#attention-with-bf16) for keys and values alike."""
     cache_type_v: CacheType = "f16"
     """Format of the values in the KV cache. A quantised one needs `flash_attn`. With OpenVINO, the same as
     `cache_type_k`."""

@@ -166,7 +166,7 @@ class EngineOptions:
 
     def unsupported_by_openvino(self) -> list[str]:
         """The names of those options here that OpenVINO's backend lacks."""
-        formats = {self.cache_type_k, self.cache_type_v}
+        types = (self.cache_type_k, self.cache_type_v)
         refused = {
             "adapters": bool(self.adapters),
             "projector": self.projector is not None,
@@ -175,8 +175,8 @@ class EngineOptions:
             "engine.flash_attn: false": self.flash_attn is False,
             "engine.numa": self.numa is not None,
             "engine.threads_batch": self.threads_batch not in (None, self.threads),
-            "engine.cache_type_k and engine.cache_type_v but both f16 or both bf16": (
-                formats not in ({"f16"}, {"bf16"})
+            "engine.cache_type_k and engine.cache_type_v but both f16, both bf16 or both q8_0": (
+                types not in (("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"))
             ),
         }
         return [name for name, is_set in refused.items() if is_set]

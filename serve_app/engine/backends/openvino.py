@@ -300,7 +300,8 @@ def small_context(model: Model, options: EngineOptions, n_ctx_slot: int) -> Page
 
 
 def _cache_type(options: EngineOptions) -> CacheType:
-    return "bf16" if options.cache_type_k == "bf16" else "f16"
+    types: dict[str, CacheType] = {"bf16": "bf16", "q8_0": "u8"}
+    return types.get(options.cache_type_k, "f16")
 
 
 def _n_blocks(n_tokens: int) -> int:

@@ -22,9 +22,9 @@ from serve_app.errors import ConfigError
 from serve_app.openvino.exported.files import trusted
 from serve_app.openvino.graph import FREQUENCIES, HIDDEN, GraphNotes
 
-CacheType = Literal["f16", "bf16"]
+CacheType = Literal["f16", "bf16", "u8"]
 """The format of keys and values. With bf16, attention is computed with such numbers, too, which some
-processors do twice as fast."""
+processors do twice as fast. With u8, each token's numbers of a head are bytes with a scale of their own."""
 
 SAMPLED, EMBEDDED = "sampled", "embedded"
 """Inputs: the rows whose logits, and whose vectors, are wanted."""
@@ -46,7 +46,7 @@ _EVERY_S = 0.05
 def check_cache_type(cache_type: CacheType) -> None:
     """Raises ConfigError on a processor without such numbers, where they would be turned to others and
     back. Quick: to be called before anything is converted."""
-    if cache_type == "f16":
+    if cache_type != "bf16":
         return
     if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise ConfigError(
@@ -58,7 +58,9 @@ def check_cache_type(cache_type: CacheType) -> None:
 def settings(threads: int, cache_type: CacheType = "f16") -> dict[str, Any]:
     """The properties that a model is compiled with. Threads stay where the caller's affinity has them: a
     replica's cores are leased."""
-    return {
+    # A scale for a channel of a whole block would change with every token that the block gets.
+    by_token = {"KEY_CACHE_QUANT_MODE": "BY_TOKEN"} if cache_type == "u8" else {}
+    return by_token | {
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,
         "ENABLE_CPU_PINNING": False,

@@ -229,7 +229,8 @@ class PagedContext:
         self._tables.extend({seq_id: n_tokens})
         blocks = self._tables.blocks(seq_id)
         for cache in self._caches.values():
-            cache[blocks] = shifts.narrowed(np.ones(1, np.float32), cache.dtype)
+            n = cache.shape[-1] - (shifts.GRID if cache.dtype == np.uint8 else 0)
+            cache[blocks] = shifts.narrowed(np.ones(n, np.float32), cache.dtype)
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
         """Drop `n_discard` tokens after the first `n_keep`, for each (n_keep, n_discard) in turn; those

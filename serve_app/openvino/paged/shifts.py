@@ -1,6 +1,7 @@
 """Moves cached keys to other positions: they are stored as the rotary embedding turned them. Pure.
 
-The cache has numbers of 16 bits: f16 as numpy has it, and bf16, which it lacks, by its bits.
+The cache has numbers of 16 bits: f16 as numpy has it, and bf16, which it lacks, by its bits. Or it has
+bytes: each token's numbers of a head have a scale and a zero of their own, two f32 before them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ from serve_app.openvino.paged.blocks import BLOCK
 BF16 = np.dtype(np.uint16)
 """The type of arrays that hold a bf16's bits."""
 _BITS = 16
+GRID = 8
+"""The bytes before the numbers of a token: their scale and their zero."""
+_LEAST_SCALE = np.float32(1e-20)
 
 
 def widened(cells: NDArray[Any]) -> NDArray[np.float32]:
-    """Numbers of either kind as f32."""
+    """Numbers of any kind as f32."""
+    if cells.dtype == np.uint8:
+        scales, zeros = np.split(np.ascontiguousarray(cells[..., :GRID]).view(np.float32), 2, -1)
+        return (cells[..., GRID:] - zeros) * scales
     if cells.dtype != BF16:
         return cells.astype(np.float32)
     return (cells.astype(np.uint32) << _BITS).view(np.float32)
@@ -27,6 +34,13 @@ def widened(cells: NDArray[Any]) -> NDArray[np.float32]:
 
 def narrowed(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
     """The nearest numbers of that kind, and of two the even one. For finite values."""
+    if dtype == np.uint8:
+        least, most = (f(values, axis=-1, keepdims=True) for f in (np.min, np.max))
+        scales = np.maximum((most - least) / np.float32(255), _LEAST_SCALE)
+        zeros = -least / scales
+        codes = np.rint(values / scales + zeros).clip(0, 255).astype(np.uint8)
+        grid = np.concatenate([scales, zeros], -1).astype(np.float32).view(np.uint8)
+        return np.concatenate([grid, codes], -1)
     if dtype != BF16:
         return values.astype(dtype)
     bits = np.ascontiguousarray(values).view(np.uint32)

@@ -32,6 +32,7 @@ from tests.integration.openvino.bf16 import computes_bf16, with_bf16
 
 _OPTIONS = EngineOptions(2, 256, 1, n_batch=128, profile_limit_s=0)
 _BF16 = with_bf16(_OPTIONS)
+_U8 = replace(_OPTIONS, cache_type_k="q8_0", cache_type_v="q8_0")
 _N_TOKENS, _N_SEEN = 100, 16
 _LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 _YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
@@ -183,20 +184,34 @@ def test_there_is_a_model_of_each_decoder() -> None:
     assert {made.architecture for made in MODELS.values()} == decoders
 
 
-@computes_bf16
+_narrow_caches = pytest.mark.parametrize(
+    "narrow", [pytest.param(_BF16, marks=computes_bf16, id="bf16"), pytest.param(_U8, id="q8_0")]
+)
+
+
+@_narrow_caches
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_attention_with_bf16_differs_by_rounding(name: str, tmp_path: Path) -> None:
+def test_attention_to_a_narrow_cache_differs_by_rounding(
+    name: str, narrow: EngineOptions, tmp_path: Path
+) -> None:
     path = Made(name).write(tmp_path / "model.gguf")
-    narrow = logits(OpenVinoBackend(path, _BF16))
-    assert 0.999 < agreement(narrow, theirs(path)) < 0.999999
-    assert agreement(narrow, logits(LlamaBackend(path, _BF16))) > 0.999
+    rounded_logits = logits(OpenVinoBackend(path, narrow))
+    assert 0.999 < agreement(rounded_logits, theirs(path)) < 0.999999
+    assert agreement(rounded_logits, logits(LlamaBackend(path, narrow))) > 0.999
 
 
-@computes_bf16
-def test_a_state_with_bf16_is_restored_bit_by_bit_and_only_where_it_fits(tmp_path: Path) -> None:
-    backend = OpenVinoBackend(Made("llama").write(tmp_path / "model.gguf"), _BF16)
+@_narrow_caches
+def test_a_state_of_a_narrow_cache_is_restored_bit_by_bit_and_only_where_it_fits(
+    narrow: EngineOptions, tmp_path: Path
+) -> None:
+    """Also where another sequence had the block before, and tokens follow that others do not have."""
+    backend = OpenVinoBackend(Made("llama").write(tmp_path / "model.gguf"), narrow)
     backend.decode([(token, token, 0, False) for token in range(_N_TOKENS)])
-    backend.states.restore(1, backend.states.save(0))
+    state = backend.states.save(0)
+    backend.copy(0, 1)
+    backend.decode([(9, _N_TOKENS, 0, False)])
+    backend.truncate(0, 0)
+    backend.states.restore(0, state)
     backend.decode([(7, _N_TOKENS, slot, True) for slot in (0, 1)])
     first, second = (backend._context.logits(i) for i in (0, 1))
     np.testing.assert_array_equal(first, second)
@@ -206,11 +221,13 @@ def test_a_state_with_bf16_is_restored_bit_by_bit_and_only_where_it_fits(tmp_pat
     other.close()
 
 
-@computes_bf16
-def test_shifted_keys_with_bf16_turn_as_others_do(tmp_path: Path) -> None:
+@_narrow_caches
+def test_shifted_keys_of_a_narrow_cache_turn_as_others_do(
+    narrow: EngineOptions, tmp_path: Path
+) -> None:
     path = Made("qwen3").write(tmp_path / "model.gguf")
     found = []
-    for options in (_BF16, _OPTIONS):
+    for options in (narrow, _OPTIONS):
         backend = OpenVinoBackend(path, options)
         backend.decode([(5 + token, token, 0, False) for token in range(_N_TOKENS)])
         backend.shift(0, [(5, 3), (20, 30)])

@@ -220,8 +220,8 @@ def test_a_measurement_that_failed_is_tried_again(
     ("change", "reason"),
     [
         ({"kv_unified": True}, "engine.kv_unified"),
-        ({"cache_type_k": "q8_0"}, "both f16 or both bf16"),
-        ({"cache_type_v": "bf16"}, "both f16 or both bf16"),
+        ({"cache_type_k": "q8_0"}, "both f16, both bf16 or both q8_0"),
+        ({"cache_type_v": "bf16"}, "both f16, both bf16 or both q8_0"),
         ({"profile_limit_s": 0.0}, "nothing is measured"),
     ],
 )

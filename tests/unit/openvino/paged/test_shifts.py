@@ -1,11 +1,11 @@
-"""Numbers of 16 bits, as they are kept and as they are computed with."""
+"""Numbers of 16 and of 8 bits, as they are kept and as they are computed with."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from serve_app.openvino.paged.shifts import BF16, narrowed, widened
+from serve_app.openvino.paged.shifts import BF16, GRID, narrowed, widened
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16)], ids=["bf16", "f16"])
@@ -32,3 +32,13 @@ def test_no_number_is_further_away_than_half_a_step() -> None:
     values = np.random.default_rng(3).normal(size=(50, 8)).astype(np.float32)[:, ::2]
     error = np.abs(widened(narrowed(values, BF16)) - values)
     assert np.all(error <= np.abs(values) * 2.0**-8)
+
+
+def test_bytes_have_a_grid_for_each_tokens_head() -> None:
+    values = np.random.default_rng(3).normal(2, 3, (5, 2, 16)).astype(np.float32)
+    values[1, 0] = 0.25
+    kept = narrowed(values, np.dtype(np.uint8))
+    assert kept.shape == (5, 2, 16 + GRID)
+    step = np.ptp(values, axis=-1, keepdims=True) / 255
+    assert np.all(np.abs(widened(kept) - values) <= 0.51 * step + 1e-6)
+    np.testing.assert_array_equal(narrowed(widened(kept), kept.dtype)[..., GRID:], kept[..., GRID:])
