@@ -24,6 +24,7 @@
     |-- AuthenticationError       401 invalid_api_key
     |-- RateLimitError            429 rate_limit_exceeded, with Retry-After
     |   |-- BodyEndedError        429 rate_limit_exceeded, with Retry-After
+    |   |-- DeadlineError         429 deadline_unmet, with Retry-After
     |   `-- QueueFullError        429 queue_full, with Retry-After
     |       `-- NoRoomError       429 queue_full, with Retry-After
     |-- EngineUnavailableError    503 engine_unavailable
@@ -217,6 +218,10 @@ class RateLimitError(CorralError, status=429, type="rate_limit_error", code="rat
 
 class BodyEndedError(RateLimitError):
     """Others needed the room of the request's body, which was being read."""
+
+
+class DeadlineError(RateLimitError, code="deadline_unmet"):
+    """The request would be answered later than it may be, by the forecast."""
 
 
 class QueueFullError(RateLimitError, code="queue_full"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -118,6 +119,20 @@ def account(client: str, *, background: bool) -> str:
     return f"{client}\0background" if background else client
 
 
+class Deadline(NamedTuple):
+    """The seconds within which a client wants its first token, and the end of its answer."""
+
+    first_token_s: float = math.inf
+    end_s: float = math.inf
+
+    def after(self, seconds: float) -> Deadline:
+        """The deadline as it is so many seconds later."""
+        return Deadline(self.first_token_s - seconds, self.end_s - seconds)
+
+
+NO_DEADLINE = Deadline()
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A prompt to continue. `id` is unique among the engine's live requests."""
@@ -162,6 +177,9 @@ class GenerationRequest:
     adapters: Adapters = ()
     """The request's LoRA adapters. KV computed with them is of no use with others."""
     media: tuple[Medium, ...] = ()
+    deadline: Deadline = NO_DEADLINE
+    """The engine refuses the request at once if it forecasts to miss the deadline. A request in the
+    background leaves the background if that is how it meets the deadline."""
 
     @property
     def account(self) -> str:
@@ -314,10 +332,15 @@ class Sampled(NamedTuple):
     """Whether its grammar allows nothing after it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(NamedTuple):
     """An engine has taken the request, and has computed nothing yet: what a request's stream begins with,
     unless it is refused. Deltas follow."""
+
+    first_token_s: float | None = None
+    """The forecast of the seconds to the first token, and to the end; None if nothing was measured."""
+    end_s: float | None = None
+    background: bool = False
+    """Whether all others go first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ class IncomingCall:
         self.number = number
         self.channel: object | None = None
         """The connection that it is answered over; None before the first item."""
-        self._is_accepted = self._was_told = False
+        self._accepted: Accepted | None = None
+        self._was_told = False
         self._delta: TokenDelta | None = None
         self._error: CorralError | None = None
         self.has_ended = False
@@ -48,18 +49,24 @@ class IncomingCall:
         self._is_over = False
         self._reader: asyncio.Future[None] | None = None
 
-    def push(self, delta: TokenDelta | None) -> None:
-        """The engine has taken the request (None), or more of its answer."""
+    def push(self, item: TokenDelta | Accepted) -> None:
+        """The engine has taken the request, or more of its answer."""
         if self._error is not None:
             return
-        self._is_accepted = True
-        if delta is not None and delta.end is not None:
+        if isinstance(item, Accepted):
+            self._accepted = item
+        else:
+            self._accepted = self._accepted or Accepted()
+            self._add(item)
+        self._wake()
+
+    def _add(self, delta: TokenDelta) -> None:
+        if delta.end is not None:
             self.has_ended = True
             if delta.end.error is not None:
                 self._error, delta = delta.end.error, replace(delta, end=None)
-        if delta is not None and delta != _NOTHING:
+        if delta != _NOTHING:
             self._delta = delta if self._delta is None else self._delta.then(delta)
-        self._wake()
 
     def fail(self, error: CorralError) -> None:
         """Nothing comes any more; unless it is complete, this is its end."""
@@ -78,9 +85,9 @@ class IncomingCall:
         if self._is_over:
             raise StopAsyncIteration
         while True:
-            if self._is_accepted and not self._was_told:
+            if self._accepted is not None and not self._was_told:
                 self._was_told = True
-                return Accepted()
+                return self._accepted
             if self._delta is not None:
                 delta, self._delta = self._delta, None
                 self._is_over = delta.end is not None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from serve_app.msgpack import decoder, packed
-from serve_app.types import TokenDelta
+from serve_app.types import Accepted, TokenDelta
 
 CONNECT_S = 5.0
 """Longest time that a connection may take to be made and believed."""
@@ -95,8 +95,8 @@ def _tls(protocol: int) -> ssl.SSLContext | None:
     return context
 
 
-Item = tuple[int, TokenDelta | None]
-"""The number of a call, and what came for it: None says that the engine has taken the request."""
+Item = tuple[int, TokenDelta | Accepted]
+"""The number of a call, and what came for it."""
 WELCOME = b"+"
 MOST_HELLO_BYTES = 1024
 _LENGTH = struct.Struct("<I")

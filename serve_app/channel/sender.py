@@ -15,7 +15,7 @@ from functools import partial
 from serve_app.channel import protocol
 from serve_app.channel.protocol import Address, connected
 from serve_app.errors import ChannelBrokenError
-from serve_app.types import FinishReason, SequenceEnd, TokenDelta
+from serve_app.types import Accepted, FinishReason, SequenceEnd, TokenDelta
 
 logger = logging.getLogger("corral.replica")
 
@@ -39,7 +39,10 @@ class Channel:
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._pending: dict[int, TokenDelta | None] = {}
+        self._held: dict[int, TokenDelta | None] = {}
+        """The deltas of open calls that came before their acceptance."""
+        self._accepted: list[protocol.Item] = []
+        self._pending: dict[int, TokenDelta] = {}
         self._report: bytes | None = None
         self._unsent = memoryview(b"")
         self._is_blocked = False
@@ -51,6 +54,7 @@ class Channel:
         """A call that is answered here. The future has its request's end when that was pushed. It fails
         with ChannelBrokenError if the connection breaks. Close the call when it is done."""
         call = self._calls[number] = self._loop.create_future()
+        self._held[number] = None
         if self._is_broken:
             call.set_exception(_broken())
         return call
@@ -58,16 +62,27 @@ class Channel:
     def close_call(self, number: int) -> None:
         """Nothing comes for it any more. Idempotent."""
         call = self._calls.pop(number, None)
+        with self._lock:
+            self._held.pop(number, None)
         if call is not None and not call.cancel() and not call.cancelled():
             call.exception()  # or asyncio complains where nobody has waited for it
 
-    def push(self, number: int, delta: TokenDelta | None) -> None:
-        """Something for a call; None says that its request was taken. `flush` sends it.
+    def accept(self, number: int, accepted: Accepted) -> None:
+        """Say that an open call's request was taken, before its deltas: the decoder may be faster."""
+        with self._lock:
+            delta = self._held.pop(number, None)
+            if self._is_broken:
+                return
+            self._accepted.append((number, accepted))
+            if delta is not None:
+                self._pending[number] = delta
 
-        The decoder may be faster than who says that the request was taken: a delta says so, too. An error's
-        own text is dropped: it was held back, and whoever goes on with the request brings it. The end
-        of one that was aborted is not sent: its call was left, or goes on elsewhere."""
-        if delta is not None and delta.end is not None:
+    def push(self, number: int, delta: TokenDelta) -> None:
+        """Something for a call. `flush` sends it.
+
+        An error's own text is dropped: it was held back, and whoever goes on with the request brings it.
+        The end of one that was aborted is not sent: its call was left, or goes on elsewhere."""
+        if delta.end is not None:
             if delta.end.reason is FinishReason.ABORT:
                 return
             if delta.end.error is not None:
@@ -75,12 +90,10 @@ class Channel:
         with self._lock:
             if self._is_broken:
                 return
-            before = self._pending.get(number)
-            if before is None:
-                self._pending[number] = delta
-            elif delta is not None:
-                self._pending[number] = before.then(delta)
-        if delta is not None and delta.end is not None:
+            waiting = self._held if number in self._held else self._pending
+            before = waiting.get(number)
+            waiting[number] = delta if before is None else before.then(delta)
+        if delta.end is not None:
             self._tell(partial(self._end, number, delta.end))
 
     def _end(self, number: int, end: SequenceEnd) -> None:
@@ -114,7 +127,7 @@ class Channel:
                 self._tell(self.close)
 
     def _send(self) -> None:
-        while self._unsent or self._pending or self._report is not None:
+        while self._unsent or self._accepted or self._pending or self._report is not None:
             if not self._unsent:
                 self._unsent = memoryview(protocol.frame(self._next()))
             self._unsent = self._unsent[self._connection.send(self._unsent) :]
@@ -124,14 +137,14 @@ class Channel:
         return self._first_items() if report is None else report
 
     def _first_items(self) -> list[protocol.Item]:
-        first, n_tokens = list[protocol.Item](), 0
+        first = self._accepted[:MOST_TOKENS]
+        del self._accepted[:MOST_TOKENS]
+        n_tokens = len(first)
         while self._pending and n_tokens < MOST_TOKENS:
             number = next(iter(self._pending))
             delta = self._pending.pop(number)
             first.append((number, delta))
-            n_tokens += 1
-            if delta is not None:
-                n_tokens += len(delta.token_ids) + len(delta.prompt_logprobs)
+            n_tokens += 1 + len(delta.token_ids) + len(delta.prompt_logprobs)
         return first
 
     def _tell(self, call: Callable[[], None]) -> None:
@@ -164,6 +177,8 @@ class Channel:
         """End the channel; calls that are open fail. Idempotent."""
         with self._lock:
             self._is_broken = True
+            self._held.clear()
+            self._accepted.clear()
             self._pending.clear()
             self._report = None
             self._unsent = memoryview(b"")

@@ -110,6 +110,11 @@ class EngineConfig(Section):
     """Longest time, in seconds, that a request should wait for a slot. A request that is forecast to
     wait longer is refused with 429 at once. The forecast counts the client's own queue, its turns among
     other clients, and measured speed. `null` sets no bound."""
+    max_first_token_s: PositiveFloat | None = None
+    """Longest time, in seconds, to a request's first token. A request whose first token is likely to come
+    later is refused with 429 at once, by a forecast that knows how wrong it has been. So at overload, the
+    requests that are served are served in time. A prompt that takes longer by itself is served when nothing
+    is before it. Default: no bound."""
     flash_attn: bool | Literal["auto"] = "auto"
     """Flash attention. `auto` takes what is measured to be faster, within `max_stall_ms`."""
     cache_type_k: CacheType = "f16"

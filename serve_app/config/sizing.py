@@ -193,6 +193,7 @@ def resolve(
         n_batch=config.n_batch,
         max_waiting=2 * n_slots if config.max_waiting is None else config.max_waiting,
         max_wait_s=config.max_wait_s,
+        max_first_token_s=config.max_first_token_s,
         n_ctx=n_ctx,
         flash_attn=None if config.flash_attn == "auto" else config.flash_attn,
         kv_unified=None if config.kv_unified == "auto" else config.kv_unified,

@@ -41,7 +41,7 @@ from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.vision.positions import Tile
 from serve_app.progress import Report
 from serve_app.sampling import SamplingParams
-from serve_app.types import MEDIUM, GenerationRequest, Picture, Size, Sound, TokenDelta
+from serve_app.types import MEDIUM, Accepted, GenerationRequest, Picture, Size, Sound, TokenDelta
 
 logger = logging.getLogger("corral.engine")
 
@@ -144,8 +144,11 @@ class Engine(DecoderLoop):
     def submit_many(self, requests: Sequence[GenerationRequest]) -> list[TokenStream | CorralError]:
         """Start several requests so that one step sees them all; each is accepted or refused for itself."""
         streams = [TokenStream(partial(self.abort, request.id)) for request in requests]
-        refusals = self.submit_to(list(zip(requests, (s.push for s in streams), strict=True)))
-        return [refusal or stream for refusal, stream in zip(refusals, streams, strict=True)]
+        outcomes = self.submit_to(list(zip(requests, (s.push for s in streams), strict=True)))
+        return [
+            outcome if isinstance(outcome, CorralError) else stream
+            for outcome, stream in zip(outcomes, streams, strict=True)
+        ]
 
     def on_delivered(self, callback: Callable[[], None]) -> None:
         """Have this called on the decoder thread whenever a step's deltas have been handed to their sinks.
@@ -200,9 +203,10 @@ class Engine(DecoderLoop):
 
     def submit_to(
         self, entries: Sequence[tuple[GenerationRequest, Callable[[TokenDelta], None]]]
-    ) -> list[CorralError | None]:
+    ) -> list[CorralError | Accepted]:
         """Start several requests, each with a sink, which the decoder thread calls with its deltas: it must
-        not block or raise. For each, None or why it is refused: its sink is not called then."""
+        not block or raise. Returns the acceptance of each, or why it is refused: then nothing calls its
+        sink."""
         made = [self._sequence_or_refusal(*entry) for entry in entries]
         sequences = [one for one in made if isinstance(one, EngineSequence)]
         admitted = iter(self.enqueue(sequences))

@@ -57,6 +57,9 @@ class EngineOptions:
     """Requests that may wait for a slot; the next one is refused."""
     max_wait_s: float | None = None
     """A request that would wait longer for a slot, as forecast, is refused; None sets no bound."""
+    max_first_token_s: float | None = None
+    """A request whose first token would come later because of others, as forecast, is refused; None sets no
+    bound."""
     n_ctx: int | None = None
     """Tokens that all slots hold together; None: `n_ctx_slot` each. A request that is longer than
     `n_ctx_share` needs a unified or paged KV cache."""
@@ -128,7 +131,12 @@ class EngineOptions:
             number = getattr(self, name)
             if number is not None and number < least:
                 raise ConfigError(f"engine.{name} must be at least {least}.")
-        for name, seconds in (("stall_ms", self.max_stall_s), ("wait_s", self.max_wait_s)):
+        bounds = {
+            "stall_ms": self.max_stall_s,
+            "wait_s": self.max_wait_s,
+            "first_token_s": self.max_first_token_s,
+        }
+        for name, seconds in bounds.items():
             if seconds is not None and seconds <= 0:
                 raise ConfigError(f"engine.max_{name} must be above 0.")
         if not all(0 < len(prefix) < self.n_ctx_slot for prefix in self.pinned):

@@ -13,7 +13,7 @@ from serve_app import __version__
 from serve_app.ingress import information
 from serve_app.ingress.access import routes as key_routes
 from serve_app.ingress.access.api_keys import KeyAccounts
-from serve_app.ingress.access.auth import COST, IGNORED, Access, AccessMiddleware
+from serve_app.ingress.access.auth import ANSWER_HEADERS, Access, AccessMiddleware
 from serve_app.ingress.access.network import Cors
 from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.anthropic import routes as anthropic_routes
@@ -161,7 +161,7 @@ def _add_middleware(
             allow_methods=["GET", "HEAD", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             allow_credentials=not access.cors_origins,
-            expose_headers=["x-request-id", "retry-after", "traceparent", IGNORED, COST],
+            expose_headers=ANSWER_HEADERS,
         )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenDelta
 from serve_app.engine.options import KernelsName
+from serve_app.errors import CorralError
 from serve_app.llama.model import Model
 from serve_app.measure.benchmark import BenchmarkError, Prompt, peak_bytes
 
@@ -189,9 +190,9 @@ def all_arrivals(
     """When each token of each request was told. Raises refusals, errors of requests, and TimeoutError."""
     sinks = [Arrivals() for _ in requests]
     deadline = time.monotonic() + timeout_s
-    for refusal in engine.submit_to(list(zip(requests, sinks, strict=True))):
-        if refusal is not None:
-            raise refusal
+    for outcome in engine.submit_to(list(zip(requests, sinks, strict=True))):
+        if isinstance(outcome, CorralError):
+            raise outcome
     for sink in sinks:
         sink.ended.result(deadline - time.monotonic())
     return [sink.times for sink in sinks]

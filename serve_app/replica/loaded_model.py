@@ -168,11 +168,11 @@ class LoadedModel:
             prepared = None
             if request.sampling.grammar is not None or request.sampling.looks_back:
                 prepared = await asyncio.to_thread(self._engine.prepare, request)
-            refusal = await self._entries.enter((request, partial(channel.push, number)))
+            outcome = await self._entries.enter((request, partial(channel.push, number)))
             del prepared  # the sequence has it now
-            if refusal is not None:
-                raise refusal
-            channel.push(number, None)
+            if isinstance(outcome, CorralError):
+                raise outcome
+            channel.accept(number, outcome)
             channel.flush()
             return await call
         finally:

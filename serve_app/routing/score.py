@@ -163,13 +163,12 @@ class ReplicaView:
                 work_s += sent.missing * prompt_token_s
                 work_s += min(sent.prompt.max_tokens, report.answer_tokens) * token_s
         wait_s = slot_wait_s(work_s, n_live, report.n_slots) + self.is_silent * _SILENT_S
-        crowding = 1 + min(n_live / report.n_slots, 1)
-        ahead_s, missing_s = max(wait_s, prefill_s * crowding), missing * prompt_token_s
-        turns_s = 0.0
+        missing_s, turns_s = missing * prompt_token_s, 0.0
         if turns and prompt.turn not in turns:
             turns_s = _ALONE * min(prompt.max_tokens, report.answer_tokens) * token_s
-        own_s = missing_s * crowding * len(turns | {prompt.turn})
-        return TTFTForecast(ahead_s + own_s, missing, missing_s, turns_s)
+        own_s = missing_s * len(turns | {prompt.turn})
+        ttft_s = first_token_s(wait_s, prefill_s, own_s, n_live / report.n_slots)
+        return TTFTForecast(ttft_s, missing, missing_s, turns_s)
 
     def serves(self, turn: int) -> bool:
         """Whether requests with those adapters run or wait there."""
@@ -251,6 +250,14 @@ class Fleet(Generic[ReplicaT]):
             if sent.prompt.group == group and not sent.done:
                 sent.done = True
                 return
+
+
+def first_token_s(wait_s: float, prefill_s: float, own_s: float, load: float) -> float:
+    """Seconds to the first token of a prompt that takes `own_s`, behind prompts that take `prefill_s`, if a
+    slot is free after `wait_s`. `load` is the number of other requests for each slot: streams slow prompts
+    down."""
+    crowding = 1 + min(load, 1)
+    return max(wait_s, prefill_s * crowding) + own_s * crowding
 
 
 def slot_wait_s(work_s: float, n_live: int, n_slots: int) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from serve_app.config.keys import ApiKey
 from serve_app.config.schema import (
     AppConfig,
     BatchConfig,
@@ -20,7 +21,6 @@ from serve_app.config.schema import (
     RayActorOptions,
 )
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
-from serve_app.ingress.http.request_context import ApiKey
 from serve_app.sampling import PARAMETERS
 from tests.documents.tables import table
 

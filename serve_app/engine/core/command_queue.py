@@ -12,16 +12,17 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from serve_app.engine.core.scheduler.backlog import Forecast
+from serve_app.engine.core.scheduler.backlog import Expected, Forecast
 from serve_app.engine.core.sequence import Sequence
 from serve_app.errors import (
     CorralError,
+    DeadlineError,
     EngineClosedError,
     EngineFailedError,
     InvalidRequestError,
     QueueFullError,
 )
-from serve_app.types import GenerationRequest, RequestRecord
+from serve_app.types import NO_DEADLINE, Accepted, GenerationRequest, RequestRecord
 
 if TYPE_CHECKING:
     from serve_app.engine.kv_cache.manager import KVCacheManager
@@ -89,6 +90,16 @@ class QueueCapacity:
             del self.held[client]
 
 
+def _missed(what: str, likely_s: float, bound_s: float) -> DeadlineError | None:
+    if likely_s <= bound_s:
+        return None
+    return DeadlineError(
+        f"By the forecast, the {what} would come after up to {likely_s:.2f} seconds. It may come after "
+        f"{bound_s:.2f} at most.",
+        max(1, math.ceil(likely_s - bound_s)),
+    )
+
+
 class Command:
     """Work on the KV cache, or on a guest, between two steps. `future` has the result."""
 
@@ -150,9 +161,11 @@ class CommandQueue:
         capacity: QueueCapacity,
         max_wait_s: float | None,
         background: QueueCapacity | None = None,
+        max_first_token_s: float | None = None,
     ) -> None:
         """Requests in the background have places of their own, and may wait for as long as they like;
         without such places, all are refused."""
+        self._max_first_token_s = math.inf if max_first_token_s is None else max_first_token_s
         self._changed = threading.Condition()
         self._capacities = {False: capacity, True: background or QueueCapacity(0, 0)}
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
@@ -166,13 +179,13 @@ class CommandQueue:
         """Whether that batch is cancelled for whoever comes."""
         self._cancels_all = self._is_cancelled = False
 
-    def submit(self, sequences: list[Sequence], forecast: Forecast) -> list[CorralError | None]:
+    def submit(self, sequences: list[Sequence], forecast: Forecast) -> list[CorralError | Accepted]:
         """Any thread: accept sequences or say, for each, why not; `forecast` is of those before."""
         with self._changed:
-            refusals = [self._accept(sequence, forecast) for sequence in sequences]
+            outcomes = [self._accept(sequence, forecast) for sequence in sequences]
             self._update_cancel()
             self._changed.notify()
-        return refusals
+        return outcomes
 
     def run_between_steps(self, command: Command) -> None:
         """Any thread: have the command run between two steps, or refused."""
@@ -192,21 +205,31 @@ class CommandQueue:
             return EngineClosedError("The engine is shutting down.")
         return None
 
-    def _accept(self, sequence: Sequence, forecast: Forecast) -> CorralError | None:
+    def _accept(self, sequence: Sequence, forecast: Forecast) -> CorralError | Accepted:
         if closed := self._closed():
             return closed
         if sequence.id in self._live:
             return InvalidRequestError(
                 f"A request with the id {sequence.id!r} is already running.", "id"
             )
+        refusal = self._take(sequence, forecast)
+        if refusal and sequence.is_behind and sequence.request.deadline != NO_DEADLINE:
+            sequence.leave_background()
+            refusal = self._take(sequence, forecast)
+        return refusal or forecast.accepted(sequence)
+
+    def _take(self, sequence: Sequence, forecast: Forecast) -> CorralError | None:
+        """Give a sequence a place, or say why not."""
         request, arrived = sequence.request, self._pending.submitted
         capacity = self._capacities[request.background]
+        live = capacity.held + self._capacities[False].held if request.background else capacity.held
+        expected = sequence.expected = forecast.expected(sequence, live, arrived)
         if not request.n_failovers:
             is_accepted, displaced = capacity.ask(request.account)
             if not is_accepted:
                 retry_after_s = forecast.place_free_s(request.account, capacity.held, arrived)
                 return QueueFullError("All slots and the waiting queue are full.", retry_after_s)
-            if refusal := self._too_long_a_wait(request, capacity, forecast):
+            if refusal := self._too_late(request, expected, forecast):
                 return refusal
             if displaced is not None:
                 self._displace(capacity, displaced, forecast)
@@ -215,19 +238,33 @@ class CommandQueue:
         arrived.append(sequence)
         return None
 
-    def _too_long_a_wait(
-        self, request: GenerationRequest, capacity: QueueCapacity, forecast: Forecast
-    ) -> QueueFullError | None:
-        if request.background or math.isinf(self._max_wait_s):
-            return None
-        wait_s = forecast.wait_s(request.account, capacity.held, self._pending.submitted)
-        if wait_s <= self._max_wait_s:
-            return None
-        return QueueFullError(
-            f"A slot would be free after {wait_s:.0f} seconds; a request may wait for "
-            f"{self._max_wait_s:.0f} at most.",
-            math.ceil(wait_s),
-        )
+    def _too_late(
+        self, request: GenerationRequest, expected: Expected, forecast: Forecast
+    ) -> CorralError | None:
+        """Refuse a request that would wait too long, or be answered later than it may be."""
+        if expected.wait_s > self._max_wait_s and not request.background:
+            return QueueFullError(
+                f"A slot would be free after {expected.wait_s:.0f} seconds; a request may wait for "
+                f"{self._max_wait_s:.0f} at most.",
+                math.ceil(expected.wait_s),
+            )
+        first, end = math.prod(forecast.first_token), math.prod(forecast.end)
+        if not request.background:
+            bound_s = max(self._max_first_token_s, 2 * first * expected.alone_s)
+            if refusal := _missed("first token", first * expected.first_token_s, bound_s):
+                return refusal
+        within = request.deadline
+        if (
+            first * expected.alone_s > within.first_token_s
+            or end * expected.end_alone_s > within.end_s
+        ):
+            return InvalidRequestError(
+                f"Even alone, the request would have its first token after {expected.alone_s:.2f} seconds, "
+                f"and its end after {expected.end_alone_s:.2f}, by the forecast."
+            )
+        return _missed(
+            "first token", first * expected.first_token_s, within.first_token_s
+        ) or _missed("end", end * expected.end_s, within.end_s)
 
     def _displace(self, capacity: QueueCapacity, request_id: str, forecast: Forecast) -> None:
         client = self._live[request_id].account

@@ -247,6 +247,7 @@ class EngineCore:
         sequence.close()
         if sequence.trace.admitted is not None:
             self.backlog.ended(sequence)
+            self.backlog.came_true(sequence, end)
         self.admission.release(sequence)
         for guest in self.guests:
             guest.ended(sequence)

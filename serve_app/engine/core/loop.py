@@ -20,7 +20,7 @@ from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import CorralError, EngineFailedError
-from serve_app.types import RequestRecord
+from serve_app.types import Accepted, RequestRecord
 
 logger = logging.getLogger("corral.engine")
 
@@ -52,6 +52,7 @@ class DecoderLoop:
             QueueCapacity(n_places, options.n_slots),
             options.max_wait_s,
             QueueCapacity(BACKGROUND_PLACES * options.n_slots, options.n_slots),
+            options.max_first_token_s,
         )
         self.failure: EngineFailedError | None = None
         """The reason why the loop is dead, if it is."""
@@ -69,9 +70,14 @@ class DecoderLoop:
         self._thread.start()
         self.core = opened.result()
 
-    def enqueue(self, sequences: list[Sequence]) -> list[CorralError | None]:
-        """Queue the sequences in one go; for each, None or the reason why it is refused."""
-        return self._command_queue.submit(sequences, self.core.published.view.forecast)
+    def enqueue(self, sequences: list[Sequence]) -> list[CorralError | Accepted]:
+        """Queue the sequences in one go. Returns the acceptance of each, or why it is refused."""
+        view = self.core.published.view
+        for sequence in sequences:
+            sequence.n_likely_cached = view.cached_prefixes.n_cached(
+                sequence.request.content_group, sequence.packed_prompt
+            )
+        return self._command_queue.submit(sequences, view.forecast)
 
     def stats(self) -> EngineStats:
         """The engine as of one of its last steps."""

@@ -36,6 +36,7 @@ from serve_app.types import (
 )
 
 if TYPE_CHECKING:
+    from serve_app.engine.core.scheduler.backlog import Expected
     from serve_app.engine.kv_cache.slots import PrefixPending
 
 Sink = Callable[[TokenDelta], None]
@@ -108,6 +109,10 @@ class Sequence:
         """Tokens sampled so far, by other engines too."""
         self.n_past = 0
         self.n_cached = 0
+        self.n_likely_cached = 0
+        """First tokens that will probably be in the cache when it gets its first slot."""
+        self.expected: Expected | None = None
+        """The forecast that it was accepted with."""
         self.n_awaited = 0
         """First tokens that others start from as soon as they are in the cache."""
         self.stops: tuple[int, ...] = ()
@@ -152,6 +157,11 @@ class Sequence:
     def n_pending(self) -> int:
         """Tokens that are not in the cache yet: 1 while decoding, the rest of the prompt before."""
         return len(self.tokens) - self.n_past
+
+    def leave_background(self) -> None:
+        """Take part with all others. Before it is accepted."""
+        self.request = replace(self.request, background=False)
+        self.is_behind = False
 
     @property
     def n_to_stop(self) -> int:

@@ -126,6 +126,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
             token_s=forecast.token_s,
             answer_tokens=round(forecast.n_generated, 1),
         ),
+        forecasts=core.backlog.stats,
         speculation=_group(SpeculationStats, counts),
         pictures=_group(PictureStats, counts),
         embeddings=EmbeddingStats(guests["texts"], guests["tokens"], guests["batches"]),

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from serve_app.engine.kv_cache.packing import TOKEN_BYTES, common_prefix, packed
+from serve_app.types import may_start_from
+
 
 @dataclass(frozen=True, slots=True)
 class SlotStats:
@@ -179,6 +182,22 @@ class CacheStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ForecastStats:
+    """How true the forecasts were that requests were accepted with. A ratio is that of the measured time to
+    the forecast."""
+
+    first_tokens: int = 0
+    """First tokens that were forecast and came."""
+    first_token_ratio: float = 0.0
+    """The mean ratio; 0 before the first one."""
+    first_tokens_close: float = 0.0
+    """The part of them that came within 25% of the forecast."""
+    ends: int = 0
+    end_ratio: float = 0.0
+    ends_close: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryStats:
     """Bytes that the model takes."""
 
@@ -205,6 +224,7 @@ class EngineStats:
     tokens: TokenStats = field(default_factory=TokenStats)
     timing: TimingStats = field(default_factory=TimingStats)
     costs: CostStats = field(default_factory=CostStats)
+    forecasts: ForecastStats = ForecastStats()
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     pictures: PictureStats = field(default_factory=PictureStats)
     embeddings: EmbeddingStats = EmbeddingStats()
@@ -231,6 +251,10 @@ class CachedPrompt(NamedTuple):
     tokens: Sequence[int]
 
 
+_HEAD = 32
+"""The first tokens that a prefix must share with a prompt before the rest is compared."""
+
+
 @dataclass(frozen=True, slots=True)
 class CachedPrefixes:
     """Where new prompts could start from, at one moment. Immutable: any thread may look for as long
@@ -243,6 +267,18 @@ class CachedPrefixes:
     adapters: frozenset[str] = frozenset()
     """The adapters of the requests that run or wait, by `serve_app.types.adapters_of`: each of
     these has steps of its own."""
+
+    def n_cached(self, group: str, prompt: bytes) -> int:
+        """The most first tokens of a packed prompt of that content group that it could start from."""
+        head = prompt[: _HEAD * TOKEN_BYTES]
+        return max(
+            (
+                common_prefix(packed(tokens), prompt) // TOKEN_BYTES
+                for held, tokens in self.prompts
+                if packed(tokens[:_HEAD]) == head and may_start_from(group, held)
+            ),
+            default=0,
+        )
 
 
 def _mib(n_bytes: int) -> str:

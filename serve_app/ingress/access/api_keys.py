@@ -15,13 +15,14 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from serve_app.config.keys import ApiKey
 from serve_app.config.sources import describe_errors
 from serve_app.errors import (
     AuthenticationError,
     ConfigError,
 )
 from serve_app.ingress.access.created_keys import CreatedKeys
-from serve_app.ingress.http.request_context import ApiKey, Clock
+from serve_app.ingress.http.request_context import Clock
 from serve_app.ingress.usage.accounts import KeyAccount
 from serve_app.ingress.usage.ledger import Ledger
 

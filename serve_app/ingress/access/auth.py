@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -39,6 +41,7 @@ from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.request_context import RETRY_S, Caller
 from serve_app.ingress.usage.ledger import Ledger, Price
 from serve_app.ingress.usage.telemetry import ObservedRequest, Telemetry
+from serve_app.types import Accepted, Deadline
 
 # What load balancers ask for, by any name and without keys.
 _OPEN_PATHS = frozenset({"/health", "/v1/health"})
@@ -53,6 +56,15 @@ IGNORED = "x-corral-ignored"
 """The header of answers that names the request's fields which Corral does not support."""
 COST = "x-corral-cost"
 """The header of whole answers that has their cost. A stream's headers are sent before anybody knows it."""
+FIRST_TOKEN_WITHIN, END_WITHIN = "x-corral-first-token-ms", "x-corral-deadline-ms"
+"""The headers of requests with a deadline: for the first token, and for the end of the answer."""
+FORECASTS = "x-corral-forecast-first-token-ms", "x-corral-forecast-end-ms"
+"""The headers of answers that have the forecast with which the request was accepted."""
+TIER = "x-corral-tier"
+"""The header of answers that says whether the request runs with all others or in the `background`."""
+ANSWER_HEADERS = ["x-request-id", "retry-after", "traceparent", IGNORED, COST, TIER, *FORECASTS]
+"""The headers that other sites' pages may read."""
+_MOST_MS = 10**9
 MOST_IGNORED, MOST_IGNORED_CHARS = 32, 128
 """The fields that are named at most, and the characters of each name: a path of nested fields is long."""
 _BEARER, _KEY = re.compile(r"bearer +([!-~]+) *", re.IGNORECASE), re.compile(r"([!-~]+)")
@@ -208,7 +220,9 @@ class AccessMiddleware:
                 is_operator = account.key.admin
         peer = scope.get("client")
         address = "" if peer is None else network_of(peer[0])
-        return Caller(_request_id(headers), account, address, is_operator)
+        caller = Caller(_request_id(headers), account, address, is_operator)
+        caller.answer_by = _deadline(headers).after(-time.monotonic())
+        return caller
 
     def _check_enabled(self, path: str) -> None:
         if any(path == off or path.startswith(f"{off}/") for off in self._disabled_routes):
@@ -244,9 +258,35 @@ def _noting_status(caller: Caller, send: Send) -> Send:
                 MutableHeaders(scope=message)[IGNORED] = _told(caller.ignored)
             if caller.cost:
                 MutableHeaders(scope=message)[COST] = f"{caller.cost:.9f}".rstrip("0")
+            if caller.accepted:
+                MutableHeaders(scope=message).update(_forecast(caller.accepted))
         await send(message)
 
     return noting
+
+
+def _deadline(headers: Headers) -> Deadline:
+    """The deadline of a request. Raises InvalidRequestError."""
+    return Deadline(*(_milliseconds(headers, name) for name in (FIRST_TOKEN_WITHIN, END_WITHIN)))
+
+
+def _milliseconds(headers: Headers, name: str) -> float:
+    value = headers.get(name)
+    if value is None:
+        return math.inf
+    if not (value.isascii() and value.isdecimal() and 0 < int(value[:11]) <= _MOST_MS):
+        raise InvalidRequestError(f"The header {name} must be 1 to {_MOST_MS} milliseconds.", name)
+    return int(value) / 1000
+
+
+def _forecast(accepted: Sequence[Accepted]) -> dict[str, str]:
+    """The headers about what a request was accepted with: of several answers, the last one counts."""
+    times = ([one.first_token_s for one in accepted], [one.end_s for one in accepted])
+    headers = {TIER: "background" if any(one.background for one in accepted) else "default"}
+    for name, seconds in zip(FORECASTS, times, strict=True):
+        if None not in seconds:
+            headers[name] = str(math.ceil(1000 * max(one or 0.0 for one in seconds)))
+    return headers
 
 
 def _observed(observed: ObservedRequest, send: Send) -> Send:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from serve_app.config.keys import ApiKey
 from serve_app.config.sources import describe_errors
 from serve_app.errors import (
     ConfigError,
@@ -23,7 +24,6 @@ from serve_app.errors import (
     StorageFullError,
 )
 from serve_app.ingress.http import request_model
-from serve_app.ingress.http.request_context import ApiKey
 from serve_app.ingress.model_registry import Models
 
 T = TypeVar("T")

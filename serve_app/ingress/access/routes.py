@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
+from serve_app.config.keys import ApiKey
 from serve_app.errors import InvalidRequestError, NotSupportedError
 from serve_app.ingress.access import created_keys
 from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.access.created_keys import CreatedKeys, with_secret
 from serve_app.ingress.http.dependencies import operators_only, prepared
-from serve_app.ingress.http.request_context import ApiKey
 from serve_app.ingress.usage.ledger import Ledger
 
 ROUTER = APIRouter(dependencies=[operators_only("API keys")])

@@ -175,7 +175,6 @@ class MessagesRequest(CountTokensRequest):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CountTokensRequest.NEUTRAL,
-        "service_tier": (None, "auto", "standard_only"),
         "container": (None,),
         "inference_geo": (None,),
         "diagnostics": (None,),
@@ -186,6 +185,8 @@ class MessagesRequest(CountTokensRequest):
     sse_ping_interval: PingInterval | None = None
     """llama-server's: a stream in which nothing was sent for so many seconds sends a `ping` event; 0 and
     -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
+    service_tier: str | None = None
+    """Corral's own `flex` runs the request behind all others; Anthropic's tiers change nothing."""
     metadata: Metadata | None = None
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
@@ -207,6 +208,7 @@ class MessagesRequest(CountTokensRequest):
             "thinking_budget_tokens": self.thinking.budget_tokens if self.thinking else None,
             "user": self.metadata.user_id if self.metadata else None,
             "cache_salt": self.cache_salt,
+            "service_tier": self.service_tier,
         }
 
 

@@ -47,6 +47,7 @@ async def requests(
             client=caller.client(generation.user),
             cache_group=caller.cache_group(generation.cache_salt),
             background=caller.is_background or generation.request.background,
+            deadline=caller.answer_by.after(time.monotonic()),
         )
         for i in range(generation.n_answers)
     ]
@@ -72,6 +73,12 @@ async def start(model: ServedModel, requests: Sequence[GenerationRequest]) -> De
     )
     await deltas.accepted()
     return deltas
+
+
+_OUTCOMES: dict[FinishReason, UsageCounts] = {
+    FinishReason.ERROR: {"failed": 1},
+    FinishReason.ABORT: {"aborted": 1},
+}
 
 
 class RequestMeter:
@@ -114,13 +121,7 @@ class RequestMeter:
         if self._counts_prompt:
             counts["prompt_tokens"] = usage.prompt_tokens - self._n_prompt
             counts["cached_tokens"] = usage.cached_tokens
-        if delta.end.reason == FinishReason.ERROR:
-            counts["failed"] = 1
-        elif delta.end.reason == FinishReason.ABORT:
-            counts["aborted"] = 1
-        else:
-            counts["completed"] = 1
-        self._count(counts)
+        self._count(counts | _OUTCOMES.get(delta.end.reason, {"completed": 1}))
         if self._caller.observer is not None:
             self._caller.observer.answered(self._model, self._request, delta.end, self._prepared)
 
@@ -129,12 +130,9 @@ class RequestMeter:
         if self._has_ended:
             return
         self._has_ended = True
-        if not isinstance(error, Exception):
-            self._count({"aborted": 1})
-        elif self._is_running:
-            self._count({"failed": 1})
-        else:
-            self._count({"refused": 1})
+        reason = FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT
+        is_refused = reason is FinishReason.ERROR and not self._is_running
+        self._count({"refused": 1} if is_refused else _OUTCOMES[reason])
 
     def _count(self, counts: UsageCounts) -> None:
         self._caller.count(self._model, counts)
@@ -211,6 +209,7 @@ class Deltas:
             raise
         if isinstance(item, Accepted):
             self._meters[index].accepted()
+            self._caller.accepted.append(item)
         elif item.end is not None:
             self._open.discard(index)
         return index, item

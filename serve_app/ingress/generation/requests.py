@@ -220,7 +220,8 @@ class GenerationParams(RequestModel):
     user: str | None = None
     """The user whose request this is. Slots are shared fairly among users."""
     service_tier: str | None = None
-    """`flex` runs the request behind all others, as lines of batches do; other tiers change nothing."""
+    """`flex` runs the request behind all others, as lines of batches do, unless it has a deadline that it
+    can only meet beside them; other tiers change nothing."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """vLLM's: lower ones get a slot first."""
     context_shift: bool | None = None

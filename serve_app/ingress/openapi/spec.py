@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core.core_schema import TaggedUnionSchema
 
+from serve_app.config.keys import ApiKey
 from serve_app.ingress.anthropic.preparation import (
     AnthropicErrorResponse,
     CountTokensRequest,
@@ -26,7 +27,6 @@ from serve_app.ingress.embeddings.preparation import (
     ScoreRequest,
     TeiEmbedRequest,
 )
-from serve_app.ingress.http.request_context import ApiKey
 from serve_app.ingress.llama_server.protocol import (
     AdapterChange,
     DetokenizeRequest,

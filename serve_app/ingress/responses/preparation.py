@@ -109,7 +109,6 @@ class ResponsesRequest(RequestModel):
             "prompt_cache_key",
             "prompt_cache_retention",
             "safety_identifier",
-            "service_tier",
         }
     )
 
@@ -141,6 +140,8 @@ class ResponsesRequest(RequestModel):
     """llama-server's: whether a stream tells how far its prompt is computed, in `prompt_progress`."""
     timings_per_token: bool = False
     """llama-server's: whether a stream's events tell `timings`."""
+    service_tier: str | None = None
+    """`flex` runs the request behind all others, as in chats."""
     metadata: RequestMetadata | None = None
     """Given back with the answer."""
     previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -207,6 +208,7 @@ class ResponsesRequest(RequestModel):
             parallel_tool_calls=self.parallel_tool_calls,
             user=self.user,
             cache_salt=self.cache_salt,
+            service_tier=self.service_tier,
             return_progress=self.return_progress,
             timings_per_token=self.timings_per_token,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
@@ -366,6 +368,7 @@ def _told(request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]
             "summary": request.reasoning
             and (request.reasoning.summary or request.reasoning.generate_summary),
         },
+        "service_tier": "flex" if request.service_tier == "flex" else "default",
         "store": request.store,
         "text": request.text.model_dump(
             by_alias=True, include={"format", "verbosity"}, exclude_none=True

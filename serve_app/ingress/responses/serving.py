@@ -261,7 +261,6 @@ class ResponseAnswer(EventAnswer):
             "max_tool_calls": None,
             "model": request.model,
             "output": [*self._output, *open_items],
-            "service_tier": "default",
             "top_logprobs": 0,
             "truncation": "disabled",
             "usage": None if self._end is None else usage_body(self._end.usage, self._n_reasoning),

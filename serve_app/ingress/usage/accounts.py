@@ -10,8 +10,9 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from serve_app.config.keys import ApiKey
 from serve_app.errors import KeyLimitError, NoRoomError, RateLimitError
-from serve_app.ingress.http.request_context import RETRY_S, ApiKey, Clock
+from serve_app.ingress.http.request_context import RETRY_S, Clock
 from serve_app.ingress.usage import budgets
 from serve_app.ingress.usage.budgets import DAY, MINUTE, MONTH, Claim, Period, Refusal
 from serve_app.ingress.usage.ledger import Ledger

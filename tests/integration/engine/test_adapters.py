@@ -13,7 +13,7 @@ from serve_app.engine.options import AdapterFile
 from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama.context import Adapter
 from serve_app.llama.model import Model
-from serve_app.types import Adapters, AdapterUse, SequenceEnd
+from serve_app.types import Accepted, Adapters, AdapterUse, SequenceEnd
 from tools.random_models.adapter import write_random_adapter
 from tools.random_models.model import SHAPES, write_random_gguf
 
@@ -95,7 +95,8 @@ def asked(
 def told(engine: Engine, *requests: GenerationRequest) -> list[Reader]:
     """What they say when they come together."""
     readers = [Reader() for _ in requests]
-    assert not any(engine.submit_to(list(zip(requests, readers, strict=True))))
+    for outcome in engine.submit_to(list(zip(requests, readers, strict=True))):
+        assert isinstance(outcome, Accepted)
     return [reader.wait() for reader in readers]
 
 
@@ -162,7 +163,8 @@ def test_adapters_are_loaded_while_streams_run(
     alone = [told(engine, asked(engine, f"calm-{i}", used))[0].text for i, used in enumerate(SETS)]
     readers = [Reader() for _ in SETS]
     requests = [asked(engine, f"busy-{i}", used) for i, used in enumerate(SETS)]
-    assert not any(engine.submit_to(list(zip(requests, readers, strict=True))))
+    for outcome in engine.submit_to(list(zip(requests, readers, strict=True))):
+        assert isinstance(outcome, Accepted)
     for number in range(20):
         engine.adapters.load(f"more@{number}", adapter_files[0].path)
         engine.adapters.hide(f"more@{number}")

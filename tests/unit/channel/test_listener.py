@@ -16,6 +16,7 @@ from serve_app.channel.listener import Listener
 from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channels
 from serve_app.errors import ChannelBrokenError
+from serve_app.types import Accepted
 from tests.unit.channel.harness import (
     ELSEWHERE,
     HERE,
@@ -89,7 +90,7 @@ async def test_the_secret_is_not_shown() -> None:
     [
         b"\0\0\0\0",
         b"GET / HTTP/1.1\r\n\r\n" + b"x" * protocol.MOST_HELLO_BYTES,
-        protocol.frame([(0, None)]),
+        protocol.frame([(0, Accepted())]),
         protocol.frame(protocol.Hello("wrong", "r")),
         b"\xff\xff\xff\xff" + b"x" * (protocol.MOST_HELLO_BYTES + 1),
     ],

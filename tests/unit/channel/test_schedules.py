@@ -86,6 +86,7 @@ class Link:
                 self.carry(1 << 16)
                 or self._carried
                 or self.channel._unsent
+                or self.channel._accepted
                 or self.channel._pending
             ):
                 await asyncio.sleep(0)
@@ -105,7 +106,7 @@ async def play(schedule: list[tuple[object, ...]], breaks: bool) -> None:
     for turn in schedule:
         match turn:
             case ("accept", int(n)):
-                link.channel.push(stories[n].call.number, None)
+                link.channel.accept(stories[n].call.number, Accepted())
             case ("push" | "bulk", int(n), str(text)) if not stories[n].ended:
                 stories[n].pushed += text
                 link.channel.push(stories[n].call.number, delta(text))
@@ -120,7 +121,7 @@ async def play(schedule: list[tuple[object, ...]], breaks: bool) -> None:
             case ("read", int(n)):
                 story = stories[n]
                 if story.call._delta is not None or (
-                    story.call._is_accepted and not story.call._was_told
+                    story.call._accepted is not None and not story.call._was_told
                 ):
                     story.seen.append(await anext(story.call))
             case _:

@@ -11,7 +11,7 @@ import pytest
 from serve_app.channel import sender
 from serve_app.channel.protocol import Item
 from serve_app.errors import ChannelBrokenError, DecodeError
-from serve_app.types import TokenDelta
+from serve_app.types import Accepted, TokenDelta
 from tests.unit.channel.harness import PATIENCE_S, Wire, delta, failed, last, settle
 
 
@@ -19,7 +19,7 @@ def merged(received: list[list[Item]]) -> dict[int, TokenDelta]:
     """All that came for each call."""
     found: dict[int, TokenDelta] = {}
     for number, one in (item for frame in received for item in frame):
-        if one is not None:
+        if isinstance(one, TokenDelta):
             found[number] = found[number].then(one) if number in found else one
     return found
 
@@ -34,18 +34,21 @@ async def test_a_step_is_one_frame(wire: Wire) -> None:
     assert wire.receive() == []
 
 
-async def test_the_decoder_may_be_faster_than_the_acceptance(wire: Wire) -> None:
-    wire.channel.push(1, delta("a"))
-    wire.channel.push(1, None)
+@pytest.mark.parametrize("n_early", [0, 1, 2])
+async def test_the_acceptance_is_first_even_if_the_decoder_is_faster(
+    wire: Wire, n_early: int
+) -> None:
+    accepted = Accepted(0.5, 2.0, True)
+    wire.channel.open_call(1)
+    for _ in range(n_early):
+        wire.channel.push(1, delta("a"))
+        wire.channel.flush()
+    assert wire.receive() == []
+    wire.channel.accept(1, accepted)
+    wire.channel.push(1, delta("b"))
     wire.channel.flush()
-    assert wire.receive() == [[(1, delta("a"))]]
-
-
-async def test_acceptance_and_first_token_may_come_as_one(wire: Wire) -> None:
-    wire.channel.push(1, None)
-    wire.channel.push(1, delta("a"))
-    wire.channel.flush()
-    assert wire.receive() == [[(1, delta("a"))]]
+    assert wire.receive() == [[(1, accepted), (1, delta("a" * n_early + "b"))]]
+    wire.channel.close_call(1)
 
 
 async def test_a_reader_that_does_not_read_holds_nobody_up(wire: Wire) -> None:
@@ -66,7 +69,7 @@ async def test_what_piled_up_comes_in_several_frames(wire: Wire) -> None:
     sent = wire.fill()
     n_calls = 3 * sender.MOST_TOKENS
     for number in range(1, n_calls + 1):
-        wire.channel.push(number, None if number % 2 else delta("a"))
+        wire.channel.push(number, delta("a"))
     wire.channel.push(n_calls + 1, delta("b" * 2 * sender.MOST_TOKENS))
     wire.channel.push(n_calls + 2, delta("c"))
     received = await wire.receive_all()

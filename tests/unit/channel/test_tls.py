@@ -71,7 +71,8 @@ async def test_a_call_over_tls() -> None:
             (("commonName", "any-node"),),
         )
         with listener.call() as call:
-            for one in (None, delta("a"), last("👍")):
+            channel.accept(call.number, Accepted())
+            for one in (delta("a"), last("👍")):
                 channel.push(call.number, one)
                 channel.flush()
             seen = await read(call)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serve_app.engine import (
+    CorralError,
     Engine,
     EngineOptions,
     GenerationRequest,
@@ -226,9 +227,9 @@ def running(backend: FakeBackend, opts: EngineOptions | None = None) -> Iterator
 
 def submit(engine: Engine, one: GenerationRequest, inbox: Inbox) -> None:
     """Start a request. Raises the refusal."""
-    (refusal,) = engine.submit_to([(one, inbox)])
-    if refusal is not None:
-        raise refusal
+    (outcome,) = engine.submit_to([(one, inbox)])
+    if isinstance(outcome, CorralError):
+        raise outcome
 
 
 def start(engine: Engine, *requests: GenerationRequest) -> list[Inbox]:

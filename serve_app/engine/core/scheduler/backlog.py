@@ -5,16 +5,48 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.core.sequence import Sequence
-from serve_app.routing.score import slot_wait_s
+from serve_app.engine.metrics.stats import ForecastStats
+from serve_app.routing.score import first_token_s, slot_wait_s
+from serve_app.types import Accepted, FinishReason, SequenceEnd
 
 # Seconds of full slots after which the speed of before hardly counts any more.
 _PACE_S = 10.0
 # Generated tokens that a request is taken to have before any has ended, and the weight of the newest.
 _FIRST_GUESS = 128.0
 _NEWEST = 0.1
+
+
+# Forecasts are wrong by less than so many mean deviations nineteen times of twenty.
+_DEVIATIONS = 2.0
+_MOST_WRONG = math.log(4)
+_CLOSE = 0.25
+
+
+class Correction(NamedTuple):
+    """The errors of forecasts of late: by what factor times differ from what the cost model says."""
+
+    bias: float = 1.0
+    margin: float = 1.0
+    """The additional factor that a time hardly ever exceeds."""
+
+
+_EXACT = Correction()
+
+
+class Expected(NamedTuple):
+    """The forecast for a new sequence, in seconds from its submission, before it is corrected."""
+
+    wait_s: float
+    """The time to a slot."""
+    alone_s: float
+    """The time to the first token if there were no others."""
+    first_token_s: float
+    end_alone_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +67,63 @@ class Forecast:
     work_by_client: Mapping[str, float] = field(default_factory=dict)
     """The work of each account: of clients, and of what each has in the background."""
     background_s: float = 0.0
+    alone_token_s: float = 0.0
+    """Seconds of a generated token without others."""
+    first_token: Correction = _EXACT
+    end: Correction = _EXACT
+    """The correction of forecasts of ends."""
+
+    def expected(
+        self,
+        sequence: Sequence,
+        live: Mapping[str, int],
+        arrived: Iterable[Sequence],
+    ) -> Expected:
+        """The forecast for a sequence of a client behind all that `live` and `arrived` have: see `wait_s`.
+        A sequence in the background waits for all others besides."""
+        account, n_live = sequence.request.account, sum(live.values())
+        prompt_s, _ = self.parts_of([sequence])
+        if sequence.is_behind:
+            others_s = self.work_s + self.background_s + sum(self.parts_of(arrived))
+            wait_s = slot_wait_s(others_s, n_live, self.n_slots)
+        else:
+            wait_s = self.wait_s(account, live, arrived)
+        prefill_s = self.prefill_s + self.parts_of(arrived)[0]
+        first_s = first_token_s(wait_s, prefill_s, prompt_s, n_live / self.n_slots)
+        n_left, sampling_s = self._n_left(sequence), sequence.sampling_cost.token_s
+        busy_s = self.n_slots * self.token_s - self.alone_token_s
+        token_s = self.alone_token_s + busy_s * min(1.0, n_live / max(1, self.n_slots - 1))
+        return Expected(
+            wait_s,
+            prompt_s,
+            first_s,
+            prompt_s + n_left * (self.alone_token_s + sampling_s),
+            first_s + n_left * (token_s + sampling_s),
+        )
+
+    def accepted(self, sequence: Sequence) -> Accepted:
+        """The acceptance of a sequence, with its forecast as far as there is one."""
+        expected = sequence.expected
+        if expected is None or not self.token_s:
+            return Accepted(background=sequence.is_behind)
+        return Accepted(
+            self.first_token.bias * expected.first_token_s,
+            self.end.bias * expected.end_s,
+            sequence.is_behind,
+        )
+
+    def _n_left(self, sequence: Sequence) -> float:
+        likely = max(1.0, self.n_generated - sequence.n_generated)
+        return likely if sequence.n_left is None else min(likely, sequence.n_left)
 
     def parts_of(self, sequences: Iterable[Sequence]) -> tuple[float, float]:
         """Seconds for what is missing of these sequences' prompts, and for their answers."""
         n_prompt, answers_s = 0, 0.0
         for sequence in sequences:
-            n_prompt += max(0, sequence.n_pending - 1)
-            likely = max(1.0, self.n_generated - sequence.n_generated)
-            n_left = likely if sequence.n_left is None else min(likely, sequence.n_left)
-            answers_s += n_left * (self.token_s + sequence.sampling_cost.token_s)
+            n_cached = 0 if sequence.trace.admitted else sequence.n_likely_cached
+            n_prompt += max(0, sequence.n_pending - n_cached - 1)
+            token_s = self.token_s + sequence.sampling_cost.token_s
+            answers_s += self._n_left(sequence) * token_s
         return n_prompt * self.prompt_token_s, answers_s
 
     def wait_s(self, client: str, live: Mapping[str, int], arrived: Iterable[Sequence]) -> float:
@@ -75,6 +155,45 @@ class Forecast:
         return sum(work.get(client, 0.0) * n / live[client] for client, n in counts.items())
 
 
+class ForecastErrors:
+    """Learns by what factor measured times differ from forecasts of one kind: as the mean of its logarithm,
+    and the mean deviation from that. Source: V. Jacobson, "Congestion Avoidance and Control", 1988, which
+    bounds times of round trips so. Decoder thread only."""
+
+    def __init__(self) -> None:
+        self._mean = self._deviation = 0.0
+        self.n = self.n_close = 0
+        self._ratios = 0.0
+
+    @property
+    def correction(self) -> Correction:
+        return Correction(math.exp(self._mean), math.exp(_DEVIATIONS * self._deviation))
+
+    @property
+    def ratio(self) -> float:
+        """The mean of measured to corrected times."""
+        return self._ratios / self.n if self.n else 0.0
+
+    @property
+    def close(self) -> float:
+        """The part of the times that were within 25% of their forecasts."""
+        return self.n_close / self.n if self.n else 0.0
+
+    def learn(self, forecast_s: float, seconds: float) -> None:
+        """Learn from a time whose forecast, without any correction, was so long. Long ones count more: a
+        short forecast leaves out what is always there."""
+        if forecast_s <= 0 or seconds <= 0:
+            return
+        error = math.log(seconds / forecast_s) - self._mean
+        ratio = math.exp(error)
+        self.n += 1
+        self.n_close += abs(ratio - 1) <= _CLOSE
+        self._ratios += ratio
+        weight = _NEWEST * min(1.0, forecast_s)
+        self._mean = min(_MOST_WRONG, max(-_MOST_WRONG, self._mean + weight * error))
+        self._deviation += weight * (min(_MOST_WRONG, abs(error)) - self._deviation)
+
+
 class Backlog:
     """Forecasts by the cost model, and by how long answers have been. Decoder thread only."""
 
@@ -85,6 +204,7 @@ class Backlog:
         """Tokens that an answer has had of late."""
         self._pace = 1.0
         """Seconds of work, as measured at the start, that get done in a second with all slots busy."""
+        self._first_tokens, self._ends = ForecastErrors(), ForecastErrors()
 
     def progressed(self, n_prompt: int, n_generated: int, seconds: float) -> None:
         """Learn how fast work gets done from a step with all slots busy, `seconds` without sampling:
@@ -102,6 +222,24 @@ class Backlog:
         """Learn from an answer's length."""
         self.n_generated += _NEWEST * (sequence.n_generated - self.n_generated)
 
+    def came_true(self, sequence: Sequence, end: SequenceEnd) -> None:
+        """Learn from the times of a sequence how wrong its forecast was. One in the background teaches
+        nothing: whoever comes later goes first."""
+        expected, times = sequence.expected, end.timings
+        if expected is None or sequence.is_behind or times.n_failovers or not sequence.n_generated:
+            return
+        self._first_tokens.learn(expected.first_token_s, times.first_token_s)
+        if end.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._ends.learn(expected.end_s, times.first_token_s + times.decode_s)
+
+    @property
+    def stats(self) -> ForecastStats:
+        first, end = self._first_tokens, self._ends
+        return ForecastStats(
+            *(first.n, round(first.ratio, 3), round(first.close, 3)),
+            *(end.n, round(end.ratio, 3), round(end.close, 3)),
+        )
+
     def forecast(self, live: Iterable[Sequence]) -> Forecast:
         """The forecast over these sequences."""
         prompt_token_s, token_s = (
@@ -118,4 +256,9 @@ class Backlog:
             else:
                 work_s += prompt_s + answer_s
                 prefill_s += prompt_s
-        return Forecast(*rates, work_s, prefill_s, work, background_s)
+        return Forecast(
+            *(*rates, work_s, prefill_s, work, background_s),
+            self._costs.steps_s(1, 0) / self._pace,
+            self._first_tokens.correction,
+            self._ends.correction,
+        )

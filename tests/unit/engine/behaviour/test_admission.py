@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from serve_app.engine import (
     CorralError,
+    Engine,
     FinishReason,
     GenerationRequest,
     InvalidRequestError,
@@ -20,7 +22,9 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.engine.autotune.cost_model import Profile
+from serve_app.errors import DeadlineError
 from serve_app.sampling import LogitBias
+from serve_app.types import Accepted, Deadline
 from tests.unit.engine.harness import (
     Inbox,
     SteppedBackend,
@@ -227,6 +231,84 @@ def test_each_client_waits_for_its_own_work() -> None:
         backend.resume()
         for inbox in inboxes:
             assert inbox.wait().reason is FinishReason.LENGTH
+
+
+MEASURED = Profile({1: 0.2, 2: 0.2}, {16: 0.16, 32: 0.32})
+"""The costs of tests of forecasts: 10 ms for a prompt token, 200 ms for a step."""
+
+
+def within(
+    name: str, first_token_s: float = math.inf, end_s: float = math.inf, **changed: Any
+) -> GenerationRequest:
+    """A request for eight tokens with a deadline."""
+    deadline = Deadline(first_token_s, end_s)
+    return replace(request(name, "h", max_tokens=8), deadline=deadline, **changed)
+
+
+def outcome(engine: Engine, one: GenerationRequest, inbox: Inbox) -> CorralError | Accepted:
+    return engine.submit_to([(one, inbox)])[0]
+
+
+def test_a_request_that_would_miss_its_deadline_is_refused_with_when_it_would_not() -> None:
+    """Two run for 1.6 s. The third one's slot is free after 0.8 s, and it ends 1.6 s later."""
+    backend = WatchedBackend(n_slots=2)
+    backend.profile = MEASURED
+    backend.hold()
+    with running(backend, options(2, max_waiting=50)) as engine:
+        inboxes = start(engine, *(request(name, "h", max_tokens=8) for name in "ab"))
+        for late in (within("c", 0.5), within("c", 9.0, 1.9)):
+            with pytest.raises(DeadlineError) as refused:
+                start(engine, late)
+            assert refused.value.retry_after_s == 1
+        with pytest.raises(InvalidRequestError, match="Even alone"):
+            start(engine, within("c", 9.0, 1.0))
+        inboxes.append(Inbox())
+        accepted = outcome(engine, within("c", 0.9, 2.5), inboxes[-1])
+        assert accepted == Accepted(pytest.approx(0.8), pytest.approx(2.4), False)
+        backend.resume()
+        for inbox in inboxes:
+            assert inbox.wait().reason is FinishReason.LENGTH
+
+
+def test_a_flexible_request_steps_forward_only_if_it_meets_its_deadline_so() -> None:
+    backend = WatchedBackend(n_slots=1)
+    backend.profile = MEASURED
+    backend.hold()
+    with running(backend, options(1, max_waiting=50)) as engine:
+        inboxes = start(
+            engine, *(replace(request(n, "h", max_tokens=8), client=n) for n in ("a", "b"))
+        )
+        outcomes = []
+        for name, first_token_s in (("patient", 9.0), ("hasty", 3.3), ("late", 1.0)):
+            inboxes.append(Inbox())
+            one = within(name, first_token_s, background=True, client="c")
+            outcomes.append(outcome(engine, one, inboxes[-1]))
+        patient, hasty, late = outcomes
+        assert isinstance(patient, Accepted)
+        assert patient.background
+        assert isinstance(hasty, Accepted)
+        assert not hasty.background
+        assert isinstance(late, DeadlineError)
+        backend.resume()
+        for inbox in inboxes[:-1]:
+            assert inbox.wait().reason is FinishReason.LENGTH
+
+
+def test_nobody_is_admitted_whose_first_token_would_come_too_late() -> None:
+    """A prompt that takes 0.6 s by itself may take twice as long."""
+    backend = WatchedBackend(n_slots=2)
+    backend.profile = MEASURED
+    backend.hold()
+    with running(backend, options(2, max_waiting=50, max_first_token_s=0.5)) as engine:
+        (first,) = start(engine, request("long", "x" * 61, max_tokens=2))
+        with pytest.raises(DeadlineError, match="first token"):
+            start(engine, request("short", "h", max_tokens=2))
+        (longer,) = start(engine, request("long-too", "y" * 61, max_tokens=2))
+        backend.resume()
+        for inbox in (first, longer):
+            assert inbox.wait().reason is FinishReason.LENGTH
+        stats = engine.stats().forecasts
+        assert stats.first_tokens == stats.ends == 2
 
 
 @settings(max_examples=60, deadline=None)

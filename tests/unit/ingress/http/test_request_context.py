@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from serve_app.ingress.http.request_context import ApiKey, Caller
+from serve_app.config.keys import ApiKey
+from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.usage.accounts import KeyAccount
 from serve_app.ingress.usage.ledger import Ledger
 from serve_app.types import SHARED_GROUP

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from serve_app.config.keys import ApiKey
 from serve_app.errors import (
     KeyLimitError,
     NoRoomError,
     PermissionDeniedError,
     RateLimitError,
 )
-from serve_app.ingress.http.request_context import RETRY_S, ApiKey, Caller
+from serve_app.ingress.http.request_context import RETRY_S, Caller
 from serve_app.ingress.usage import ledger as ledgers
 from serve_app.ingress.usage.accounts import FORGIVEN_S, KeyAccount, Reservation
 from serve_app.ingress.usage.budgets import DAY_S, MONTH

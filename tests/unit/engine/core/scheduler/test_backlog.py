@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.core.scheduler.backlog import Backlog
+from serve_app.engine.core.scheduler.backlog import Backlog, ForecastErrors
 from serve_app.engine.core.sequence import Sequence
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest
@@ -115,3 +115,57 @@ def test_nothing_measured_nothing_learnt() -> None:
     backlog = Backlog(CostModel(Profile()), 4)
     backlog.progressed(100, 10, 1.0)
     assert seconds(backlog, waiting(9, 9)) == 0
+
+
+def test_a_first_token_is_forecast_behind_prompts_and_full_slots() -> None:
+    """A prompt token takes 5 ms, and a step 50 ms for one sequence, 80 ms for four."""
+    forecast = Backlog(COSTS, n_slots=4).forecast
+    new = waiting(101, 10)
+    alone = forecast([]).expected(new, {}, [])
+    assert alone.first_token_s == alone.alone_s == pytest.approx(0.5)
+    assert alone.end_s == alone.end_alone_s == pytest.approx(0.5 + 10 * 0.05)
+    two = forecast([waiting(101, 10)] * 2).expected(new, {"": 2}, [])
+    assert two.first_token_s == pytest.approx((2 * 0.5 + 0.5) * 1.5)
+    assert two.end_s == pytest.approx(two.first_token_s + 10 * 0.07)
+    full = forecast([waiting(1, 100)] * 4).expected(new, {"": 4}, [])
+    assert full.wait_s == pytest.approx(4 * 100 * 0.02 / 4)
+    assert full.first_token_s == pytest.approx(full.wait_s + 2 * 0.5)
+    assert full.alone_s == pytest.approx(0.5)
+
+
+def test_what_is_cached_is_not_forecast_to_be_computed() -> None:
+    new = waiting(101, 10)
+    new.n_likely_cached = 80
+    forecast = Backlog(COSTS, n_slots=4).forecast([])
+    assert forecast.expected(new, {}, []).first_token_s == pytest.approx(20 * 0.005)
+
+
+def test_a_sequence_in_the_background_waits_for_all_others() -> None:
+    behind = waiting(101, 10)
+    behind.is_behind = True
+    forecast = Backlog(COSTS, n_slots=1).forecast([waiting(1, 100)] * 3)
+    assert forecast.expected(behind, {"a": 3}, []).wait_s == pytest.approx(3 * 100 * 0.05)
+
+
+def test_forecasts_learn_by_what_factor_they_are_wrong() -> None:
+    errors = ForecastErrors()
+    assert errors.correction == (1, 1)
+    for _ in range(100):
+        errors.learn(2.0, 3.0)
+    assert errors.correction.bias == pytest.approx(1.5, rel=0.02)
+    assert errors.n == 100
+    assert errors.close > 0.9
+    for i in range(200):
+        errors.learn(2.0, 3.0 * (0.5 if i % 2 else 2.0))
+    assert errors.correction.margin == pytest.approx(4, rel=0.2)
+    errors.learn(0.0, 1.0)
+    assert errors.n == 300
+
+
+def test_a_short_forecast_teaches_little_and_no_error_counts_without_end() -> None:
+    errors = ForecastErrors()
+    errors.learn(0.001, 0.1)
+    assert errors.correction.bias == pytest.approx(1, abs=0.01)
+    for _ in range(1000):
+        errors.learn(1.0, 1000.0)
+    assert errors.correction.bias == pytest.approx(4)
