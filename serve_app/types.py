@@ -243,6 +243,8 @@ class Timings:
     """The gaps between two tokens: their number and seconds for each bucket of GAP_BOUNDARIES_S."""
     compute_s: float = 0.0
     """The decoder's seconds that were charged to the request: its share of each batch, and its samplers."""
+    joules: float | None = None
+    """The energy of these seconds; None where it is not measured."""
 
     @property
     def first_token_s(self) -> float:

@@ -134,6 +134,8 @@ def access(ingress: IngressConfig, *, data_at_rest: bool = True) -> Access:
         ingress.usage_folder and ingress.usage_folder.expanduser(),
         ingress.request_log,
         {model: _price(price) for model, price in ingress.prices.items()},
+        ingress.log_prompts,
+        tuple(map(str, ingress.trusted_proxies)),
     )
 
 
@@ -170,6 +172,11 @@ def batches(configured: BatchConfig, *, encrypts: bool = False) -> BatchOptions 
 
 def refuse_strangers(ingress: IngressConfig) -> None:
     """Raises ConfigError where nobody could tell who comes from another machine, and it matters."""
+    if ingress.trusted_proxies and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        raise ConfigError(
+            "RAY_SERVE_ENABLE_HA_PROXY=1 hides the addresses of proxies, so ingress.trusted_proxies would "
+            "trust everybody. Serve without HAProxy, or remove ingress.trusted_proxies"
+        )
     is_open = ingress.api_key_file is None and not ingress.allow_anonymous
     if is_open and _proxy_hides_strangers():
         raise ConfigError(

@@ -22,6 +22,7 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic.networks import IPvAnyNetwork
 
 from serve_app.config.sources import (
     MODEL_ID,
@@ -447,12 +448,25 @@ class IngressConfig(Section):
     request_log: bool = False
     """Whether the log `corral.requests` has a line of JSON for each answer: key, model, tokens and times,
     and no texts."""
+    log_prompts: bool = False
+    """Whether these lines have the requests' bodies, which is what clients write. Needs `request_log`."""
+    trusted_proxies: list[IPvAnyNetwork] = []
+    """Addresses and networks of reverse proxies that say who their users are: see
+    [Users of a proxy](security.md#users-of-a-proxy). Needs `api_key_file`. Default: none."""
     prices: Annotated[dict[str, PriceConfig], Field(max_length=1000)] = {}
     """[Prices](usage.md#prices) by model, below. `*` is every other model. Default: none."""
     batch: BatchConfig = BatchConfig()
     """Files and batches, below."""
     deployment: DeploymentConfig = DeploymentConfig()
     """The ingress's Serve deployment, below."""
+
+    @model_validator(mode="after")
+    def _needs(self) -> IngressConfig:
+        if self.log_prompts and not self.request_log:
+            raise ValueError("log_prompts needs request_log")
+        if self.trusted_proxies and self.api_key_file is None:
+            raise ValueError("trusted_proxies needs api_key_file")
+        return self
 
     @model_validator(mode="after")
     def _bodies_leave_room(self) -> IngressConfig:
@@ -520,6 +534,7 @@ class AppConfig(Section):
         names = [name for name, folder in written.items() if folder is not None]
         names = [] if self.data_at_rest == "encrypted" else names
         names += ["ingress.ui: true"] if self.ingress.ui is True else []
+        names += ["ingress.log_prompts: true"] if self.ingress.log_prompts else []
         if names:
             told = "encrypted" if self.data_at_rest else "false"
             raise ValueError(f"data_at_rest: {told} forbids {', '.join(names)}")

@@ -92,7 +92,7 @@ def build_api(
     bodies = Bodies(workers, strict=access.strict, fetch=fetch)
     ledger = Ledger(access.usage_folder, prices=access.prices)
     accounts = access.accounts(ledger)
-    telemetry = Telemetry(tracers(), logs=access.request_log)
+    telemetry = Telemetry(tracers(), logs=access.logs)
     executor = None
     if batches is not None:
         executor = BatchExecutor(lambda *call: app(*call), batches, workers, accounts)

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable
 
+from serve_app.engine.metrics import energy
 from serve_app.types import GAP_BOUNDARIES_S, RequestRecord, Timings
 
 
@@ -32,6 +33,7 @@ class Trace:
 
     def admit(self) -> None:
         """Note that it got a slot, for the first time or again."""
+        energy.meter().look()
         now = time.monotonic()
         self.admitted = self.admitted or now
         if self._preempted is not None:
@@ -91,6 +93,7 @@ class Trace:
             mean_batch=self._n_sequences / self._n_batches if self._n_batches else 0.0,
             gaps=tuple(zip(self._n_gaps, self._gaps_s, strict=True)),
             compute_s=compute_s,
+            joules=energy.meter().joules(compute_s),
         )
 
     def _without_slot(self, seconds: float) -> None:

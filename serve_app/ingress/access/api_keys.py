@@ -97,6 +97,18 @@ class KeyAccounts:
             raise AuthenticationError("The API key has expired.")
         return accounts[0]
 
+    def of_user(self, names: Sequence[str]) -> KeyAccount:
+        """The account of the user that a proxy names: of the key with that name, or else with that label
+        `user`. Raises AuthenticationError, also for several names."""
+        self._follow()
+        name = names[0] if len(names) == 1 else None
+        own = self._accounts.get(name or "")
+        labelled = (one for one in self._accounts.values() if one.key.labels.get("user") == name)
+        account = own or next(labelled, None)
+        if name is None or account is None or self._has_expired(account.key):
+            raise AuthenticationError("The user that the proxy names has no valid API key here.")
+        return account
+
     def _follow(self) -> None:
         stamp = self._read_stamp()
         if stamp == self._stamp:

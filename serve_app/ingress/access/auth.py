@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import re
 import time
@@ -26,7 +27,7 @@ from serve_app.errors import (
     NotSupportedError,
     SlowRequestError,
 )
-from serve_app.ingress.access.addresses import network_of
+from serve_app.ingress.access.addresses import is_within, network_of
 from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.access.bodies import (
     BodyLimits,
@@ -39,8 +40,9 @@ from serve_app.ingress.access.network import NetworkPolicy
 from serve_app.ingress.access.turnstile import OpenRequests, Turnstile
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.request_context import RETRY_S, Caller
+from serve_app.ingress.usage.accounts import KeyAccount
 from serve_app.ingress.usage.ledger import Ledger, Price
-from serve_app.ingress.usage.telemetry import ObservedRequest, Telemetry
+from serve_app.ingress.usage.telemetry import Logs, ObservedRequest, Telemetry
 from serve_app.types import Accepted, Deadline
 
 # What load balancers ask for, by any name and without keys.
@@ -106,10 +108,20 @@ class Access:
     """Whether the log has a line of JSON for each answer."""
     prices: Mapping[str, Price] = field(default_factory=dict)
     """Prices by model; `*` is for all others."""
+    log_prompts: bool = False
+    """Whether these lines have the requests' bodies."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Networks whose `X-Forwarded-User` is believed."""
 
     def accounts(self, ledger: Ledger | None = None) -> KeyAccounts | None:
         """The accounts of the key file, if there is one. Raises ConfigError if it cannot be used."""
         return None if self.api_key_file is None else KeyAccounts(self.api_key_file, ledger)
+
+    @property
+    def logs(self) -> Logs:
+        if not self.request_log:
+            return None
+        return "bodies" if self.log_prompts else "counts"
 
     @property
     def network(self) -> NetworkPolicy:
@@ -143,6 +155,7 @@ class AccessMiddleware:
         self._open = open_requests
         self._accounts = access.accounts() if accounts is None else accounts
         self._network = access.network
+        self._trusted_proxies = tuple(map(ipaddress.ip_network, access.trusted_proxies))
         self._operators_are_all = access.operators_are_all
         self._bodies = BodyReader(access.bodies)
         self._disabled_routes = access.disabled_routes
@@ -187,7 +200,7 @@ class AccessMiddleware:
                 if endpoint is not None and not is_unread(endpoint):
                     body = await self._bodies.read(caller.holder, headers, receive)
                 if caller.observer is not None:
-                    caller.observer.received()
+                    caller.observer.received(body or ())
             except CorralError as error:
                 if isinstance(error, NoRoomError) and line is None:
                     await self._hold_up(scope, headers)
@@ -216,13 +229,22 @@ class AccessMiddleware:
         if scope["path"] not in _OPEN_PATHS:
             self._network.check(scope, headers)
             if self._accounts is not None:
-                account = self._accounts.find(secret_of(headers))
+                account = self._account(self._accounts, scope, headers)
                 is_operator = account.key.admin
         peer = scope.get("client")
         address = "" if peer is None else network_of(peer[0])
         caller = Caller(_request_id(headers), account, address, is_operator)
         caller.answer_by = _deadline(headers).after(-time.monotonic())
         return caller
+
+    def _account(self, accounts: KeyAccounts, scope: Scope, headers: Headers) -> KeyAccount:
+        """The account of the request's key, or of the user that a trusted proxy names. That user's browser
+        sends other sites' requests as willingly as its own."""
+        users, peer = headers.getlist("x-forwarded-user"), scope.get("client")
+        if users and peer is not None and is_within(peer[0], self._trusted_proxies):
+            self._network.check_site(scope, headers)
+            return accounts.of_user(users)
+        return accounts.find(secret_of(headers))
 
     def _check_enabled(self, path: str) -> None:
         if any(path == off or path.startswith(f"{off}/") for off in self._disabled_routes):

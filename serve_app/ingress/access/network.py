@@ -87,7 +87,7 @@ class NetworkPolicy:
         elif self.allowed_hosts:
             self._check_host(headers)
         if not self.has_keys:
-            self._check_site(scope, headers)
+            self.check_site(scope, headers)
 
     def is_local(self, scope: Scope, headers: Headers) -> bool:
         """Whether a request comes from this machine itself, and to a name of its own."""
@@ -120,7 +120,8 @@ class NetworkPolicy:
             return True
         return any(fnmatchcase(name, pattern.lower()) for pattern in self.allowed_hosts)
 
-    def _check_site(self, scope: Scope, headers: Headers) -> None:
+    def check_site(self, scope: Scope, headers: Headers) -> None:
+        """Raises CrossSiteError for the request of another site's page."""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if site is not None:
             is_own = site in ("same-origin", "none") or _is_navigation(scope, headers)
@@ -129,8 +130,8 @@ class NetworkPolicy:
         if is_own or (origin is not None and is_allowed(origin, self.cors_origins)):
             return
         raise CrossSiteError(
-            f"A page of another site ({(origin or 'unknown')[:100]}) sent the request, and this server has "
-            "no API keys. To allow it, add the site to ingress.cors_origins."
+            f"A page of another site ({(origin or 'unknown')[:100]}) sent the request, without an API key. "
+            "To allow it, add the site to ingress.cors_origins."
         )
 
 

@@ -117,6 +117,7 @@ class RequestMeter:
             "compute_s": timings.compute_s,
             "queue_s": timings.queue_s,
             "first_token_s": timings.first_token_s,
+            "joules": timings.joules or 0.0,
         }
         if self._counts_prompt:
             counts["prompt_tokens"] = usage.prompt_tokens - self._n_prompt

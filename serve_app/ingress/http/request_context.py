@@ -66,8 +66,8 @@ class Account(Protocol):
 class Observer(Protocol):
     """Is told of an HTTP request and its answers."""
 
-    def received(self) -> None:
-        """Note that the body is here."""
+    def received(self, body: Sequence[bytes]) -> None:
+        """Note that the body is here; it is empty if a route reads it by itself."""
 
     def answered(
         self, model: str, request: GenerationRequest, end: SequenceEnd, prepared: int
@@ -97,6 +97,8 @@ class UsageCounts(TypedDict, total=False):
     first_token_s: float
     """Seconds from the submission to the first token."""
     cost: float
+    joules: float
+    """Energy of `compute_s`, where it is measured."""
 
 
 # Statuses of answers that say: nothing was done for this request.

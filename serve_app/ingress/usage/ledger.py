@@ -29,6 +29,7 @@ from serve_app.ingress.batch.store import transaction
 from serve_app.ingress.http.request_context import UsageCounts
 from serve_app.ingress.usage import budgets
 from serve_app.ingress.usage.budgets import DAY_S, Period
+from serve_app.ingress.usage.key_metrics import KeyMetrics
 from serve_app.store.encryption import mount_of
 
 logger = logging.getLogger("corral.ingress")
@@ -59,11 +60,16 @@ _KEPT = ((MINUTE_S, HOUR_S, 2 * DAY_S), (HOUR_S, DAY_S, 60 * DAY_S))
 _KEPT_WHEN_FULL = ((MINUTE_S, HOUR_S, 2 * HOUR_S), (HOUR_S, DAY_S, 2 * DAY_S))
 _DAYS_KEPT_S = 1000 * DAY_S
 
+
+def _column(name: str) -> str:
+    return f"{name} REAL NOT NULL DEFAULT 0"
+
+
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS usage (
     start INTEGER NOT NULL, width INTEGER NOT NULL, key TEXT NOT NULL, model TEXT NOT NULL,
     endpoint TEXT NOT NULL, batch INTEGER NOT NULL,
-    {", ".join(f"{name} REAL NOT NULL DEFAULT 0" for name in COUNTS)},
+    {", ".join(map(_column, COUNTS))},
     PRIMARY KEY (start, width, key, model, endpoint, batch)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS spent (
@@ -154,6 +160,7 @@ class Ledger:
         self._reader = ThreadPoolExecutor(1, "usage")
         self._db: sqlite3.Connection | None = None
         self._has_failed = False
+        self._key_metrics = KeyMetrics()
         self._tidied = -math.inf
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -295,6 +302,11 @@ class Ledger:
                 future.set_result(result)
         if error is not None:
             self._keep(batch, error)
+        else:
+            for row, sums in batch.usage.items():
+                if row.key:
+                    counts = dict(zip(COUNTS, sums, strict=True))
+                    self._key_metrics.add(row.key, row.model, counts)
         self._has_failed = error is not None
         if self._calls:
             self._schedule(0.0)
@@ -347,6 +359,10 @@ class Ledger:
         with transaction(db):
             for statement in _SCHEMA.split(";"):
                 db.execute(statement)
+            known = {row[1] for row in db.execute("PRAGMA table_info(usage)")}
+            for name in COUNTS:
+                if name not in known:  # a file of an earlier version
+                    db.execute(f"ALTER TABLE usage ADD COLUMN {_column(name)}")
         return db
 
     def _tidy(self, db: sqlite3.Connection) -> None:

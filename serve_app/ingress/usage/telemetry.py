@@ -10,8 +10,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from serve_app import __version__
 from serve_app.errors import ConfigError
@@ -19,10 +20,16 @@ from serve_app.ingress.http.request_context import Caller
 from serve_app.types import GenerationRequest, SequenceEnd
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExportResult
     from opentelemetry.trace import Span, Tracer
 
+logger = logging.getLogger("corral.ingress")
 log = logging.getLogger("corral.requests")
+
+Logs = Literal["counts", "bodies"] | None
+MOST_LOGGED_BYTES = 64 * 2**10
+"""The most of a body that a line of the log has."""
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 """The variables of the environment, of which one turns spans on."""
@@ -34,13 +41,16 @@ _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/messages": "chat", "/api/cha
 def provider(environment: Mapping[str, str] = os.environ) -> TracerProvider | None:
     """The provider that sends spans to where the environment says; None if it names no place. Then nothing
     is imported. Raises ConfigError if the exporter is not installed."""
-    if not any(environment.get(name) for name in ENDPOINTS):
+    place = next(filter(None, map(environment.get, ENDPOINTS)), None)
+    if place is None:
         return None
+    file = Path(place.removeprefix("file://")) if place.startswith("file://") else None
     try:
-        exporters: Any = importlib.import_module(f"{_HTTP}.trace_exporter")
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        exporters: Any = file or importlib.import_module(f"{_HTTP}.trace_exporter")
     except ImportError:
         raise ConfigError(
             "OTEL_EXPORTER_OTLP_ENDPOINT is set. To send spans, install corral[otel]."
@@ -48,15 +58,72 @@ def provider(environment: Mapping[str, str] = os.environ) -> TracerProvider | No
     name = environment.get("OTEL_SERVICE_NAME", "corral")
     resource = Resource.create({"service.name": name, "service.version": __version__})
     made = TracerProvider(resource=resource)
-    made.add_span_processor(BatchSpanProcessor(exporters.OTLPSpanExporter()))
+    exporter = exporters.OTLPSpanExporter() if file is None else SpanFile(file)
+    made.add_span_processor(BatchSpanProcessor(exporter))
     return made
+
+
+class SpanFile:
+    """An exporter to a file: a line of OTLP's JSON for all spans that come together.
+
+    Source: OpenTelemetry, "OpenTelemetry Protocol File Exporter"."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.touch(0o600)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        entry = {
+            "resource": {"attributes": _attributes(spans[0].resource.attributes)},
+            "scopeSpans": [{"scope": {"name": "corral"}, "spans": [*map(_span, spans)]}],
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps({"resourceSpans": [entry]}) + "\n")
+        return SpanExportResult.SUCCESS
+
+    def force_flush(self, timeout_millis: int = 0) -> bool:
+        return True
+
+    def shutdown(self) -> None: ...
+
+
+def _span(span: ReadableSpan) -> dict[str, Any]:
+    parent = {} if span.parent is None else {"parentSpanId": f"{span.parent.span_id:016x}"}
+    return {
+        "traceId": f"{span.context.trace_id:032x}",
+        "spanId": f"{span.context.span_id:016x}",
+        **parent,
+        "name": span.name,
+        "kind": span.kind.value + 1,  # OTLP's 0 is an unknown one
+        "startTimeUnixNano": str(span.start_time),
+        "endTimeUnixNano": str(span.end_time),
+        "attributes": _attributes(span.attributes or {}),
+    }
+
+
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": name, "value": _value(value)} for name, value in values.items()]
+
+
+def _value(value: Any) -> dict[str, Any]:
+    if isinstance(value, tuple | list):
+        return {"arrayValue": {"values": [*map(_value, value)]}}
+    if isinstance(value, bool):
+        return {"boolValue": value}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    return {"doubleValue": value} if isinstance(value, float) else {"stringValue": str(value)}
 
 
 class Telemetry:
     """Observes the requests of one ingress. Used in its event loop."""
 
-    def __init__(self, tracers: TracerProvider | None = None, *, logs: bool = False) -> None:
-        """`logs` writes a line for each answer."""
+    def __init__(self, tracers: TracerProvider | None = None, *, logs: Logs = None) -> None:
+        """`logs` writes a line for each answer, without or with the request's body."""
+        if logs == "bodies":
+            logger.warning("ingress.log_prompts: the log has what clients write.")
         self._tracers = tracers
         self._tracer: Tracer | None = tracers.get_tracer("corral") if tracers else None
         self._logs = logs
@@ -65,7 +132,7 @@ class Telemetry:
         self, caller: Caller, endpoint: str, headers: Mapping[str, str]
     ) -> ObservedRequest | None:
         """The observation of a request that begins; None if nobody wants one."""
-        if self._tracer is None and not self._logs:
+        if self._tracer is None and self._logs is None:
             return None
         return ObservedRequest(self._tracer, caller, endpoint, headers, logs=self._logs)
 
@@ -85,11 +152,12 @@ class ObservedRequest:
         endpoint: str,
         headers: Mapping[str, str],
         *,
-        logs: bool,
+        logs: Logs,
     ) -> None:
         self._tracer, self._caller, self._endpoint, self._logs = tracer, caller, endpoint, logs
         self._began = time.time_ns()
         self._received = self._began
+        self._body: str | None = None
         self._told_at = self._began
         """The end of the last span of an answer."""
         self.span: Span | None = None
@@ -112,9 +180,11 @@ class ObservedRequest:
         context = self.span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
-    def received(self) -> None:
+    def received(self, body: Sequence[bytes]) -> None:
         """Note that the body is here."""
         self._received = time.time_ns()
+        if self._logs == "bodies":
+            self._body = b"".join(body)[:MOST_LOGGED_BYTES].decode(errors="replace")
 
     def answered(
         self, model: str, request: GenerationRequest, end: SequenceEnd, prepared: int
@@ -133,7 +203,7 @@ class ObservedRequest:
                 ("decode", timings.decode_s),
             ]
             self._trace(self.span, model, request, end, stages, now)
-        if self._logs:
+        if self._logs is not None:
             caller, usage = self._caller, end.usage
             line = {
                 "at": now / 1e9,
@@ -150,8 +220,11 @@ class ObservedRequest:
                 "first_token_s": round(timings.first_token_s, 6),
                 "decode_s": round(timings.decode_s, 6),
                 "compute_s": round(timings.compute_s, 6),
+                "joules": timings.joules and round(timings.joules, 6),
                 "failovers": timings.n_failovers,
             }
+            if self._body is not None:
+                line["body"] = self._body
             log.info("%s", json.dumps(line))
 
     def _trace(
@@ -189,6 +262,7 @@ class ObservedRequest:
                 "gen_ai.usage.output_tokens": end.usage.completion_tokens,
                 "corral.cached_tokens": end.usage.cached_tokens,
                 "corral.compute_s": end.timings.compute_s,
+                **({} if end.timings.joules is None else {"corral.joules": end.timings.joules}),
                 "corral.failovers": end.timings.n_failovers,
             }
         )

@@ -1,7 +1,8 @@
-"""Keys, limits and explanations, through `serve run`."""
+"""Keys, limits, budgets, deadlines and traces, over a server without Ray."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,19 @@ import openai
 import pytest
 import yaml
 
-from tests.e2e.conftest import Corral, model, short_folder, stopped_at_the_end, wait_until
+from serve_app.ingress.usage.telemetry import ENDPOINTS
+from tests.e2e.conftest import (
+    Corral,
+    model,
+    settings,
+    short_folder,
+    stopped_at_the_end,
+    wait_until,
+)
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
+CAL = "cal-secret-0123456789"
+STAGES = ["receive", "prepare", "queue", "prefill", "decode", "send"]
 
 
 def write_keys(directory: Path, *keys: dict[str, Any]) -> Path:
@@ -28,10 +39,20 @@ def write_keys(directory: Path, *keys: dict[str, Any]) -> Path:
 def guarded(gguf: Path) -> Iterator[Corral]:
     """A server with one slot, for two who have keys."""
     ben = {"name": "ben", "key": BEN, "max_prompt_tokens": 20, "max_concurrent_requests": 1}
+    cal = {"name": "cal", "key": CAL, "tokens_per_minute": 40, "cost_per_month": 100}
     entry = model(gguf, "m", n_slots=1, n_ctx_slot=32768, max_waiting=4)
     with short_folder() as directory:
-        keys = write_keys(directory, {"name": "ana", "key": ANA}, ben)
-        server = Corral(directory, [entry], api_key_file=str(keys))
+        keys = write_keys(directory, {"name": "ana", "key": ANA}, ben, cal)
+        with settings({ENDPOINTS[1]: f"file://{directory}/traces.jsonl"}):
+            server = Corral(
+                directory,
+                [entry],
+                local=True,
+                api_key_file=str(keys),
+                usage_folder=str(directory / "usage"),
+                request_log=True,
+                prices={"*": {"prompt": 1e6, "generated": 2e6}},
+            )
         server.http.headers["Authorization"] = f"Bearer {ANA}"
         with stopped_at_the_end(server):
             yield server
@@ -151,6 +172,91 @@ def test_requests_are_in_the_log_with_their_id(guarded: Corral) -> None:
 def test_a_body_that_is_too_large(guarded: Corral) -> None:
     answer = guarded.http.post("/v1/completions", content=b" " * (8 * 2**20 + 1))
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_a_budget_holds_and_usage_is_the_clients_count(guarded: Corral) -> None:
+    with client(guarded, CAL) as cal:
+        usages = []
+        for _ in range(2):
+            answer = cal.completions.with_raw_response.create(
+                model="m", prompt=[5] * 10, max_tokens=6, extra_body={"ignore_eos": True}
+            )
+            usages.append(answer.parse().usage)
+            assert answer.headers["x-corral-cost"] == "22"
+        with pytest.raises(openai.RateLimitError) as refused:
+            cal.completions.create(model="m", prompt=[5] * 10, max_tokens=6)
+        assert "tokens per minute" in refused.value.message
+        assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
+    headers = {"Authorization": f"Bearer {CAL}"}
+    page = guarded.http.get("/v1/usage?group_by=api_key_id", headers=headers).json()
+    (result,) = page["data"][-1]["results"]
+    assert result["api_key_id"] == "cal"
+    assert result["input_tokens"] == sum(usage.prompt_tokens for usage in usages if usage)
+    assert result["output_tokens"] == sum(usage.completion_tokens for usage in usages if usage)
+    assert (result["num_model_requests"], result["cost"]) == (2, 44)
+    wait_until(
+        lambda: (
+            'ray_corral_key_generated_tokens_total{key="cal",model="m"} 12.0'
+            in guarded.http.get("/metrics").text
+        ),
+        20,
+        lambda: guarded.http.get("/metrics").text,
+    )
+
+
+def test_a_deadline_is_kept_or_refused_at_once(guarded: Corral) -> None:
+    body = {"prompt": "x" * 4000, "max_tokens": 20, "ignore_eos": True}
+
+    def post(**headers: str) -> httpx.Response:
+        names = {f"x-corral-{name.replace('_', '-')}-ms": value for name, value in headers.items()}
+        return guarded.http.post("/v1/completions", json=body, headers=names)
+
+    answer = post(first_token="60000", deadline="90000")
+    assert answer.status_code == 200, answer.text
+    first, end = (
+        int(answer.headers[f"x-corral-forecast-{what}-ms"]) for what in ("first-token", "end")
+    )
+    assert 0 < first <= end
+    assert answer.headers["x-corral-tier"] == "default"
+    late = post(deadline="1")
+    assert (late.status_code, late.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert post(deadline="soon").json()["error"]["param"] == "x-corral-deadline-ms"
+    long = body | {"max_tokens": 20_000, "stream": True}
+    with guarded.http.stream("POST", "/v1/completions", json=long) as running:
+        next(running.iter_lines())
+        busy = post(first_token="900")
+        assert (busy.status_code, busy.json()["error"]["code"]) == (429, "deadline_unmet")
+        assert int(busy.headers["retry-after"]) >= 1
+    wait_until(lambda: guarded.stats()["queue"]["running"] == 0, 10, "the slot is free")
+    assert guarded.stats()["forecasts"]["first_tokens"] > 0
+
+
+def test_the_stages_of_a_request_add_up_in_a_trace(guarded: Corral) -> None:
+    body = {"prompt": "Hello there", "max_tokens": 16, "ignore_eos": True}
+    parent = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{parent}-b7ad6b7169203331-01"}
+    assert guarded.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+    file = guarded.directory / "traces.jsonl"
+
+    def spans() -> list[dict[str, Any]]:
+        entries = [json.loads(line)["resourceSpans"][0] for line in file.read_text().splitlines()]
+        found = [span for one in entries for span in one["scopeSpans"][0]["spans"]]
+        return [span for span in found if span["traceId"] == parent]
+
+    wait_until(lambda: len(spans()) > len(STAGES), 20, "the trace is written")
+    (root,) = [span for span in spans() if span["parentSpanId"] == "b7ad6b7169203331"]
+    stages = sorted(
+        (span for span in spans() if span is not root and span["parentSpanId"] == root["spanId"]),
+        key=lambda span: (int(span["startTimeUnixNano"]), STAGES.index(span["name"])),
+    )
+    assert [span["name"] for span in stages] == STAGES
+    times = [(int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])) for span in stages]
+    assert [end for _, end in times[:-1]] == [start for start, _ in times[1:]]
+    assert times[0][0] == int(root["startTimeUnixNano"])
+    assert times[-1][1] == int(root["endTimeUnixNano"])
+    decode_ns = times[4][1] - times[4][0]
+    assert decode_ns > 0
+    assert sum(end - start for start, end in times) == times[-1][1] - times[0][0]
 
 
 def test_new_keys_are_valid_at_once_and_old_ones_not_any_more(

@@ -197,6 +197,7 @@ class ScriptedEngine:
         self.scripts: list[Script] = []
         """What the next requests get instead."""
         self.requests: list[GenerationRequest] = []
+        self.accepted = Accepted()
         self.slot_actions: list[tuple[str, str, int, str]] = []
         self.records: list[RequestRecord] = []
         self.adapters: list[AdapterConfig] = []
@@ -220,7 +221,7 @@ class ScriptedEngine:
         script = self.scripts.pop(0) if self.scripts else self.script
         try:
             if not isinstance(script[0], Exception):
-                yield Accepted()
+                yield self.accepted
             for item in script:
                 if isinstance(item, Exception):
                     raise item

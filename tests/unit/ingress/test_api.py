@@ -12,7 +12,7 @@ from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.sampling import LogitBias
-from serve_app.types import FetchingReplica
+from serve_app.types import NO_DEADLINE, Accepted, FetchingReplica
 from tests.unit.ingress.harness import (
     HELLO,
     N_CTX_SLOT,
@@ -167,9 +167,53 @@ async def test_client_and_priority_reach_the_engine(
 async def test_a_flexible_request_runs_behind_all_others(
     client: httpx.AsyncClient, engine: ScriptedEngine, tier: str | None, is_behind: bool
 ) -> None:
-    for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", {"prompt": "x"})):
-        assert (await client.post(path, json=body | {"service_tier": tier})).status_code == 200
-    assert [request.background for request in engine.requests] == [is_behind] * 2
+    posts = (
+        ("/v1/chat/completions", chat()),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/messages", chat(max_tokens=5)),
+        ("/v1/responses", {"input": "x"}),
+    )
+    for path, body in posts:
+        answer = await client.post(path, json=body | {"service_tier": tier})
+        assert answer.status_code == 200
+    assert answer.json()["service_tier"] == ("flex" if is_behind else "default")
+    assert [request.background for request in engine.requests] == [is_behind] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_reaches_the_engine_and_the_forecast_the_client(
+    client: httpx.AsyncClient, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.accepted = Accepted(0.1234, 2.5, True)
+    headers = {"x-corral-first-token-ms": "1500", "x-corral-deadline-ms": "60000"}
+    answer = await client.post("/v1/chat/completions", json=chat(stream=stream), headers=headers)
+    assert 59 < engine.requests[0].deadline.end_s <= 60
+    assert 0.5 < engine.requests[0].deadline.first_token_s <= 1.5
+    assert {name: answer.headers[name] for name in answer.headers if "x-corral" in name} == {
+        "x-corral-tier": "background",
+        "x-corral-forecast-first-token-ms": "124",
+        "x-corral-forecast-end-ms": "2500",
+    }
+
+
+async def test_of_several_answers_the_last_one_is_forecast(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    answer = await client.post("/v1/completions", json={"prompt": "x", "n": 2})
+    assert engine.requests[0].deadline == NO_DEADLINE
+    assert answer.headers["x-corral-tier"] == "default"
+    assert "x-corral-forecast-end-ms" not in answer.headers, "nothing was measured"
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "1.5", "soon", "1" * 5000, "٣"])
+async def test_a_deadline_is_a_number_of_milliseconds(
+    client: httpx.AsyncClient, engine: ScriptedEngine, value: str
+) -> None:
+    headers = {"x-corral-deadline-ms": value.encode()}
+    answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-corral-deadline-ms"
+    assert not engine.requests
 
 
 @pytest.mark.parametrize(

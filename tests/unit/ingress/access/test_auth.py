@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -444,3 +445,57 @@ def test_two_keys_of_one_kind_are_refused(name: str) -> None:
     raw = [(name.encode(), b"Bearer abc"), (name.encode(), b"Bearer def")]
     with pytest.raises(InvalidRequestError):
         secret_of(Headers(raw=raw))
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> Access:
+    """The access of a proxy on this machine."""
+    path = tmp_path / "users.yaml"
+    ana = {"name": "ana", "key": ANA, "admin": True}
+    ben = {"name": "b", "key": BEN, "labels": {"user": "ben@example.com"}}
+    gone = {"name": "gone", "key": "x" * 20, "expires": "2020-01-01T00:00:00Z"}
+    path.write_text(yaml.safe_dump({"keys": [ana, ben, gone]}))
+    return Access(path, trusted_proxies=("10.0.0.0/8", "127.0.0.1"))
+
+
+@pytest.mark.parametrize(("user", "client"), [("ana", "ana"), ("ben@example.com", "b")])
+async def test_a_trusted_proxy_names_its_user(
+    connect: Open, users: Access, engine: ScriptedEngine, user: str, client: str
+) -> None:
+    headers = {"X-Forwarded-User": user}
+    assert (await connect(users).post(CHAT, json=chat(), headers=headers)).status_code == 200
+    assert engine.requests[0].client == client
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("X-Forwarded-User", "nobody")],
+        [("X-Forwarded-User", "")],
+        [("X-Forwarded-User", "gone")],
+        [("X-Forwarded-User", "ana"), ("X-Forwarded-User", "b")],
+        [],
+    ],
+)
+async def test_a_user_without_a_key_is_refused(
+    connect: Open, users: Access, headers: list[tuple[str, str]]
+) -> None:
+    answer = await connect(users).post(CHAT, json=chat(), headers=headers)
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_nobody_else_is_believed_who_a_user_is(connect: Open, users: Access) -> None:
+    stranger = dataclasses.replace(users, trusted_proxies=("10.0.0.0/8",))
+    answer = await connect(stranger).post(CHAT, json=chat(), headers={"X-Forwarded-User": "ana"})
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    with_key = {"X-Forwarded-User": "ana", **bearer(BEN)}
+    answer = await connect(stranger).get("/v1/keys", headers=with_key)
+    assert answer.status_code == 403, "the key counts, which is no operator's"
+
+
+async def test_a_page_of_another_site_does_not_ask_in_a_users_name(
+    connect: Open, users: Access
+) -> None:
+    headers = {"X-Forwarded-User": "ana", "Origin": "https://evil.example"}
+    answer = await connect(users).post(CHAT, json=chat(), headers=headers)
+    assert answer.json()["error"]["code"] == "cross_site_request"

@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 from serve_app.errors import ConfigError
 from serve_app.ingress import api
@@ -169,6 +171,51 @@ async def test_the_log_has_a_line_for_each_answer_without_its_texts(
     assert lines[0]["key"] is None
     assert (lines[0]["prompt_tokens"], lines[0]["completion_tokens"]) == (5, 2)
     assert "secret" not in caplog.text
+
+
+async def test_the_log_has_what_clients_write_only_if_that_is_wanted(
+    client: Callable[..., httpx.AsyncClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with client(traces=False, request_log=True, log_prompts=True) as http:
+        assert "the log has what clients write" in caplog.text
+        with caplog.at_level(logging.INFO, "corral.requests"):
+            await http.post("/v1/completions", json={"prompt": "x" * 100_000 + "end"})
+            await http.post("/v1/completions", json={"prompt": "a secret"})
+    first, second = (
+        json.loads(one.getMessage()) for one in caplog.records if one.name == "corral.requests"
+    )
+    assert len(first["body"]) == telemetry.MOST_LOGGED_BYTES
+    assert json.loads(second["body"]) == {"prompt": "a secret"}
+
+
+def test_spans_go_to_a_file_as_lines_of_otlp(tmp_path: Path) -> None:
+    file = tmp_path / "traces.jsonl"
+    tracers = telemetry.provider({telemetry.ENDPOINTS[0]: f"file://{file}"})
+    assert tracers is not None
+    tracer = tracers.get_tracer("corral")
+    values = {"text": "a", "whole": 3, "part": 0.5, "is": True, "several": ("b",)}
+    with tracer.start_as_current_span("parent", kind=SpanKind.SERVER, attributes=values):
+        tracer.start_span("child").end()
+    tracers.shutdown()
+    (line,) = file.read_text().splitlines()
+    (resource,) = json.loads(line)["resourceSpans"]
+    names = {one["key"]: one["value"] for one in resource["resource"]["attributes"]}
+    assert names["service.name"] == {"stringValue": "corral"}
+    child, parent = resource["scopeSpans"][0]["spans"]
+    assert (child["name"], child["parentSpanId"]) == ("child", parent["spanId"])
+    assert child["traceId"] == parent["traceId"]
+    assert len(bytes.fromhex(parent["traceId"])) == 16
+    assert "parentSpanId" not in parent
+    assert (child["kind"], parent["kind"]) == (1, 2)
+    assert int(parent["startTimeUnixNano"]) <= int(child["startTimeUnixNano"])
+    assert {one["key"]: one["value"] for one in parent["attributes"]} == {
+        "text": {"stringValue": "a"},
+        "whole": {"intValue": "3"},
+        "part": {"doubleValue": 0.5},
+        "is": {"boolValue": True},
+        "several": {"arrayValue": {"values": [{"stringValue": "b"}]}},
+    }
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_nothing_is_imported_or_told_unless_somebody_wants_it() -> None:
