@@ -5,6 +5,7 @@ import { ComparePage } from "./chat/compare.js";
 import { announce, byId } from "./common/dom.js";
 import { LivePage } from "./live/live.js";
 import { read, write } from "./common/store.js";
+import { UsagePage } from "./usage/usage.js";
 
 const THEMES = ["auto", "light", "dark"];
 
@@ -77,6 +78,6 @@ function startViews(views) {
 
 startColours();
 startKey();
-startViews({ chat: new ChatPage(), compare: new ComparePage(), live: new LivePage() });
+startViews({ chat: new ChatPage(), compare: new ComparePage(), live: new LivePage(), usage: new UsagePage() });
 document.documentElement.dataset.ready = "yes";
 addEventListener("offline", () => announce("You are offline."));

@@ -69,6 +69,50 @@ function label(x, y, text, anchor = "start") {
   return s("text", { x, y, "text-anchor": anchor }, document.createTextNode(text));
 }
 
+/** Prompt and generated tokens of each day, one on the other. */
+export class DayBars {
+  #root;
+
+  /** @param {HTMLElement} root */
+  constructor(root) {
+    this.#root = root;
+  }
+
+  /** @param {{day: string, prompt: number, generated: number}[]} days */
+  show(days) {
+    const width = this.#root.clientWidth;
+    if (!width || !days.length) return this.#root.replaceChildren();
+    const [height, foot, top] = [150, 18, 14];
+    const base = height - foot;
+    const sums = days.map((one) => one.prompt + one.generated);
+    const most = rounded(Math.max(1, ...sums));
+    const y = (/** @type {number} */ n) => ((base - top) * n) / most;
+    const step = width / days.length;
+    const svg = s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
+    svg.setAttribute("aria-label", `Tokens by day: ${sums.reduce((a, b) => a + b, 0).toLocaleString("en")} in ${days.length} days`);
+    for (const [i, { day, prompt, generated }] of days.entries()) {
+      const text = `${day}: ${prompt.toLocaleString("en")} prompt and ${generated.toLocaleString("en")} generated tokens`;
+      const bar = { x: i * step + step * 0.1, width: step * 0.8 };
+      svg.append(
+        s(
+          "g",
+          { class: "day" },
+          s("title", {}, document.createTextNode(text)),
+          s("rect", { class: "bar prompt", ...bar, y: base - y(prompt), height: y(prompt) }),
+          s("rect", { class: "bar generated", ...bar, y: base - y(prompt + generated), height: y(generated) }),
+        ),
+      );
+    }
+    svg.append(
+      s("line", { class: "base", x1: 0, x2: width, y1: base, y2: base }),
+      label(0, top - 4, most.toLocaleString("en")),
+      label(0, height - 4, days[0].day),
+      label(width, height - 4, "today", "end"),
+    );
+    this.#root.replaceChildren(svg);
+  }
+}
+
 /** What a batch takes by its sequences, and where the engine works now. */
 export class StepCurve {
   #shown = "";
