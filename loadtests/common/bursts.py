@@ -21,6 +21,7 @@ from serve_app.measure.benchmark import BenchmarkError, percentile
 from serve_app.measure.outcomes import Read, StreamedAnswer, parse
 
 TIMEOUT_S = 600.0
+NO_HEADERS: Mapping[str, str] = {}
 FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_p50_ms", "itl_p99_ms")
 
 
@@ -77,12 +78,13 @@ class Burst:
         return asdict(self) | totals | self.figures()
 
 
-def random_requests(n: int, prompt_tokens: int, max_tokens: int) -> list[dict[str, Any]]:
+def random_requests(n: int, prompt_tokens: int, max_tokens: int, seed: str) -> list[dict[str, Any]]:
     """Bodies for Corral of prompts that no cache holds, each of random tokens, as many as that, and answers
-    of exactly so many."""
+    of exactly so many. The same seed gives the same ones."""
+    rng = random.Random(seed)
     return [
         {
-            "prompt": [random.randrange(300, 500) for _ in range(prompt_tokens)],
+            "prompt": [rng.randrange(300, 500) for _ in range(prompt_tokens)],
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "stream": True,
@@ -92,11 +94,13 @@ def random_requests(n: int, prompt_tokens: int, max_tokens: int) -> list[dict[st
     ]
 
 
-def run(url: str, requests: Sequence[Mapping[str, Any]]) -> Burst:
+def run(
+    url: str, requests: Sequence[Mapping[str, Any]], headers: Mapping[str, str] = NO_HEADERS
+) -> Burst:
     """POST these bodies to /v1/completions, all at once, each on a connection of its own, and read the
     streams to their ends. Raises BenchmarkError if one is refused, aiohttp.ClientError if nobody is
     there, TimeoutError after TIMEOUT_S."""
-    return asyncio.run(_run(url, requests, [0.0] * len(requests), _stream))
+    return asyncio.run(_run(url, requests, [0.0] * len(requests), _stream, headers))
 
 
 def run_at(url: str, requests: Sequence[Mapping[str, Any]], at_s: Sequence[float]) -> Burst:
@@ -112,13 +116,16 @@ async def _run(
     read: Callable[
         [aiohttp.ClientSession, bytes, float], Awaitable[Sequence[Read] | StreamedAnswer]
     ],
+    headers: Mapping[str, str] = NO_HEADERS,
 ) -> Burst:
     bodies = [json.dumps(body).encode() for body in requests]
     # llama-server closes kept-alive connections after some requests.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with (
         asyncio.timeout(TIMEOUT_S),
-        aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout()) as session,
+        aiohttp.ClientSession(
+            url, connector=connector, timeout=aiohttp.ClientTimeout(), headers=headers
+        ) as session,
     ):
         cpu, start = time.process_time(), time.perf_counter()
         streams = await asyncio.gather(
