@@ -185,6 +185,7 @@ class AccessMiddleware:
                             scope["path"],
                             batch=caller.is_batch_line,
                         )
+                        caller.later = self._ledger.later
                     if line is None:
                         held.enter_context(self._open.entered(caller.holder))
                     await held.enter_async_context(caller.running())

@@ -93,6 +93,8 @@ class RequestMeter:
         self._n_prompt, self._n_tokens = len(request.prompt), len(request.generated)
         self._n_before = self._n_tokens
         """The tokens that another ingress has counted, with the prompt."""
+        self._n_new = 0
+        """Tokens that are not counted yet."""
         self._is_running = self._has_ended = False
 
     def accepted(self) -> None:
@@ -106,14 +108,16 @@ class RequestMeter:
         self.accepted()
         n_tokens = len(delta.token_ids)
         self._n_tokens += n_tokens
-        self._caller.charge(n_tokens)
+        self._n_new += n_tokens
         if delta.end is None:
-            self._count({"completion_tokens": n_tokens})
+            if 0 < self._n_new == n_tokens:
+                self._caller.later(self._count_new)
             return
+        self._count_new()
         self._has_ended = True
         usage, timings = delta.end.usage, delta.end.timings
         counts: UsageCounts = {
-            "completion_tokens": n_tokens + usage.completion_tokens - self._n_tokens,
+            "completion_tokens": usage.completion_tokens - self._n_tokens,
             "compute_s": timings.compute_s,
             "queue_s": timings.queue_s,
             "first_token_s": timings.first_token_s,
@@ -130,10 +134,17 @@ class RequestMeter:
         """Note that nothing more comes: because of this error, or as the client left. Idempotent."""
         if self._has_ended:
             return
+        self._count_new()
         self._has_ended = True
         reason = FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT
         is_refused = reason is FinishReason.ERROR and not self._is_running
         self._count({"refused": 1} if is_refused else _OUTCOMES[reason])
+
+    def _count_new(self) -> None:
+        n_new, self._n_new = self._n_new, 0
+        if n_new:
+            self._caller.charge(n_new)
+            self._count({"completion_tokens": n_new})
 
     def _count(self, counts: UsageCounts) -> None:
         self._caller.count(self._model, counts)

@@ -123,6 +123,8 @@ class Caller:
     ignored: list[str] = field(default_factory=list)
     counter: Callable[[str, UsageCounts], float] | None = None
     """Counts what is used of a model, and returns the cost."""
+    later: Callable[[Callable[[], None]], None] = lambda count: count()
+    """Has a function called before counts are written: so a stream counts many tokens at once."""
     observer: Observer | None = None
     answer_by: Deadline = NO_DEADLINE
     """The deadline as moments of `time.monotonic`."""

@@ -152,6 +152,7 @@ class Ledger:
         self._usage: dict[UsageRow, list[float]] = {}
         self._spent: dict[tuple[str, str, int], float] = {}
         self._running: dict[str, int] = {}
+        self._later: list[Callable[[], None]] = []
         self._calls: list[tuple[Callable[[sqlite3.Connection], Any], asyncio.Future[Any]]] = []
         self._timer: asyncio.Handle | None = None
         self._due = 0.0
@@ -182,6 +183,11 @@ class Ledger:
             return cost
 
         return count
+
+    def later(self, count: Callable[[], None]) -> None:
+        """Have a function count before the next transaction, within FLUSH_S."""
+        self._later.append(count)
+        self._schedule(FLUSH_S)
 
     def _price(self, model: str) -> Price:
         """The price of a model, with an adapter or in a version maybe."""
@@ -274,6 +280,9 @@ class Ledger:
 
     def _begin(self) -> None:
         self._is_writing, self._timer = True, None
+        later, self._later = self._later, []
+        for count in later:
+            count()
         calls, self._calls = self._calls, []
         batch = _Batch(self._usage, self._spent, self._running.copy(), [call for call, _ in calls])
         self._usage, self._spent = {}, {}
@@ -310,7 +319,7 @@ class Ledger:
         self._has_failed = error is not None
         if self._calls:
             self._schedule(0.0)
-        elif self._usage or self._spent or error is not None:
+        elif self._usage or self._spent or self._later or error is not None:
             self._schedule(FLUSH_S if error is None else _PAUSE_S)
         elif self._running:
             self._schedule(_RENEW_S)
