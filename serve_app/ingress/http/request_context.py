@@ -218,7 +218,8 @@ class Caller:
                 n_prompt, n_answers, most_each, background=self.is_background
             )
         except RateLimitError:
-            if key.over_budget == "refuse" or self.is_batch_line:
+            has_deadline = self.answer_by != NO_DEADLINE
+            if key.over_budget == "refuse" or self.is_batch_line or has_deadline:
                 raise
             self.is_demoted = True
             self._reserved = self.account.unreserved(n_prompt)

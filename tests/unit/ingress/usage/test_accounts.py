@@ -22,6 +22,7 @@ from serve_app.ingress.usage import ledger as ledgers
 from serve_app.ingress.usage.accounts import FORGIVEN_S, KeyAccount, Reservation
 from serve_app.ingress.usage.budgets import DAY_S, MONTH
 from serve_app.ingress.usage.ledger import Ledger
+from serve_app.types import Deadline
 
 
 class Clock:
@@ -341,6 +342,15 @@ async def test_a_key_may_go_on_in_the_background() -> None:
     with pytest.raises(RateLimitError, match="100 tokens per day"):  # all of it counts there
         await reserve(own.account, 76, background=True)
     await reserve(own.account, 75, background=True)
+
+
+async def test_a_request_with_a_deadline_does_not_go_on_in_the_background() -> None:
+    own = caller(tokens_per_minute=10, over_budget="background")
+    await own.admit([(1,) * 10])
+    own.answer_by = Deadline(end_s=1e9)
+    with pytest.raises(RateLimitError, match="10 tokens per minute"):
+        await own.admit([(1,) * 10])
+    assert not own.is_background
 
 
 async def test_who_was_refused_is_refused_at_once_until_it_has_waited() -> None:
