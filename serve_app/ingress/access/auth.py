@@ -42,7 +42,7 @@ from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.request_context import RETRY_S, Caller
 from serve_app.ingress.usage.accounts import KeyAccount
 from serve_app.ingress.usage.ledger import Ledger, Price
-from serve_app.ingress.usage.telemetry import Logs, ObservedRequest, Telemetry
+from serve_app.ingress.usage.telemetry import Logs, Telemetry
 from serve_app.types import Accepted, Deadline
 
 # What load balancers ask for, by any name and without keys.
@@ -173,11 +173,11 @@ class AccessMiddleware:
         async with AsyncExitStack() as held:
             try:
                 caller = line or self._caller(scope, headers)
+                send = _noting_status(caller, send)
                 self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work
                     if observed := self._telemetry.observed(caller, scope["path"], headers):
                         caller.observer = observed
-                        send = _observed(observed, send)
                         held.callback(observed.ended)
                     if self._ledger is not None:
                         caller.counter = self._ledger.counter(
@@ -195,7 +195,7 @@ class AccessMiddleware:
                 endpoint = _endpoint(scope)
                 if line is not None or is_streamed(endpoint):
                     request_context.enter(caller)
-                    await self._app(scope, receive, _noting_status(caller, send))
+                    await self._app(scope, receive, send)
                     return
                 body: list[bytes] | None = []
                 if endpoint is not None and not is_unread(endpoint):
@@ -213,7 +213,7 @@ class AccessMiddleware:
                 request_context.enter(caller)
                 replayed = replay(body, receive)
                 del body  # an answer may take long, and bodies may be large
-                await self._app(scope, replayed, _noting_status(caller, send))
+                await self._app(scope, replayed, send)
 
     async def _hold_up(self, scope: Scope, headers: Headers) -> None:
         """Let who comes back too early wait, unless too many do, or much is coming."""
@@ -277,12 +277,15 @@ def _noting_status(caller: Caller, send: Send) -> Send:
     async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
             caller.answered(message["status"])
+            headers = MutableHeaders(scope=message)
             if caller.ignored:
-                MutableHeaders(scope=message)[IGNORED] = _told(caller.ignored)
+                headers[IGNORED] = _told(caller.ignored)
             if caller.cost:
-                MutableHeaders(scope=message)[COST] = f"{caller.cost:.9f}".rstrip("0")
+                headers[COST] = f"{caller.cost:.9f}".rstrip("0")
             if caller.accepted:
-                MutableHeaders(scope=message).update(_forecast(caller.accepted))
+                headers.update(_forecast(caller.accepted))
+            if caller.observer is not None:
+                headers.update(caller.observer.begun(message["status"]))
         await send(message)
 
     return noting
@@ -310,17 +313,6 @@ def _forecast(accepted: Sequence[Accepted]) -> dict[str, str]:
         if None not in seconds:
             headers[name] = str(math.ceil(1000 * max(one or 0.0 for one in seconds)))
     return headers
-
-
-def _observed(observed: ObservedRequest, send: Send) -> Send:
-    async def telling(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            observed.status = message["status"]
-            if observed.traceparent is not None:
-                MutableHeaders(scope=message)["traceparent"] = observed.traceparent
-        await send(message)
-
-    return telling
 
 
 def _told(names: Sequence[str]) -> str:

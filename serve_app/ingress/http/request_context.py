@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -68,6 +68,9 @@ class Observer(Protocol):
 
     def received(self, body: Sequence[bytes]) -> None:
         """Note that the body is here; it is empty if a route reads it by itself."""
+
+    def begun(self, status: int) -> Mapping[str, str]:
+        """Note the status of the answer. Returns more headers."""
 
     def answered(
         self, model: str, request: GenerationRequest, end: SequenceEnd, prepared: int

@@ -161,8 +161,7 @@ class ObservedRequest:
         self._told_at = self._began
         """The end of the last span of an answer."""
         self.span: Span | None = None
-        self.status: int | None = None
-        """The status of the answer; None until it is sent."""
+        self._status: int | None = None
         if tracer is not None:
             from opentelemetry.trace import SpanKind
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -172,13 +171,14 @@ class ObservedRequest:
                 f"POST {endpoint}", context, SpanKind.SERVER, start_time=self._began
             )
 
-    @property
-    def traceparent(self) -> str | None:
-        """The header that names this request's span, if it has one."""
+    def begun(self, status: int) -> dict[str, str]:
+        """Note the status of the answer. Returns the header that names the span, if there is one."""
+        self._status = status
         if self.span is None:
-            return None
+            return {}
         context = self.span.get_span_context()
-        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        ids = f"{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        return {"traceparent": f"00-{ids}"}
 
     def received(self, body: Sequence[bytes]) -> None:
         """Note that the body is here."""
@@ -279,6 +279,6 @@ class ObservedRequest:
                 "send", set_span_in_context(self.span), start_time=self._told_at
             )
             child.end(now)
-        if self.status is not None:
-            self.span.set_attribute("http.response.status_code", self.status)
+        if self._status is not None:
+            self.span.set_attribute("http.response.status_code", self._status)
         self.span.end(now)
