@@ -25,6 +25,7 @@ from typing import Any
 from loadtests.common import bursts
 from loadtests.common.comparing import absolute, ratio_spread
 from loadtests.common.servers import (
+    BUILD,
     NO_SETTINGS,
     Server,
     corral_is_ready,
@@ -33,7 +34,6 @@ from loadtests.common.servers import (
     running,
     write_config,
 )
-from serve_app.ingress.usage.telemetry import ENDPOINTS
 from serve_app.measure.benchmark import (
     bounded,
     in_turns,
@@ -76,9 +76,11 @@ def start(
                 "request_log": True,
                 "prices": {"*": {"prompt": 1.0, "generated": 2.0}},
             }
-        return local_command(write_config(directory, [entry], port, **ingress))
+        return local_command(write_config(directory, [entry], port, None, BUILD, **ingress))
 
-    settings = {ENDPOINTS[1]: f"file://{traces}"} if side == ON else NO_SETTINGS
+    settings = (
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"file://{traces}"} if side == ON else NO_SETTINGS
+    )
     return running(command, lambda url: corral_is_ready(url, HEADERS), settings)
 
 

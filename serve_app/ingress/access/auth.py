@@ -307,11 +307,11 @@ def _milliseconds(headers: Headers, name: str) -> float:
 
 def _forecast(accepted: Sequence[Accepted]) -> dict[str, str]:
     """The headers about what a request was accepted with: of several answers, the last one counts."""
-    times = ([one.first_token_s for one in accepted], [one.end_s for one in accepted])
-    headers = {TIER: "background" if any(one.background for one in accepted) else "default"}
-    for name, seconds in zip(FORECASTS, times, strict=True):
+    _, _, background = zip(*accepted, strict=True)
+    headers = {TIER: "background" if any(background) else "default"}
+    for name, *seconds in zip(FORECASTS, *accepted, strict=False):
         if None not in seconds:
-            headers[name] = str(math.ceil(1000 * max(one or 0.0 for one in seconds)))
+            headers[name] = str(math.ceil(1000 * max(seconds)))
     return headers
 
 

@@ -58,7 +58,7 @@ def provider(environment: Mapping[str, str] = os.environ) -> TracerProvider | No
     name = environment.get("OTEL_SERVICE_NAME", "corral")
     resource = Resource.create({"service.name": name, "service.version": __version__})
     made = TracerProvider(resource=resource)
-    exporter = exporters.OTLPSpanExporter() if file is None else SpanFile(file)
+    exporter: Any = exporters.OTLPSpanExporter() if file is None else SpanFile(file)
     made.add_span_processor(BatchSpanProcessor(exporter))
     return made
 

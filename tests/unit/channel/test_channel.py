@@ -31,7 +31,7 @@ NODES = pytest.mark.parametrize("node", [HERE, ELSEWHERE])
 async def test_a_call_from_its_acceptance_to_its_end(node: str) -> None:
     async with connected(node) as (listener, channel), asyncio.timeout(PATIENCE_S):
         with listener.call() as call:
-            channel.push(call.number, None)
+            channel.accept(call.number, Accepted())
             channel.flush()
             assert await anext(call) == Accepted()
             for one in (delta("a"), delta("👍"), last("c")):
@@ -59,7 +59,7 @@ async def test_an_acceptance_that_comes_late_is_told_first_and_once() -> None:
         with listener.call() as call:
             channel.push(call.number, delta("a"))
             channel.flush()
-            channel.push(call.number, None)
+            channel.accept(call.number, Accepted())
             channel.flush()
             channel.push(call.number, last())
             channel.flush()
@@ -148,6 +148,8 @@ async def test_steps_on_another_thread_while_the_reader_is_slow(node: str) -> No
         calls = [listener.call() for _ in range(n_calls)]
         opened = [call.__enter__() for call in calls]
         ends = [channel.open_call(call.number) for call in opened]
+        for call in opened:
+            channel.accept(call.number, Accepted())
         await asyncio.to_thread(decode, [call.number for call in opened])
         for seen in await asyncio.gather(*map(read, opened)):
             assert seen.text == text * n_steps
@@ -162,6 +164,7 @@ async def test_a_break_fails_the_calls_of_that_connection_only(node: str, by: st
         one, other = [await channels.to(address) for channels in replicas]
         with listener.call() as cut, listener.call() as ended, listener.call() as safe:
             open_here = one.open_call(cut.number)
+            one.accept(cut.number, Accepted())
             for channel, call, item in (
                 *((one, cut, delta("a")), (one, ended, last("b")), (other, safe, delta("c"))),
             ):
@@ -266,7 +269,7 @@ async def test_nobody_listens_any_more(node: str) -> None:
 async def test_when_the_ingress_closes_all_calls_fail(node: str) -> None:
     async with connected(node) as (listener, channel):
         with listener.call() as call:
-            channel.push(call.number, None)
+            channel.accept(call.number, Accepted())
             channel.flush()
             assert await anext(call) == Accepted()
             here = channel.open_call(call.number)

@@ -17,6 +17,7 @@ from serve_app.errors import (
     QueueFullError,
 )
 from serve_app.types import (
+    Accepted,
     FinishReason,
     SequenceEnd,
     Timings,
@@ -54,8 +55,8 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("delta", [None, *DELTAS])
-def test_items_come_out_as_they_went_in(delta: TokenDelta | None) -> None:
+@pytest.mark.parametrize("delta", [Accepted(), Accepted(0.5, None, True), *DELTAS])
+def test_items_come_out_as_they_went_in(delta: TokenDelta | Accepted) -> None:
     sent: list[Item] = [(0, delta), (2**40, delta)]
     (body,) = FrameBuffer().add(protocol.frame(sent))
     assert protocol.items(body) == sent
@@ -65,7 +66,7 @@ def test_items_come_out_as_they_went_in(delta: TokenDelta | None) -> None:
 def test_errors_come_with_all_that_they_tell(error: CorralError) -> None:
     (body,) = FrameBuffer().add(protocol.frame([(3, ended(FinishReason.ERROR, error))]))
     ((_, delta),) = protocol.items(body)
-    assert delta is not None
+    assert isinstance(delta, TokenDelta)
     assert delta.end is not None
     found = delta.end.error
     assert (type(found), found and found.args) == (type(error), error.args)

@@ -129,6 +129,7 @@ async def test_a_break_fails_all_open_calls_once(wire: Wire, how: str) -> None:
 
 async def test_a_write_finds_the_break_first(wire: Wire) -> None:
     call = wire.channel.open_call(1)
+    wire.channel.accept(1, Accepted())
     wire.peer.close()
     wire.channel.push(1, delta("a"))
     wire.channel.flush()
@@ -177,6 +178,7 @@ async def test_what_cannot_be_encoded_breaks_the_channel_and_not_the_decoder(
     wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
     call = wire.channel.open_call(1)
+    wire.channel.accept(1, Accepted())
     wire.channel.push(1, TokenDelta("a", (2**70,)))
     with caplog.at_level(logging.ERROR, "corral.replica"):
         wire.channel.flush()

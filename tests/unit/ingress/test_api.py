@@ -209,7 +209,7 @@ async def test_of_several_answers_the_last_one_is_forecast(
 async def test_a_deadline_is_a_number_of_milliseconds(
     client: httpx.AsyncClient, engine: ScriptedEngine, value: str
 ) -> None:
-    headers = {"x-corral-deadline-ms": value.encode()}
+    headers = {b"x-corral-deadline-ms": value.encode()}
     answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "x-corral-deadline-ms"

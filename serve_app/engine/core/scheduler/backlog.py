@@ -89,16 +89,14 @@ class Forecast:
         else:
             wait_s = self.wait_s(account, live, arrived)
         prefill_s = self.prefill_s + self.parts_of(arrived)[0]
-        first_s = first_token_s(wait_s, prefill_s, prompt_s, n_live / self.n_slots)
+        before_s = first_token_s(wait_s, prefill_s, prompt_s, n_live / self.n_slots)
         n_left, sampling_s = self._n_left(sequence), sequence.sampling_cost.token_s
         busy_s = self.n_slots * self.token_s - self.alone_token_s
-        token_s = self.alone_token_s + busy_s * min(1.0, n_live / max(1, self.n_slots - 1))
+        alone_s = self.alone_token_s + sampling_s
+        token_s = alone_s + busy_s * min(1.0, n_live / max(1, self.n_slots - 1))
         return Expected(
-            wait_s,
-            prompt_s,
-            first_s,
-            prompt_s + n_left * (self.alone_token_s + sampling_s),
-            first_s + n_left * (token_s + sampling_s),
+            *(wait_s, prompt_s + alone_s, before_s + token_s),
+            *(prompt_s + n_left * alone_s, before_s + n_left * token_s),
         )
 
     def accepted(self, sequence: Sequence) -> Accepted:

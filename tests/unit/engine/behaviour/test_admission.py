@@ -263,8 +263,10 @@ def test_a_request_that_would_miss_its_deadline_is_refused_with_when_it_would_no
         with pytest.raises(InvalidRequestError, match="Even alone"):
             start(engine, within("c", 9.0, 1.0))
         inboxes.append(Inbox())
-        accepted = outcome(engine, within("c", 0.9, 2.5), inboxes[-1])
-        assert accepted == Accepted(pytest.approx(0.8), pytest.approx(2.4), False)
+        accepted = outcome(engine, within("c", 1.1, 2.5), inboxes[-1])
+        assert isinstance(accepted, Accepted)
+        assert accepted[:2] == pytest.approx((1.0, 2.4))
+        assert not accepted.background
         backend.resume()
         for inbox in inboxes:
             assert inbox.wait().reason is FinishReason.LENGTH
@@ -279,7 +281,7 @@ def test_a_flexible_request_steps_forward_only_if_it_meets_its_deadline_so() -> 
             engine, *(replace(request(n, "h", max_tokens=8), client=n) for n in ("a", "b"))
         )
         outcomes = []
-        for name, first_token_s in (("patient", 9.0), ("hasty", 3.3), ("late", 1.0)):
+        for name, first_token_s in (("patient", 9.0), ("hasty", 3.5), ("late", 1.0)):
             inboxes.append(Inbox())
             one = within(name, first_token_s, background=True, client="c")
             outcomes.append(outcome(engine, one, inboxes[-1]))
@@ -300,12 +302,13 @@ def test_nobody_is_admitted_whose_first_token_would_come_too_late() -> None:
     backend.profile = MEASURED
     backend.hold()
     with running(backend, options(2, max_waiting=50, max_first_token_s=0.5)) as engine:
-        (first,) = start(engine, request("long", "x" * 61, max_tokens=2))
-        with pytest.raises(DeadlineError, match="first token"):
-            start(engine, request("short", "h", max_tokens=2))
-        (longer,) = start(engine, request("long-too", "y" * 61, max_tokens=2))
+        inboxes = start(engine, request("a", "h", max_tokens=2))
+        inboxes += start(engine, request("long", "x" * 61, max_tokens=2))
+        for late in (request("short", "h", max_tokens=2), request("long-too", "y" * 61)):
+            with pytest.raises(DeadlineError, match="first token"):
+                start(engine, late)
         backend.resume()
-        for inbox in (first, longer):
+        for inbox in inboxes:
             assert inbox.wait().reason is FinishReason.LENGTH
         stats = engine.stats().forecasts
         assert stats.first_tokens == stats.ends == 2

@@ -16,6 +16,7 @@ from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.engine import make_guests
+from serve_app.types import Accepted
 from tests.unit.engine.harness import (
     PATIENCE_S,
     WatchedBackend,
@@ -110,7 +111,7 @@ async def test_submit_many_enters_one_step_together(monkeypatch: pytest.MonkeyPa
 
     def watched(
         command_queue: CommandQueue, sequences: list[EngineSequence], forecast: Forecast
-    ) -> list[CorralError | None]:
+    ) -> list[CorralError | Accepted]:
         sizes.append(len(sequences))
         return submit(command_queue, sequences, forecast)
 

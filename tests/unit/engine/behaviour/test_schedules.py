@@ -24,6 +24,7 @@ from serve_app.engine.backends.base import Row
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.engine import make_guests
+from serve_app.types import Accepted
 from tests.unit.engine.harness import (
     PATIENCE_S,
     Inbox,
@@ -134,12 +135,12 @@ def test_every_accepted_request_ends_exactly_once(
         match event:
             case Submit(name, prompt, max_tokens):
                 one, inbox = request(name, prompt, max_tokens=max_tokens), Inbox()
-                (refusal,) = loop.enqueue([EngineSequence(one, backend.sink(inbox))])
-                if refusal is None:
+                (outcome,) = loop.enqueue([EngineSequence(one, backend.sink(inbox))])
+                if isinstance(outcome, Accepted):
                     accepted.append((one, inbox))
                 else:
                     assert isinstance(
-                        refusal, QueueFullError | InvalidRequestError | EngineFailedError
+                        outcome, QueueFullError | InvalidRequestError | EngineFailedError
                     )
             case Abort(name):
                 aborted.add(name)

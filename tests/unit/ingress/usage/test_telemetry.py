@@ -179,7 +179,7 @@ async def test_the_log_has_what_clients_write_only_if_that_is_wanted(
     async with client(traces=False, request_log=True, log_prompts=True) as http:
         assert "the log has what clients write" in caplog.text
         with caplog.at_level(logging.INFO, "corral.requests"):
-            await http.post("/v1/completions", json={"prompt": "x" * 100_000 + "end"})
+            await http.post("/v1/completions", json={"user": "u" * 100_000, "prompt": "x"})
             await http.post("/v1/completions", json={"prompt": "a secret"})
     first, second = (
         json.loads(one.getMessage()) for one in caplog.records if one.name == "corral.requests"
@@ -193,7 +193,7 @@ def test_spans_go_to_a_file_as_lines_of_otlp(tmp_path: Path) -> None:
     tracers = telemetry.provider({telemetry.ENDPOINTS[0]: f"file://{file}"})
     assert tracers is not None
     tracer = tracers.get_tracer("corral")
-    values = {"text": "a", "whole": 3, "part": 0.5, "is": True, "several": ("b",)}
+    values: dict[str, Any] = {"text": "a", "whole": 3, "part": 0.5, "is": True, "several": ("b",)}
     with tracer.start_as_current_span("parent", kind=SpanKind.SERVER, attributes=values):
         tracer.start_span("child").end()
     tracers.shutdown()
