@@ -1,6 +1,6 @@
 """HTTP without a proxy: uvicorn's protocol, with bounds on connections, heads and slow readers.
 
-Header names have capitals, as llama-server writes them: some of its clients compare them by letter.
+Each request has an id, its client's or a new one, and the answer tells it, as with Serve's proxy. Header names have capitals, as llama-server writes them: some of its clients compare them by letter.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import re
 import resource
+import uuid
 from functools import cache
 from typing import Any, ClassVar
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 20.0
@@ -113,8 +115,18 @@ class BoundedHttp(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: Any, app: ASGIApp) -> None:  # type: ignore[override]
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             self._answering = cycle, asyncio.current_task()
+            request_id = Headers(scope=scope).get("x-request-id")
+            if request_id is None:
+                request_id = str(uuid.uuid4())
+                scope["headers"] = [*scope["headers"], (b"x-request-id", request_id.encode())]
+
+            async def named(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+                await send(message)
+
             try:
-                await app(scope, receive, send)
+                await app(scope, receive, named)
             except asyncio.CancelledError:
                 if not cycle.disconnected:
                     raise
