@@ -1,6 +1,7 @@
 """HTTP without a proxy: uvicorn's protocol, with bounds on connections, heads and slow readers.
 
-Each request has an id, its client's or a new one, and the answer tells it, as with Serve's proxy. Header names have capitals, as llama-server writes them: some of its clients compare them by letter.
+Each request has an id, its client's or a new one, and the answer tells it, as with Serve's proxy. Header
+names have capitals, as llama-server writes them: some of its clients compare them by letter.
 """
 
 from __future__ import annotations
