@@ -281,7 +281,7 @@ def _noting_status(caller: Caller, send: Send) -> Send:
             if caller.ignored:
                 headers[IGNORED] = _told(caller.ignored)
             if caller.cost:
-                headers[COST] = f"{caller.cost:.9f}".rstrip("0")
+                headers[COST] = f"{caller.cost:.9f}".rstrip("0").rstrip(".")
             if caller.accepted:
                 headers.update(_forecast(caller.accepted))
             if caller.observer is not None:

@@ -165,7 +165,7 @@ def test_requests_are_in_the_log_with_their_id(guarded: Corral) -> None:
     headers = {"x-request-id": "find-me"}
     body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
     answer = guarded.http.post("/v1/completions", json=body, headers=headers).json()
-    line = f"find-me -- {answer['id']} ended (length): "
+    line = f'"id": "{answer["id"]}", "request_id": "find-me", "key": "ana"'
     wait_until(lambda: line in guarded.log, 20, line)
 
 
@@ -204,7 +204,7 @@ def test_a_budget_holds_and_usage_is_the_clients_count(guarded: Corral) -> None:
     )
 
 
-def test_a_deadline_is_kept_or_refused_at_once(guarded: Corral) -> None:
+def test_an_answer_has_its_forecast_and_an_impossible_deadline_is_refused(guarded: Corral) -> None:
     body = {"prompt": "x" * 4000, "max_tokens": 20, "ignore_eos": True}
 
     def post(**headers: str) -> httpx.Response:
@@ -221,13 +221,6 @@ def test_a_deadline_is_kept_or_refused_at_once(guarded: Corral) -> None:
     late = post(deadline="1")
     assert (late.status_code, late.json()["error"]["type"]) == (400, "invalid_request_error")
     assert post(deadline="soon").json()["error"]["param"] == "x-corral-deadline-ms"
-    long = body | {"max_tokens": 20_000, "stream": True}
-    with guarded.http.stream("POST", "/v1/completions", json=long) as running:
-        next(running.iter_lines())
-        busy = post(first_token="900")
-        assert (busy.status_code, busy.json()["error"]["code"]) == (429, "deadline_unmet")
-        assert int(busy.headers["retry-after"]) >= 1
-    wait_until(lambda: guarded.stats()["queue"]["running"] == 0, 10, "the slot is free")
     assert guarded.stats()["forecasts"]["first_tokens"] > 0
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from starlette.datastructures import Headers
 
-from serve_app.errors import CorralError, InvalidRequestError
+from serve_app.errors import CorralError, DeadlineError, InvalidRequestError
 from serve_app.ingress.access import bodies
 from serve_app.ingress.access.auth import Access, secret_of
 from serve_app.ingress.api import build_api
@@ -445,6 +445,17 @@ def test_two_keys_of_one_kind_are_refused(name: str) -> None:
     raw = [(name.encode(), b"Bearer abc"), (name.encode(), b"Bearer def")]
     with pytest.raises(InvalidRequestError):
         secret_of(Headers(raw=raw))
+
+
+async def test_a_missed_deadline_closes_the_door_for_nothing_else(
+    connect: Open, keys: Path, engine: ScriptedEngine
+) -> None:
+    engine.scripts = [[DeadlineError("too late", 7)]]
+    client = connect(Access(keys))
+    refused = await client.post(CHAT, json=chat(), headers=bearer(BEN))
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "7")
+    assert refused.json()["error"]["code"] == "deadline_unmet"
+    assert (await client.post(CHAT, json=chat(), headers=bearer(BEN))).status_code == 200
 
 
 @pytest.fixture
