@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +24,7 @@ from serve_app.engine.backends.base import Row
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.llama.grammars.constraint import Constraint
+from serve_app.types import Accepted
 from tests.doubles.backend import FakeBackend, FakeSampler, FakeVocabulary
 
 EOS = FakeVocabulary.eos
@@ -225,6 +226,10 @@ def running(backend: FakeBackend, opts: EngineOptions | None = None) -> Iterator
         assert backend.open_samplers == 0
 
 
+def are_accepted(outcomes: Iterable[CorralError | Accepted]) -> bool:
+    return all(isinstance(outcome, Accepted) for outcome in outcomes)
+
+
 def submit(engine: Engine, one: GenerationRequest, inbox: Inbox) -> None:
     """Start a request. Raises the refusal."""
     (outcome,) = engine.submit_to([(one, inbox)])
@@ -249,7 +254,7 @@ def ask(engine: Engine, one: GenerationRequest) -> Inbox:
 def start_together(loop: DecoderLoop, *requests: GenerationRequest) -> list[Inbox]:
     inboxes = [Inbox() for _ in requests]
     pairs = zip(requests, inboxes, strict=True)
-    assert not any(loop.enqueue([EngineSequence(*pair) for pair in pairs]))
+    assert are_accepted(loop.enqueue([EngineSequence(*pair) for pair in pairs]))
     return inboxes
 
 

@@ -19,10 +19,11 @@ from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.core import loop
 from serve_app.engine.core.scheduler.fair_queue import FairQueue
 from serve_app.errors import PromptTooLongError
-from serve_app.types import Accepted, FinishReason, GenerationRequest, SequenceEnd, TokenDelta
+from serve_app.types import FinishReason, GenerationRequest, SequenceEnd, TokenDelta
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     Inbox,
+    are_accepted,
     ask,
     continuation,
     endless,
@@ -208,10 +209,10 @@ def test_short_ones_that_keep_coming_do_not_keep_a_long_one_waiting(
 
     long = replace(request("long", letters(50), max_tokens=6), client="long")
     with running(backend, POOLED) as engine:
-        assert engine.submit_to([entry(short(i)) for i in range(4)]) == [Accepted()] * 4
+        assert are_accepted(engine.submit_to([entry(short(i)) for i in range(4)]))
         until(lambda: backend.n_waiting == 1)
         later = [entry(long), *(entry(short(i)) for i in range(4, 12))]
-        assert engine.submit_to(later) == [Accepted()] * 9
+        assert are_accepted(engine.submit_to(later))
         backend.resume()
         until(lambda: len(ended) == 13)
     assert list(ended).index("long") <= 5

@@ -12,7 +12,7 @@ from serve_app.engine.core import loop as decoder
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.engine import make_guests
-from tests.unit.engine.harness import Inbox, WatchedBackend, endless, options, request
+from tests.unit.engine.harness import Inbox, WatchedBackend, are_accepted, endless, options, request
 
 
 class Clock:
@@ -40,7 +40,7 @@ def test_measured_and_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     dear = replace(dear, sampling=replace(dear.sampling, top_k=0))
     pairs = [(dear, Inbox()), (request("cheap", "cheap\n", max_tokens=3), Inbox())]
     sequences = [EngineSequence(*pair) for pair in pairs]
-    assert not any(loop.enqueue(sequences))
+    assert are_accepted(loop.enqueue(sequences))
     for _, inbox in pairs:
         inbox.wait()
     loop.close(0)

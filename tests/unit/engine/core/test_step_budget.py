@@ -25,7 +25,7 @@ from serve_app.types import MEDIUM, Picture
 from tests.doubles.backend import FakeBackend
 from tests.doubles.draft import FakeDraft
 from tests.unit.engine.behaviour.test_pictures import N_SEEN, ScriptedProjector
-from tests.unit.engine.harness import endless, options
+from tests.unit.engine.harness import are_accepted, endless, options
 
 BOUND_S = 0.25
 # A batch takes 50 ms, and a millisecond for each row. So drafts pay, whose passes are cheap.
@@ -147,7 +147,7 @@ def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
         if request.media:
             request, spans = expanded(request, projector, sizes.n_batch)
         forecast = core.published.view.forecast
-        assert queue.submit([EngineSequence(request, stream, None, spans)], forecast) == [None]
+        assert are_accepted(queue.submit([EngineSequence(request, stream, None, spans)], forecast))
 
     for i, stream in enumerate(streams):
         submit(GenerationRequest(f"s{i}", (1, 2, 3, i), SamplingParams(max_tokens=900)), stream)
