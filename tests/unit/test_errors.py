@@ -39,6 +39,7 @@ EXAMPLES: list[CorralError] = [
     errors.ContentEncodingError("compressed"),
     errors.RateLimitError("too fast", 3),
     errors.BodyEndedError("no room", 1),
+    errors.DeadlineError("late", 7),
     errors.QueueFullError("full", 7),
     errors.NoRoomError("still full", 1),
     errors.MediaError("no eyes", "messages"),
