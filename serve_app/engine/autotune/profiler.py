@@ -18,7 +18,7 @@ from serve_app.engine.backends.base import Row, State
 _SHORT_S, _MOST_ROUNDS, _ODD, _ODD_ROUNDS = 0.35, 5, 1.15, 2
 
 # Numbers of rows: the most telling ones first. Flash attention has another kernel from 64 on.
-_CHUNKS, _NEXT_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 48), (24, 40, 56, 128, 96, 256, 512)
+CHUNKS, _NEXT_CHUNKS, _MORE_CHUNKS = (16, 64), (32, 8, 48), (24, 40, 56, 128, 96, 256, 512)
 _MOST_CHUNKS = (80, 112, 192, 160, 384)
 _DECODES, _MORE_DECODES = (2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
 _VERIFIES = (2, 4, 8, 16, 3, 6, 12)
@@ -205,8 +205,11 @@ class Profiler(Trials):
         n_ctx_slot: int,
         n_batch: int,
         clocks: Clocks | None = None,
+        chunks: Sequence[int] = CHUNKS,
     ) -> None:
+        """`chunks` are the rows of prompts among the essentials."""
         super().__init__(context, clocks)
+        self._chunks = chunks
         self._n_slots = n_slots
         self._n_ctx_slot = n_ctx_slot
         self._n_batch = n_batch
@@ -224,7 +227,7 @@ class Profiler(Trials):
         self.left_s = limit_s
         ends = sorted({self._n_slots, 1}, reverse=True)
         yield from self.measure(self._decode, ends, self.decoded)
-        chunks = self._fitting(_CHUNKS) or [min(self._n_batch, self._n_ctx_slot - 1)]
+        chunks = self._fitting(self._chunks) or [min(self._n_batch, self._n_ctx_slot - 1)]
         yield from self.measure(self._prefill, chunks, self.prefilled)
 
     def rest(self, limit_s: float) -> None:
@@ -350,12 +353,12 @@ class DeepProfiler(Trials):
     def _round(self) -> Iterator[None]:
         self._empty()
         yield from self.measure(self._decode, self._counts, self.decoded)
-        yield from self.measure(self._prefill, self._fitting(_CHUNKS), self.prefilled)
+        yield from self.measure(self._prefill, self._fitting(CHUNKS), self.prefilled)
         self.spent(self._fill)
         yield from self.measure(self._turns_s, self._counts[-1:], self.decoded)
         self._share()
         yield from self.measure(self._deep_decode, self._counts, self.decoded)
-        chunks = [n for n in self._fitting(_CHUNKS) if n in self._prefill]
+        chunks = [n for n in self._fitting(CHUNKS) if n in self._prefill]
         yield from self.measure(self._deep_prefill, chunks, self.prefilled)
 
     def rest(self, limit_s: float) -> None:
@@ -419,7 +422,7 @@ def paged_depth(
     try:
         for times, shallow, sizes, trial in (
             (deep_decode_s, profile.decode_s, (1,), trials.decoded),
-            (deep_prefill_s, profile.prefill_s, _CHUNKS, trials.prefilled),
+            (deep_prefill_s, profile.prefill_s, CHUNKS, trials.prefilled),
         ):
             for _ in trials.measure(times, [n for n in sizes if n in shallow], trial):
                 pass

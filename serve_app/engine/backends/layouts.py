@@ -21,7 +21,7 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile, predicted
 from serve_app.engine.autotune.modes import Mode, compared
-from serve_app.engine.autotune.profiler import ProfiledContext, Profiler, in_turns
+from serve_app.engine.autotune.profiler import CHUNKS, ProfiledContext, Profiler, in_turns
 from serve_app.engine.backends.apart import apart
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError, DecodeError, EngineFailedError
@@ -148,7 +148,9 @@ def profiles_of_layouts(path: Path, options: EngineOptions) -> tuple[Profile, Pr
         small_context(model, replace(options, stored_from=stored_from), _N_CTX_SLOT)
         for stored_from in (1, None)
     ]
-    as_stored, repacked = measured_in_turns(contexts, options, _N_CTX_SLOT)
+    # Only in a long prompt, each expert has rows enough for other kernels.
+    chunks = (*CHUNKS, _N_CTX_SLOT)
+    as_stored, repacked = measured_in_turns(contexts, options, _N_CTX_SLOT, chunks=chunks)
     return as_stored, repacked
 
 
@@ -191,6 +193,7 @@ def measured_in_turns(
     n_before: int = 0,
     *,
     spin: bool = True,
+    chunks: Sequence[int] = CHUNKS,
 ) -> list[Profile]:
     """The times of a few batches in each of these contexts, which are closed then. Every sequence has
     `n_before` tokens before each batch. `spin` says that the threads of all wait for each other by
@@ -204,6 +207,7 @@ def measured_in_turns(
             n_ctx_slot=n_ctx_slot - n_before,
             n_batch=min(options.n_batch, n_ctx_slot),
             clocks=Clocks(threads if spin else None),
+            chunks=chunks,
         )
         for context in contexts
     ]

@@ -11,6 +11,7 @@ import pytest
 from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import CostModel, Profile, envelope
 from serve_app.engine.autotune.profiler import (
+    CHUNKS,
     DEPTH,
     DeepProfiler,
     Depth,
@@ -148,6 +149,16 @@ def test_batches_are_measured_behind_tokens_that_every_slot_has() -> None:
     in_turns([made], 60)
     assert machine.slots == [256] * 4
     assert made.profile.decode_s[4] == pytest.approx(0.01 + 4 * (0.001 + 256e-6), rel=0.01)
+
+
+def test_more_chunks_may_be_among_the_essentials() -> None:
+    machine = Machine(2, 256, 256)
+    clocks = clocks_of(machine)
+    made = Profiler(
+        machine, n_slots=2, n_ctx_slot=256, n_batch=256, clocks=clocks, chunks=(*CHUNKS, 256)
+    )
+    in_turns([made], 30)
+    assert set(made.profile.prefill_s) == {16, 64, 256}
 
 
 class BusyMachine(Machine):
