@@ -18,10 +18,11 @@ from serve_app.application.resolving import resolve_all
 from serve_app.application.rollout import fingerprint
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import ModelConfig
+from serve_app.config.schema import ModelConfig, with_models
 from serve_app.errors import ConfigError
 from serve_app.ingress.deployment import Ingress
 from serve_app.replica.deployment import EngineReplica, OnDemandReplica
+from serve_app.store.models import added_models
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -32,6 +33,8 @@ def build(args: dict[str, Any]) -> Application:
     """
     try:
         app = schema.parse(args)
+        if app.manage_models:
+            app = with_models(app, [*added_models(app.downloads).read().values()])
         refuse_strangers(app.ingress)
         models = resolve_all(app)
     except ConfigError as error:

@@ -67,10 +67,11 @@ class BoundedFolder:
         bytes are lacking. Returns how many are lacking then. Raises OSError."""
         removable = sorted(names, key=self.locks.last_used, reverse=True)
         while (n_bytes := lacking()) > 0 and removable:
-            self._remove(removable.pop())
+            self.remove(removable.pop())
         return n_bytes
 
-    def _remove(self, name: str) -> None:
+    def remove(self, name: str) -> None:
+        """Delete the files of a model, unless a process has it open. Raises OSError."""
         folder = self.path / name
         with self.locks.alone(name.removesuffix(PART)) as held:
             n_bytes = files_bytes(folder)
@@ -82,7 +83,7 @@ class BoundedFolder:
             with suppress(OSError):  # something is to stay in it
                 folder.rmdir()
         if n_bytes:
-            logger.info("%s was removed to make room: %.1f GiB.", name, n_bytes / GIB)
+            logger.info("%s was removed: %.1f GiB.", name, n_bytes / GIB)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -21,7 +21,8 @@ class Stage:
 
 
 Report = Callable[[Stage], None]
-"""Any thread may call; it neither blocks for long nor raises."""
+"""Any thread may call. It does not block for long, and raises nothing but the ConfigError that ends a
+download."""
 
 
 def nowhere(_: Stage) -> None:

@@ -55,20 +55,26 @@ def resolve(
     here: Machine | None = None,
     downloads: DownloadsConfig = NO_DOWNLOADS,
     max_loaded: int = 1,
+    *,
+    more_may_come: bool = False,
+    n_resolved: int = 0,
 ) -> list[ResolvedModel]:
     """Decide what the configuration leaves open, from what the model files begin with and from a machine,
     by default this one: all models must fit on it, but of those that are loaded on demand, so many at
-    once. Raises ConfigError that names the model."""
+    once. `more_may_come` keeps places for as many. The first `n_resolved` models take their places only,
+    and are not in the result. Raises ConfigError that names the model."""
     here = here or machine.read()
     n_on_demand = sum(model.keep_alive is not None for model in models)
-    n_at_once = min(n_on_demand, max_loaded)
+    n_at_once = max_loaded if more_may_come else min(n_on_demand, max_loaded)
     n_places = len(models) - n_on_demand + n_at_once
     shares = plan.shares(here, n_places)
     always, when_asked_for = iter(shares[n_at_once:]), itertools.cycle(shares[:n_at_once])
     resolved = []
     versions, aliases = rollout.versions(models), rollout.shared_aliases(models)
-    for model in models:
+    for i, model in enumerate(models):
         share = next(always if model.keep_alive is None else when_asked_for)
+        if i < n_resolved:
+            continue
         if names_its_share(model):
             share = plan.undivided(here, n_places)
         try:
@@ -77,7 +83,7 @@ def resolve(
             raise ConfigError(f"models ({rollout.engine_id(model)}): {error}") from None
         on_demand = undecided.on_demand
         if on_demand is not None:
-            on_demand = on_demand.beside_others(max_loaded, n_at_once / n_on_demand)
+            on_demand = on_demand.beside_others(max_loaded, min(1.0, n_at_once / n_on_demand))
         resolved.append(
             replace(
                 undecided,
@@ -89,8 +95,9 @@ def resolve(
     return resolved
 
 
-def resolve_all(app: AppConfig) -> list[ResolvedModel]:
-    """All models of an application, with nothing left open. Raises ConfigError."""
+def resolve_all(app: AppConfig, n_resolved: int = 0) -> list[ResolvedModel]:
+    """All models of an application but the first `n_resolved`, with nothing left open. Raises
+    ConfigError."""
     models = [
         replace(
             model,
@@ -99,11 +106,17 @@ def resolve_all(app: AppConfig) -> list[ResolvedModel]:
             data_at_rest=app.data_at_rest is True,
             encrypts_folders=app.data_at_rest == "encrypted",
         )
-        for model in resolve(app.models, downloads=app.downloads, max_loaded=app.max_loaded_models)
+        for model in resolve(
+            app.models,
+            downloads=app.downloads,
+            max_loaded=app.max_loaded_models,
+            more_may_come=app.manage_models,
+            n_resolved=n_resolved,
+        )
     ]
     here_alone = [
         model
-        for model, configured in zip(models, app.models, strict=True)
+        for model, configured in zip(models, app.models[n_resolved:], strict=True)
         if not names_its_share(configured)
     ]
     rollout.check_memory(here_alone, machine.read().total_bytes)
@@ -274,6 +287,7 @@ def model_defaults(configured: DefaultsConfig) -> ModelDefaults:
         configured.reasoning_budget,
         configured.reasoning_budget_message,
         configured.reasoning_format,
+        tuple(configured.adapters),
     )
 
 

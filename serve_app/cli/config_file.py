@@ -86,6 +86,7 @@ class ServeOptions:
     api_key_file: Path | None = None
     allow_anonymous: bool = False
     web_apps: bool = False
+    manage_models: bool = False
 
 
 def document(options: ServeOptions) -> dict[str, Any]:
@@ -101,7 +102,11 @@ def document(options: ServeOptions) -> dict[str, Any]:
         known = {name: size for name, size in sizes.items() if size is not None}
         if engine := {**model.engine, **known}:
             models[model_id]["engine"] = engine
+        if options.manage_models:
+            models[model_id]["keep_alive"] = "5m"
     args: dict[str, Any] = {"models": [*models.values()]}
+    if options.manage_models:
+        args["manage_models"] = True
     if ingress := _ingress(options):
         args["ingress"] = ingress
     application = {

@@ -76,6 +76,10 @@ _ANONYMOUS = "Serve everybody who reaches the address, without API keys."
 _WEB_APPS = (
     "Let pages of desktop apps, of editors and of this machine's own web servers use the API."
 )
+_MANAGE = (
+    "Let operators add and remove models while serving, as with Ollama's pull. All models are then loaded "
+    "on demand, one at a time."
+)
 
 Models = Annotated[list[str] | None, typer.Argument(metavar="MODEL", help=_MODEL)]
 Host = Annotated[str, _setting("HOST", _HOST)]
@@ -86,6 +90,7 @@ Threads = Annotated[int | None, _setting("THREADS", _THREADS, min=1)]
 KeyFile = Annotated[Path | None, _setting("API_KEY_FILE", _KEYS, metavar="FILE", readable=False)]
 Anonymous = Annotated[bool, _setting("ALLOW_ANONYMOUS", _ANONYMOUS, "--allow-anonymous")]
 WebApps = Annotated[bool, _setting("WEB_APPS", _WEB_APPS, "--web-apps")]
+ManageModels = Annotated[bool, _setting("MANAGE_MODELS", _MANAGE, "--manage-models")]
 Url = Annotated[str, _setting("URL", "The address of the server, with or without /v1.")]
 ApiKey = Annotated[str | None, _setting("API_KEY", "The API key to send, if the server needs one.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -120,6 +125,7 @@ def serve(
     api_key_file: KeyFile = None,
     allow_anonymous: Anonymous = False,
     web_apps: WebApps = False,
+    manage_models: ManageModels = False,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -154,7 +160,7 @@ def serve(
     from serve_app.cli.config_file import ServeOptions
 
     sizes, access = (slots, context, threads), (api_key_file, allow_anonymous, web_apps)
-    options = ServeOptions(tuple(models or ()), host, port, *sizes, *access)
+    options = ServeOptions(tuple(models or ()), host, port, *sizes, *access, manage_models)
     if config is not None and options != ServeOptions():
         _fail("--config cannot be combined with MODEL or other options: the file has all settings.")
     raise typer.Exit(server.run(options, config, _console(), cluster=cluster, verbose=verbose))

@@ -23,6 +23,8 @@ class ModelDefaults:
     """Tokens of reasoning; -1: no bound."""
     reasoning_budget_message: str = ""
     reasoning_format: str | None = None
+    adapters: tuple[str, ...] = ()
+    """Adapters of requests that name none."""
 
     def over(self, recommended: Mapping[str, Any]) -> ModelDefaults:
         """The defaults before the sampling parameters that the model's file recommends."""

@@ -6,6 +6,7 @@ Unknown fields and impossible values are refused by name. `corral check FILE` st
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -281,6 +282,8 @@ class DefaultsConfig(Section):
     """The last words of reasoning whose budget is used up. Default: none."""
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     """`none` leaves reasoning and its tags in the content. Default: `auto`."""
+    adapters: list[str] = []
+    """The LoRA adapters of requests that name none, by their ids. Default: none."""
 
     @model_validator(mode="after")
     def _one_template(self) -> DefaultsConfig:
@@ -331,6 +334,12 @@ class ModelConfig(Section):
     def _one_way_to_load(self) -> ModelConfig:
         if self.keep_alive is not None and self.deployment.num_replicas is not None:
             raise ValueError("give keep_alive or deployment.num_replicas, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_adapters(self) -> ModelConfig:
+        if unknown := set(self.defaults.adapters) - {adapter.id for adapter in self.adapters}:
+            raise ValueError(f"defaults.adapters: the model has no adapter {min(unknown)!r}")
         return self
 
     @model_validator(mode="after")
@@ -504,6 +513,9 @@ class AppConfig(Section):
     max_loaded_models: PositiveInt = 1
     """Most models with `keep_alive` that are loaded on a machine at once. They share it with those that are
     always loaded."""
+    manage_models: bool = False
+    """Whether operators may [add and remove models](model-files.md#add-models-while-serving) while
+    `corral serve` serves. They are loaded on demand, and `max_loaded_models` places are kept for them."""
     max_load_s: PositiveFloat = 120
     """Longest time, in seconds, that a request waits until its model is loaded. Then it gets 503
     with `Retry-After`, and loading goes on."""
@@ -568,6 +580,11 @@ def parse(args: object) -> AppConfig:
         return AppConfig.model_validate(args)
     except ValidationError as error:
         raise ConfigError(f"invalid configuration: {describe_errors(error, 'args')}") from None
+
+
+def with_models(app: AppConfig, entries: Sequence[object]) -> AppConfig:
+    """The configuration with more entries of `models`, which are the last ones. Raises ConfigError."""
+    return parse(dict(app) | {"models": [*app.models, *entries]})
 
 
 def load(path: Path) -> AppConfig:

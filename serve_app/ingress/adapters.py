@@ -53,7 +53,7 @@ class AdapterControl:
         try:
             loaded = {
                 name: await asyncio.to_thread(self._all_loaded.read, model.id)
-                for name, model in self._resolved.items()
+                for name, model in list(self._resolved.items())
             }
         except Exception as error:
             logger.warning("The list of loaded adapters could not be read: %r.", error)
@@ -65,6 +65,8 @@ class AdapterControl:
             name: numbered(self._resolved[name], loaded[name]) for name in loaded
         }
         for name, those in adapters.items():
+            if name not in self._models:  # the model has gone meanwhile
+                continue
             self._models[name] = dataclasses.replace(self._models[name], adapters=those)
 
     async def load(self, model_id: str, config: AdapterConfig, handle: ReplicaHandle) -> None:

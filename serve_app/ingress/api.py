@@ -32,6 +32,7 @@ from serve_app.ingress.http import errors
 from serve_app.ingress.http.dependencies import Bodies, InProcess, add_routes, worker_modules
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.media.fetching import Fetcher
+from serve_app.ingress.model_control import ModelControl
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.ollama import routes as ollama_routes
 from serve_app.ingress.ollama import serving as ollama_serving
@@ -77,6 +78,7 @@ def build_api(
     responses: BackgroundResponses | None = None,
     batches: BatchOptions | None = None,
     versions: VersionControl | None = None,
+    model_control: ModelControl | None = None,
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 
@@ -84,8 +86,8 @@ def build_api(
     requests do not say otherwise; see EventStream. `open_requests` counts those that are answered.
     `responses` makes responses that are kept; without it, this process alone keeps some. Without `batches`
     there are none; they are worked on from the application's start on, as its lifespan. `versions` changes
-    the weights of models that have several. Raises ConfigError for a key file that cannot be used, and
-    OSError for a folder.
+    the weights of models that have several, and `model_control` the models. Raises ConfigError for a key
+    file that cannot be used, and OSError for a folder.
     """
     workers = workers or InProcess(models)
     fetch = Fetcher(access.picture_hosts).fetch if access.picture_hosts else None
@@ -118,7 +120,7 @@ def build_api(
     app.state.models, app.state.bodies = models, bodies
     app.state.verbose, app.state.has_ui = access.verbose, bool(access.ui)
     app.state.sse_ping_interval_s = sse_ping_interval_s
-    app.state.versions = versions
+    app.state.versions, app.state.model_control = versions, model_control
     app.state.responses = responses or BackgroundResponses(models, Store(Bounds()), open_requests)
     app.state.responses.counter = ledger.counter
     app.state.batches = executor

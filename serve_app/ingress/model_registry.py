@@ -176,6 +176,7 @@ class ModelInfo:
             tags=file.tags,
             defaults=file.defaults.over(tokenizer.recommended),
             adapters=file.adapters,
+            used=active(a for a in file.adapters.values() if a.id in file.defaults.adapters),
             media=media,
             n_ctx_text=file.n_ctx_text,
             is_on_demand=file.is_on_demand,
@@ -293,8 +294,7 @@ def _canonical(name: str) -> str:
 def _adapted(models: Iterable[M], name: str) -> Iterator[M]:
     for model in models:
         for adapter in model.adapters.values():
-            names = (model.id, family(model), *model.aliases)
-            if name in {f"{one}:{adapter.id}" for one in names}:
+            if name in {f"{one}:{adapter.id}" for one in (model.id, *_names(model))}:
                 yield model.adapted(adapter)
 
 

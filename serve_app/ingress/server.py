@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -21,6 +20,7 @@ from serve_app.ingress.api import WORKER_MODULES, build_api
 from serve_app.ingress.batch.store import BatchOptions
 from serve_app.ingress.handle_client import HandleClient
 from serve_app.ingress.media.decoder import opened
+from serve_app.ingress.model_control import ModelControl, ModelHost
 from serve_app.ingress.model_registry import ModelFile, ServedModel
 from serve_app.ingress.responses.background import BackgroundResponses, ResponseStore
 from serve_app.ingress.responses.store import Bounds
@@ -62,10 +62,14 @@ class IngressPlace:
     store: ResponseStore
     tell_ingresses: Callable[[], Awaitable[None]]
     """Has all ingresses look at what they share, which has changed."""
+    model_host: ModelHost | None = None
+    """Starts engines of models that operators add while serving, if they may."""
 
 
-def _file(model: ResolvedModel, path: Path) -> ModelFile:
-    """The file with the model's vocabulary, for this process and the workers. Raises ConfigError."""
+def _file(model: ResolvedModel) -> ModelFile:
+    """The file with the model's vocabulary, for this process and the workers; blocks. Raises
+    ConfigError."""
+    path = vocabulary(model.source, model.downloads, sharing_here())
     senses = NO_SENSES
     if model.projector is not None:
         senses = senses_of(vocabulary(model.projector, model.downloads))
@@ -98,39 +102,28 @@ class IngressServer:
         heap.give_back()
         self._settings = settings
         self.open_requests = OpenRequests(access.max_requests)
-        paths = [
-            await asyncio.to_thread(vocabulary, model.source, model.downloads, sharing_here())
-            for model in models
-        ]
-        files = [
-            await asyncio.to_thread(_file, model, path)
-            for model, path in zip(models, paths, strict=True)
-        ]
-        self._workers = WorkerPool(files, WORKER_MODULES, opened, keeps_texts=access.data_at_rest)
-        listener = Listener(place.node_id, place.host, reports.HERE.connection)
-        reports.HERE.address = await listener.address()
+        self._files: dict[str, ModelFile] = {}
+        for model in models:
+            self._files[model.name] = await asyncio.to_thread(_file, model)
+        self._workers = WorkerPool(
+            list(self._files.values()),
+            WORKER_MODULES,
+            opened,
+            keeps_texts=access.data_at_rest,
+        )
+        self._listener = Listener(place.node_id, place.host, reports.HERE.connection)
+        reports.HERE.address = await self._listener.address()
         self._models: dict[str, ServedModel] = {}
+        self._resolved = {model.name: model for model in models}
         self._adapters = AdapterControl(
             self._models,
-            {model.name: model for model in models},
+            self._resolved,
             self._workers,
             LoadedAdapters(place.app),
             place.tell_ingresses,
         )
-        for model, file, handle in zip(models, files, place.handles, strict=True):
-            info = opened(file)
-            if not info.tokenizer.has_template:
-                logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
-            client = HandleClient(
-                handle,
-                info.tokenizer.model.vocabulary_key,
-                listener,
-                model.max_load_s,
-                model.name,
-                self._adapters,
-                is_on_demand=info.is_on_demand,
-            )
-            self._models[model.name] = info.served_by(client)
+        for model, handle in zip(models, place.handles, strict=True):
+            self._models[model.name] = self._served(model, handle)
         self._versions = VersionControl(
             self._models, VersionWeights(place.app), place.tell_ingresses
         )
@@ -138,6 +131,46 @@ class IngressServer:
         await asyncio.gather(self._adapters.look(), self._versions.start())
         self._watching = asyncio.create_task(self._watch())
         self.responses = BackgroundResponses(self._models, place.store, self.open_requests)
+        self._control = None
+        if place.model_host is not None:
+            self._control = ModelControl(self._models, self, place.model_host)
+            await self._control.restore()
+
+    def _served(self, model: ResolvedModel, handle: ReplicaHandle) -> ServedModel:
+        """A model, whose vocabulary is read, with the way to its engines."""
+        info = opened(self._files[model.name])
+        if not info.tokenizer.has_template:
+            logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
+        client = HandleClient(
+            handle,
+            info.tokenizer.model.vocabulary_key,
+            self._listener,
+            model.max_load_s,
+            model.name,
+            self._adapters,
+            is_on_demand=info.is_on_demand,
+        )
+        return info.served_by(client)
+
+    async def add(self, models: Sequence[tuple[ResolvedModel, ReplicaHandle]]) -> None:
+        """Serve more models from now on. Raises ConfigError, and serves none of them then."""
+        served = {}
+        try:
+            for model, handle in models:
+                self._files[model.name] = await asyncio.to_thread(_file, model)
+                served[model.name] = await asyncio.to_thread(self._served, model, handle)
+            await self._workers.renew(list(self._files.values()))
+        except BaseException:
+            for model, _ in models:
+                self._files.pop(model.name, None)
+            raise
+        self._resolved |= {model.name: model for model, _ in models}
+        self._models |= served
+
+    async def drop(self, model_id: str) -> None:
+        """Serve a model no more."""
+        del self._models[model_id], self._resolved[model_id], self._files[model_id]
+        await self._workers.renew(list(self._files.values()))
 
     def api(self) -> FastAPI:
         """The application with all routes."""
@@ -150,6 +183,7 @@ class IngressServer:
             self.responses,
             self._settings.batches,
             self._versions,
+            self._control,
         )
 
     async def _watch(self) -> None:

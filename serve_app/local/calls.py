@@ -106,6 +106,11 @@ class Connection(asyncio.Protocol):
         finally:
             del self._calls[number]
 
+    @property
+    def n_calls(self) -> int:
+        """The calls that the other end has not answered."""
+        return len(self._calls)
+
     def _send(self, message: CallMessage) -> None:
         self._transport.write(framed(msgpack.packed(message)))
 

@@ -34,6 +34,7 @@ _FIRST_STARTS = 3
 """A model that so many processes could not load is given up, if none has served it before."""
 _STEADY_S = 60.0
 """A process that has served for so long is started again at once."""
+_LOOK_EVERY_S = 0.05
 _END_S = 10.0
 """The longest time that a process may take to end."""
 
@@ -165,6 +166,13 @@ class LocalHandle:
         self._address = address
         if self._connection is not None:
             await self._connection.call("attach", address)
+
+    async def quiet(self, limit_s: float) -> None:
+        """Wait until the process answers no call, for so long at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._connection is not None and self._connection.n_calls:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_EVERY_S)
 
     def drain(self) -> None:
         """The server is being stopped: endless streams end."""

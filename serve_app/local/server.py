@@ -40,9 +40,13 @@ from serve_app.store import shared_entries
 if TYPE_CHECKING:
     from serve_app.config.resolved import ResolvedModel
     from serve_app.config.schema import AppConfig
+    from serve_app.ingress.model_control import Entry
+    from serve_app.store.shared_entries import AddedModels
 
 _HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
 _DRAIN_S = 600.0
+_END_S = 30.0
+"""The longest time that the running answers of a model may take when it is removed."""
 _KEEP_ALIVE_S = 90
 _FOLDER = "corral-local-"
 
@@ -78,14 +82,18 @@ def _check_replicas(app: AppConfig, models: list[ResolvedModel]) -> None:
 
 
 class LocalServer:
-    """The models' processes and the ingress before them. Used in one event loop."""
+    """The models' processes and the ingress before them, which may have models added and removed. Used in
+    one event loop."""
 
     def __init__(self, app: AppConfig, models: list[ResolvedModel], folder: Path) -> None:
-        self._app, self._models = app, models
-        self.handles = [
-            LocalHandle(model, folder, _reserved_cpus(configured.deployment, model))
+        self._app, self.configured, self._folder = app, models, folder
+        self.handles = {
+            model.name: LocalHandle(model, folder, _reserved_cpus(configured.deployment, model))
             for configured, model in zip(app.models, models, strict=True)
-        ]
+        }
+        self._entries: dict[str, Entry] = {}
+        """The entries of the models that were added."""
+        self._keeping: dict[str, asyncio.Task[None]] = {}
 
     async def run(
         self, children: list[EngineChild], http: Content, tell: Any
@@ -100,17 +108,23 @@ class LocalServer:
         from serve_app.routing import reports
 
         settings = ingress_settings(self._app)
-        keeping = [
-            asyncio.create_task(handle.keep(child))
-            for handle, child in zip(self.handles, children, strict=True)
-        ]
+        configured = [*self.handles.values()]
+        for (name, handle), child in zip(self.handles.items(), children, strict=True):
+            self._keeping[name] = asyncio.create_task(handle.keep(child))
+        keeping = [*self._keeping.values()]
         place = IngressPlace(
-            "corral", "local", "", self.handles, Store(settings.kept_responses), _alone
+            "corral",
+            "local",
+            "",
+            configured,
+            Store(settings.kept_responses),
+            _alone,
+            self if self._app.manage_models else None,
         )
         ingress = IngressServer()
-        await ingress.start(self._models, settings, place)
+        await ingress.start(self.configured, settings, place)
         assert reports.HERE.address is not None  # the ingress listens now
-        for handle in self.handles:
+        for handle in configured:
             await handle.attach(reports.HERE.address)
         drain_s = self._app.ingress.deployment.graceful_shutdown_timeout_s
         config = uvicorn.Config(
@@ -145,15 +159,57 @@ class LocalServer:
         ):  # uvicorn raises them again when it has ended
             signal.signal(number, lambda *_: None)
         await server.serve(_sockets(config.host, config.port))
-        for task in (draining, *keeping):
+        ending = draining, *self._keeping.values()
+        for task in ending:
             task.cancel()
-        await asyncio.gather(draining, *keeping, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         return problem
+
+    # -- models that are added: the ingress's ModelHost ------------------------------------------
+
+    def added_models(self) -> AddedModels:
+        from serve_app.store.models import added_models
+
+        return added_models(self._app.downloads)
+
+    def entry(self, model_id: str) -> Entry | None:
+        for model in self._app.models:
+            if model.id == model_id:
+                shared = {"source", "projector", "adapters", "defaults", "engine"}
+                return model.model_dump(mode="json", exclude_unset=True, include=shared)
+        return None
+
+    async def resolve(self, entry: Entry) -> ResolvedModel:
+        from serve_app.application.resolving import resolve_all
+        from serve_app.config.schema import with_models
+
+        others = [other for other in self._entries.values() if other["id"] != entry["id"]]
+        app = with_models(self._app, [*others, entry])
+        (model,) = await asyncio.to_thread(resolve_all, app, len(app.models) - 1)
+        return model
+
+    async def start(self, entry: Entry, model: ResolvedModel) -> LocalHandle:
+        from serve_app.routing import reports
+
+        handle = LocalHandle(model, self._folder, model.num_cpus)
+        self.handles[model.name], self._entries[model.name] = handle, entry
+        child = EngineChild(self._folder)
+        self._keeping[model.name] = asyncio.create_task(handle.keep(child))
+        assert reports.HERE.address is not None  # the ingress listens
+        await handle.attach(reports.HERE.address)
+        return handle
+
+    async def stop(self, model_id: str) -> None:
+        del self._entries[model_id]
+        await self.handles.pop(model_id).quiet(_END_S)
+        keeping = self._keeping.pop(model_id)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
 
     async def _drain(self, server: Any) -> None:
         while not server.should_exit:  # noqa: ASYNC110  # a signal's handler sets it
             await asyncio.sleep(0.1)
-        for handle in self.handles:
+        for handle in self.handles.values():
             handle.drain()
 
 

@@ -38,11 +38,11 @@ class ModelsFolder(BoundedFolder):
 
     def open(self, model: RemoteModel) -> bool:
         """Whether the model is here, whole. It stays until this process ends then."""
+        return self.locks.share(model.folder, lambda: self.is_whole(model))
 
-        def is_whole() -> bool:
-            return all(download.is_whole(self.of(model), file) for file in model.files)
-
-        return self.locks.share(model.folder, is_whole)
+    def is_whole(self, model: RemoteModel) -> bool:
+        """Whether all files of the model are here, and were checked."""
+        return all(download.is_whole(self.of(model), file) for file in model.files)
 
     @contextmanager
     def alone(self, model: RemoteModel) -> Iterator[bool]:

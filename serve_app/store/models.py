@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from serve_app.store.remote import (
     UnreachableError,
     find_url,
 )
+from serve_app.store.shared_entries import AddedModels
 
 _LOOK_EVERY_S = 0.3
 _SAY_EVERY_S = 15.0
@@ -45,19 +47,34 @@ def locate(
     if source.path is not None:
         return _at(source.path)
     sharing = sharing if configured.share else ALONE
-    model = _remote(source, configured, sharing)
+    model = remote_model(source, configured, sharing)
     wanted = _hub_name(source)
     path = None if wanted is None else hub.in_library_cache(wanted, model)
     if path is None:
         folder = _folder(configured)
         try:
-            _obtain(model, folder, report, sharing)
+            _obtain(model, folder, report, sharing, folder.open)
         except OSError as error:
             raise download.disk_error(folder.path, error) from error
         path = folder.of(model) / model.files[0].name
     for file in model.files:
         sharing.announce(file, path.with_name(file.name))
     return path
+
+
+def fetch(model: RemoteModel, configured: DownloadsConfig, report: Report) -> None:
+    """Download a model that no process has to have yet: it may go again to make room. `report` ends the
+    download by raising ConfigError; the part that has arrived is kept. Raises ConfigError."""
+    folder = _folder(configured)
+    try:
+        _obtain(model, folder, report, ALONE, folder.is_whole)
+    except OSError as error:
+        raise download.disk_error(folder.path, error) from error
+
+
+def delete(model: RemoteModel, configured: DownloadsConfig) -> None:
+    """Delete a model's files on this node, unless a process has them open."""
+    _folder(configured).remove(model.folder)
 
 
 def vocabulary(source: ModelSource, configured: DownloadsConfig, sharing: Sharing = ALONE) -> Path:
@@ -69,7 +86,7 @@ def vocabulary(source: ModelSource, configured: DownloadsConfig, sharing: Sharin
     if source.path is not None:
         return vocabulary_file(_at(source.path))
     sharing = sharing if configured.share else ALONE
-    model = _remote(source, configured, sharing)
+    model = remote_model(source, configured, sharing)
     folder = _folder(configured)
     try:
         with folder.reading(model, lambda: None):
@@ -192,13 +209,24 @@ def _hub_name(source: ModelSource) -> HubName | None:
     return None
 
 
+def _path(configured: DownloadsConfig) -> Path:
+    return (configured.folder or folders.cache_folder() / "models").expanduser()
+
+
+def added_models(configured: DownloadsConfig) -> AddedModels:
+    """The models that were added while serving: they lie beside the downloaded ones."""
+    return AddedModels(_path(configured) / ".added")
+
+
 def _folder(configured: DownloadsConfig) -> ModelsFolder:
     most = None if configured.max_gib is None else int(configured.max_gib * 2**30)
-    path = configured.folder or folders.cache_folder() / "models"
-    return ModelsFolder(path.expanduser(), most)
+    return ModelsFolder(_path(configured), most)
 
 
-def _remote(source: ModelSource, configured: DownloadsConfig, sharing: Sharing) -> RemoteModel:
+def remote_model(
+    source: ModelSource, configured: DownloadsConfig, sharing: Sharing = ALONE
+) -> RemoteModel:
+    """The files of a model that is to be downloaded. Raises ConfigError."""
     hub_name, names_folder = _hub_name(source), _folder(configured).listings
     name = source.url if hub_name is None else str(hub_name)
     assert name is not None
@@ -211,10 +239,17 @@ def _remote(source: ModelSource, configured: DownloadsConfig, sharing: Sharing) 
     return model
 
 
-def _obtain(model: RemoteModel, folder: ModelsFolder, report: Report, sharing: Sharing) -> None:
-    """Have all of it here, and open. One process of this node downloads; the others wait for it."""
+def _obtain(
+    model: RemoteModel,
+    folder: ModelsFolder,
+    report: Report,
+    sharing: Sharing,
+    is_here: Callable[[RemoteModel], bool],
+) -> None:
+    """Download all of it, until `is_here` says so. One process of this node downloads; the others wait for
+    it."""
     progress = _Progress(model, folder, report)
-    while not folder.open(model):
+    while not is_here(model):
         with folder.alone(model) as mine:
             if mine:
                 folder.make_room(model)

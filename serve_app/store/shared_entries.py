@@ -57,7 +57,8 @@ class FolderValues:
         self._folder = folder
 
     def list(self, prefix: str) -> Iterable[str]:
-        keys = (unquote(path.name) for path in self._folder.iterdir())
+        paths = self._folder.iterdir()
+        keys = (unquote(path.name) for path in paths if not path.name.startswith("."))
         return [key for key in keys if key.startswith(prefix)]
 
     def get(self, key: str) -> bytes | None:
@@ -230,6 +231,27 @@ def _taken(adapter_id: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"There already is an adapter {adapter_id!r}. Unload it first.", "load"
     )
+
+
+class AddedModels:
+    """The models that operators have added while serving, as entries of `models`. They lie in a folder of
+    their own beside the downloaded models, so that the next server has them, too."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._values = FolderValues(folder)
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """The entries by their ids."""
+        values = {key: self._values.get(key) for key in sorted(self._values.list(""))}
+        return {key: json.loads(value) for key, value in values.items() if value is not None}
+
+    def put(self, entry: Entry) -> None:
+        """Add an entry, or replace the one with its id."""
+        self._values.put(entry["id"], json.dumps(entry).encode(), overwrite=True)
+
+    def remove(self, model_id: str) -> None:
+        self._values.delete(model_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,8 +258,8 @@ def _may_wait(scope: Scope, headers: Headers) -> bool:
 
 
 def _endpoint(scope: Scope) -> object:
-    """The route that answers a POST; None if there is none, or for other methods, which have no bodies."""
-    if scope["method"] != "POST":
+    """The route that answers a POST or DELETE; None if there is none. Other methods have no bodies."""
+    if scope["method"] not in ("POST", "DELETE"):
         return None
     for route in scope["app"].routes:
         if route.matches(scope)[0] is Match.FULL:

@@ -83,19 +83,20 @@ class Broadcaster:
     async def _look(self) -> Json:
         if time.monotonic() - self._looked_at > _LINGER_S:
             self._board = Board()
-        engines = [model.engine for model in self._models.values()]
+        models = dict(self._models)  # some may come or go meanwhile
+        engines = [model.engine for model in models.values()]
         states, found, fetching = await asyncio.gather(
             asyncio.gather(*(engine.replica_states() for engine in engines)),
             asyncio.gather(*(engine.stats() for engine in engines)),
             asyncio.gather(*(engine.fetching() for engine in engines)),
         )
         self._board.look(
-            {model: one.found for model, one in zip(self._models, found, strict=True)},
-            {model: one.missing for model, one in zip(self._models, found, strict=True)},
-            dict(zip(self._models, states, strict=True)),
+            {model: one.found for model, one in zip(models, found, strict=True)},
+            {model: one.missing for model, one in zip(models, found, strict=True)},
+            dict(zip(models, states, strict=True)),
             time.monotonic(),
             time.time(),
-            dict(zip(self._models, fetching, strict=True)),
+            dict(zip(models, fetching, strict=True)),
             self._more(),
         )
         self._looked_at = time.monotonic()

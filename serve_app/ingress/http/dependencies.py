@@ -157,8 +157,7 @@ def operators_only(what: str) -> Any:
 
 
 async def _models(request: Request) -> Mapping[str, ServedModel]:
-    models: Mapping[str, ServedModel] = request.app.state.models
-    return models
+    return dict(request.app.state.models)  # it may change while a route awaits something
 
 
 async def _bodies(request: Request) -> Bodies:

@@ -206,9 +206,9 @@ def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
     return find(models, request.model).id, request.filename
 
 
-def named_model(models: Models, body: bytes) -> str:
-    """POST /models/load and /models/unload: the model's id. Raises CorralError."""
-    return find(models, parsed(ModelRequest, body).model).id
+def named_model(models: Models, body: bytes) -> str | None:
+    """POST /models, /models/load and /models/unload: the model's name. Raises InvalidRequestError."""
+    return parsed(ModelRequest, body).model
 
 
 def properties(models: Models, body: bytes) -> None:

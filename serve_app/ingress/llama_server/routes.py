@@ -17,6 +17,7 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve_app.errors import EngineUnavailableError, InvalidRequestError, NotSupportedError
+from serve_app.ingress.generation.answers import EventAnswer
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import (
     ModelsArgument,
@@ -24,11 +25,13 @@ from serve_app.ingress.http.dependencies import (
     prepared,
     written,
 )
+from serve_app.ingress.http.sse import EventStream
 from serve_app.ingress.llama_server import metrics as llama_metrics
 from serve_app.ingress.llama_server import preparation, serving
 from serve_app.ingress.llama_server.preparation import PreparedLlamaCompletion
 from serve_app.ingress.llama_server.protocol import MEDIA_MARKER, AdapterChange
 from serve_app.ingress.llama_server.serving import LlamaAnswer, LlamaChoice
+from serve_app.ingress.model_control import ModelControl, ModelControlArgument
 from serve_app.ingress.model_registry import Answers, ServedModel, find
 from serve_app.ingress.openai.serving import BUILD
 from serve_app.metrics import exposition
@@ -118,20 +121,50 @@ async def change_lora_adapters(
 
 @ROUTER.post("/models/load", dependencies=[_LOADING])
 async def load_model(
-    models: ModelsArgument, model_id: Annotated[str, prepared(preparation.named_model)]
+    models: ModelsArgument, name: Annotated[str | None, prepared(preparation.named_model)]
 ) -> dict[str, bool]:
     """Load a model that has `keep_alive`, and answer when it is there. For operators."""
-    await models[model_id].engine.load()
+    await find(models, name).engine.load()
     return {"success": True}
 
 
 @ROUTER.post("/models/unload", dependencies=[_LOADING])
 async def unload_model(
-    models: ModelsArgument, model_id: Annotated[str, prepared(preparation.named_model)]
+    request: Request,
+    models: ModelsArgument,
+    name: Annotated[str | None, prepared(preparation.named_model)],
 ) -> dict[str, bool]:
-    """Let a model that has `keep_alive` go as soon as nobody uses it. For operators."""
-    await models[model_id].engine.release()
+    """Let a model that has `keep_alive` go as soon as nobody uses it, or end its download. For
+    operators."""
+    control: ModelControl | None = request.app.state.model_control
+    if name is None or control is None or not control.cancel(name):
+        await find(models, name).engine.release()
     return {"success": True}
+
+
+@ROUTER.post("/models", dependencies=[_LOADING])
+async def download_model(
+    control: ModelControlArgument,
+    name: Annotated[str | None, prepared(preparation.named_model)],
+) -> dict[str, bool]:
+    """Begin to download a model of a hub, which is served then. For operators."""
+    if name is None:
+        raise InvalidRequestError("Name a model.", "model")
+    control.pull_later(name)
+    return {"success": True}
+
+
+@ROUTER.delete("/models", dependencies=[_LOADING])
+async def delete_model(control: ModelControlArgument, model: str) -> dict[str, bool]:
+    """Serve a model no more that was added. For operators."""
+    await control.delete(model)
+    return {"success": True}
+
+
+@ROUTER.get("/models/sse", include_in_schema=False, dependencies=[_LOADING])
+async def model_events(control: ModelControlArgument) -> Response:
+    """The progress of downloads, and models that come and go, as server-sent events. For operators."""
+    return EventStream(EventAnswer().stream(control.events(), lambda event: [event]))
 
 
 async def slots_of(model: ServedModel) -> Answers[dict[str, Any]]:

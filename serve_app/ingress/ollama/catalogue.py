@@ -41,7 +41,7 @@ def _quantization(file_type: object) -> str:
 def named(models: Models, body: bytes) -> str:
     """POST /api/show: the model's id. Raises CorralError."""
     request = parsed(OllamaShowRequest, body)
-    return find(models, request.name if request.model is None else request.model).id
+    return find(models, request.named).id
 
 
 def describe(models: Models, nothing: bytes) -> dict[str, Json]:

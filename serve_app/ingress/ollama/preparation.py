@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -30,12 +30,17 @@ from serve_app.ingress.generation.preparation import (
 from serve_app.ingress.generation.requests import GenerationParams, TranslatedChat
 from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.model_registry import ModelInfo, Models, find, full_name
+from serve_app.ingress.ollama import modelfile
 from serve_app.ingress.ollama.protocol import (
     OllamaChatRequest,
+    OllamaCopyRequest,
+    OllamaCreateRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
+    OllamaPullRequest,
     OllamaRequest,
+    OllamaShowRequest,
     parts,
 )
 from serve_app.prompt.conversation import Turn
@@ -273,6 +278,52 @@ def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Text
         refuse_huge(field, len(text))
     encoded = [model.tokenizer.encode_for_embedding(text) for text in texts]
     return checked(model, encoded, field, cut=cut)
+
+
+class ModelChange(msgspec.Struct, frozen=True):
+    """A request to add, copy or remove a model."""
+
+    name: str
+    origin: str = ""
+    """The name of the model that it is made from."""
+    sections: dict[str, Any] = {}
+    """The changed parts of its entry in the configuration."""
+    in_lines: bool = True
+
+
+def pull(models: Models, body: bytes) -> ModelChange:
+    """POST /api/pull. Raises InvalidRequestError."""
+    request = parsed(OllamaPullRequest, body)
+    return ModelChange(_required(request.named), in_lines=request.stream)
+
+
+def copy(models: Models, body: bytes) -> ModelChange:
+    """POST /api/copy. Raises InvalidRequestError."""
+    request = parsed(OllamaCopyRequest, body)
+    return ModelChange(_required(request.destination), _required(request.source))
+
+
+def delete(models: Models, body: bytes) -> ModelChange:
+    """DELETE /api/delete. Raises InvalidRequestError."""
+    return ModelChange(_required(parsed(OllamaShowRequest, body).named))
+
+
+def create(models: Models, body: bytes) -> ModelChange:
+    """POST /api/create. Raises InvalidRequestError."""
+    request = parsed(OllamaCreateRequest, body)
+    name, in_lines = _required(request.named), request.stream
+    if request.modelfile:
+        fields = modelfile.fields_of(request.modelfile)
+        request = parsed(OllamaCreateRequest, orjson.dumps(fields))
+    if not request.origin:
+        raise InvalidRequestError("Say what the model is made from: `from`, or FROM.", "from")
+    return ModelChange(name, request.origin, modelfile.changes_of(request), in_lines)
+
+
+def _required(name: str | None) -> str:
+    if not name:
+        raise InvalidRequestError("Name a model.", "model")
+    return name
 
 
 def several(models: Models, body: bytes) -> bytes:

@@ -6,7 +6,7 @@ Source: ollama, api/types.go, docs/api.md, and docs/modelfile.mdx, "Valid Parame
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -311,12 +311,65 @@ class OllamaEmbeddingsRequest(OllamaModelRequest):
 
 
 class OllamaShowRequest(OllamaModelRequest):
-    """POST /api/show."""
+    """POST /api/show, and DELETE /api/delete."""
 
     INERT: ClassVar[frozenset[str]] = frozenset({"keep_alive", "verbose"})
 
     name: str | None = None
     """The older name of `model`."""
+
+    @property
+    def named(self) -> str | None:
+        """The model's name, by its new or its older field."""
+        return self.name if self.model is None else self.model
+
+
+class OllamaPullRequest(OllamaShowRequest):
+    """POST /api/pull."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"insecure", "username", "password"})
+
+    stream: bool = True
+    """Whether the progress comes in lines."""
+
+
+class OllamaCopyRequest(RequestModel):
+    """POST /api/copy."""
+
+    source: str
+    destination: str
+
+
+class CreateOptions(Options):
+    """The sampling parameters of a model, and these."""
+
+    num_ctx: Annotated[int, Field(ge=2, le=_INT_MAX)] | None = None
+    """Tokens that a request may have."""
+
+
+class OllamaCreateRequest(OllamaPullRequest):
+    """POST /api/create."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"license"})
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "files": ({},),
+        "messages": ([],),
+        "quantize": ("",),
+    }
+    REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL)
+
+    origin: str = Field(default="", alias="from")
+    """A model that is served, or one of a hub."""
+    modelfile: str = ""
+    """A Modelfile, which says what the other fields do."""
+    parameters: CreateOptions = Field(default_factory=CreateOptions)
+    """The defaults of requests, and `num_ctx`."""
+    system: str = ""
+    """The system prompt of chats without one."""
+    template: str = ""
+    """A chat template in Jinja: Ollama's own are in Go's language."""
+    adapters: dict[str, str] = Field(default={})
+    """LoRA adapters of a hub by names of their own. Every request has them."""
 
 
 class OllamaErrorResponse(BaseModel):

@@ -23,13 +23,20 @@ from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import (
     BodiesArgument,
     ModelsArgument,
+    operators_only,
     prepared,
     written,
 )
+from serve_app.ingress.model_control import ModelControlArgument
 from serve_app.ingress.model_registry import ServedModel, find, full_name
 from serve_app.ingress.ollama import catalogue, preparation, serving
-from serve_app.ingress.ollama.preparation import OllamaGeneration, OllamaLoad, OllamaTexts
-from serve_app.ingress.ollama.serving import Kind, OllamaAnswer
+from serve_app.ingress.ollama.preparation import (
+    ModelChange,
+    OllamaGeneration,
+    OllamaLoad,
+    OllamaTexts,
+)
+from serve_app.ingress.ollama.serving import Kind, OllamaAnswer, PullLines
 
 ROUTER = APIRouter()
 """Errors have Ollama's shape: see `serve_app.ingress.http.errors`. Bodies are read whatever their type is
@@ -138,12 +145,14 @@ Descriptions = dict[str, dict[str, Any]]
 
 
 async def _descriptions(request: Request, bodies: BodiesArgument) -> Descriptions:
-    """The models' descriptions, which are kept."""
+    """The models' descriptions, which are kept as long as the models stay the same."""
     state = request.app.state
-    if not hasattr(state, "ollama_descriptions"):
+    files = [model.tokenizer for model in state.models.values()]
+    if getattr(state, "ollama_described", None) != files:
         state.ollama_descriptions = await bodies.work(catalogue.describe)
-    described: Descriptions = state.ollama_descriptions
-    return described
+        state.ollama_described = files
+    descriptions: Descriptions = state.ollama_descriptions
+    return descriptions
 
 
 DescriptionsArgument = Annotated[Descriptions, Depends(_descriptions)]
@@ -196,17 +205,56 @@ async def _running(_: Request) -> Response:
     return PlainTextResponse("Ollama is running")
 
 
+_MANAGING = operators_only("What models are served")
+
+
+@ROUTER.post("/api/pull", response_model=None, dependencies=[_MANAGING])
+async def ollama_pull(
+    control: ModelControlArgument,
+    change: Annotated[ModelChange, prepared(preparation.pull, any_type=True)],
+) -> Response:
+    """Download a model of a hub, and serve it. For operators."""
+    return await PullLines().respond(control.pull(change.name), in_lines=change.in_lines)
+
+
+@ROUTER.post("/api/create", response_model=None, dependencies=[_MANAGING])
+async def ollama_create(
+    control: ModelControlArgument,
+    change: Annotated[ModelChange, prepared(preparation.create, any_type=True)],
+) -> Response:
+    """Serve a model under another name, with other defaults. For operators."""
+    steps = control.create(change.name, change.origin, change.sections)
+    return await PullLines().respond(steps, in_lines=change.in_lines)
+
+
+@ROUTER.post("/api/copy", dependencies=[_MANAGING])
+async def ollama_copy(
+    control: ModelControlArgument,
+    change: Annotated[ModelChange, prepared(preparation.copy, any_type=True)],
+) -> dict[str, str]:
+    """Serve a model under another name, too. For operators."""
+    await control.copy(change.origin, change.name)
+    return {}
+
+
+@ROUTER.delete("/api/delete", dependencies=[_MANAGING])
+async def ollama_delete(
+    control: ModelControlArgument,
+    change: Annotated[ModelChange, prepared(preparation.delete, any_type=True)],
+) -> dict[str, str]:
+    """Serve a model no more that was added. For operators."""
+    await control.delete(change.name)
+    return {}
+
+
 @unread
-async def _refuse_to_change_models(request: Request) -> Response:
+async def _refuse(request: Request) -> Response:
     raise PermissionDeniedError(
-        "This server's models are those of its configuration: requests cannot pull, create, copy, push "
-        "or delete any. Add the model to `models` in the configuration file, and start or "
-        "deploy it again."
+        "Models come from hubs only: requests cannot push any, nor send files. Pull the model, or add it "
+        "to `models` in the configuration."
     )
 
 
 ROUTER.add_route("/", _running, ["GET"])  # browsers get the page before, if there is one
-for path in ("/api/pull", "/api/push", "/api/create", "/api/copy"):
-    ROUTER.add_route(path, _refuse_to_change_models, ["POST"])
-ROUTER.add_route("/api/delete", _refuse_to_change_models, ["DELETE"])
-ROUTER.add_route("/api/blobs/{digest}", _refuse_to_change_models, ["GET", "POST"])
+ROUTER.add_route("/api/push", _refuse, ["POST"])
+ROUTER.add_route("/api/blobs/{digest}", _refuse, ["GET", "POST"])

@@ -8,20 +8,26 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastapi.responses import JSONResponse, Response
 
 from serve_app.errors import CorralError, ModelNotFoundError
 from serve_app.ingress.generation import generation
-from serve_app.ingress.generation.answers import ProtocolAnswer
+from serve_app.ingress.generation.answers import EventAnswer, ProtocolAnswer
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import ErrorShape, cut
+from serve_app.ingress.http.sse import EventStream
 from serve_app.ingress.openai import logprobs
 from serve_app.prompt.output_parser import OutputParser, Reasoning
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.types import SequenceEnd, TokenDelta
+
+if TYPE_CHECKING:
+    from serve_app.ingress.model_control import PullProgress
 
 Json = dict[str, Any]
 Kind = Literal["chat", "generate"]
@@ -64,14 +70,40 @@ def _envelope(kind: Kind, name: str, said: _Said) -> Json:
     return line
 
 
-@dataclass
-class OllamaAnswer(ProtocolAnswer):
-    """An answer on its way, whose events are lines of JSON."""
+class OllamaLines(EventAnswer):
+    """A stream whose events are lines of JSON."""
 
     ping = b" "
     """NDJSON has no comments, and readers fail at empty lines. Space before a value belongs to its line,
     and JSON allows it there."""
     media_type = "application/x-ndjson"
+
+    def failed(self, error: CorralError) -> Json:
+        return error_body(error)
+
+    def written(self, event: Json) -> bytes:
+        return sse.one_line(event) + b"\n"
+
+
+class PullLines(OllamaLines):
+    """The progress of a download."""
+
+    async def respond(self, steps: AsyncIterator[PullProgress], *, in_lines: bool) -> Response:
+        """Answer with all steps as they come, or with the last one. Raises CorralError."""
+        if in_lines:
+            lines = self.stream(steps, lambda step: [self._line(step)])
+            return EventStream(lines, ping=self.ping, media_type=self.media_type)
+        async for step in steps:
+            last = step
+        return JSONResponse(self._line(last))
+
+    def _line(self, step: PullProgress) -> Json:
+        return {name: value for name, value in asdict(step).items() if value is not None}
+
+
+@dataclass
+class OllamaAnswer(OllamaLines, ProtocolAnswer):
+    """An answer on its way, line by line."""
 
     kind: Kind
     name: str
@@ -98,12 +130,6 @@ class OllamaAnswer(ProtocolAnswer):
         end = sequences[0].end
         assert end is not None
         return _envelope(self.kind, self.name, self._said(sequences[0])) | self._end(end)
-
-    def failed(self, error: CorralError) -> Json:
-        return error_body(error)
-
-    def written(self, event: Json) -> bytes:
-        return sse.one_line(event) + b"\n"
 
     def _said(self, delta: TokenDelta) -> _Said:
         said = _Said()

@@ -37,12 +37,16 @@ from serve_app.ingress.llama_server.protocol import (
     SlotRequest,
     TokenizeRequest,
 )
+from serve_app.ingress.model_control import PullProgress
 from serve_app.ingress.ollama.protocol import (
     OllamaChatRequest,
+    OllamaCopyRequest,
+    OllamaCreateRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaErrorResponse,
     OllamaGenerateRequest,
+    OllamaPullRequest,
     OllamaShowRequest,
 )
 from serve_app.ingress.openai.answers import ErrorResponse
@@ -146,6 +150,10 @@ ROUTES = {
     "ollama_embed": Route(d.OllamaVectors, OllamaEmbedRequest, {"input": ["A fox."]}),
     "ollama_embeddings": Route(d.OllamaVector, OllamaEmbeddingsRequest, {"prompt": "A fox."}),
     "ollama_show": Route(d.OllamaModelInfo, OllamaShowRequest, {}),
+    "ollama_pull": Route(PullProgress, OllamaPullRequest, line=PullProgress),
+    "ollama_create": Route(PullProgress, OllamaCreateRequest, line=PullProgress),
+    "ollama_copy": Route(body=OllamaCopyRequest),
+    "ollama_delete": Route(body=OllamaShowRequest),
     "usage": Route(d.UsagePage),
     "create_key": Route(body=ApiKey),
     "create_file": Route(
@@ -167,6 +175,7 @@ ROUTES = {
     "act_on_slot": Route(body=SlotRequest),
     "load_model": Route(body=ModelRequest),
     "unload_model": Route(body=ModelRequest),
+    "download_model": Route(body=ModelRequest),
     "change_weights": Route(body=WeightsRequest),
     "roll_back": Route(body=RollbackRequest),
     "change_lora_adapters": Route(body=AdapterChange | list[LoraAdapter]),

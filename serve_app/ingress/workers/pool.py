@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -95,9 +95,9 @@ class Worker:
     """A worker process, from the ingress's side. Event loop only."""
 
     def __init__(
-        self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, zygote: Zygote
     ) -> None:
-        self.pid = pid
+        self.pid, self.zygote = pid, zygote
         self.is_idle_priority = self.is_niced = False
         self._cpu_s = 0.0
         self._pidfd = os.pidfd_open(pid)  # a number alone may be another process's later
@@ -219,7 +219,7 @@ class Zygote:
                 raise EOFError from error
             raise
         try:
-            return Worker(pid, reader, writer)
+            return Worker(pid, reader, writer, self)
         except OSError as error:  # it is gone, or there is no descriptor for it
             writer.close()
             raise WorkerDiedError from error
@@ -336,9 +336,7 @@ class WorkerPool:
                     if await worker.is_quick(_quick_s(job.order.n_bytes)):
                         return worker.doing.result()
                 except asyncio.CancelledError:
-                    if (
-                        is_small
-                    ):  # if it is done soon, it is kept: a new one would cost more than that
+                    if is_small:  # if it is done soon, it is kept: a new one would cost more
                         await asyncio.wait([worker.doing], timeout=LEFT_S)
                     raise
                 goes_on = self._slow.try_enter(job.client)
@@ -401,7 +399,8 @@ class WorkerPool:
         return None
 
     def _keep(self, worker: Worker) -> None:
-        if sum(idle.is_niced == worker.is_niced for idle in self._idle) < self._n_quick:
+        n_alike = sum(idle.is_niced == worker.is_niced for idle in self._idle)
+        if worker.zygote is self._zygote and n_alike < self._n_quick:
             self._idle.append(worker)
         else:
             worker.end()
@@ -434,12 +433,22 @@ class WorkerPool:
             return await self._zygote.fork()
         except EOFError:
             self._check_is_open()
-            logger.warning(
-                "The process that workers are forked from has ended. Starting a new one."
-            )
+            logger.warning("The process that forks workers has ended. Starting a new one.")
             self._zygote.close()
             self._zygote = Zygote(self._start)
             return await self._zygote.fork()
+
+    async def renew(self, models: Sequence[ModelFile]) -> None:
+        """Have workers with these models from now on. Raises CorralError if one cannot be read."""
+        start = replace(self._start, models=tuple(models))
+        zygote = Zygote(start)
+        first = await zygote.fork()
+        async with self._forking:
+            self._zygote.close()
+            self._start, self._zygote = start, zygote
+            for worker in self._idle:
+                worker.end()
+            self._idle = [first]
 
     async def close(self) -> None:
         """End all processes. Work that is still running raises EngineClosedError. Idempotent."""

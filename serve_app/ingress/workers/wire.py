@@ -82,9 +82,6 @@ def name_of(work: Callable[..., Any]) -> str:
     return f"{work.__module__}:{work.__qualname__}"
 
 
-# -- what the ingress sends --------------------------------------------------------------------
-
-
 async def send(writer: asyncio.StreamWriter, order: WorkOrder, pieces: Sequence[Piece]) -> None:
     """Event loop: send an order and what follows it. Returns when the other end has taken nearly all of it.
     Raises ConnectionError if the other end is gone."""
@@ -113,9 +110,6 @@ def receive_bytes(connection: socket.socket, length: int) -> bytes:
     if len(data) != length:
         raise EOFError
     return data
-
-
-# -- what the ingress gets ---------------------------------------------------------------------
 
 
 def packed_outcome(outcome: Outcome) -> bytes:

@@ -266,9 +266,7 @@ def _fork(control: socket.socket, connection: socket.socket, models: dict[str, M
 
 
 if __name__ == "__main__":
-    from serve_app.ingress.workers import (
-        worker,  # the module that the work of requests imports, too
-    )
+    from serve_app.ingress.workers import worker  # the module that the work imports, too
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     worker.main(int(sys.argv[1]))

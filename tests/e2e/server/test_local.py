@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,12 +10,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from loadtests.common import servers
 from tests.e2e.cluster.test_failover import EXACT, Streams
-from tests.e2e.conftest import Corral, model, short_folder, wait_until
+from tests.e2e.conftest import Corral, model, settings, short_folder, wait_until
+from tests.integration.store import hub_server
+from tests.integration.store.hub_server import Hub
 from tools.random_models.adapter import write_random_adapter
 
 N_STREAMS = 16
@@ -22,14 +27,28 @@ RESTART_S = 60
 
 
 @pytest.fixture(scope="module")
-def server(gguf: Path) -> Iterator[Corral]:
+def hub(gguf: Path) -> Iterator[Hub]:
+    with hub_server.running(Hub({"tiny-Q8_0.gguf": gguf.read_bytes()})) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def managing(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Arguments of servers that may have models added, and that share what was."""
+    folder = tmp_path_factory.mktemp("downloads")
+    with settings({"HF_ENDPOINT": hub.url}):
+        yield {"manage_models": True, "downloads": {"folder": str(folder)}}
+
+
+@pytest.fixture(scope="module")
+def server(gguf: Path, managing: dict[str, Any]) -> Iterator[Corral]:
     """Two models, the second on demand."""
     models = [
         model(gguf, "m", n_slots=4, n_ctx_slot=4096, max_waiting=32, **EXACT),
         model(None, "asleep", n_slots=2, n_ctx_slot=2048) | {"keep_alive": "1h"},
     ]
     with short_folder() as directory:
-        corral = Corral(directory, models, local=True)
+        corral = Corral(directory, models, local=True, args=managing)
         try:
             corral.wait_for_model("m")
             yield corral
@@ -95,6 +114,54 @@ def test_a_model_on_demand_is_loaded_by_a_request_and_released(server: Corral) -
     wait_until(lambda: server.replicas(1) == [], RESTART_S, "the model is unloaded")
 
 
+def generated(server: Corral, name: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": name, "prompt": "Hello", "stream": False} | fields
+    answer = server.http.post("/api/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def names(server: Corral) -> list[str]:
+    return [model["name"] for model in server.http.get("/api/tags").json()["models"]]
+
+
+def test_models_come_and_go(server: Corral, hub: Hub, gguf: Path) -> None:
+    pulled = "hf.co/owner/name:Q8_0"
+    with server.http.stream("POST", "/api/pull", json={"model": pulled}) as answer:
+        steps = [json.loads(line) for line in answer.iter_lines()]
+    assert [steps[0], steps[-1]] == [{"status": "pulling manifest"}, {"status": "success"}], steps
+    (total,) = {step["total"] for step in steps if "total" in step}
+    assert total == gguf.stat().st_size
+    assert max(step.get("completed", 0) for step in steps) == total
+    options = {"temperature": 0, "num_predict": 8}
+    text = generated(server, pulled, raw=True, options=options)["response"]
+    assert text == generated(server, "m", raw=True, options=options)["response"]
+
+    modelfile = f"FROM {pulled}\nPARAMETER num_predict 3\nPARAMETER num_ctx 512\nSYSTEM Be brief."
+    body = {"model": "mario", "modelfile": modelfile, "stream": False}
+    assert server.http.post("/api/create", json=body).json() == {"status": "success"}
+    assert generated(server, "mario", raw=True)["eval_count"] <= 3
+    shown = server.http.post("/api/show", json={"model": "mario"}).json()
+    assert shown["parameters"].split() == ["num_ctx", "512"]
+    copy = {"source": "mario", "destination": "luigi"}
+    assert server.http.post("/api/copy", json=copy).status_code == 200
+    assert {f"{name}:latest" for name in ("mario", "luigi")} | {pulled} <= set(names(server))
+    gone = server.http.request("DELETE", "/api/delete", json={"model": "mario"})
+    assert gone.status_code == 200, gone.text
+    assert "mario:latest" not in names(server)
+    assert server.http.post("/api/show", json={"model": "mario"}).status_code == 404
+    assert hub.n_bytes["tiny-Q8_0.gguf"] <= 2 * total  # its header, and all of it once
+
+
+def test_a_download_that_is_refused_says_why(server: Corral) -> None:
+    answer = server.http.post("/api/pull", json={"model": "other/name", "stream": False})
+    assert (answer.status_code, "no such repository" in answer.text) == (400, True)
+    with server.http.stream("POST", "/api/pull", json={"model": "qwen3"}) as streamed:
+        assert "Hugging Face repository" in [*streamed.iter_lines()][-1]
+    refused = server.http.delete("/models", params={"model": "m"})
+    assert (refused.status_code, "configuration" in refused.text) == (403, True)
+
+
 def test_metrics_have_the_names_that_ray_exports(server: Corral) -> None:
     body = {"model": "m", "prompt": "Hello", "max_tokens": 4}
     assert server.http.post("/v1/completions", json=body).status_code == 200
@@ -138,3 +205,19 @@ def test_running_answers_end_first(server: Corral) -> None:
     while server.pids("") and time.monotonic() - began < 10:
         time.sleep(0.1)
     assert server.pids("") == []
+
+
+def test_the_next_server_has_what_was_added(
+    server: Corral, managing: dict[str, Any], gguf: Path
+) -> None:
+    with short_folder() as directory:
+        models = [model(gguf, "m", n_slots=1, n_ctx_slot=256) | {"keep_alive": "1h"}]
+        later = Corral(directory, models, local=True, args=managing)
+        try:
+            servers.wait_ready(later.process, lambda: servers.is_healthy(later.url), directory)
+            assert {"luigi:latest", "hf.co/owner/name:Q8_0"} < set(names(later))
+            assert generated(later, "luigi", raw=True)["eval_count"] <= 3
+            assert later.http.delete("/models", params={"model": "luigi"}).status_code == 200
+            assert "luigi:latest" not in names(later)
+        finally:
+            later.stop()

@@ -71,6 +71,19 @@ async def test_work_is_done_in_another_process_which_is_used_again(pool: WorkerP
     assert await pool.run("a", work.count_tokens, b"The quick brown fox.") > 3
 
 
+async def test_workers_have_other_models_when_these_change(pool: WorkerPool) -> None:
+    """A worker that knows the earlier ones is not used again, also where it was at work meanwhile."""
+    first = await pool.run("a", work.pid, b"")
+    sleeping = asyncio.create_task(pool.run("a", work.sleep, b"1"))
+    await until(lambda: len(pool.at_work) == 1)
+    await pool.renew([FILE, ModelFile(str(BUILTIN_MODEL), "other", 2048)])
+    assert await pool.run("a", work.names, b"") == ["demo", "other"]
+    await sleeping
+    for _ in range(3):
+        assert await pool.run("a", work.names, b"") == ["demo", "other"]
+    await until(lambda: not is_alive(first))
+
+
 async def test_errors_come_back_as_they_are(pool: WorkerPool) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await pool.run("a", work.refuse, b"")

@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -109,3 +110,11 @@ def see(models: Models, body: bytes) -> tuple[int, int, int]:
     """Width, height and bytes of the picture that the body is."""
     found = decoder.decoded(body, "it", "messages")
     return found.width, found.height, len(found.pixels)
+
+
+def names(models: Models, body: bytes) -> list[str]:
+    return list(models)
+
+
+def sleep(models: Models, body: bytes) -> None:
+    time.sleep(float(body))

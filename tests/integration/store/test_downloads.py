@@ -26,10 +26,13 @@ from serve_app.llama.vision.senses import Senses, senses
 from serve_app.progress import Stage, nowhere
 from serve_app.store import download, gguf_header
 from serve_app.store.models import (
+    delete,
+    fetch,
     locate,
     pinned,
     pinned_projector,
     projector_beside,
+    remote_model,
     vocabulary,
 )
 from serve_app.store.remote import UnreachableError
@@ -58,6 +61,24 @@ def test_a_model_is_downloaded_once(hub: Hub, downloads: DownloadsConfig) -> Non
     assert locate(ONE, downloads, nowhere) == path
     assert hub.n_bytes["tiny-Q4_0.gguf"] == len(hub.files["tiny-Q4_0.gguf"])
     assert [*path.parent.glob("*.p*")] == []
+
+
+def test_a_model_is_fetched_for_later_and_deleted(hub: Hub, downloads: DownloadsConfig) -> None:
+    def leave(stage: Stage) -> None:
+        if stage.done:
+            raise ConfigError("enough")
+
+    model = remote_model(THREE, downloads)
+    with pytest.raises(ConfigError, match="enough"):
+        fetch(model, downloads, leave)
+    fetch(model, downloads, nowhere)
+    assert sum(hub.n_bytes.values()) < 2 * model.n_bytes
+    path = locate(THREE, downloads, nowhere)
+    delete(model, downloads)
+    assert path.exists()  # it is open
+    locks.leave_all()
+    delete(model, downloads)
+    assert not path.exists()
 
 
 def test_a_model_in_shards_is_loaded(hub: Hub, downloads: DownloadsConfig, tiny_gguf: Path) -> None:

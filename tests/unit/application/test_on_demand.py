@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from serve_app.app import build
+from serve_app.application.resolving import resolve_all
 from serve_app.config.resolved import OnDemandSettings
+from serve_app.config.schema import parse, with_models
+from serve_app.errors import ConfigError
 from serve_app.placement import machine
 from serve_app.placement.machine import Machine
 from tests.unit.placement.machines import topology
@@ -52,6 +55,19 @@ def test_models_with_a_process_each_reserve_what_those_take_that_are_loaded() ->
     _, model, served = found["engine-always"]
     assert model.on_demand is None
     assert served.ray_actor_options["num_cpus"] == 2
+
+
+def test_models_that_come_later_have_places_from_the_start() -> None:
+    app = parse({"models": [entry("always", None)], "manage_models": True})
+    (always,) = resolve_all(app)
+    assert always.num_cpus == 2
+    for earlier in ([], [entry("earlier")]):
+        (later,) = resolve_all(with_models(app, [*earlier, entry("later")]), 1 + len(earlier))
+        assert (later.id, later.num_cpus) == ("later", 2)
+        assert later.on_demand is not None
+        assert later.on_demand.max_loaded == 1
+    with pytest.raises(ConfigError, match="same name"):
+        with_models(app, [entry("a"), entry("b") | {"aliases": ["a"]}])
 
 
 def test_as_many_as_there_are_may_be_loaded_at_once() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.cli.config_file import NamedModel, named
+from serve_app.cli.config_file import NamedModel, ServeOptions, document, named
 from serve_app.errors import ConfigError
 from serve_app.store import hub
 
@@ -101,3 +101,9 @@ def test_a_model_in_openvinos_format_gets_its_backend(
 
 
 _SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def test_models_that_may_change_are_loaded_on_demand() -> None:
+    args = document(ServeOptions(manage_models=True))["applications"][0]["args"]
+    assert args["manage_models"]
+    assert [model["keep_alive"] for model in args["models"]] == ["5m"]

@@ -149,7 +149,7 @@ async def test_version_and_heads(client: httpx.AsyncClient) -> None:
 async def test_models_are_not_changed(client: httpx.AsyncClient, method: str, path: str) -> None:
     answer = await client.request(method, path, json={"model": "first"})
     assert answer.status_code == 403
-    assert "configuration" in answer.json()["error"]
+    assert "configuration" in answer.json()["error"]  # `manage_models` is not set
 
 
 async def test_a_blob_is_not_received(client: httpx.AsyncClient) -> None:
