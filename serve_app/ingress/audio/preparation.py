@@ -51,12 +51,17 @@ class TranscriptionRequest(RequestModel):
     stream: bool = False
     """Whether the text comes as server-sent events while the file is heard."""
     timestamp_granularities: str = Field(default="segment", alias="timestamp_granularities[]")
+    """`word` has Whisper tell when each word is said."""
     user: str | None = None
     """The user whose file this is, without API keys."""
 
-    def checked(self) -> TranscriptionRequest:
+    @property
+    def wants_words(self) -> bool:
+        return self.timestamp_granularities == "word"
+
+    def checked(self, *, by_whisper: bool) -> TranscriptionRequest:
         """The request. Raises InvalidRequestError for combinations that there are not."""
-        if self.timestamp_granularities != "segment":
+        if self.timestamp_granularities != "segment" and not (by_whisper and self.wants_words):
             raise InvalidRequestError(
                 "Only segments have times, and words have none.", "timestamp_granularities[]"
             )
@@ -79,6 +84,8 @@ class WindowOrder:
     """The most windows."""
     start: int = 0
     """The sample that the first window begins with."""
+    whisper: str | None = None
+    """The name of the model that hears in a process of its own, if there is one."""
 
     def pieces(self, form: list[bytes]) -> list[bytes]:
         """The body for a worker: the order as a line of JSON, and the form."""
@@ -92,15 +99,15 @@ _ORDERS = msgspec.json.Decoder(WindowOrder)
 
 @dataclass(frozen=True, slots=True)
 class PreparedWindows:
-    """Some windows of a file, with a prompt for each of them."""
+    """Some windows of a file, with a prompt for each of them unless Whisper hears them."""
 
-    chat: Chat
+    request: TranscriptionRequest
+    model: str
+    chat: Chat | None
     windows: tuple[Window, ...]
     next_start: int | None
     """The sample that the next window begins with; None behind the last window."""
     seconds: float
-    response_format: Format
-    language: str | None
 
 
 def windows(models: Models, body: bytes) -> PreparedWindows:
@@ -114,17 +121,15 @@ def windows(models: Models, body: bytes) -> PreparedWindows:
             raise InvalidRequestError("The form ends too early.")
         if form.filename is None:
             raise InvalidRequestError("Field required: the form has no file.", "file")
-        request = parsed(TranscriptionRequest, msgspec.json.encode(form.fields)).checked()
-        model = _hearing(models, request.model)
+        request = parsed(TranscriptionRequest, msgspec.json.encode(form.fields))
+        by_whisper = order.whisper is not None and request.model in (None, order.whisper)
+        request = request.checked(by_whisper=by_whisper)
+        model = None if by_whisper else _hearing(models, request.model)
         part = group(bytes(file), order.start, order.n)
-    return PreparedWindows(
-        _chat(model, request, len(part.windows), order.translates),
-        part.windows,
-        part.next_start,
-        part.seconds,
-        request.response_format,
-        "english" if order.translates else request.language,
-    )
+    n = len(part.windows)
+    chat = None if model is None else _chat(model, request, n, order.translates)
+    name = str(order.whisper) if model is None else model.id
+    return PreparedWindows(request, name, chat, part.windows, part.next_start, part.seconds)
 
 
 def _hearing(models: Models, name: str | None) -> ModelInfo:

@@ -20,9 +20,11 @@ from serve_app.errors import InvalidRequestError, KeyLimitError, RateLimitError
 from serve_app.ingress.access.bodies import BodyLimits, BodyReader
 from serve_app.ingress.audio import preparation
 from serve_app.ingress.audio.preparation import MAX_FILE_BYTES, PreparedWindows, WindowOrder
+from serve_app.ingress.audio.recognizer import HeardSegment, HearingOrder, Recognizer
 from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.answers import EventAnswer
 from serve_app.ingress.generation.generation import Deltas
+from serve_app.ingress.generation.preparation import Chat
 from serve_app.ingress.http import request_context, sse
 from serve_app.ingress.http.dependencies import Bodies
 from serve_app.ingress.http.request_context import Caller
@@ -48,8 +50,13 @@ MAX_BODY_BYTES = MAX_FILE_BYTES + 2**16
 class Transcriber:
     """Hears files. Event loop only."""
 
-    def __init__(self, models: Mapping[str, ServedModel], bodies: Bodies) -> None:
-        self._models, self._bodies = models, bodies
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        bodies: Bodies,
+        recognizer: Recognizer | None = None,
+    ) -> None:
+        self._models, self._bodies, self._recognizer = models, bodies, recognizer
         self._large = FairSemaphore(N_LARGE, N_LARGE_EACH)
         self._small = FairSemaphore(N_SMALL, N_SMALL_EACH)
         self._uploads = BodyReader(
@@ -77,10 +84,12 @@ class Transcriber:
         if form is None:
             raise InvalidRequestError("The form ends too early.")
         n = await _room_of(caller)
-        order = WindowOrder(request.headers.get("content-type", ""), translates, n)
-        transcript = Transcript(self._models, self._bodies, form, order)
+        whisper = None if self._recognizer is None else self._recognizer.id
+        content_type = request.headers.get("content-type", "")
+        order = WindowOrder(content_type, translates, n, whisper=whisper)
+        transcript = Transcript(self._models, self._bodies, form, order, self._recognizer)
         await transcript.begin()
-        if transcript.group.chat.generation.stream:
+        if transcript.group.request.stream:
             return sse.EventStream(transcript.stream(transcript.texts(), transcript.events))
         async with aclosing(transcript.texts()) as texts:
             async for _ in texts:
@@ -106,9 +115,12 @@ class Segment:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    heard: HeardSegment | None = None
+    """What Whisper tells of it."""
 
     def as_json(self, number: int, temperature: float) -> Json:
-        """The segment in OpenAI's form. No model tells whether there was speech."""
+        """The segment in OpenAI's form. Only Whisper tells whether there was speech."""
+        heard = self.heard
         encoded, n = self.text.encode(), max(1, len(self.logprobs))
         return {
             "id": number,
@@ -118,9 +130,9 @@ class Segment:
             "text": self.text,
             "tokens": self.tokens,
             "temperature": temperature,
-            "avg_logprob": sum(self.logprobs) / n,
+            "avg_logprob": sum(self.logprobs) / n if heard is None else heard.avg_logprob,
             "compression_ratio": len(encoded) / len(zlib.compress(encoded)),
-            "no_speech_prob": 0.0,
+            "no_speech_prob": 0.0 if heard is None else heard.no_speech_prob,
         }
 
 
@@ -133,8 +145,10 @@ class Transcript(EventAnswer):
         bodies: Bodies,
         form: list[bytes],
         order: WindowOrder,
+        recognizer: Recognizer | None,
     ) -> None:
-        self._models, self._bodies = models, bodies
+        self._models, self._bodies, self._recognizer = models, bodies, recognizer
+        self._caller, self._language = request_context.current(), ""
         self._form, self._order = form, order
         self._id, self._numbers = f"transcript-{uuid.uuid4().hex}", itertools.count()
         self.group: PreparedWindows
@@ -148,19 +162,24 @@ class Transcript(EventAnswer):
         CorralError."""
         order = dataclasses.replace(self._order, start=start)
         group = await self._bodies.work(preparation.windows, *order.pieces(self._form))
-        plan = group.chat.generation
-        model, answer_id = find(self._models, plan.model), f"{self._id}-{next(self._numbers)}"
-        requests = await generation.requests(model, answer_id, plan) if group.windows else []
-        pairs = zip(requests, group.windows, strict=True)
-        heard = [dataclasses.replace(one, media=(window.sound,)) for one, window in pairs]
-        self._deltas = await generation.start(model, heard)
+        if group.chat is None:
+            self._caller.check_model(group.model)
+        else:
+            plan = group.chat.generation
+            model, answer_id = find(self._models, plan.model), f"{self._id}-{next(self._numbers)}"
+            requests = await generation.requests(model, answer_id, plan) if group.windows else []
+            pairs = zip(requests, group.windows, strict=True)
+            heard = [dataclasses.replace(one, media=(window.sound,)) for one, window in pairs]
+            self._deltas = await generation.start(model, heard)
         self.group = group
 
     async def texts(self) -> AsyncGenerator[str]:
         """The pieces of the file's text, in their order. Raises CorralError."""
         while True:
-            async with aclosing(self._deltas):
-                async for text in self._texts_of_group():
+            chat = self.group.chat
+            texts = self._texts_by_whisper() if chat is None else self._texts_of_group(chat)
+            async with aclosing(texts):
+                async for text in texts:
                     yield text
             if self.group.next_start is None:
                 return
@@ -177,9 +196,41 @@ class Transcript(EventAnswer):
                     raise
                 await asyncio.sleep(error.retry_after_s)
 
-    async def _texts_of_group(self) -> AsyncGenerator[str]:
+    async def _texts_by_whisper(self) -> AsyncGenerator[str]:
+        """Windows are heard one after the other, each with segments of its own."""
+        recognizer, request, caller = self._recognizer, self.group.request, self._caller
+        assert recognizer is not None  # or the worker would have found another model
+        for window in self.group.windows:
+            order = HearingOrder(
+                len(window.sound.samples),
+                request.language,
+                self._order.translates,
+                request.prompt,
+                request.temperature,
+                request.wants_words,
+            )
+            heard = await recognizer.hear(caller.holder, order, window.sound)
+            caller.computed()
+            self._language = self._language or heard.language
+            n_tokens = sum(len(one.tokens) for one in heard.segments)
+            caller.count(self.group.model, {"completion_tokens": n_tokens})
+            for spoken in heard.segments:
+                begin, end = (window.start_s + at for at in (spoken.start, spoken.end))
+                segment = Segment(begin, end, tokens=spoken.tokens, heard=spoken)
+                self._segments.append(segment)
+                self._n_output += len(spoken.tokens)
+                if text := self._add(segment, [spoken.text]):
+                    yield text
+        if self.group.next_start is None:
+            caller.count(self.group.model, {"requests": 1, "completed": 1})
+
+    async def _texts_of_group(self, chat: Chat) -> AsyncGenerator[str]:
         """Windows are heard side by side: what a later one says is held until its turn."""
-        chat = self.group.chat
+        async with aclosing(self._deltas):
+            async for text in self._texts_of_deltas(chat):
+                yield text
+
+    async def _texts_of_deltas(self, chat: Chat) -> AsyncGenerator[str]:
         segments = [Segment(window.start_s, window.end_s) for window in self.group.windows]
         self._segments += segments
         model = find(self._models, chat.generation.model)
@@ -228,7 +279,8 @@ class Transcript(EventAnswer):
 
     def whole(self) -> Response:
         """The answer in the form that the request asks for."""
-        match self.group.response_format:
+        request = self.group.request
+        match request.response_format:
             case "text":
                 return PlainTextResponse(f"{self.text}\n")
             case "srt":
@@ -238,16 +290,23 @@ class Transcript(EventAnswer):
                 return Response(f"WEBVTT\n\n{cues}", media_type="text/vtt")
             case "json":
                 return sse.json_response({"text": self.text, "usage": self._usage})
-        temperature = self.group.chat.generation.sampling.temperature
         translates = self._order.translates
-        segments = [one.as_json(i, temperature) for i, one in enumerate(self._segments)]
+        segments = [one.as_json(i, request.temperature) for i, one in enumerate(self._segments)]
+        words = [
+            {"word": word.word, "start": offset + word.start, "end": offset + word.end}
+            for segment in self._segments
+            if segment.heard is not None
+            for offset in [segment.start_s - segment.heard.start]
+            for word in segment.heard.words
+        ]
         return sse.json_response(
             {
                 "task": "translate" if translates else "transcribe",
-                "language": self.group.language or "",
+                "language": "english" if translates else request.language or self._language,
                 "duration": self.group.seconds,
                 "text": self.text,
                 "segments": segments,
+                **({"words": words} if request.wants_words else {}),
                 "usage": {"type": "duration", "seconds": round(self.group.seconds)},
             }
         )

@@ -82,7 +82,7 @@ def name_of(work: Callable[..., Any]) -> str:
     return f"{work.__module__}:{work.__qualname__}"
 
 
-async def send(writer: asyncio.StreamWriter, order: WorkOrder, pieces: Sequence[Piece]) -> None:
+async def send(writer: asyncio.StreamWriter, order: object, pieces: Sequence[Piece]) -> None:
     """Event loop: send an order and what follows it. Returns when the other end has taken nearly all of it.
     Raises ConnectionError if the other end is gone."""
     writer.write(framed(msgpack.packed(order)))

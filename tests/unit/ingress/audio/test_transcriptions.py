@@ -85,6 +85,7 @@ def test_lfm2_is_asked_in_its_own_words() -> None:
     form = httpx.Request("POST", "http://x", files={"file": ("a.wav", wav(1))})
     order = WindowOrder(form.headers["content-type"], translates=False, n=1)
     found = windows({"m": model}, b"".join(order.pieces([form.read()])))
+    assert found.chat is not None
     prompt = [token for token in found.chat.prompt if token != MEDIUM]
     assert TOKENIZER.decode(prompt) == "systemPerform ASR.;user;"
 
