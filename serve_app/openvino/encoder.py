@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino
@@ -11,13 +12,14 @@ from numpy.typing import NDArray
 
 from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama.formats import Row
-from serve_app.openvino.graph import MASK, VECTORS, WINDOW_MASK
+from serve_app.openvino.graph import GROUPED, MASK, PLACES, VECTORS, WINDOW_MASK
 from serve_app.openvino.paged.compiling import forgetting, settings
 
 # Added to the scores of tokens that are not seen.
 _UNSEEN = np.float32(-1e30)
-# Batches are filled up to a multiple of so many rows: kernels are prepared for each number of rows.
+# Batches and groups are filled up to a multiple of so many rows: kernels are prepared for each number.
 _MULTIPLE = 16
+_NO_TEXT = -2
 
 
 class Encoder:
@@ -44,10 +46,20 @@ class Encoder:
         padding = [(0, 0, -1, False)] * (-len(rows) % _MULTIPLE)
         table = np.array([row[:3] for row in (*rows, *padding)], np.int64)
         tokens, positions, texts = (np.ascontiguousarray(column) for column in table.T)
-        sees = texts[:, None] == texts
-        inputs = {"input_ids": tokens[None], "position_ids": positions[None], MASK: _mask(sees)}
+        groups = grouped(texts)
+        has_token = groups >= 0
+        places = np.zeros(len(texts), np.int64)
+        places[groups[has_token]] = np.flatnonzero(has_token)
+        sees = _pairs(np.equal, np.where(has_token, texts[groups], _NO_TEXT))
+        inputs = {
+            "input_ids": tokens[None],
+            "position_ids": positions[None],
+            GROUPED: np.maximum(groups, 0),
+            PLACES: places,
+            MASK: _mask(sees),
+        }
         if self._has_window:
-            is_near = np.abs(positions[:, None] - positions) <= self._window // 2
+            is_near = np.abs(_pairs(np.subtract, positions[groups])) <= self._window // 2
             inputs[WINDOW_MASK] = _mask(sees & is_near)
         request = self._request
         assert request is not None
@@ -65,5 +77,21 @@ class Encoder:
         self._request = None
 
 
+def grouped(texts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows of each group, -1 where it has no more: a text is a group, or all rows are one, where that
+    has fewer pairs. Each text's rows follow each other. Pure."""
+    _, first, lengths = np.unique(texts, return_index=True, return_counts=True)
+    longest = -(-int(lengths.max()) // _MULTIPLE) * _MULTIPLE
+    if len(first) * longest**2 >= len(texts) ** 2:
+        return np.arange(len(texts))[None]
+    at = np.arange(longest)
+    return np.where(at < lengths[:, None], first[:, None] + at, -1)
+
+
+def _pairs(function: np.ufunc, values: NDArray[np.int64]) -> NDArray[Any]:
+    pairs: NDArray[Any] = function(values[:, :, None], values[:, None])
+    return pairs
+
+
 def _mask(sees: NDArray[np.bool_]) -> NDArray[np.float32]:
-    return np.where(sees, np.float32(0), _UNSEEN)[None, None]
+    return np.where(sees, np.float32(0), _UNSEEN)[:, None]

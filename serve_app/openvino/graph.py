@@ -26,7 +26,9 @@ from serve_app.openvino.weights import GROUP, Quantised, floats, is_quantised, q
 HIDDEN = "hidden_states"
 VECTORS = "vectors"
 MASK, WINDOW_MASK = "mask", "window_mask"
-"""Inputs of encoders: what is added to the scores of attention, for each token and each other one."""
+"""Inputs of encoders: what is added to the scores of attention, for two tokens of each group."""
+GROUPED, PLACES = "grouped", "places"
+"""Inputs of encoders: the tokens of each group, and the place of each token in all groups."""
 FREQUENCIES, WINDOW_FREQUENCIES = "rotary_frequencies", "rotary_frequencies_of_windows"
 
 Node = Any
@@ -237,19 +239,23 @@ class _Graph:
             turns = self._turns[notes.frequencies]
             query, key = self._turned(query, turns), self._turned(key, turns)
         query = self._warmed(query)
-        keys, values, mask = self._seen(index, notes, key, value)
+        query, keys, values, mask = self._seen(index, notes, query, key, value)
         if n != n_kv:
             keys, values = self._repeated(keys), self._repeated(values)
         scale = op.constant(np.float32(self._attention_scale))
         attended = op.scaled_dot_product_attention(query, keys, values, mask, scale, False)
         attended = op.transpose(attended, op.constant(np.array([0, 2, 1, 3], np.int32)))
-        return op.reshape(attended, _ints(0, 0, n * head), True)
+        return self._joined(op.reshape(attended, _ints(0, 0, n * head), True))
 
     def _seen(
-        self, index: int, notes: LayerNotes, key: Node, value: Node
-    ) -> tuple[Node, Node, Node]:
-        """The keys and values that the tokens see, and the mask."""
+        self, index: int, notes: LayerNotes, query: Node, key: Node, value: Node
+    ) -> tuple[Node, Node, Node, Node]:
+        """The queries, the keys and values that they see, and the mask."""
         raise NotImplementedError
+
+    def _joined(self, attended: Node) -> Node:
+        """The outputs of attention, in the order of the tokens."""
+        return attended
 
     @property
     def _attention_scale(self) -> float:
@@ -383,12 +389,12 @@ class _Decoder(_Graph):
         return logits
 
     def _seen(
-        self, index: int, notes: LayerNotes, key: Node, value: Node
-    ) -> tuple[Node, Node, Node]:
+        self, index: int, notes: LayerNotes, query: Node, key: Node, value: Node
+    ) -> tuple[Node, Node, Node, Node]:
         keys = self._kept(f"past_key_values.{index}.key", f"present.{index}.key", key)
         values = self._kept(f"past_key_values.{index}.value", f"present.{index}.value", value)
         mask = op.constant(np.zeros((1, 1, 1, 1), np.float32))  # paged attention has its own
-        return keys, values, mask
+        return query, keys, values, mask
 
     def _kept(self, past: str, present: str, new: Node) -> Node:
         n_kv, head = self._n_head_kv, self._head
@@ -403,16 +409,19 @@ class _Decoder(_Graph):
 
 
 class _Encoder(_Graph):
-    """An encoder's graph. Several texts are one row of tokens, and masks part them."""
+    """An encoder's graph. Several texts are one row of tokens. Attention has them in groups, each filled up
+    to the longest, and masks part the texts of a group."""
 
     def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
         inputs = {
             "input_ids": op.parameter([-1, -1], np.int64, name="input_ids"),
             "position_ids": op.parameter([-1, -1], np.int64, name="position_ids"),
-            MASK: op.parameter([1, 1, -1, -1], np.float32, name=MASK),
+            GROUPED: op.parameter([-1, -1], np.int64, name=GROUPED),
+            PLACES: op.parameter([-1], np.int64, name=PLACES),
+            MASK: op.parameter([-1, 1, -1, -1], np.float32, name=MASK),
         }
         if any(model.windows):
-            inputs[WINDOW_MASK] = op.parameter([1, 1, -1, -1], np.float32, name=WINDOW_MASK)
+            inputs[WINDOW_MASK] = op.parameter([-1, 1, -1, -1], np.float32, name=WINDOW_MASK)
         super().__init__(model, tell, inputs)
 
     def build(self) -> openvino.Model:
@@ -436,9 +445,19 @@ class _Encoder(_Graph):
         return openvino.Model([result], list(self._inputs.values()), "model")
 
     def _seen(
-        self, index: int, notes: LayerNotes, key: Node, value: Node
-    ) -> tuple[Node, Node, Node]:
-        return key, value, self._inputs[WINDOW_MASK if notes.window else MASK]
+        self, index: int, notes: LayerNotes, query: Node, key: Node, value: Node
+    ) -> tuple[Node, Node, Node, Node]:
+        query, key, value = (self._grouped(heads) for heads in (query, key, value))
+        return query, key, value, self._inputs[WINDOW_MASK if notes.window else MASK]
+
+    def _grouped(self, heads: Node) -> Node:
+        """Heads of shape [groups, heads, tokens, head size], of [1, heads, tokens, head size]."""
+        by_head = op.gather(op.squeeze(heads, _ints(0)), self._inputs[GROUPED], _int(1))
+        return op.transpose(by_head, op.constant(np.array([1, 0, 2, 3], np.int32)))
+
+    def _joined(self, attended: Node) -> Node:
+        rows = op.reshape(attended, _ints(-1, self._n_head * self._head), False)
+        return op.unsqueeze(op.gather(rows, self._inputs[PLACES], _int(0)), _int(0))
 
 
 def _scaled(values: Node, factor: float) -> Node:

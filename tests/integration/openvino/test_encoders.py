@@ -49,19 +49,23 @@ def test_there_is_a_model_of_each_encoder() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_vectors_of_several_texts_are_llama_cpps(tmp_path: Path, name: str) -> None:
-    """A batch with texts of all lengths, one of them as long as the model takes."""
+    """A batch with texts of all lengths, one of them as long as the model takes, and such a batch with more
+    of about one length, which are groups of their own."""
     shape, pooling, dtype = MODELS[name]
     path = write_encoder(tmp_path / "model.gguf", shape, pooling, dtype)
     rng = np.random.default_rng(3)
     texts = [tuple(map(int, rng.integers(5, 60, n))) for n in (7, shape.n_ctx, 1, 20, 33)]
+    more = [*texts, *(tuple(map(int, rng.integers(5, 60, n))) for n in (30, 41, 35, 48, 33, 39))]
     vectors = {}
     for kernels in ("llama.cpp", "openvino"):
         engine = Engine.load(path, replace(_OPTIONS, backend=kernels))
         with closing(engine):
             assert engine.stats().compute.backend == kernels
             vectors[kernels] = engine.embed(texts).result(60)
+            among_more = engine.embed(more).result(60)[: len(texts)]
             alone = np.vstack([engine.embed([text]).result(60) for text in texts])
         assert vectors[kernels] == pytest.approx(alone, abs=2e-3)
+        assert among_more == pytest.approx(alone, abs=2e-3)
     ours, theirs = vectors["openvino"], vectors["llama.cpp"]
     if pooling is PoolingType.RANK:
         assert ours == pytest.approx(theirs, abs=2e-3)
