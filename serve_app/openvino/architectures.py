@@ -48,6 +48,10 @@ class Architecture:
     """Whether the feed-forward part is experts, of which a router chooses some for each token."""
     normed_experts: bool = False
     """Whether the shares of the experts that were chosen add up to 1."""
+    clamped_experts: bool = False
+    """Whether experts have biases, and a gate and values that are clamped (gpt-oss)."""
+    sinks: bool = False
+    """Whether each head attends to a sink besides, which has a score and no value."""
     shared_expert: bool = False
     """Whether all tokens have one more expert, with a gate of its own."""
     scaled: bool = False
@@ -79,6 +83,10 @@ class Architecture:
             return tensor in (_AROUND_ENCODERS if self.encodes else _AROUND_LAYERS)
         name, kind = inside.groups()
         if name in self._products or (self.encodes and name in self._norms):
+            return True
+        if self.clamped_experts and name in self._experts:
+            return True
+        if self.sinks and name == "attn_sinks":
             return True
         return kind == "weight" and name in self._norms | self._experts
 
@@ -159,6 +167,14 @@ ARCHITECTURES = {
     "qwen3": Architecture(head_norms=True),
     "qwen2moe": Architecture(experts=True, shared_expert=True),
     "qwen3moe": Architecture(head_norms=True, experts=True, normed_experts=True),
+    "gpt-oss": Architecture(
+        ffn_norm=_AFTER_ATTENTION,
+        experts=True,
+        normed_experts=True,
+        clamped_experts=True,
+        sinks=True,
+        windows=2,
+    ),
     "phi3": Architecture(gate_in_up=True),
     "glm4": Architecture(
         pairs="neighbours",

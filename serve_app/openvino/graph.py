@@ -18,6 +18,7 @@ import numpy as np
 import openvino
 from numpy.typing import NDArray
 from openvino import opset13 as op
+from openvino.utils.node_factory import NodeFactory
 
 from serve_app.errors import ConfigError
 from serve_app.openvino.gguf_model import GgufModel, Rotary, Tensor
@@ -30,6 +31,10 @@ MASK, WINDOW_MASK = "mask", "window_mask"
 GROUPED, PLACES = "grouped", "places"
 """Inputs of encoders: the tokens of each group, and the place of each token in all groups."""
 FREQUENCIES, WINDOW_FREQUENCIES = "rotary_frequencies", "rotary_frequencies_of_windows"
+
+# The clamp and the slope of gpt-oss's experts. Source: llama.cpp, `build_moe_ffn`.
+_CLAMP, _GATE_SLOPE = np.float32(7), 1.702
+_FACTORY = NodeFactory("opset13")  # its function for attention knows no sinks
 
 Node = Any
 
@@ -208,21 +213,27 @@ class _Graph:
             shares = op.divide(shares, op.reduce_sum(shares, _ints(-1), True))
         tiled = op.reshape(op.tile(rows, _ints(n, 1)), _ints(n, -1, width), False)
         gate, up = (
-            op.matmul(tiled, _experts(model.take(f"{block}ffn_{name}_exps.weight")), False, True)
-            for name in ("gate", "up")
+            self._expert_product(f"{block}ffn_{name}_exps", tiled) for name in ("gate", "up")
         )
-        activated = op.multiply(
-            gate, op.sigmoid(gate)
-        )  # op.swish has a parameter, and is not known
-        inner = op.multiply(activated, up)
-        down = _experts(model.take(f"{block}ffn_down_exps.weight"))
-        added = op.matmul(inner, down, False, True)
+        if self._kind.clamped_experts:
+            gate = op.minimum(gate, op.constant(_CLAMP))
+            up = op.add(op.clamp(up, -_CLAMP, _CLAMP), op.constant(np.float32(1)))
+        # op.swish has a parameter, and is not known.
+        slope = _GATE_SLOPE if self._kind.clamped_experts else 1.0
+        inner = op.multiply(op.multiply(gate, op.sigmoid(_scaled(gate, slope))), up)
+        added = self._expert_product(f"{block}ffn_down_exps", inner)
         added = op.reshape(added, op.concat([_ints(n), self._n_texts, _ints(-1, width)], 0), False)
         zeros = op.broadcast(op.constant(np.float32(0)), op.shape_of(scores))
         spread = op.scatter_elements_update(zeros, chosen, shares, _int(1))
         spread = op.transpose(spread, _ints(1, 0))
         spread = op.reshape(spread, op.concat([_ints(n), self._n_texts, _ints(-1)], 0), False)
         return op.reduce_sum(op.multiply(added, op.unsqueeze(spread, _int(-1))), _ints(0), False)
+
+    def _expert_product(self, name: str, values: Node) -> Node:
+        product = op.matmul(values, _experts(self._model.take(f"{name}.weight")), False, True)
+        if not self._model.has(f"{name}.bias"):
+            return product
+        return op.add(product, op.constant(self._model.vector(f"{name}.bias")[:, None]))
 
     def _with_shared(self, block: str, hidden: Node, added: Node) -> Node:
         gate, up = (self._product(f"{block}ffn_{name}_shexp", hidden) for name in ("gate", "up"))
@@ -243,7 +254,11 @@ class _Graph:
         if n != n_kv:
             keys, values = self._repeated(keys), self._repeated(values)
         scale = op.constant(np.float32(self._attention_scale))
-        attended = op.scaled_dot_product_attention(query, keys, values, mask, scale, False)
+        inputs = [query, keys, values, mask, scale]
+        if self._kind.sinks:
+            sinks = self._model.vector(f"{block}attn_sinks.weight")
+            inputs.append(op.constant(sinks.reshape(1, n, 1, 1)))
+        attended = _FACTORY.create("ScaledDotProductAttention", inputs, {"causal": False})
         attended = op.transpose(attended, op.constant(np.array([0, 2, 1, 3], np.int32)))
         return self._joined(op.reshape(attended, _ints(0, 0, n * head), True))
 

@@ -145,6 +145,10 @@ def _with_least(blocks: Bytes) -> tuple[Floats, Floats | None]:
     return _half(blocks, 0), _half(blocks, 2)
 
 
+def _with_exponent(blocks: Bytes) -> tuple[Floats, Floats | None]:
+    return np.exp2(blocks[..., 0].astype(np.float32) - 128), None
+
+
 def _of_super_blocks(blocks: Bytes) -> tuple[Floats, Floats | None]:
     rows, n_blocks, _ = blocks.shape
     scales, least = Q4_K.get_scale_min(np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12))
@@ -158,6 +162,7 @@ _GRIDS: dict[Kind, _Grid] = {
     Kind.Q4_0: _centred,
     Kind.Q5_0: _centred,
     Kind.Q8_0: _centred,
+    Kind.MXFP4: _with_exponent,
     Kind.Q4_1: _with_least,
     Kind.Q5_1: _with_least,
     Kind.Q4_K: _of_super_blocks,

@@ -20,6 +20,7 @@ _FILE_TYPES = {
     Kind.F16: LlamaFileType.MOSTLY_F16,
     Kind.Q4_0: LlamaFileType.MOSTLY_Q4_0,
     Kind.Q8_0: LlamaFileType.MOSTLY_Q8_0,
+    Kind.MXFP4: LlamaFileType.MOSTLY_MXFP4_MOE,
 }
 _N_EXPERTS, _N_EXPERTS_USED = 8, 2
 _SHAPE = ModelShape("random", 2, 256, 512, 4, 2, 64, 512, 4096)
@@ -104,6 +105,13 @@ class Made:
                 n_up = 2 * n_ff if parts.gate_in_up else n_ff
                 matrix(f"{block}ffn_up{suffix}.weight", n_up, n_embd, *more)
                 matrix(f"{block}ffn_down{suffix}.weight", n_embd, n_ff, *more)
+            if parts.clamped_experts:
+                for name, n in (("gate", n_ff), ("up", n_ff), ("down", n_embd)):
+                    vector(f"{block}ffn_{name}_exps.bias", (_N_EXPERTS, n), 0.0)
+                vector(f"{block}ffn_gate_inp.bias", _N_EXPERTS, 0.0)
+                vector(f"{block}attn_output.bias", n_embd, 0.0)
+            if parts.sinks:
+                vector(f"{block}attn_sinks.weight", _SHAPE.n_head, 2.0)
             if parts.head_norms:
                 for name in "qk":
                     n = heads[name] if self.wide_norms else head

@@ -137,6 +137,10 @@ MODELS = {
     "qwen3-none": Made("qwen3", metadata=_YARN | {"rope.scaling.type": "none"}),
     "qwen2moe": Made("qwen2moe", biases=True),
     "qwen3moe": Made("qwen3moe"),
+    "gpt-oss": Made("gpt-oss", biases=True, metadata=_YARN | {"attention.sliding_window": 24}),
+    "gpt-oss-mxfp4": Made(
+        "gpt-oss", Kind.MXFP4, biases=True, metadata={"attention.sliding_window": 24}
+    ),
     "phi3": Made("phi3", one_qkv=True),
     "phi3-short": Made(
         "phi3",
@@ -165,8 +169,10 @@ def test_logits_are_llama_cpps(made: Made, tmp_path: Path) -> None:
     assert readable([path]).architecture == made.architecture
     found, other = (mixed(kind(path, _OPTIONS)) for kind in (OpenVinoBackend, LlamaBackend))
     # A rounded score may choose another expert.
-    assert agreement(found, other) > (0.999 if "moe" in made.architecture else 0.9999)
-    assert (found.argmax(axis=1) == other.argmax(axis=1)).mean() > 0.97
+    has_experts = ARCHITECTURES[made.architecture].experts
+    assert agreement(found, other) > (0.999 if has_experts else 0.9999)
+    least_same = 0.97 if made.kind is Kind.F16 else 0.94  # both quantise activations otherwise
+    assert (found.argmax(axis=1) == other.argmax(axis=1)).mean() > least_same
 
 
 def test_a_state_of_a_longer_context_fits_only_where_positions_turn_alike(tmp_path: Path) -> None:
