@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
+import shutil
 import tempfile
 import threading
 import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -33,9 +35,6 @@ from serve_app.progress import nowhere
 from serve_app.store import shared_entries
 from serve_app.store.models import locate
 from serve_app.store.sharing import ClusterSharing
-
-if TYPE_CHECKING:
-    import httpx2
 
 AT_ONCE = 2
 """Parts that an engine has at a time: the second one's lines take the slots that the first one's leave."""
@@ -83,8 +82,7 @@ class Answerer:
             on_demand=None,
         )
         await asyncio.to_thread(locate, model.source, model.downloads, nowhere, ClusterSharing())
-        self._folder = tempfile.TemporaryDirectory(prefix="corral-")  # it goes with this process
-        folder = folder_for(Path(self._folder.name))
+        folder = _own_folder()
         metrics.keep_in(folder / "metrics")
         shared_entries.keep_in(folder / "entries")
         handle, child = LocalHandle(model, folder, _reserved_cpus()), EngineChild(folder)
@@ -148,23 +146,26 @@ class Answerer:
         counts["cached"] += details.get("cached_tokens") or 0
 
     async def _answered(self, question: Question | str) -> tuple[int, dict[str, Any]]:
+        """The status and the answer, when there is room for it; or, after long, that there is none."""
         if isinstance(question, str):
             return 400, _refusal(question, "invalid_row")
         body = orjson.dumps(question.body)
         async with self._places:
-            told = await self._asked(question.path, body)
-        answer: dict[str, Any] = orjson.loads(told.content)
-        return told.status_code, answer
+            give_up_at = time.monotonic() + _PATIENCE_S
+            while True:
+                caller = Caller(request_id=uuid.uuid4().hex, is_batch_line=True)
+                answer = await post(self._app, question.path, body, caller)
+                if answer.status_code not in _BUSY or time.monotonic() > give_up_at:
+                    return answer.status_code, orjson.loads(answer.content)
+                await asyncio.sleep(_PAUSE_S)
 
-    async def _asked(self, path: str, body: bytes) -> httpx2.Response:
-        """The answer, when there is room for the request; or, after long, that there is none."""
-        give_up_at = time.monotonic() + _PATIENCE_S
-        while True:
-            caller = Caller(request_id=uuid.uuid4().hex, is_batch_line=True)
-            answer = await post(self._app, path, body, caller)
-            if answer.status_code not in _BUSY or time.monotonic() > give_up_at:
-                return answer
-            await asyncio.sleep(_PAUSE_S)
+
+def _own_folder() -> Path:
+    """A new folder of this process. Ray kills processes, so what those left that are gone is removed."""
+    for left in Path(tempfile.gettempdir()).glob("corral-batch-*"):
+        if not Path("/proc", left.name.rpartition("-")[2]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return folder_for(Path(tempfile.mkdtemp(f"-{os.getpid()}", "corral-batch-")))
 
 
 def _refusal(message: str, code: str) -> dict[str, Any]:
