@@ -75,7 +75,6 @@ class BackgroundResponse:
         """Raises what the engine refuses it with."""
         self.task: asyncio.Task[None]
         self.is_read = False
-        self.is_over = False
 
     def fail(self, error: CorralError) -> None:
         """End it, or refuse it if it has not begun."""
@@ -86,7 +85,7 @@ class BackgroundResponse:
             self.accepted.exception()  # where nobody waits for it, nobody is warned
 
     def is_due(self, now: float) -> bool:
-        if self.is_over or now - self.told_at >= ALIVE_S:
+        if self.task.done() or now - self.told_at >= ALIVE_S:
             return True
         has_news = len(self.entries) > self.n_told
         return has_news and (self.is_read or now - self.told_at >= TELL_S)
@@ -193,7 +192,6 @@ class BackgroundResponses:
             logger.exception("%s failed", response.stored_request.id)
             response.fail(unexpected())
         finally:
-            response.is_over = True
             self._news.set()
 
     async def _generate(self, response: BackgroundResponse) -> None:
@@ -237,7 +235,7 @@ class BackgroundResponses:
             response.is_read = result is AppendResult.HURRY
             if result in (AppendResult.CANCEL, AppendResult.LEAVE):
                 response.task.cancel()
-            is_told = response.is_over and response.n_told == len(response.entries)
+            is_told = response.task.done() and response.n_told == len(response.entries)
             if is_told or result is AppendResult.LEAVE:
                 self._responses.pop(append.id, None)
 

@@ -446,7 +446,7 @@ async def test_nobody_reads_what_the_store_does_not_know(
     monkeypatch.setattr(shared, "append", waits)
     following = asyncio.create_task(got(first, body["id"], stream=True))
     held.set()
-    await until(lambda: response.is_over)
+    await until(response.task.done)
     now = (await got(first, body["id"])).json()
     assert (now["status"], now["output"][0]["content"][0]["text"]) == ("in_progress", "Hel")
     assert not following.done()
