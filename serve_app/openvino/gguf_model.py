@@ -14,7 +14,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
 from numpy.typing import NDArray
 
 from serve_app.errors import ConfigError
@@ -99,13 +99,35 @@ class Tensor:
     n_weights: int
 
 
+class _Reader(GGUFReader):
+    """Reads arrays as wholes, and passes over arrays of texts: a vocabulary takes seconds otherwise."""
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[NDArray[Any]], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+        n_values, start = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+        dtype, types = self.gguf_scalar_to_np.get(kind), [GGUFValueType.ARRAY, kind]
+        if dtype is not None:
+            values = self._get(start, dtype, n_values)
+            return start + values.nbytes - orig_offs, [values], [0], types
+        if kind is not GGUFValueType.STRING:
+            return super()._get_field_parts(orig_offs, raw_type)
+        data, end = self.data.data, start
+        for _ in range(n_values):
+            end += 8 + int.from_bytes(data[end : end + 8], "little")
+        return end - orig_offs, [], [], types
+
+
 class GgufModel:
     """Opened for reading; the tensors stay in the file until they are read. Remembers which were taken.
 
     Raises ConfigError for an architecture that is not known, with the reason as the rest of a sentence."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        readers = [GGUFReader(path) for path in files]
+        readers = [_Reader(path) for path in files]
         self._first = readers[0]
         self._tensors = {
             one.name: Tensor(one.name, one.data, one.tensor_type, int(one.n_elements))
