@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +157,25 @@ async def test_there_is_a_bound(scene: Scene, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_names_become_ids(name: str, model_id: str) -> None:
     assert model_id_of(name) == model_id
+
+
+async def test_who_listens_is_told_what_changes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_control, "_LOOK_EVERY_S", 0.01)
+    async with aclosing(scene.control.events()) as events:
+        first = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        scene.control.pull_later("nobody/nothing")
+        event = await first
+        assert (event["model"], event["event"]) == ("nobody/nothing", "download_failed")
+        assert "no such repository" in event["data"]["error"]
+        await scene.create("n", "m")
+        assert await anext(events) == {"model": "*", "event": "models_reload"}
+        status = {"event": "model_status", "data": {"status": "loaded"}}
+        assert await anext(events) == {"model": "n"} | status
+        await scene.control.delete("n")
+        assert await anext(events) == {"model": "n", "event": "model_remove"}
 
 
 async def test_routes(scene: Scene) -> None:
