@@ -205,7 +205,9 @@ async def test_of_several_answers_the_last_one_is_forecast(
     assert "x-corral-forecast-end-ms" not in answer.headers, "nothing was measured"
 
 
-@pytest.mark.parametrize("value", ["", "0", "-1", "1.5", "soon", "1" * 5000, "٣"])
+@pytest.mark.parametrize(
+    "value", ["", "0", "-1", "1.5", "soon", "1" * 5000, f"{1:011}{9:05000}", "٣"]
+)
 async def test_a_deadline_is_a_number_of_milliseconds(
     client: httpx.AsyncClient, engine: ScriptedEngine, value: str
 ) -> None:
