@@ -46,8 +46,8 @@ logger = logging.getLogger("corral.engine")
 
 LLAMA_CPP: KernelsName = "llama.cpp"
 OPENVINO: KernelsName = "openvino"
-# Smaller models are measured in less time than a process takes to begin. Of larger ones, only those are
-# compared that are converted already: to convert a model takes a second for so many bytes.
+# Smaller models gain less than the process of a measurement costs. Larger ones are compared only if they
+# are converted already: a conversion takes a quarter of a minute for each GiB, on two cores.
 _LEAST_BYTES, _MOST_BYTES = 20 * 2**20, 2**31
 # The tokens that a slot has room for in a measurement, and those that are before each batch.
 _N_CTX_SLOT, _N_BEFORE = 512, 256
