@@ -57,7 +57,10 @@ def start(
     side: str, model: Path, threads: int, n_slots: int, traces: Path
 ) -> AbstractContextManager[Server]:
     """The server of a side. Spans go to the file `traces`, if the side has them."""
-    engine = {"n_slots": n_slots, "n_ctx_slot": 1024, "threads": threads, "max_waiting": 256}
+    engine = {
+        **{"n_slots": n_slots, "n_ctx_slot": 1024, "threads": threads, "max_waiting": 256},
+        "backend": "llama.cpp",
+    }
     entry = {"id": "m", "source": {"path": str(model)}, "engine": engine}
 
     def command(directory: Path, port: int) -> list[str | Path]:
