@@ -109,6 +109,8 @@ async def test_a_call_has_its_end_when_it_is_pushed(wire: Wire) -> None:
 @pytest.mark.parametrize("how", ["the peer leaves", "it is closed", "a full peer leaves"])
 async def test_a_break_fails_all_open_calls_once(wire: Wire, how: str) -> None:
     calls = [wire.channel.open_call(number) for number in range(3)]
+    for number in range(3):
+        wire.channel.accept(number, Accepted())
     wire.channel.push(2, last())
     wire.channel.flush()
     await settle()
