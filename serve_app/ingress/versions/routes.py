@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.http.dependencies import ModelsArgument, operators_only, prepared
+from serve_app.ingress.http.dependencies import operators_only, prepared
 from serve_app.ingress.openai.answers import card_of
 from serve_app.ingress.versions import preparation
 from serve_app.ingress.versions.control import VersionControl
@@ -18,23 +18,26 @@ ROUTER = APIRouter(dependencies=[operators_only("What versions answer")])
 
 @ROUTER.post("/models/weights")
 async def change_weights(
-    models: ModelsArgument,
     request: Request,
     change: Annotated[WeightsRequest, prepared(preparation.weights)],
 ) -> VersionList:
     """Give versions of a model so many percent of its requests. For operators."""
     await _control(request, change.model).change(change.model, change.weights)
-    return VersionList(model=change.model, versions=card_of(models, change.model).versions)
+    return _versions(request, change.model)
 
 
 @ROUTER.post("/models/rollback")
 async def roll_back(
-    models: ModelsArgument,
     request: Request,
     model: Annotated[str, prepared(preparation.rollback)],
 ) -> VersionList:
     """Give all requests of a model to the version that had all before. For operators."""
     await _control(request, model).roll_back(model)
+    return _versions(request, model)
+
+
+def _versions(request: Request, model: str) -> VersionList:
+    models = request.app.state.models  # as they are behind the change
     return VersionList(model=model, versions=card_of(models, model).versions)
 
 

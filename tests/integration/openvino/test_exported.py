@@ -203,7 +203,10 @@ def test_a_configuration_is_resolved_from_the_folder(qwen3: Path) -> None:
     assert found.weight_bytes > (qwen3 / "openvino_model.bin").stat().st_size
     assert found.options.n_ctx_slot == 4096
     for engine, reason in (
-        ({}, r"models \(tiny\): llama\.cpp cannot read a model in OpenVINO's format"),
+        (
+            {"backend": "llama.cpp"},
+            r"models \(tiny\): llama\.cpp cannot read a model in OpenVINO's format",
+        ),
         ({"backend": "openvino", "draft": {"source": source}}, "engine.draft: llama.cpp cannot"),
     ):
         model = schema.ModelConfig.model_validate(
@@ -377,7 +380,9 @@ def test_a_batch_begins_anew_when_the_weights_change(tmp_path: Path) -> None:
 
 def test_the_path_of_the_graph_means_the_folder(qwen3: Path) -> None:
     source = {"path": str(qwen3 / GRAPH)}
-    model = schema.ModelConfig.model_validate({"id": "tiny", "source": source})
+    model = schema.ModelConfig.model_validate(
+        {"id": "tiny", "source": source, "engine": {"backend": "llama.cpp"}}
+    )
     with pytest.raises(ConfigError, match=r"llama\.cpp cannot read a model in OpenVINO's format"):
         resolve([model])
     for more, reason in (
