@@ -22,6 +22,7 @@ from serve_app.errors import (
     EngineClosedError,
     EngineFailedError,
 )
+from serve_app.heap import HUGE_PAGES
 from serve_app.local.calls import Connection
 from serve_app.store.shared_entries import fetching_replicas
 from serve_app.types import FetchingReplica
@@ -53,6 +54,7 @@ class EngineChild:
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                env=HUGE_PAGES | os.environ,
             )
         self.socket = own
 
