@@ -10,10 +10,10 @@ import numpy as np
 import openvino
 from numpy.typing import NDArray
 
-from serve_app.errors import ConfigError, DecodeError
+from serve_app.errors import ConfigError
 from serve_app.llama.formats import Row
 from serve_app.openvino.graph import GROUPED, MASK, PLACES, VECTORS, WINDOW_MASK
-from serve_app.openvino.paged.compiling import forgetting, settings
+from serve_app.openvino.paged.compiling import forgetting, infer, settings
 
 # Added to the scores of tokens that are not seen.
 _UNSEEN = np.float32(-1e30)
@@ -63,12 +63,7 @@ class Encoder:
             inputs[WINDOW_MASK] = _mask(sees & is_near)
         request = self._request
         assert request is not None
-        for name, values in inputs.items():
-            request.set_tensor(name, openvino.Tensor(values))
-        try:
-            request.infer()
-        except RuntimeError as error:
-            raise DecodeError(f"OpenVINO cannot compute this batch: {error}") from error
+        infer(request, inputs)
         vectors: NDArray[np.float32] = request.get_tensor(VECTORS).data[0, : len(rows)].copy()
         return vectors
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from openvino import opset13 as op
 from openvino._offline_transformations import paged_attention_transformation
 
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, DecodeError
 from serve_app.openvino.exported.files import trusted
 from serve_app.openvino.graph import FREQUENCIES, HIDDEN, GraphNotes
 
@@ -68,6 +68,16 @@ def settings(threads: int, cache_type: CacheType = "f16") -> dict[str, Any]:
         "INFERENCE_PRECISION_HINT": "f32",  # bf16 is slower without AMX, and less exact
         "KV_CACHE_PRECISION": cache_type,
     }
+
+
+def infer(request: openvino.InferRequest, inputs: Mapping[str, NDArray[Any]]) -> None:
+    """Compute a pass over these inputs. Raises DecodeError."""
+    for name, values in inputs.items():
+        request.set_tensor(name, openvino.Tensor(values))
+    try:
+        request.infer()
+    except RuntimeError as error:
+        raise DecodeError(f"OpenVINO cannot compute this batch: {error}") from error
 
 
 def read(path: Path, frequencies: NDArray[np.float32] | None, n_vocab: int) -> openvino.Model:

@@ -178,14 +178,12 @@ class PagedContext:
             raise DecodeCancelledError("The pass was cancelled.")
         request = self._request
         assert request is not None
-        for name, values in inputs.items():
-            request.set_tensor(name, openvino.Tensor(values))
         try:
-            request.infer()
-        except RuntimeError as error:
+            compiling.infer(request, inputs)
+        except DecodeError:
             if self._cancelled.is_set():
                 raise DecodeCancelledError("The pass was cancelled.") from None
-            raise DecodeError(f"OpenVINO cannot compute this batch: {error}") from error
+            raise
         found: NDArray[np.float32] = request.get_tensor(output).data
         return found.reshape(-1, found.shape[-1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import time
@@ -23,18 +24,10 @@ def doubled(number: int) -> int:
     return 2 * number
 
 
-def slow(path: Path) -> int:
-    path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").rename(path)
+def slow(fifo: Path) -> int:
+    fifo.write_text(str(os.getpid()))  # returns when it is read
     time.sleep(600)
     return 0
-
-
-def wait_until(is_so: object) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so() and time.monotonic() < deadline:  # type: ignore[operator]
-        time.sleep(0.02)
-    assert is_so()  # type: ignore[operator]
 
 
 def test_results_and_refusals_come_back() -> None:
@@ -44,14 +37,17 @@ def test_results_and_refusals_come_back() -> None:
 
 
 def test_the_process_ends_with_the_server(tmp_path: Path) -> None:
-    path = tmp_path / "pid"
+    fifo = tmp_path / "pid"
+    os.mkfifo(fifo)
     call = (
         f"from pathlib import Path; from {apart.__module__} import apart; "
-        f"from {__name__} import slow; apart(slow, Path({str(path)!r}))"
+        f"from {__name__} import slow; apart(slow, Path({str(fifo)!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", call], cwd=ROOT) as server:
-        wait_until(path.exists)
-        process = Path(f"/proc/{path.read_text()}")
-        assert process.exists()
+        process = os.pidfd_open(int(fifo.read_text()))
+        assert select.select([process], [], [], 0)[0] == [], "it computes"
         server.kill()
-    wait_until(lambda: not process.exists() or "Z" in (process / "stat").read_text().split()[2])
+    try:
+        assert select.select([process], [], [], PATIENCE_S)[0] == [process], "it has ended"
+    finally:
+        os.close(process)
