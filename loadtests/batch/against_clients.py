@@ -3,11 +3,12 @@
     python -m loadtests.batch.against_clients --model PATH [--seconds 40] [--rounds 3] [--slots 16]
         [--clients 16] [--shared-words 0] [--backend llama.cpp]
 
-Starts what `make serve` runs, with batches, and llama-server with as many slots and as much context. In
-each round both answer lines of the same sizes for so many seconds, in turns, once they are in full swing;
-the server whose turn it is not is stopped. At llama-server, each client asks for one line after the other;
-`--clients 1` is the simplest script that somebody would write. --shared-words are in front of every line,
-as instructions are. --backend is that of Corral's engine. Figures are generated tokens a second.
+Starts what `corral serve --cluster` runs, with batches, and llama-server with as many slots and as much
+context. In each round both answer lines of the same sizes for so many seconds, in turns, once they are in
+full swing; the server whose turn it is not is stopped. At llama-server, each client asks for one line
+after the other; `--clients 1` is the simplest script that somebody would write. --shared-words are in
+front of every line, as instructions are. --backend is that of Corral's engine. Figures are generated
+tokens a second.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m loadtests.batch.behind_chats --model PATH [--users 2] [--think 3] [--seconds 60] [--rounds 3]
         [--slots 16] [--json FILE]
 
-Starts what `make serve` runs, with batches. Each round has three parts of that many seconds: a batch of
-`/v1/batches` alone, users alone, and both. A user asks for 64 tokens behind a prompt of about 128 that
-nobody has sent before, reads the stream, thinks for as long as --think says, and asks again. Lines of the
-batch are such requests, too, but for 32 to 96 tokens, so that they get out of step.
+Starts what `corral serve --cluster` runs, with batches. Each round has three parts of that many seconds: a
+batch of `/v1/batches` alone, users alone, and both. A user asks for 64 tokens behind a prompt of about 128
+that nobody has sent before, reads the stream, thinks for as long as --think says, and asks again. Lines of
+the batch are such requests, too, but for 32 to 96 tokens, so that they get out of step.
 
 The parts of the day that users leave are those in which the engine computes nothing while they are
 alone. The batch's part of them is its tokens/s beside the users, divided by its tokens/s alone and

@@ -88,7 +88,7 @@ def serve_run(
     model: Mapping[str, Any], settings: Mapping[str, str] | None = None, **ingress: object
 ) -> Iterator[Server]:
     """Corral with this entry of its `models` and these settings of `ingress`, in a Ray cluster of its own:
-    as `make serve` starts it, or by `serve run` with these environment variables."""
+    as `corral serve --cluster` starts it, or by `serve run` with these environment variables."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
         config = write_config(directory, [model], port, None, BUILD, **ingress)
@@ -104,7 +104,7 @@ def serve_command(*arguments: str | Path) -> list[str | Path]:
 
 
 def one_machine_command(config: Path) -> list[str | Path]:
-    """The command that `make serve` ends in."""
+    """The command that `corral serve --cluster` ends in."""
     return [sys.executable, "-m", "serve_app.start.one_machine", config]
 
 

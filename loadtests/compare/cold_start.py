@@ -2,12 +2,12 @@
 
     python -m loadtests.compare.cold_start --model PATH [--rounds 5] [--server PATH]
 
-Corral runs as `make serve` starts it, with the model on demand (`keep_alive`), which was loaded and
-profiled before. A round unloads it, waits until it is gone, and times a streamed completion from its
-sending to the first token. In the same round llama-server is timed from its start to the first token of the
-same request, which is sent as soon as its `/health` says that it is ready, with Ray running idle beside it.
-Both have the same slots, context and threads, the file in the page cache, and take turns. Each prompt is
-new.
+Corral runs as `corral serve --cluster` starts it, with the model on demand (`keep_alive`), which was
+loaded and profiled before. A round unloads it, waits until it is gone, and times a streamed completion
+from its sending to the first token. In the same round llama-server is timed from its start to the first
+token of the same request, which is sent as soon as its `/health` says that it is ready, with Ray running
+idle beside it. Both have the same slots, context and threads, the file in the page cache, and take turns.
+Each prompt is new.
 
 Prints a Markdown table of medians and ranges, and the ratios to llama-server in the same round, also of the
 time for each token that follows; and the memory of Corral's process for the model while that is not loaded

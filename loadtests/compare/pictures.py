@@ -4,8 +4,8 @@
         [--parts alone,beside,users,bad]
 
 The model and its projector have random weights and the shapes of SmolVLM-256M, whose encoder computes a
-picture of 1,024 pixels as 17 tiles. Corral (`make serve`) and llama-server take turns with the same fresh
-pictures; whoever is not asked is stopped meanwhile. Parts:
+picture of 1,024 pixels as 17 tiles. Corral (`corral serve --cluster`) and llama-server
+take turns with the same fresh pictures; whoever is not asked is stopped meanwhile. Parts:
     alone   the first token about a picture, and about the same picture again
     beside  the same beside two streams, and the gaps of these meanwhile
     users   16 users who ask Corral about one picture at once: tiles that are encoded

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from loadtests.hostile.scene import Scene
 
 KEYLESS, KEYED = "keyless", "keyed"
-"""The two servers: as `make serve` has it, with models whose vocabularies need regular expressions; and one
-with API keys."""
+"""The two servers: as `corral serve --cluster` has it, with models whose vocabularies need regular
+expressions; and one with API keys."""
 
 MIB = 2**20
 MOST_BODY_BYTES = 8 * MIB

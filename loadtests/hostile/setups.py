@@ -1,4 +1,4 @@
-"""The servers that are attacked: `make serve` on loopback, with the models and keys that attacks need."""
+"""The attacked servers: `corral serve --cluster` on loopback, with the models and keys for attacks."""
 
 from __future__ import annotations
 

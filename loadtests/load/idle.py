@@ -2,9 +2,10 @@
 
     python -m loadtests.load.idle [--seconds 60] [--serve-run | --ray-defaults]
 
-Starts what `make serve` runs, with the built-in model on loopback, and waits until all is quiet. Prints
-each process's share of one core in that time, and their sum. With --serve-run, `serve run` with
-`serve_app/start/one-machine.env` instead (the proxy and dashboard of Ray); with --ray-defaults, without.
+Starts what `corral serve --cluster` runs, with the built-in model on loopback, and waits until all is
+quiet. Prints each process's share of one core in that time, and their sum. With --serve-run, `serve run`
+with `serve_app/start/one-machine.env` instead (the proxy and dashboard of Ray); with --ray-defaults,
+without.
 """
 
 from __future__ import annotations
