@@ -37,6 +37,7 @@
     |-- ConstraintError           500 constraint_failed
     |-- EngineFailedError         500 engine_failed
     |   `-- ChannelBrokenError    500 engine_failed
+    |-- LedgerError               500 server_error
     `-- StorageFullError          507 storage_full
 
 Errors cross processes: `args` of each has all that its class is called with, positionally, or the error
@@ -283,6 +284,10 @@ class EngineFailedError(CorralError, code="engine_failed"):
 
 class ChannelBrokenError(EngineFailedError):
     """The connection broke that a request's tokens came over; the engine itself may be well."""
+
+
+class LedgerError(CorralError):
+    """The file of usage, budgets and keys cannot be used now."""
 
 
 class StorageFullError(CorralError, status=507, code="storage_full"):

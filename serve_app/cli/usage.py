@@ -34,7 +34,7 @@ def usage(
         console.out(json.dumps(page), highlight=False)
         return
     table = plain_table("day", *groups)
-    for name in ("requests", "prompt", "cached", "answers", "compute s", "joules"):
+    for name in ("requests", "prompt", "cached", "answers", "compute s", "joules", "cost"):
         table.add_column(name, justify="right")
     for bucket in page["data"]:
         day = time.strftime("%Y-%m-%d", time.gmtime(bucket["start_time"]))
@@ -42,9 +42,9 @@ def usage(
             names = ("num_model_requests", "input_tokens", "input_cached_tokens", "output_tokens")
             cells = [f"{row[name]:,}" for name in names]
             shown = [str(row[GROUPS[group]]) for group in groups]
-            joules = row.get("joules")
-            cells += [f"{row['compute_s']:,.1f}", "" if joules is None else f"{joules:,.0f}"]
-            table.add_row(day, *shown, *cells)
+            joules = "" if row["joules"] is None else f"{row['joules']:,.0f}"
+            cost = f"{row['cost']:,.6f}".rstrip("0").rstrip(".")
+            table.add_row(day, *shown, *cells, f"{row['compute_s']:,.1f}", joules, cost)
     console.print(table)
 
 

@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+_Name = Annotated[str, Field(min_length=1, max_length=256)]
 _Secret = Annotated[str, Field(min_length=16, pattern=r"^[!-~]+$")]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -24,7 +25,7 @@ class ApiKey(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    name: Annotated[str, Field(min_length=1)]
+    name: _Name
     """The name of the key's owner. Slots are shared fairly among names."""
     key: Annotated[_Secret | None, Field(repr=False)] = None
     """The secret, of 16 characters at least: letters, digits and signs of ASCII. `corral hash-keys` stores
@@ -45,9 +46,9 @@ class ApiKey(BaseModel):
     """Tokens of all prompts of a request together."""
     max_context_tokens: Annotated[int, Field(ge=2)] | None = None
     """Tokens of a prompt and its answer. An answer that would have more ends there."""
-    models: list[Annotated[str, Field(min_length=1)]] | None = None
+    models: Annotated[list[_Name], Field(max_length=1000)] | None = None
     """The models that the key may use: names, or patterns such as `qwen*`. Default: all."""
-    cache_group: Annotated[str, Field(min_length=1)] | None = None
+    cache_group: _Name | None = None
     """Keys of one group start from each other's cached prefixes. Default: the key's own name."""
     min_priority: int = 0
     """The lowest `priority` that its requests may have. Lower values go first."""
@@ -55,7 +56,7 @@ class ApiKey(BaseModel):
     """Whether the key may do what operators do, and see what others do."""
     expires: AwareDatetime | None = None
     """The time after which the key is not valid, such as `2027-01-31T00:00:00Z`. Default: never."""
-    labels: Annotated[dict[str, str], Field(max_length=16)] = {}
+    labels: Annotated[dict[_Name, Annotated[str, Field(max_length=256)]], Field(max_length=16)] = {}
     """Texts of your own, such as `team: search`."""
     created: AwareDatetime | None = None
     """The time at which the server made the key, or its secret."""

@@ -7,10 +7,11 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,7 +27,6 @@ from serve_app.errors import (
 from serve_app.ingress.http import request_model
 from serve_app.ingress.model_registry import Models
 
-T = TypeVar("T")
 MOST_KEYS = 1000
 _NAME = re.compile(r"[\w.@+-]{1,128}")
 _NO_HASH = "0" * 64
@@ -59,7 +59,7 @@ def with_secret(key: ApiKey) -> tuple[ApiKey, str]:
 
 
 class CreatedKeys:
-    """The file of keys. `change` is called within a transaction of the ledger, which all ingresses share:
+    """The file of keys. It is changed within a transaction of the ledger, which all ingresses share:
     nobody else changes the file meanwhile. Any thread."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,48 +76,38 @@ class CreatedKeys:
         except ValidationError as error:
             raise ConfigError(f"{self.path}: {describe_errors(error)}") from None
 
-    def change(self, change: Callable[[dict[str, ApiKey]], T]) -> T:
-        """Change the keys, by their names, and return the function's result. Raises what that raises, and
-        StorageFullError or CorralError if the file cannot be written."""
-        try:
-            keys = {key.name: key for key in self.read()}
-            result = change(keys)
-            self._write(list(keys.values()))
-        except ConfigError as error:
-            raise CorralError(f"The keys cannot be read: {error.message}") from None
-        except OSError as error:
-            raise StorageFullError(f"The keys cannot be kept: {error.strerror}.") from None
-        return result
-
     def add(self, key: ApiKey) -> None:
-        """Add a key. Raises InvalidRequestError if there is one of its name, or no room."""
-
-        def added(keys: dict[str, ApiKey]) -> None:
+        """Add a key. Raises InvalidRequestError if there is one of its name, or no room, and, as all
+        changes do, StorageFullError or CorralError if the file cannot be written."""
+        with self._changing() as keys:
             if key.name in keys:
                 raise InvalidRequestError(f"There is a key {key.name!r}.", "name")
             if len(keys) >= MOST_KEYS:
                 raise InvalidRequestError(f"There are {MOST_KEYS} keys. Revoke some.")
             keys[key.name] = key
 
-        self.change(added)
-
     def rotate(self, name: str) -> tuple[ApiKey, str]:
         """Give a key a new secret, and return both. Raises ObjectNotFoundError."""
-
-        def rotated(keys: dict[str, ApiKey]) -> tuple[ApiKey, str]:
-            key, secret = with_secret(_known(keys, name))
-            keys[name] = key
-            return key, secret
-
-        return self.change(rotated)
+        with self._changing() as keys:
+            keys[name], secret = with_secret(_known(keys, name))
+        return keys[name], secret
 
     def revoke(self, name: str) -> None:
         """Remove a key. Raises ObjectNotFoundError."""
-
-        def revoked(keys: dict[str, ApiKey]) -> None:
+        with self._changing() as keys:
             del keys[_known(keys, name).name]
 
-        self.change(revoked)
+    @contextmanager
+    def _changing(self) -> Iterator[dict[str, ApiKey]]:
+        """The keys by their names, which are written when the block has changed them."""
+        try:
+            keys = {key.name: key for key in self.read()}
+            yield keys
+            self._write(list(keys.values()))
+        except ConfigError as error:
+            raise CorralError(f"The keys cannot be read: {error.message}") from None
+        except OSError as error:
+            raise StorageFullError(f"The keys cannot be kept: {error.strerror}.") from None
 
     def _write(self, keys: list[ApiKey]) -> None:
         entries = [key.model_dump(mode="json", exclude_defaults=True) for key in keys]

@@ -91,11 +91,9 @@ class RequestMeter:
         self._caller, self._model, self._request = caller, model, request
         self._prepared = time.time_ns()
         self._n_prompt, self._n_tokens = len(request.prompt), len(request.generated)
-        self._n_before = self._n_tokens
-        """The tokens that another ingress has counted, with the prompt."""
-        self._n_new = 0
-        """Tokens that are not counted yet."""
-        self._is_running = self._has_ended = False
+        self._n_before = self._n_counted = self._n_tokens
+        """The tokens that another ingress has counted, with the prompt; and all that are counted."""
+        self._is_running = self._has_ended = self._is_due = False
 
     def accepted(self) -> None:
         if not self._is_running:
@@ -106,11 +104,10 @@ class RequestMeter:
 
     def delivered(self, delta: TokenDelta) -> None:
         self.accepted()
-        n_tokens = len(delta.token_ids)
-        self._n_tokens += n_tokens
-        self._n_new += n_tokens
+        self._n_tokens += len(delta.token_ids)
         if delta.end is None:
-            if 0 < self._n_new == n_tokens:
+            if not self._is_due:
+                self._is_due = True
                 self._caller.later(self._count_new)
             return
         self._count_new()
@@ -141,7 +138,8 @@ class RequestMeter:
         self._count({"refused": 1} if is_refused else _OUTCOMES[reason])
 
     def _count_new(self) -> None:
-        n_new, self._n_new = self._n_new, 0
+        n_new, self._n_counted = self._n_tokens - self._n_counted, self._n_tokens
+        self._is_due = False
         if n_new:
             self._caller.charge(n_new)
             self._count({"completion_tokens": n_new})

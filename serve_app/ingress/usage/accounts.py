@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import sqlite3
 import time
 from collections.abc import Sequence
 from functools import partial
 
 from serve_app.config.keys import ApiKey
-from serve_app.errors import KeyLimitError, NoRoomError, RateLimitError
+from serve_app.errors import KeyLimitError, LedgerError, NoRoomError, RateLimitError
 from serve_app.ingress.http.request_context import RETRY_S, Clock
 from serve_app.ingress.usage import budgets
 from serve_app.ingress.usage.budgets import DAY, MINUTE, MONTH, Claim, Period, Refusal
@@ -128,7 +127,7 @@ class KeyAccount:
                 n_others = await ledger.call(
                     lambda db: budgets.others_running(db, name, ledger.holder, now)
                 )
-        except (sqlite3.Error, OSError):
+        except (LedgerError, TimeoutError):
             return
         if n_others + n_own > most:
             raise _too_many(most, n_others + n_own - 1)
@@ -167,16 +166,30 @@ class KeyAccount:
     async def _reserve(self, claims: Sequence[Claim]) -> None:
         name, now = self.key.name, self.ledger.clock()
         function = partial(budgets.reserve, key=name, claims=claims, now=now)
+        call = asyncio.ensure_future(self.ledger.call(function))
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                left = await self.ledger.call(function)
-        except (sqlite3.Error, OSError):
+                left = await asyncio.shield(call)
+        except (LedgerError, TimeoutError):
+            call.add_done_callback(partial(self._return, claims, now))
             self._reserve_of_share(claims, now)
             return
+        except asyncio.CancelledError:
+            call.add_done_callback(partial(self._return, claims, now))
+            raise
         if isinstance(left, Refusal):
             limit = f"{left.claim.limit:g} {left.claim.period.name}"
             raise RateLimitError(f"This API key has used up its {limit}.", left.wait_s)
         self._left = left
+
+    def _return(
+        self, claims: Sequence[Claim], now: float, call: asyncio.Task[Refusal | dict[str, float]]
+    ) -> None:
+        """Give back what a call has taken that nobody waited for."""
+        if not call.cancelled() and not call.exception() and isinstance(call.result(), dict):
+            for claim in claims:
+                slot = claim.period.slot(now)
+                self.ledger.spend(self.key.name, claim.period, slot, -claim.amount)
 
     def _reserve_of_share(self, claims: Sequence[Claim], now: float) -> None:
         for claim in claims:

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 DAY_S = 86400
+LEASE_S = 10.0
+"""The requests of an ingress that is gone count as running for so long."""
 
 
 class Period(NamedTuple):
@@ -85,9 +87,12 @@ def reserve(
 
 
 def others_running(db: sqlite3.Connection, key: str, holder: int, now: float) -> int:
-    """The requests of a key that run at other ingresses, which have renewed their leases."""
-    query = "SELECT COALESCE(SUM(n), 0) FROM running WHERE key = ? AND holder != ? AND until > ?"
-    n: int = db.execute(query, (key, holder, now)).fetchone()[0]
+    """The requests of a key that run at other ingresses, which have renewed their leases. A lease of before
+    the clock was set back counts no more."""
+    query = (
+        "SELECT COALESCE(SUM(n), 0) FROM running WHERE key = ? AND holder != ? AND until > ? AND until <= ?"
+    )
+    n: int = db.execute(query, (key, holder, now, now + 2 * LEASE_S)).fetchone()[0]
     return n
 
 
@@ -104,4 +109,4 @@ def forget(db: sqlite3.Connection, now: float) -> None:
     for period in PERIODS:
         before = period.slot(now) - 2 * period.n_slots
         db.execute("DELETE FROM spent WHERE period = ? AND slot < ?", (period.name, before))
-    db.execute("DELETE FROM running WHERE until < ?", (now,))
+    db.execute("DELETE FROM running WHERE until NOT BETWEEN ? AND ?", (now, now + 2 * LEASE_S))

@@ -24,11 +24,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from serve_app.errors import CorralError
+from serve_app.errors import CorralError, LedgerError
 from serve_app.ingress.batch.store import transaction
 from serve_app.ingress.http.request_context import UsageCounts
 from serve_app.ingress.usage import budgets
-from serve_app.ingress.usage.budgets import DAY_S, Period
+from serve_app.ingress.usage.budgets import DAY_S, LEASE_S, Period
 from serve_app.ingress.usage.key_metrics import KeyMetrics
 from serve_app.store.encryption import mount_of
 
@@ -45,8 +45,8 @@ _PAUSE_S = 1.0
 """The time between two tries to write on a disk that fails."""
 _BUSY_S = 10.0
 """The longest wait for other ingresses' transactions, which take a millisecond."""
-_LEASE_S, _RENEW_S = 10.0, 2.0
-"""The requests of an ingress that is gone count as running for so long, and the time between renewals."""
+_RENEW_S = 2.0
+"""The time between renewals of the leases of running requests."""
 _TIDY_S = 60.0
 MOST_WAITING_ROWS = 10_000
 """Rows that wait to be written. Further ones are dropped while the disk fails."""
@@ -126,7 +126,7 @@ class _Batch(NamedTuple):
     usage: dict[UsageRow, list[float]]
     spent: dict[tuple[str, str, int], float]
     running: dict[str, int]
-    functions: list[Callable[[sqlite3.Connection], Any]]
+    calls: list[tuple[Callable[[sqlite3.Connection], Any], asyncio.Future[Any]]]
 
 
 class Ledger:
@@ -221,7 +221,7 @@ class Ledger:
 
     async def call(self, function: Callable[[sqlite3.Connection], T]) -> T:
         """The function's result, in a transaction behind all that was counted before. The function raises
-        CorralError before it writes anything. Raises sqlite3.Error and OSError, too."""
+        CorralError before it writes anything. Raises LedgerError, too."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.append((function, future))
         self._schedule(0.0)
@@ -255,15 +255,18 @@ class Ledger:
         await self.call(lambda _: None)
 
         def read() -> list[dict[str, Any]]:
-            with closing(sqlite3.connect(folder / _FILE, _BUSY_S)) as db:
-                return _rows(db, query, values)
+            try:
+                with closing(sqlite3.connect(folder / _FILE, _BUSY_S)) as db:
+                    return _rows(db, query, values)
+            except sqlite3.Error as error:
+                raise _unusable(error) from None
 
         # Beside the ledger's own thread: who asks for much holds up no request with a budget.
         return await asyncio.get_running_loop().run_in_executor(self._reader, read)
 
     async def close(self) -> None:
         """Write what is left."""
-        with suppress(sqlite3.Error, OSError):
+        with suppress(LedgerError):
             await self.call(lambda _: None)
         self._thread.shutdown(wait=False)
         self._reader.shutdown(wait=False)
@@ -284,25 +287,20 @@ class Ledger:
         for count in later:
             count()
         calls, self._calls = self._calls, []
-        batch = _Batch(self._usage, self._spent, self._running.copy(), [call for call, _ in calls])
+        batch = _Batch(self._usage, self._spent, self._running.copy(), calls)
         self._usage, self._spent = {}, {}
         self._running = {key: n for key, n in self._running.items() if n}
         writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, batch)
-        writing.add_done_callback(partial(self._written, batch, [future for _, future in calls]))
+        writing.add_done_callback(partial(self._written, batch))
 
-    def _written(
-        self,
-        batch: _Batch,
-        futures: Sequence[asyncio.Future[Any]],
-        writing: asyncio.Future[list[Any]],
-    ) -> None:
+    def _written(self, batch: _Batch, writing: asyncio.Future[list[Any]]) -> None:
         """Tell the callers, and go on. What was not written is kept for the next time."""
         self._is_writing = False
         if writing.cancelled():
             return
         error = writing.exception()
-        results = [error] * len(futures) if error is not None else writing.result()
-        for future, result in zip(futures, results, strict=True):
+        failed = [_unusable(error) for _ in batch.calls] if error else []
+        for (_, future), result in zip(batch.calls, failed or writing.result(), strict=True):
             if future.done():  # its caller has left
                 continue
             if isinstance(result, Exception):
@@ -310,7 +308,13 @@ class Ledger:
             else:
                 future.set_result(result)
         if error is not None:
-            self._keep(batch, error)
+            if not self._has_failed:
+                logger.error(
+                    "%s: %s A damaged file can be moved away: a new one begins.",
+                    self.folder,
+                    _unusable(error),
+                )
+            self._keep(batch)
         else:
             for row, sums in batch.usage.items():
                 if row.key:
@@ -324,9 +328,7 @@ class Ledger:
         elif self._running:
             self._schedule(_RENEW_S)
 
-    def _keep(self, batch: _Batch, error: BaseException) -> None:
-        if not self._has_failed:
-            logger.error("The ledger of usage in %s cannot be written: %s.", self.folder, error)
+    def _keep(self, batch: _Batch) -> None:
         for row, sums in batch.usage.items():
             self._add(row, sums)
         for spent_row, amount in batch.spent.items():
@@ -343,8 +345,8 @@ class Ledger:
                 if batch.usage:
                     db.executemany(_INSERT, [(*row, *sums) for row, sums in batch.usage.items()])
                 budgets.add(db, batch.spent)
-                results = [_result(function, db) for function in batch.functions]
-                until = self.clock() + _LEASE_S
+                results = [_result(function, db) for function, _ in batch.calls]
+                until = self.clock() + LEASE_S
                 db.executemany(
                     "INSERT OR REPLACE INTO running VALUES (?, ?, ?, ?)",
                     [(key, self.holder, n, until) for key, n in batch.running.items()],
@@ -403,6 +405,10 @@ def _result(function: Callable[[sqlite3.Connection], T], db: sqlite3.Connection)
         return function(db)
     except CorralError as error:
         return error
+
+
+def _unusable(error: BaseException) -> LedgerError:
+    return LedgerError(f"The ledger of usage cannot be used now: {error}.")
 
 
 def _rows(db: sqlite3.Connection, query: str, values: Sequence[object]) -> list[dict[str, Any]]:

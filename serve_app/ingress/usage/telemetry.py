@@ -31,6 +31,9 @@ Logs = Literal["counts", "bodies"] | None
 MOST_LOGGED_BYTES = 64 * 2**10
 """The most of a body that a line of the log has."""
 
+MOST_PATH_CHARS = 128
+"""The most of a path that a span's name has: clients may ask at any path."""
+
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 """The variables of the environment, of which one turns spans on."""
 _HTTP = "opentelemetry.exporter.otlp.proto.http"
@@ -168,7 +171,7 @@ class ObservedRequest:
 
             context = TraceContextTextMapPropagator().extract(dict(headers))
             self.span = tracer.start_span(
-                f"POST {endpoint}", context, SpanKind.SERVER, start_time=self._began
+                f"POST {endpoint[:MOST_PATH_CHARS]}", context, SpanKind.SERVER, start_time=self._began
             )
 
     def begun(self, status: int) -> dict[str, str]:

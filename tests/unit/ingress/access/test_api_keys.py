@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from serve_app.config.keys import ApiKey
 from serve_app.errors import AuthenticationError, ConfigError
 from serve_app.ingress.access.api_keys import KeyAccounts, hash_keys
+from serve_app.ingress.access.created_keys import with_secret
+from serve_app.ingress.usage.ledger import Ledger
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
 
@@ -63,6 +66,24 @@ def test_a_file_that_is_broken_later_changes_nothing(
     assert [one.levelname for one in caplog.records].count("ERROR") == 1
 
 
+def test_each_file_is_read_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A key that operators make is valid though the key file was damaged before."""
+    path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
+    accounts = KeyAccounts(path, Ledger(tmp_path / "usage"))
+    path.write_text("[")
+    assert accounts.created is not None
+    key, secret = with_secret(ApiKey(name="ben", sha256="0" * 64))
+    accounts.created.add(key)
+    with caplog.at_level(logging.ERROR, "corral.ingress"):
+        for _ in range(2):
+            assert [accounts.find(one).key.name for one in (ANA, secret)] == ["ana", "ben"]
+    assert [one.levelname for one in caplog.records].count("ERROR") == 1
+    write(path, {"name": "ben", "key": BEN})  # the key file's names come first
+    assert accounts.find(BEN).key.name == "ben"
+    with pytest.raises(AuthenticationError):
+        accounts.find(secret)
+
+
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
@@ -73,6 +94,7 @@ def test_a_file_that_is_broken_later_changes_nothing(
         (f"keys: [{{name: a, key: {ANA}, limit: 3}}]", "keys.0.limit: Extra inputs"),
         (f"keys: [{{name: a, key: {ANA}}}, {{name: a, key: {BEN}}}]", "the same name"),
         (f"keys: [{{name: a, key: {ANA}}}, {{name: b, key: {ANA}}}]", "or are the same"),
+        (f"keys: [{{name: {'a' * 257}, key: {ANA}}}]", "keys.0.name: String should have at most 256"),
     ],
 )
 def test_a_file_that_is_wrong_stops_the_start_and_shows_no_key(

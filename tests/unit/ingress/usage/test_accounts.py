@@ -82,13 +82,17 @@ async def test_requests_at_once_are_those_of_all_ingresses(tmp_path: Path) -> No
     await there.enter()
 
 
-async def test_requests_of_an_ingress_that_is_gone_run_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elapsed_s", [11, -3600])
+async def test_requests_of_an_ingress_that_is_gone_run_no_more(
+    tmp_path: Path, elapsed_s: float
+) -> None:
+    """Also if the clock is set back."""
     clock = Clock()
     here, there = (account(clock, tmp_path, max_concurrent_requests=1) for _ in range(2))
     await here.enter()
     with pytest.raises(RateLimitError):
         await there.enter()
-    clock.now += 11
+    clock.now += elapsed_s
     await there.enter()
 
 
@@ -253,6 +257,17 @@ async def test_without_its_file_an_ingress_goes_on_with_what_was_left(
     (tmp_path / "other" / "ledger.sqlite").rmdir()
     assert await refused(own, 61)  # what was used meanwhile counts
     await broken.close()
+
+
+async def test_who_leaves_while_budgets_are_asked_gets_all_back() -> None:
+    own = account(tokens_per_day=100)
+    leaving = asyncio.create_task(reserve(own, 60, 40))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    await own.ledger.call(lambda _: None)
+    await asyncio.sleep(0)
+    await reserve(own, 60, 40)
 
 
 async def test_without_limits_nothing_is_refused() -> None:

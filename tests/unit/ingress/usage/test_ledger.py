@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from serve_app.errors import ObjectNotFoundError
+from serve_app.errors import LedgerError, ObjectNotFoundError
 from serve_app.ingress.http.request_context import UsageCounts
 from serve_app.ingress.usage import ledger as ledgers
 from serve_app.ingress.usage.budgets import DAY_S
@@ -103,23 +103,27 @@ async def test_rows_are_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyPatc
     assert list(by_day.values()) == list(range(19, 30))
 
 
+@pytest.mark.parametrize("damage", ["no file", "no database"])
 async def test_a_disk_that_fails_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     monkeypatch.setattr(ledgers, "_PAUSE_S", 0.01)
     monkeypatch.setattr(ledgers, "FLUSH_S", 0.01)
     ledger = Ledger(tmp_path, Clock())
     file = tmp_path / "ledger.sqlite"
     file.unlink()
-    file.mkdir()
+    if damage == "no file":
+        file.mkdir()
+    else:
+        file.write_bytes(bytes(range(256)) * 100)
     count(ledger, requests=1)
     for _ in range(3):
-        with pytest.raises(sqlite3.Error):
-            await ledger.call(lambda _: None)
+        with pytest.raises(LedgerError):
+            await ledger.usage(0, 2**40, MINUTE_S)
     count(ledger, requests=2)
-    file.rmdir()
+    file.rename(tmp_path / "damaged")
     assert await sums(ledger, "requests") == {NOON: 3}
-    assert caplog.text.count("cannot be written") == 1
+    assert caplog.text.count("cannot be used now") == 1
     await ledger.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import subprocess
@@ -13,6 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+from google.protobuf import json_format
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -112,7 +115,7 @@ async def test_spans_stay_within_the_request_whatever_an_engine_says(
     assert max(span.end_time or 0 for span in children) == parent.end_time
 
 
-@pytest.mark.parametrize("header", ["", "00-zz-11-01", "x" * 5000])
+@pytest.mark.parametrize("header", ["", "00-zz-11-01", "x" * 5000, f"{PARENT}-more", PARENT[1:]])
 async def test_a_refusal_has_a_span_and_a_wrong_parent_is_none(
     client: Callable[..., httpx.AsyncClient], spans: InMemorySpanExporter, header: str
 ) -> None:
@@ -216,6 +219,13 @@ def test_spans_go_to_a_file_as_lines_of_otlp(tmp_path: Path) -> None:
         "several": {"arrayValue": {"values": [{"stringValue": "b"}]}},
     }
     assert file.stat().st_mode & 0o777 == 0o600
+    # OTLP's own schema, which has ids in base64 where OTLP's JSON has them in hexadecimal
+    for span in (child, parent):
+        for name in ("traceId", "spanId", "parentSpanId"):
+            if name in span:
+                span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()
+    read = json_format.ParseDict({"resourceSpans": [resource]}, TracesData())
+    assert [span.name for span in read.resource_spans[0].scope_spans[0].spans] == ["child", "parent"]
 
 
 def test_nothing_is_imported_or_told_unless_somebody_wants_it() -> None:

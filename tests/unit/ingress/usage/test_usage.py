@@ -241,6 +241,21 @@ async def test_without_keys_there_is_one_account_and_strangers_see_nothing(
             assert answer.status_code == status
 
 
+async def test_a_damaged_ledger_is_said_and_stops_no_answer(
+    engine: ScriptedEngine, tokenizer: ByteTokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "usage").mkdir()
+    (tmp_path / "usage" / "ledger.sqlite").write_bytes(bytes(range(256)) * 100)
+    models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(build_api(models, Access(usage_folder=tmp_path / "usage")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        answer = await client.get("/v1/usage")
+    assert answer.status_code == 500
+    message = answer.json()["error"]["message"]
+    assert message == "The ledger of usage cannot be used now: file is not a database."
+
+
 @pytest.mark.parametrize(("model", "cost"), [("second", 2 + 0.3 + 0.02), ("first", None)])
 async def test_costs_are_told_and_kept(
     server: httpx.AsyncClient, model: str, cost: float | None
