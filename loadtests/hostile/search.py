@@ -36,8 +36,8 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings, target
 from hypothesis import strategies as st
 
 from loadtests.common.servers import exit_on_sigterm, free_port
+from serve_app.config.schema import IngressConfig
 from serve_app.engine import Engine, EngineOptions
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import WORKER_MODULES, build_api
 from serve_app.ingress.model_registry import ModelFile, ModelInfo
 from serve_app.ingress.workers.pool import WorkerPool
@@ -218,7 +218,7 @@ def served(path: Path) -> Iterator[Server]:
     workers = WorkerPool([file], WORKER_MODULES)
     model = ModelInfo.open(file)
     api = build_api(
-        {"wide": model.served_by(_Client(engine))}, Access(allow_anonymous=True), workers
+        {"wide": model.served_by(_Client(engine))}, IngressConfig(allow_anonymous=True), workers
     )
     port = free_port()
     server = uvicorn.Server(

@@ -13,18 +13,14 @@ from serve_app.config.schema import (
     DeploymentConfig,
     IngressConfig,
     ModelConfig,
-    PriceConfig,
     WhisperConfig,
 )
 from serve_app.errors import ConfigError
 from serve_app.ingress.access.addresses import is_loopback
-from serve_app.ingress.access.auth import Access
-from serve_app.ingress.access.bodies import BodyLimits
 from serve_app.ingress.audio.recognizer import WhisperSettings
 from serve_app.ingress.batch.store import BatchLimits, BatchOptions
 from serve_app.ingress.responses.store import Bounds
 from serve_app.ingress.server import IngressSettings
-from serve_app.ingress.usage.ledger import Price
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
 _CONTROL_REQUESTS = 16
@@ -104,11 +100,14 @@ def _serve_options(
 
 
 def ingress_settings(app: AppConfig) -> IngressSettings:
-    """What all ingresses of an application are made with."""
-    ingress = app.ingress
+    """What all ingresses of an application are made with. The page keeps conversations in the browser, so
+    there is none without data at rest; and where a proxy hides strangers, loopback means nothing."""
+    ingress, keeps_texts = app.ingress, app.data_at_rest is True
+    if not keeps_texts or (ingress.ui == "auto" and _proxy_hides_strangers()):
+        ingress = ingress.model_copy(update={"ui": False})
     return IngressSettings(
-        access(ingress, data_at_rest=app.data_at_rest is True),
-        ingress.sse_ping_interval_s,
+        ingress,
+        keeps_texts,
         kept_responses(ingress),
         batches(ingress.batch, encrypts=app.data_at_rest == "encrypted"),
         whisper(ingress.whisper),
@@ -121,38 +120,6 @@ def whisper(configured: WhisperConfig | None) -> WhisperSettings | None:
         return None
     model, keep_alive_s = configured.model, configured.keep_alive
     return WhisperSettings(configured.id, model, configured.threads, keep_alive_s)
-
-
-def access(ingress: IngressConfig, *, data_at_rest: bool = True) -> Access:
-    """The access rules, by the configuration and by the proxy before the ingress. The page keeps
-    conversations in the browser, so there is none without data at rest."""
-    # Where a proxy hides strangers, loopback means nothing.
-    hidden = not data_at_rest or (ingress.ui == "auto" and _proxy_hides_strangers())
-    return Access(
-        ingress.api_key_file,
-        ingress.allow_anonymous,
-        False if hidden else ingress.ui,
-        tuple(ingress.cors_origins),
-        tuple(ingress.allowed_hosts),
-        ingress.anonymous_admin,
-        ingress.strict,
-        BodyLimits(ingress.open_bodies, ingress.max_open_bodies_mib << 20, ingress.min_body_rate),
-        ingress.max_ongoing_requests,
-        tuple(ingress.disabled_routes),
-        ingress.verbose,
-        tuple(ingress.picture_hosts),
-        data_at_rest,
-        ingress.usage_folder and ingress.usage_folder.expanduser(),
-        ingress.request_log,
-        {model: _price(price) for model, price in ingress.prices.items()},
-        ingress.log_prompts,
-        tuple(map(str, ingress.trusted_proxies)),
-    )
-
-
-def _price(configured: PriceConfig) -> Price:
-    cached = configured.prompt if configured.cached is None else configured.cached
-    return Price(configured.prompt, cached, configured.generated, configured.compute_second)
 
 
 def kept_responses(ingress: IngressConfig) -> Bounds:

@@ -23,8 +23,8 @@ from serve_app import metrics
 from serve_app.batch import parts
 from serve_app.batch.rows import Question, Reading, parsed
 from serve_app.config.resolved import ResolvedModel
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import ConfigError
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.batch.executor import post
 from serve_app.ingress.batch.preparation import prefix_of
 from serve_app.ingress.http.request_context import Caller
@@ -94,7 +94,7 @@ class Answerer:
             if child.process.poll() is not None:
                 raise ConfigError(f"The process of model {model.id} cannot load it.")
         place = IngressPlace("corral", "local", "", [handle], Store(Bounds()), _alone)
-        settings = IngressSettings(Access(allow_anonymous=True), 0.0, Bounds())
+        settings = IngressSettings(IngressConfig(allow_anonymous=True), True, Bounds())
         ingress = IngressServer()
         await ingress.start([model], settings, place)
         self._app = ingress.api()

@@ -10,11 +10,12 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app import __version__
+from serve_app.config.schema import IngressConfig
 from serve_app.ingress import information
 from serve_app.ingress.access import routes as key_routes
 from serve_app.ingress.access.api_keys import KeyAccounts
-from serve_app.ingress.access.auth import ANSWER_HEADERS, Access, AccessMiddleware
-from serve_app.ingress.access.network import Cors
+from serve_app.ingress.access.auth import ANSWER_HEADERS, AccessMiddleware
+from serve_app.ingress.access.network import Cors, NetworkPolicy
 from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.anthropic import routes as anthropic_routes
 from serve_app.ingress.anthropic import serving as anthropic_serving
@@ -72,9 +73,8 @@ WORKER_MODULES = (*worker_modules(ROUTERS), audio_preparation.__name__)
 
 def build_api(
     models: Mapping[str, ServedModel],
-    access: Access = Access(),  # noqa: B008
+    config: IngressConfig = IngressConfig(),  # noqa: B008
     workers: Workers | None = None,
-    sse_ping_interval_s: float = 0.0,
     open_requests: OpenRequests | None = None,
     responses: BackgroundResponses | None = None,
     batches: BatchOptions | None = None,
@@ -84,19 +84,18 @@ def build_api(
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 
-    The workers read bodies; without them, this process does. `sse_ping_interval_s` counts for streams whose
-    requests do not say otherwise; see EventStream. `open_requests` counts those that are answered.
-    `responses` makes responses that are kept; without it, this process alone keeps some. Without `batches`
-    there are none; they are worked on from the application's start on, as its lifespan. `versions` changes
-    the weights of models that have several, and `model_control` the models. Raises ConfigError for a key
-    file that cannot be used, and OSError for a folder.
+    The workers read bodies; without them, this process does. `open_requests` counts those that are
+    answered. `responses` makes responses that are kept; without it, this process alone keeps some. Without
+    `batches` there are none; they are worked on from the application's start on, as its lifespan.
+    `versions` changes the weights of models that have several, and `model_control` the models. Raises
+    ConfigError for a key file that cannot be used, and OSError for a folder.
     """
     workers = workers or InProcess(models)
-    fetch = Fetcher(access.picture_hosts).fetch if access.picture_hosts else None
-    bodies = Bodies(workers, strict=access.strict, fetch=fetch)
-    ledger = Ledger(access.usage_folder, prices=access.prices)
-    accounts = access.accounts(ledger)
-    telemetry = Telemetry(tracers(), logs=access.logs)
+    fetch = Fetcher(config.picture_hosts).fetch if config.picture_hosts else None
+    bodies = Bodies(workers, strict=config.strict, fetch=fetch)
+    ledger = Ledger(config.usage_folder and config.usage_folder.expanduser(), prices=config.prices)
+    accounts = KeyAccounts(config.api_key_file, ledger) if config.api_key_file else None
+    telemetry = Telemetry(tracers(), answers=config.request_log, bodies=config.log_prompts)
     executor = None
     if batches is not None:
         executor = BatchExecutor(lambda *call: app(*call), batches, workers, accounts)
@@ -120,10 +119,10 @@ def build_api(
         redoc_url=None,
     )
     if open_requests is None:
-        open_requests = OpenRequests(access.max_requests)
+        open_requests = OpenRequests(config.max_ongoing_requests)
     app.state.models, app.state.bodies = models, bodies
-    app.state.verbose, app.state.has_ui = access.verbose, bool(access.ui)
-    app.state.sse_ping_interval_s = sse_ping_interval_s
+    app.state.verbose, app.state.has_ui = config.verbose, bool(config.ui)
+    app.state.sse_ping_interval_s = config.sse_ping_interval_s
     app.state.versions, app.state.model_control = versions, model_control
     app.state.responses = responses or BackgroundResponses(models, Store(Bounds()), open_requests)
     app.state.responses.counter = ledger.counter
@@ -133,7 +132,7 @@ def build_api(
     app.state.transcriber = Transcriber(models, bodies, recognizer)
     errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)
     app.state.ledger, app.state.accounts = ledger, accounts
-    _add_middleware(app, access, accounts, open_requests, ledger, telemetry)
+    _add_middleware(app, config, accounts, open_requests, ledger, telemetry)
     add_routes(app, ROUTERS)
     spec.install(app)
     return app
@@ -141,7 +140,7 @@ def build_api(
 
 def _add_middleware(
     app: FastAPI,
-    access: Access,
+    config: IngressConfig,
     accounts: KeyAccounts | None,
     open_requests: OpenRequests,
     ledger: Ledger,
@@ -150,24 +149,24 @@ def _add_middleware(
     """The last one added is the first one asked."""
     app.add_middleware(
         AccessMiddleware,
-        access=access,
+        config=config,
         accounts=accounts,
         open_requests=open_requests,
         ledger=ledger,
         telemetry=telemetry,
     )
-    if access.ui:
-        app.add_middleware(Page, switch=access.ui, network=access.network)
+    if config.ui:
+        app.add_middleware(Page, switch=config.ui, network=NetworkPolicy.of(config))
     app.add_middleware(HeadAsGet)
     # A page that has a key may ask from anywhere.
-    origins = access.cors_origins or (("*",) if access.api_key_file else ())
+    origins = config.cors_origins or (["*"] if config.api_key_file else [])
     if origins:  # before that: browsers ask what they may without a key
         app.add_middleware(
             Cors,
             allow_origins=origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
-            allow_credentials=not access.cors_origins,
+            allow_credentials=not config.cors_origins,
             expose_headers=ANSWER_HEADERS,
         )
 

@@ -44,7 +44,7 @@ class Ingress(IngressServer):
         handles: list[DeploymentHandle[Any]],
         settings: IngressSettings,
     ) -> None:
-        forward_to_serve(keeps_texts=settings.access.data_at_rest)
+        forward_to_serve(keeps_texts=settings.keeps_texts)
         self._cpu_s, self._cpu_at = time.process_time(), time.monotonic()
         node: Any = ray.get_runtime_context()
         place = IngressPlace(

@@ -13,7 +13,7 @@ from serve_app import heap
 from serve_app.channel.handle import ReplicaHandle
 from serve_app.channel.listener import Listener
 from serve_app.config.resolved import ResolvedModel
-from serve_app.ingress.access.auth import Access
+from serve_app.config.schema import IngressConfig
 from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.adapters import AdapterControl, numbered
 from serve_app.ingress.api import WORKER_MODULES, build_api
@@ -44,8 +44,9 @@ _LOOK_EVERY_S = 5.0
 class IngressSettings:
     """The settings of all ingresses of an application."""
 
-    access: Access
-    sse_ping_interval_s: float
+    config: IngressConfig
+    keeps_texts: bool
+    """Whether clients' texts may lie on disks."""
     kept_responses: Bounds
     batches: BatchOptions | None = None
     whisper: WhisperSettings | None = None
@@ -98,12 +99,12 @@ class IngressServer:
         self, models: list[ResolvedModel], settings: IngressSettings, place: IngressPlace
     ) -> None:
         """Open the vocabularies, and start the workers. To be called first and once. Raises ConfigError."""
-        batches, access = settings.batches, settings.access
+        batches = settings.batches
         if batches is not None and batches.is_encrypted:
             check_encrypted("ingress.batch.folder", batches.folder)
         heap.give_back()
         self._settings = settings
-        self.open_requests = OpenRequests(access.max_requests)
+        self.open_requests = OpenRequests(settings.config.max_ongoing_requests)
         self._files: dict[str, ModelFile] = {}
         for model in models:
             self._files[model.name] = await asyncio.to_thread(_file, model)
@@ -111,7 +112,7 @@ class IngressServer:
             list(self._files.values()),
             WORKER_MODULES,
             opened,
-            keeps_texts=access.data_at_rest,
+            keeps_texts=settings.keeps_texts,
         )
         self._listener = Listener(place.node_id, place.host, reports.HERE.connection)
         reports.HERE.address = await self._listener.address()
@@ -178,9 +179,8 @@ class IngressServer:
         """The application with all routes."""
         return build_api(
             self._models,
-            self._settings.access,
+            self._settings.config,
             self._workers,
-            self._settings.sse_ping_interval_s,
             self.open_requests,
             self.responses,
             self._settings.batches,

@@ -21,8 +21,8 @@ from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.core.result import Ok
 
+from serve_app.config.schema import IngressConfig
 from serve_app.engine import Engine, EngineOptions
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
@@ -103,7 +103,7 @@ def served(path: str | os.PathLike[str]) -> Iterator[FastAPI]:
     )
     try:
         model = ServedModel("m", N_CTX_SLOT, Tokenizer(path), engine=LocalClient(engine))
-        yield build_api({"m": model}, Access(allow_anonymous=True, anonymous_admin=True))
+        yield build_api({"m": model}, IngressConfig(allow_anonymous=True, anonymous_admin=True))
     finally:
         engine.close(timeout_s=0)
 

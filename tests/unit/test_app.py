@@ -13,7 +13,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 
 from serve_app.app import build
-from serve_app.ingress.access.auth import Access
+from serve_app.config.schema import IngressConfig
 from serve_app.ingress.server import IngressSettings
 
 MODELS = [{"id": "demo", "source": {"builtin": True}, "engine": {"n_slots": 1, "n_ctx_slot": 256}}]
@@ -67,8 +67,8 @@ def test_behind_haproxy_the_page_is_only_there_if_it_was_asked_for(
     assert access(build(args)).ui == behind
 
 
-def access(application: Application) -> Access:
+def access(application: Application) -> IngressConfig:
     """What the ingress gets."""
     arguments = application._bound_deployment.init_args
-    (found,) = (one.access for one in arguments if isinstance(one, IngressSettings))
+    (found,) = (one.config for one in arguments if isinstance(one, IngressSettings))
     return found

@@ -54,6 +54,7 @@ EXAMPLES: list[CorralError] = [
     errors.DecodeCancelledError("left"),
     errors.EngineFailedError("failed"),
     errors.ChannelBrokenError("gone"),
+    errors.LedgerError("not now"),
     errors.StorageFullError("full"),
 ]
 

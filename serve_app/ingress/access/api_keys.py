@@ -45,8 +45,8 @@ class KeyFile(BaseModel):
 
 
 class KeyAccounts:
-    """The accounts of a key file, and of keys that operators made. A file is read again when it has changed.
-    Only in one event loop.
+    """The accounts of a key file, and of keys that operators made. Each file is read again when it has
+    changed. Only in one event loop.
 
     Raises ConfigError if a file cannot be read or is none; when that happens later, the keys stay what
     they were, and the log says why."""
@@ -86,8 +86,8 @@ class KeyAccounts:
         return key.expires is not None and key.expires.timestamp() <= self._ledger.clock()
 
     def find(self, secret: str | None) -> KeyAccount:
-        """The account of this key. Raises AuthenticationError. Hashes are looked up: how long that takes says
-        nothing about secrets."""
+        """The account of this key. Raises AuthenticationError. Hashes are looked up, so how long that takes
+        says nothing about secrets."""
         self._follow()
         if secret is None:
             raise AuthenticationError(
@@ -162,7 +162,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, wh
 def read(path: Path) -> list[ApiKey]:
     """The keys in a file. Raises ConfigError, which does not show them."""
     try:
-        return KeyFile.model_validate(yaml.load(path.read_text(), _LOADER)).keys  # noqa: S506
+        return KeyFile.model_validate(yaml.load(path.read_text(), _LOADER)).keys
     except (OSError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not YAML"
         raise ConfigError(f"ingress.api_key_file: {path}: {reason}") from None

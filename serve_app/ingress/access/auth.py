@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import (
     BodyEndedError,
     CorralError,
@@ -41,8 +38,8 @@ from serve_app.ingress.access.turnstile import OpenRequests, Turnstile
 from serve_app.ingress.http import errors, request_context
 from serve_app.ingress.http.request_context import RETRY_S, Caller
 from serve_app.ingress.usage.accounts import KeyAccount
-from serve_app.ingress.usage.ledger import Ledger, Price
-from serve_app.ingress.usage.telemetry import Logs, Telemetry
+from serve_app.ingress.usage.ledger import Ledger
+from serve_app.ingress.usage.telemetry import Telemetry
 from serve_app.types import Accepted, Deadline
 
 # What load balancers ask for, by any name and without keys.
@@ -72,67 +69,6 @@ _BEARER, _KEY = re.compile(r"bearer +([!-~]+) *", re.IGNORECASE), re.compile(r"(
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """The access rules."""
-
-    api_key_file: Path | None = None
-    """The file with API keys. Without a file, nobody needs a key."""
-    allow_anonymous: bool = False
-    """Whether that holds for other machines, too."""
-    ui: bool | Literal["auto"] = "auto"
-    """Whether there is a page for browsers; `auto`: for requests to a loopback address only."""
-    cors_origins: tuple[str, ...] = ()
-    """Web sites whose pages may ask, as `https://host`; `*` is all."""
-    allowed_hosts: tuple[str, ...] = ()
-    """The networks and web sites that may ask."""
-    anonymous_admin: bool = False
-    """Whether, with `allow_anonymous`, everybody may do what operators do."""
-    strict: bool = False
-    """Whether requests with fields that Corral does not have are refused."""
-    bodies: BodyLimits = field(default_factory=BodyLimits)
-    max_requests: int = 1000
-    """The most open requests of this ingress replica."""
-    disabled_routes: tuple[str, ...] = ()
-    """Paths that nobody is answered at, nor below."""
-    verbose: bool = False
-    """Whether answers to chats tell what the model was asked."""
-    picture_hosts: tuple[str, ...] = ()
-    """The hosts that pictures are fetched from. Without any, nothing is fetched."""
-    data_at_rest: bool = True
-    """Whether clients' texts may lie on disks."""
-    usage_folder: Path | None = None
-    """The folder of the ledger of usage, which all ingresses see. Without a folder, it is in memory."""
-    request_log: bool = False
-    """Whether the log has a line of JSON for each answer."""
-    prices: Mapping[str, Price] = field(default_factory=dict)
-    """Prices by model; `*` is for all others."""
-    log_prompts: bool = False
-    """Whether these lines have the requests' bodies."""
-    trusted_proxies: tuple[str, ...] = ()
-    """Networks whose `X-Forwarded-User` is believed."""
-
-    def accounts(self, ledger: Ledger | None = None) -> KeyAccounts | None:
-        """The accounts of the key file, if there is one. Raises ConfigError if it cannot be used."""
-        return None if self.api_key_file is None else KeyAccounts(self.api_key_file, ledger)
-
-    @property
-    def logs(self) -> Logs:
-        if not self.request_log:
-            return None
-        return "bodies" if self.log_prompts else "counts"
-
-    @property
-    def network(self) -> NetworkPolicy:
-        has_keys = self.api_key_file is not None
-        return NetworkPolicy(has_keys, self.allow_anonymous, self.allowed_hosts, self.cors_origins)
-
-    @property
-    def operators_are_all(self) -> bool:
-        """Whether, without keys, who may ask may do what operators do: on their own machine."""
-        return self.anonymous_admin or not self.allow_anonymous
-
-
 class AccessMiddleware:
     """ASGI middleware. Lets those in who may, with their bodies read; all others get an error.
 
@@ -142,22 +78,23 @@ class AccessMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        access: Access,
+        config: IngressConfig,
         open_requests: OpenRequests,
         accounts: KeyAccounts | None = None,
         ledger: Ledger | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
-        """`accounts` are those of `access`, or made of it. The ledger is told what callers use, and
-        telemetry observes it. Raises ConfigError for a key file that cannot be used."""
+        """`accounts` are those of the key file, if there is one. The ledger is told what callers use, and
+        telemetry observes it."""
         self._app = app
         self._open = open_requests
-        self._accounts = access.accounts() if accounts is None else accounts
-        self._network = access.network
-        self._trusted_proxies = tuple(map(ipaddress.ip_network, access.trusted_proxies))
-        self._operators_are_all = access.operators_are_all
-        self._bodies = BodyReader(access.bodies)
-        self._disabled_routes = access.disabled_routes
+        self._accounts = accounts
+        self._network = NetworkPolicy.of(config)
+        self._trusted_proxies = config.trusted_proxies
+        # Without keys, who may ask may do what operators do: on their own machine.
+        self._operators_are_all = config.anonymous_admin or not config.allow_anonymous
+        self._bodies = BodyReader(BodyLimits.of(config))
+        self._disabled_routes = config.disabled_routes
         self._turnstile = Turnstile()
         self._n_held = 0
         self._ledger = ledger

@@ -15,6 +15,7 @@ from typing import TypeVar
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import (
     BodyEndedError,
     RateLimitError,
@@ -47,6 +48,10 @@ class BodyLimits:
     """Bodies of one client that are being read at once."""
     max_bytes: int = MAX_BODY_BYTES
     timeout_s: float = BODY_TIMEOUT_S
+
+    @classmethod
+    def of(cls, config: IngressConfig) -> BodyLimits:
+        return cls(config.open_bodies, config.max_open_bodies_mib << 20, config.min_body_rate)
 
 
 @dataclass(eq=False, slots=True)

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Scope
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import AuthenticationError, CrossSiteError, HostNotAllowedError
 from serve_app.ingress.access.addresses import host_name, is_loopback
 
@@ -77,6 +78,11 @@ class NetworkPolicy:
     """Names besides those of loopback; `*.example.com` is all names below, `*` is all."""
     cors_origins: tuple[str, ...] = ()
     """Web sites whose pages may ask; also `*`, LOCALHOST and APPS."""
+
+    @classmethod
+    def of(cls, config: IngressConfig) -> NetworkPolicy:
+        sites = tuple(config.allowed_hosts), tuple(config.cors_origins)
+        return cls(config.api_key_file is not None, config.allow_anonymous, *sites)
 
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raises AuthenticationError for requests from other machines, HostNotAllowedError for a

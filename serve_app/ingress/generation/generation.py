@@ -89,7 +89,7 @@ class RequestMeter:
     ) -> None:
         self._counts_prompt = counts_prompt
         self._caller, self._model, self._request = caller, model, request
-        self._prepared = time.time_ns()
+        self._prepared = time.monotonic_ns()
         self._n_prompt, self._n_tokens = len(request.prompt), len(request.generated)
         self._n_before = self._n_counted = self._n_tokens
         """The tokens that another ingress has counted, with the prompt; and all that are counted."""

@@ -75,8 +75,8 @@ class Observer(Protocol):
     def answered(
         self, model: str, request: GenerationRequest, end: SequenceEnd, prepared: int
     ) -> None:
-        """Note the end of an answer, whose request went to an engine at the time `prepared`, in
-        nanoseconds since 1970."""
+        """Note the end of an answer, whose request went to an engine at the time `prepared`, by
+        `time.monotonic_ns`."""
 
 
 class UsageCounts(TypedDict, total=False):

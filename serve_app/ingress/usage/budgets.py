@@ -89,11 +89,9 @@ def reserve(
 def others_running(db: sqlite3.Connection, key: str, holder: int, now: float) -> int:
     """The requests of a key that run at other ingresses, which have renewed their leases. A lease of before
     the clock was set back counts no more."""
-    query = (
-        "SELECT COALESCE(SUM(n), 0) FROM running WHERE key = ? AND holder != ? AND until > ? AND until <= ?"
-    )
-    n: int = db.execute(query, (key, holder, now, now + 2 * LEASE_S)).fetchone()[0]
-    return n
+    query = "SELECT TOTAL(n) FROM running WHERE key = ? AND holder != ? AND until BETWEEN ? AND ?"
+    n: float = db.execute(query, (key, holder, now, now + 2 * LEASE_S)).fetchone()[0]
+    return int(n)
 
 
 def add(db: sqlite3.Connection, amounts: Mapping[tuple[str, str, int], float]) -> None:

@@ -18,12 +18,12 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+from serve_app.config.schema import PriceConfig
 from serve_app.errors import CorralError, LedgerError
 from serve_app.ingress.batch.store import transaction
 from serve_app.ingress.http.request_context import UsageCounts
@@ -86,28 +86,6 @@ _ADD = f"""ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {name} + excluded.{na
 _SUMS = ", ".join(f"SUM({name}) AS {name}" for name in COUNTS)
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    """The price of a model: of a million tokens each, and of a second of the decoder."""
-
-    prompt: float = 0.0
-    cached: float = 0.0
-    generated: float = 0.0
-    compute_second: float = 0.0
-
-    def cost(self, counts: UsageCounts) -> float:
-        n_cached = counts.get("cached_tokens", 0)
-        tokens = (
-            self.prompt * (counts.get("prompt_tokens", 0) - n_cached)
-            + self.cached * n_cached
-            + self.generated * counts.get("completion_tokens", 0)
-        )
-        return tokens / 1e6 + self.compute_second * counts.get("compute_s", 0.0)
-
-
-_FREE = Price()
-
-
 class UsageRow(NamedTuple):
     """What a row of usage is about."""
 
@@ -140,7 +118,7 @@ class Ledger:
         self,
         folder: Path | None = None,
         clock: Callable[[], float] = time.time,
-        prices: Mapping[str, Price] = MappingProxyType({}),
+        prices: Mapping[str, PriceConfig] = MappingProxyType({}),
     ) -> None:
         """Makes the folder, private to this user, if it is not there. `prices` are by model, and `*` is for
         all others. Raises OSError."""
@@ -174,7 +152,7 @@ class Ledger:
         use of a model, and returns the cost."""
 
         def count(model: str, counts: UsageCounts) -> float:
-            cost = self._price(model).cost(counts)
+            cost = self._cost(model, counts)
             if cost:
                 counts = {**counts, "cost": cost}
             minute = int(self.clock()) // MINUTE_S * MINUTE_S
@@ -189,12 +167,20 @@ class Ledger:
         self._later.append(count)
         self._schedule(FLUSH_S)
 
-    def _price(self, model: str) -> Price:
-        """The price of a model, with an adapter or in a version maybe."""
-        for name in (model, re.split("[:@]", model)[0], "*") if self._prices else ():
-            if name in self._prices:
-                return self._prices[name]
-        return _FREE
+    def _cost(self, model: str, counts: UsageCounts) -> float:
+        """The cost by the price of a model, with an adapter or in a version maybe."""
+        names = (model, re.split("[:@]", model)[0], "*") if self._prices else ()
+        price = next((self._prices[name] for name in names if name in self._prices), None)
+        if price is None:
+            return 0.0
+        n_cached = counts.get("cached_tokens", 0)
+        cached = price.prompt if price.cached is None else price.cached
+        tokens = (
+            price.prompt * (counts.get("prompt_tokens", 0) - n_cached)
+            + cached * n_cached
+            + price.generated * counts.get("completion_tokens", 0)
+        )
+        return tokens / 1e6 + price.compute_second * counts.get("compute_s", 0.0)
 
     def _add(self, row: UsageRow, counts: Iterable[object]) -> None:
         sums = self._usage.get(row)

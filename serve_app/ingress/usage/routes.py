@@ -103,7 +103,8 @@ def _page(rows: Sequence[dict[str, Any]], buckets: range, next_page: int | None)
     for row in rows:
         results[row["bucket"]].append(json.dumps(_result(row)))
     data = ",".join(
-        f'{{"object":"bucket","start_time":{at},"end_time":{at + buckets.step},"results":[{",".join(texts)}]}}'
+        f'{{"object":"bucket","start_time":{at},"end_time":{at + buckets.step},'
+        f'"results":[{",".join(texts)}]}}'
         for at, texts in results.items()
     )
     ends = {"has_more": next_page is not None, "next_page": next_page and str(next_page)}

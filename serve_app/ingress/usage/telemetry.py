@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from serve_app import __version__
 from serve_app.errors import ConfigError
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("corral.ingress")
 log = logging.getLogger("corral.requests")
 
-Logs = Literal["counts", "bodies"] | None
 MOST_LOGGED_BYTES = 64 * 2**10
 """The most of a body that a line of the log has."""
 
@@ -123,21 +122,23 @@ def _value(value: Any) -> dict[str, Any]:
 class Telemetry:
     """Observes the requests of one ingress. Used in its event loop."""
 
-    def __init__(self, tracers: TracerProvider | None = None, *, logs: Logs = None) -> None:
-        """`logs` writes a line for each answer, without or with the request's body."""
-        if logs == "bodies":
+    def __init__(
+        self, tracers: TracerProvider | None = None, *, answers: bool = False, bodies: bool = False
+    ) -> None:
+        """`answers`: the log has a line for each answer; `bodies`: with the body of its request."""
+        if bodies:
             logger.warning("ingress.log_prompts: the log has what clients write.")
         self._tracers = tracers
-        self._tracer: Tracer | None = tracers.get_tracer("corral") if tracers else None
-        self._logs = logs
+        self.tracer: Tracer | None = tracers.get_tracer("corral") if tracers else None
+        self.logs_answers, self.logs_bodies = answers, bodies
 
     def observed(
         self, caller: Caller, endpoint: str, headers: Mapping[str, str]
     ) -> ObservedRequest | None:
         """The observation of a request that begins; None if nobody wants one."""
-        if self._tracer is None and self._logs is None:
+        if self.tracer is None and not self.logs_answers:
             return None
-        return ObservedRequest(self._tracer, caller, endpoint, headers, logs=self._logs)
+        return ObservedRequest(self, caller, endpoint, headers)
 
     def close(self) -> None:
         """Send what is left. Blocking."""
@@ -146,32 +147,26 @@ class Telemetry:
 
 
 class ObservedRequest:
-    """An HTTP request, from its first byte to its last."""
+    """An HTTP request, from its first byte to its last. Its times grow though the clock is set back."""
 
     def __init__(
-        self,
-        tracer: Tracer | None,
-        caller: Caller,
-        endpoint: str,
-        headers: Mapping[str, str],
-        *,
-        logs: Logs,
+        self, telemetry: Telemetry, caller: Caller, endpoint: str, headers: Mapping[str, str]
     ) -> None:
-        self._tracer, self._caller, self._endpoint, self._logs = tracer, caller, endpoint, logs
-        self._began = time.time_ns()
-        self._received = self._began
+        self._telemetry, self._caller, self._endpoint = telemetry, caller, endpoint
+        self._began, self._monotonic = time.time_ns(), time.monotonic_ns()
+        self._received = self._monotonic
         self._body: str | None = None
-        self._told_at = self._began
-        """The end of the last span of an answer."""
+        self._answers: list[tuple[str, GenerationRequest, SequenceEnd, int]] = []
         self.span: Span | None = None
         self._status: int | None = None
-        if tracer is not None:
+        if telemetry.tracer is not None:
             from opentelemetry.trace import SpanKind
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
             context = TraceContextTextMapPropagator().extract(dict(headers))
-            self.span = tracer.start_span(
-                f"POST {endpoint[:MOST_PATH_CHARS]}", context, SpanKind.SERVER, start_time=self._began
+            name = f"POST {endpoint[:MOST_PATH_CHARS]}"
+            self.span = telemetry.tracer.start_span(
+                name, context, SpanKind.SERVER, start_time=self._began
             )
 
     def begun(self, status: int) -> dict[str, str]:
@@ -185,103 +180,98 @@ class ObservedRequest:
 
     def received(self, body: Sequence[bytes]) -> None:
         """Note that the body is here."""
-        self._received = time.time_ns()
-        if self._logs == "bodies":
+        self._received = time.monotonic_ns()
+        if self._telemetry.logs_bodies:
             self._body = b"".join(body)[:MOST_LOGGED_BYTES].decode(errors="replace")
 
     def answered(
         self, model: str, request: GenerationRequest, end: SequenceEnd, prepared: int
     ) -> None:
-        """Note the end of an answer, whose request went to an engine at the time `prepared`, in
-        nanoseconds since 1970."""
-        now = time.time_ns()
-        timings = end.timings
-        if self.span is not None and self.span.is_recording():  # else the answer goes on behind it
-            stages = [
-                ("receive", self._received),
-                ("prepare", prepared),
-                *([("failover", timings.failed_over_s)] if timings.n_failovers else []),
-                ("queue", timings.queue_s),
-                ("prefill", timings.prefill_s),
-                ("decode", timings.decode_s),
-            ]
-            self._trace(self.span, model, request, end, stages, now)
-        if self._logs is not None:
-            caller, usage = self._caller, end.usage
-            line = {
-                "at": now / 1e9,
-                "id": request.id,
-                "request_id": caller.request_id,
-                "key": caller.key_name or None,
-                "endpoint": self._endpoint,
-                "model": model,
-                "finish_reason": end.reason.value,
-                "prompt_tokens": usage.prompt_tokens,
-                "cached_tokens": usage.cached_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "queue_s": round(timings.queue_s, 6),
-                "first_token_s": round(timings.first_token_s, 6),
-                "decode_s": round(timings.decode_s, 6),
-                "compute_s": round(timings.compute_s, 6),
-                "joules": timings.joules and round(timings.joules, 6),
-                "failovers": timings.n_failovers,
-            }
-            if self._body is not None:
-                line["body"] = self._body
-            log.info("%s", json.dumps(line))
-
-    def _trace(
-        self,
-        parent: Span,
-        model: str,
-        request: GenerationRequest,
-        end: SequenceEnd,
-        stages: list[tuple[str, float]],
-        now: int,
-    ) -> None:
-        """A child for each stage, from the end of the one before: until a time in nanoseconds, or for so
-        many seconds. All are within the request."""
-        assert self._tracer is not None
-        from opentelemetry.trace import set_span_in_context
-
-        context, at = set_span_in_context(parent), self._began
-        for name, until in stages:
-            later = until if isinstance(until, int) else at + int(until * 1e9)
-            later = min(max(at, later), now)
-            child = self._tracer.start_span(name, context, start_time=at)
-            child.end(later)
-            at = later
-        self._told_at = at
-        operation = _OPERATIONS.get(self._endpoint, "text_completion")
-        parent.set_attributes(
-            {
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "corral",
-                "gen_ai.request.model": model,
-                "gen_ai.response.model": model,
-                "gen_ai.response.id": request.id,
-                "gen_ai.response.finish_reasons": [end.reason.value],
-                "gen_ai.usage.input_tokens": end.usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": end.usage.completion_tokens,
-                "corral.cached_tokens": end.usage.cached_tokens,
-                "corral.compute_s": end.timings.compute_s,
-                **({} if end.timings.joules is None else {"corral.joules": end.timings.joules}),
-                "corral.failovers": end.timings.n_failovers,
-            }
-        )
+        """Note the end of an answer, whose request went to an engine at the time `prepared`, by
+        `time.monotonic_ns`."""
+        self._answers.append((model, request, end, prepared))
+        if not self._telemetry.logs_answers:
+            return
+        caller, usage, timings = self._caller, end.usage, end.timings
+        line = {
+            "at": self._at(time.monotonic_ns()) / 1e9,
+            "id": request.id,
+            "request_id": caller.request_id,
+            "key": caller.key_name or None,
+            "endpoint": self._endpoint,
+            "model": model,
+            "finish_reason": end.reason.value,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "queue_s": round(timings.queue_s, 6),
+            "first_token_s": round(timings.first_token_s, 6),
+            "decode_s": round(timings.decode_s, 6),
+            "compute_s": round(timings.compute_s, 6),
+            "joules": timings.joules and round(timings.joules, 6),
+            "failovers": timings.n_failovers,
+        }
+        if self._body is not None:
+            line["body"] = self._body
+        log.info("%s", json.dumps(line))
 
     def ended(self) -> None:
-        """Note that all was sent, or that the client has left."""
-        if self.span is None or self._tracer is None:
+        """Note that all was sent, or that the client has left. The span ends, with a child for each stage
+        of the last answer. A response in the background goes on behind it."""
+        if self.span is None:
             return
-        from opentelemetry.trace import set_span_in_context
-
-        now = time.time_ns()
-        if self._told_at > self._began:
-            child = self._tracer.start_span(
-                "send", set_span_in_context(self.span), start_time=self._told_at
-            )
-            child.end(now)
+        now = time.monotonic_ns()
+        if self._answers:
+            self._add_stages(self.span, now)
+            self.span.set_attributes(self._attributes())
         if self._status is not None:
             self.span.set_attribute("http.response.status_code", self._status)
-        self.span.end(now)
+        self.span.end(self._at(now))
+
+    def _at(self, moment: int) -> int:
+        """The nanoseconds since 1970 of a moment of `time.monotonic_ns`."""
+        return self._began + moment - self._monotonic
+
+    def _add_stages(self, parent: Span, now: int) -> None:
+        """Each stage begins with the end of the one before. All are within the request."""
+        from opentelemetry.trace import set_span_in_context
+
+        _, _, end, prepared = self._answers[-1]
+        timings = end.timings
+        engine_s = [
+            *([("failover", timings.failed_over_s)] if timings.n_failovers else []),
+            *(("queue", timings.queue_s), ("prefill", timings.prefill_s)),
+            ("decode", timings.decode_s),
+        ]
+        stages, later = [("receive", self._received), ("prepare", prepared)], prepared
+        for name, seconds in engine_s:
+            later += int(seconds * 1e9)
+            stages.append((name, later))
+        assert self._telemetry.tracer is not None
+        context, at = set_span_in_context(parent), self._monotonic
+        for name, until in (*stages, ("send", now)):
+            until = min(max(at, until), now)
+            child = self._telemetry.tracer.start_span(name, context, start_time=self._at(at))
+            child.end(self._at(until))
+            at = until
+
+    def _attributes(self) -> dict[str, Any]:
+        """The counts of all answers; answers to one prompt count it once."""
+        model, request, _, _ = self._answers[-1]
+        ends = [end for _, _, end, _ in self._answers]
+        prompts = {id(request.prompt): end.usage for _, request, end, _ in self._answers}.values()
+        joules = [end.timings.joules for end in ends if end.timings.joules is not None]
+        return {
+            "gen_ai.operation.name": _OPERATIONS.get(self._endpoint, "text_completion"),
+            "gen_ai.provider.name": "corral",
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+            "gen_ai.response.id": request.id,
+            "gen_ai.response.finish_reasons": [end.reason.value for end in ends],
+            "gen_ai.usage.input_tokens": sum(usage.prompt_tokens for usage in prompts),
+            "gen_ai.usage.output_tokens": sum(end.usage.completion_tokens for end in ends),
+            "corral.cached_tokens": sum(usage.cached_tokens for usage in prompts),
+            "corral.compute_s": sum(end.timings.compute_s for end in ends),
+            **({"corral.joules": sum(joules)} if joules else {}),
+            "corral.failovers": sum(end.timings.n_failovers for end in ends),
+        }

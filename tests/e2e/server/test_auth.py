@@ -224,6 +224,28 @@ def test_an_answer_has_its_forecast_and_an_impossible_deadline_is_refused(guarde
     assert guarded.stats()["forecasts"]["first_tokens"] > 0
 
 
+def test_a_deadline_behind_others_is_refused_with_the_time_when_it_fits(guarded: Corral) -> None:
+    """The only slot has a long prompt of another client: alone, the request would be in time."""
+    long = {"prompt": "y" * 30000, "max_tokens": 32, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
+    with guarded.http.stream("POST", "/v1/completions", json=long):
+        refused = guarded.http.post(
+            "/v1/completions", json=body, headers={"x-corral-deadline-ms": "100"}
+        )
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "deadline_unmet")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        # Behind all others, in the background, it would be later still.
+        flex = guarded.http.post(
+            "/v1/completions",
+            json=body | {"service_tier": "flex"},
+            headers={"x-corral-deadline-ms": "60000"},
+        )
+    assert (flex.status_code, flex.headers["x-corral-tier"]) == (200, "background")
+    wait_until(lambda: guarded.stats()["queue"]["running"] == 0, 10, "the slot is free")
+    fits = guarded.http.post("/v1/completions", json=body, headers={"x-corral-deadline-ms": "2000"})
+    assert fits.status_code == 200, fits.text
+
+
 def test_the_stages_of_a_request_add_up_in_a_trace(guarded: Corral) -> None:
     body = {"prompt": "Hello there", "max_tokens": 16, "ignore_eos": True}
     parent = "0af7651916cd43dd8448eb211c80319c"

@@ -458,7 +458,14 @@ def test_usage_is_shown_by_day(form: str, told: Told, monkeypatch: pytest.Monkey
     monkeypatch.setattr("time.time", lambda: 20_000 * 86400 + 5.0)
     query = "start_time=1727913600&bucket_width=1d&limit=2&group_by=model"
     row = {"num_model_requests": 1200, "input_tokens": 5, "input_cached_tokens": 3}
-    result = {**row, "output_tokens": 2, "compute_s": 1.25, "joules": 70.0, "cost": 0.5, "model": "m"}
+    result = {
+        **row,
+        "output_tokens": 2,
+        "compute_s": 1.25,
+        "joules": 70.0,
+        "cost": 0.5,
+        "model": "m",
+    }
     page = {"data": [{"start_time": 1727913600, "results": [result]}]}
     told.json(f"/v1/usage?{query}", page)
     told.answers[f"/v1/usage?{query}&format=csv"] = 200, "text/csv", b"start,model\n"

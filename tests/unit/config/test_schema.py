@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.application.deployments import access, engine_options, ingress_options
+from serve_app.application.deployments import engine_options, ingress_options
 from serve_app.application.resolving import resolve
 from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.config import schema
@@ -21,6 +21,7 @@ from serve_app.config.sources import ProjectorSource
 from serve_app.engine.backends.draft_model import slot_bytes
 from serve_app.errors import ConfigError
 from serve_app.ingress.access.bodies import BodyLimits
+from serve_app.ingress.access.network import NetworkPolicy
 from serve_app.llama.model import Model
 from serve_app.placement.machine import Machine
 from tests.integration.models.prediction_models import write_random
@@ -181,10 +182,10 @@ def test_slow_bodies_leave_room_in_the_ingress(n_ongoing: int | None, n_bodies: 
     assert ingress.open_bodies == n_bodies
     options = ingress_options(ingress)
     assert options["max_ongoing_requests"] == (n_ongoing or 1000) + 16
-    assert access(ingress).max_requests == (n_ongoing or 1000)
+    assert ingress.max_ongoing_requests == (n_ongoing or 1000)
     assert options["max_queued_requests"] == (n_ongoing or 1000)
     assert options["autoscaling_config"]["target_ongoing_requests"] >= n_bodies
-    assert access(ingress).bodies == BodyLimits(n_bodies, 64 * 2**20, 500)
+    assert BodyLimits.of(ingress) == BodyLimits(n_bodies, 64 * 2**20, 500)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_slow_bodies_leave_room_in_the_ingress(n_ongoing: int | None, n_bodies: 
 )
 def test_hosts_are_names(host: str) -> None:
     ingress = schema.parse({"models": [model()], "ingress": {"allowed_hosts": [host]}}).ingress
-    assert access(ingress).network.allowed_hosts == (host,)
+    assert NetworkPolicy.of(ingress).allowed_hosts == (host,)
 
 
 @pytest.mark.parametrize("host", ["", "http://corral", "corral:8000", "*example", "a.*.b", "[::1]"])

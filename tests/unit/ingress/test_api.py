@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import CorralError, DecodeError, QueueFullError
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.sampling import LogitBias
@@ -551,7 +551,7 @@ async def test_a_prompt_is_told_to_those_who_ask_or_to_all(
     engine: ScriptedEngine, asked: dict[str, Any], verbose: bool
 ) -> None:
     model = ServedModel("first", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
-    app = build_api({"first": model}, Access(verbose=verbose))
+    app = build_api({"first": model}, IngressConfig(verbose=verbose))
     told = {"prompt": "user:Hi"} if asked or verbose else None
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import CorralError, DecodeError, EngineUnavailableError, QueueFullError
 from serve_app.ingress.access import auth
-from serve_app.ingress.access.auth import Access
-from serve_app.ingress.access.bodies import BodyLimits
 from serve_app.ingress.api import build_api
 from serve_app.ingress.dashboard.snapshot import difference, without_requests
 from serve_app.ingress.embeddings import preparation as embeddings
@@ -98,7 +97,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def app_of(engine: ScriptedEngine) -> Callable[[Access], Asgi]:
+def app_of(engine: ScriptedEngine) -> Callable[[IngressConfig], Asgi]:
     model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
     return lambda access: build_api({"m": model}, access)
 
@@ -128,16 +127,21 @@ async def ask(
     ],
 )
 async def test_who_is_refused_or_asks_without_a_body_is_answered_before_one_comes(
-    app_of: Callable[[Access], Asgi], keys: Path, method: str, path: str, key: str, status: int
+    app_of: Callable[[IngressConfig], Asgi],
+    keys: Path,
+    method: str,
+    path: str,
+    key: str,
+    status: int,
 ) -> None:
-    answer = await ask(app_of(Access(keys)), method, path, key=key)
+    answer = await ask(app_of(IngressConfig(api_key_file=keys)), method, path, key=key)
     assert (await answer.status(), answer.n_asked) == (status, 0)
 
 
 async def test_requests_count_before_their_bodies_come(
-    app_of: Callable[[Access], Asgi], keys: Path
+    app_of: Callable[[IngressConfig], Asgi], keys: Path
 ) -> None:
-    app = app_of(Access(keys))
+    app = app_of(IngressConfig(api_key_file=keys))
     headers = {"content_type": "application/json", "x_api_key": ANA}
     slow = [Answer(app, "POST", CHAT, **headers) for _ in range(2)]
     for one in slow:
@@ -155,10 +159,10 @@ async def test_requests_count_before_their_bodies_come(
 
 
 async def test_beside_slow_bodies_others_are_answered(
-    app_of: Callable[[Access], Asgi], engine: ScriptedEngine
+    app_of: Callable[[IngressConfig], Asgi], engine: ScriptedEngine
 ) -> None:
     """Each address is a client; the ones that are ended hear it, and that the connection is closed."""
-    app = app_of(Access(allow_anonymous=True, bodies=BodyLimits(max_open=5)))
+    app = app_of(IngressConfig(allow_anonymous=True, max_open_bodies=5))
     headers = {"content_type": "application/json"}
     early = Answer(app, "POST", CHAT, peer="10.0.0.2", **headers)
     await reading(early)
@@ -194,7 +198,7 @@ async def test_beside_slow_bodies_others_are_answered(
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
 async def test_refused_requests_use_no_tokens(
-    app_of: Callable[[Access], Asgi],
+    app_of: Callable[[IngressConfig], Asgi],
     engine: ScriptedEngine,
     keys: Path,
     path: str,
@@ -203,7 +207,7 @@ async def test_refused_requests_use_no_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("serve_app.ingress.usage.accounts.RETRY_S", 0)  # nobody has to wait
-    app = app_of(Access(keys))
+    app = app_of(IngressConfig(api_key_file=keys))
     body = {"prompt": "x" * 60} if path == COMPLETIONS else {"input": "x" * 60}
     script, engine.script, engine.refusal = engine.script, [failure], failure
     statuses = [await (await ask(app, "POST", path, body, ANA)).status() for _ in range(3)]
@@ -215,14 +219,14 @@ async def test_refused_requests_use_no_tokens(
 
 
 async def test_who_comes_back_at_once_is_held_up_but_for_large_bodies(
-    app_of: Callable[[Access], Asgi],
+    app_of: Callable[[IngressConfig], Asgi],
     engine: ScriptedEngine,
     keys: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(auth, "HOLD_S", 3600)
     monkeypatch.setattr(auth, "MOST_HELD", 1)
-    app = app_of(Access(keys))
+    app = app_of(IngressConfig(api_key_file=keys))
     body = {"prompt": "x"}
     full = QueueFullError("full", 1)
     script, engine.script, engine.refusal = engine.script, [full], full
@@ -244,9 +248,9 @@ async def test_who_comes_back_at_once_is_held_up_but_for_large_bodies(
 
 
 async def test_an_answer_opens_the_door_again(
-    app_of: Callable[[Access], Asgi], engine: ScriptedEngine, keys: Path
+    app_of: Callable[[IngressConfig], Asgi], engine: ScriptedEngine, keys: Path
 ) -> None:
-    app = app_of(Access(keys))
+    app = app_of(IngressConfig(api_key_file=keys))
     full = QueueFullError("full", 1)
     script, engine.script, engine.refusal = engine.script, [full], full
     slow = Answer(app, "POST", COMPLETIONS, content_type="application/json", x_api_key=OLGA)
@@ -259,11 +263,11 @@ async def test_an_answer_opens_the_door_again(
 
 
 async def test_a_text_plain_post_of_another_sites_page_reaches_no_engine(
-    app_of: Callable[[Access], Asgi], engine: ScriptedEngine
+    app_of: Callable[[IngressConfig], Asgi], engine: ScriptedEngine
 ) -> None:
     headers = {"content_type": "text/plain", "host": "localhost:8000"}
     headers |= {"origin": "https://evil.example", "sec_fetch_site": "cross-site"}
-    answer = Answer(app_of(Access()), "POST", CHAT, **headers)
+    answer = Answer(app_of(IngressConfig()), "POST", CHAT, **headers)
     assert (await answer.json())["error"]["code"] == "cross_site_request"
     assert (await answer.status(), answer.n_asked) == (403, 0)
     assert engine.requests == []
@@ -274,14 +278,16 @@ async def test_a_text_plain_post_of_another_sites_page_reaches_no_engine(
     [(ANA, 0, 200), (ANA, 7, 200), (ANA, -1, 403), (OLGA, -5, 200), (OLGA, -6, 403)],
 )
 async def test_a_keys_priorities(
-    app_of: Callable[[Access], Asgi],
+    app_of: Callable[[IngressConfig], Asgi],
     engine: ScriptedEngine,
     keys: Path,
     key: str,
     priority: int,
     status: int,
 ) -> None:
-    answer = await ask(app_of(Access(keys)), "POST", CHAT, chat(priority=priority), key)
+    answer = await ask(
+        app_of(IngressConfig(api_key_file=keys)), "POST", CHAT, chat(priority=priority), key
+    )
     assert await answer.status() == status
     assert [request.priority for request in engine.requests] == [priority] * (status == 200)
     if status == 403:
@@ -292,13 +298,13 @@ async def test_a_keys_priorities(
 @pytest.mark.parametrize(
     ("access", "status"),
     [
-        (Access(), 200),
-        (Access(allow_anonymous=True), 403),
-        (Access(allow_anonymous=True, anonymous_admin=True), 200),
+        (IngressConfig(), 200),
+        (IngressConfig(allow_anonymous=True), 403),
+        (IngressConfig(allow_anonymous=True, anonymous_admin=True), 200),
     ],
 )
 async def test_without_keys_operators_are_on_their_own_machine(
-    app_of: Callable[[Access], Asgi], access: Access, status: int
+    app_of: Callable[[IngressConfig], Asgi], access: IngressConfig, status: int
 ) -> None:
     app = app_of(access)
     erased = await ask(app, "POST", "/slots/0", key=None, query="action=erase", body={})
@@ -309,9 +315,13 @@ async def test_without_keys_operators_are_on_their_own_machine(
 
 @pytest.mark.parametrize(("key", "status"), [(ANA, 403), (OLGA, 200)])
 async def test_with_keys_admins_are_operators(
-    app_of: Callable[[Access], Asgi], engine: ScriptedEngine, keys: Path, key: str, status: int
+    app_of: Callable[[IngressConfig], Asgi],
+    engine: ScriptedEngine,
+    keys: Path,
+    key: str,
+    status: int,
 ) -> None:
-    app = app_of(Access(keys))
+    app = app_of(IngressConfig(api_key_file=keys))
     for path, query, body in [
         ("/slots/0", "action=save", {"filename": "a"}),
         ("/slots/0", "action=restore", {"filename": "a"}),
@@ -328,10 +338,10 @@ async def test_with_keys_admins_are_operators(
 
 
 async def test_what_is_told_of_others(
-    app_of: Callable[[Access], Asgi], engine: ScriptedEngine, keys: Path
+    app_of: Callable[[IngressConfig], Asgi], engine: ScriptedEngine, keys: Path
 ) -> None:
     engine.records = [RequestRecord("cmpl-1", "web-1", "somebody", "decode")]
-    app = app_of(Access(keys))
+    app = app_of(IngressConfig(api_key_file=keys))
 
     async def told(path: str, key: str) -> Any:
         return await (await ask(app, "GET", path, key=key)).json()
@@ -373,13 +383,13 @@ def test_a_view_without_requests() -> None:
 
 
 async def test_embeddings_that_were_computed_stay_charged_whatever_becomes_of_the_answer(
-    app_of: Callable[[Access], Asgi], keys: Path, monkeypatch: pytest.MonkeyPatch
+    app_of: Callable[[IngressConfig], Asgi], keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> bytes:
         raise QueueFullError("Too many large requests are being read.", 10)
 
     monkeypatch.setattr(embeddings, "openai_answer", refuse)
-    app, body = app_of(Access(keys)), {"input": "x" * 60}
+    app, body = app_of(IngressConfig(api_key_file=keys)), {"input": "x" * 60}
     refused = await ask(app, "POST", "/v1/embeddings", body, ANA)
     assert await refused.status() == 429
     monkeypatch.undo()

@@ -94,7 +94,10 @@ def test_each_file_is_read_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFi
         (f"keys: [{{name: a, key: {ANA}, limit: 3}}]", "keys.0.limit: Extra inputs"),
         (f"keys: [{{name: a, key: {ANA}}}, {{name: a, key: {BEN}}}]", "the same name"),
         (f"keys: [{{name: a, key: {ANA}}}, {{name: b, key: {ANA}}}]", "or are the same"),
-        (f"keys: [{{name: {'a' * 257}, key: {ANA}}}]", "keys.0.name: String should have at most 256"),
+        (
+            f"keys: [{{name: {'a' * 257}, key: {ANA}}}]",
+            "keys.0.name: String should have at most 256",
+        ),
     ],
 )
 def test_a_file_that_is_wrong_stops_the_start_and_shows_no_key(

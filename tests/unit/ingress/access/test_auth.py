@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,9 +13,10 @@ import pytest
 import yaml
 from starlette.datastructures import Headers
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import CorralError, DeadlineError, InvalidRequestError
 from serve_app.ingress.access import bodies
-from serve_app.ingress.access.auth import Access, secret_of
+from serve_app.ingress.access.auth import secret_of
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.workers.worker import MAX_BODY_BYTES
@@ -49,7 +49,7 @@ def keys(tmp_path: Path) -> Path:
 async def connect(engine: ScriptedEngine) -> AsyncIterator[Open]:
     clients = []
 
-    def connect(access: Access, host: str = "127.0.0.1") -> httpx.AsyncClient:
+    def connect(access: IngressConfig, host: str = "127.0.0.1") -> httpx.AsyncClient:
         model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
         transport = httpx.ASGITransport(build_api({"m": model}, access))
         clients.append(httpx.AsyncClient(transport=transport, base_url=f"http://{host}"))
@@ -68,7 +68,9 @@ def bearer(key: str) -> dict[str, str]:
     "headers", [bearer(BEN), {"X-Api-Key": BEN}, {"authorization": f"bearer {BEN}"}]
 )
 async def test_a_key_opens(connect: Open, keys: Path, headers: dict[str, str]) -> None:
-    answer = await connect(Access(keys)).post(CHAT, json=chat(), headers=headers)
+    answer = await connect(IngressConfig(api_key_file=keys)).post(
+        CHAT, json=chat(), headers=headers
+    )
     assert answer.status_code == 200
 
 
@@ -79,7 +81,9 @@ async def test_a_key_opens(connect: Open, keys: Path, headers: dict[str, str]) -
 async def test_nothing_without_a_key(
     connect: Open, keys: Path, engine: ScriptedEngine, path: str, headers: dict[str, str]
 ) -> None:
-    answer = await connect(Access(keys)).post(path, json=chat(), headers=headers)
+    answer = await connect(IngressConfig(api_key_file=keys)).post(
+        path, json=chat(), headers=headers
+    )
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"
     assert engine.requests == []
@@ -87,23 +91,25 @@ async def test_nothing_without_a_key(
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
 async def test_load_balancers_need_none(connect: Open, keys: Path, path: str) -> None:
-    assert (await connect(Access(keys), "10.0.0.1").get(path)).status_code == 200
+    assert (
+        await connect(IngressConfig(api_key_file=keys), "10.0.0.1").get(path)
+    ).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("host", "access", "status"),
     [
-        ("127.0.0.1", Access(), 200),
-        ("127.8.8.8", Access(), 200),
-        ("[::1]", Access(), 200),
-        ("localhost", Access(), 200),
-        ("10.0.0.1", Access(), 401),
-        ("corral.example", Access(), 401),
-        ("10.0.0.1", Access(allow_anonymous=True), 200),
+        ("127.0.0.1", IngressConfig(), 200),
+        ("127.8.8.8", IngressConfig(), 200),
+        ("[::1]", IngressConfig(), 200),
+        ("localhost", IngressConfig(), 200),
+        ("10.0.0.1", IngressConfig(), 401),
+        ("corral.example", IngressConfig(), 401),
+        ("10.0.0.1", IngressConfig(allow_anonymous=True), 200),
     ],
 )
 async def test_without_keys_only_this_machine_is_answered(
-    connect: Open, host: str, access: Access, status: int
+    connect: Open, host: str, access: IngressConfig, status: int
 ) -> None:
     answer = await connect(access, host).get("/v1/models")
     assert answer.status_code == status
@@ -115,8 +121,8 @@ async def test_slots_are_shared_among_keys_not_users(
     connect: Open, keys: Path, engine: ScriptedEngine
 ) -> None:
     body = chat(user="somebody")
-    await connect(Access(keys)).post(CHAT, json=body, headers=bearer(BEN))
-    await connect(Access()).post(CHAT, json=body)
+    await connect(IngressConfig(api_key_file=keys)).post(CHAT, json=body, headers=bearer(BEN))
+    await connect(IngressConfig()).post(CHAT, json=body)
     assert [request.client for request in engine.requests] == ["ben", "somebody"]
 
 
@@ -129,7 +135,7 @@ async def test_keys_share_prefixes_within_their_cache_group(
     entries[3]["cache_group"] = "ana"  # the group that ana's key is in by its name
     file = tmp_path / "groups.yaml"
     file.write_text(yaml.safe_dump({"keys": entries}))
-    client = connect(Access(file))
+    client = connect(IngressConfig(api_key_file=file))
     for salt in ({}, {"cache_salt": "s"}):
         engine.requests.clear()
         for secret in secrets.values():
@@ -141,7 +147,7 @@ async def test_keys_share_prefixes_within_their_cache_group(
 
 
 async def test_a_keys_largest_prompt(connect: Open, keys: Path, engine: ScriptedEngine) -> None:
-    client = connect(Access(keys))
+    client = connect(IngressConfig(api_key_file=keys))
     body = {"prompt": ["123456", "12345"]}
     answer = await client.post("/v1/completions", json=body, headers=bearer(BEN))
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "key_limit_exceeded")
@@ -151,7 +157,7 @@ async def test_a_keys_largest_prompt(connect: Open, keys: Path, engine: Scripted
 async def test_texts_to_embed_count_as_prompts(
     connect: Open, keys: Path, engine: ScriptedEngine
 ) -> None:
-    client = connect(Access(keys))
+    client = connect(IngressConfig(api_key_file=keys))
     body = {"input": ["123456", "12345"]}
     answer = await client.post("/v1/embeddings", json=body, headers=bearer(BEN))
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "key_limit_exceeded")
@@ -161,7 +167,7 @@ async def test_texts_to_embed_count_as_prompts(
 async def test_a_keys_tokens_are_those_of_prompts_and_answers(
     connect: Open, keys: Path, engine: ScriptedEngine
 ) -> None:
-    client = connect(Access(keys))
+    client = connect(IngressConfig(api_key_file=keys))
     body = {"prompt": "x" * 49, "max_tokens": 9}
     statuses = []
     for _ in range(2):  # 49 and 3 tokens, of 100
@@ -176,7 +182,7 @@ async def test_a_keys_tokens_are_those_of_prompts_and_answers(
 async def test_a_keys_requests_at_once(
     connect: Open, keys: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = connect(Access(keys))
+    client = connect(IngressConfig(api_key_file=keys))
     running, go_on = asyncio.Event(), asyncio.Event()
     generate = engine.generate
 
@@ -208,7 +214,7 @@ async def test_a_body_that_is_too_large(connect: Open, chunked: bool) -> None:
         for i in range(0, len(body), 2**20):
             yield body[i : i + 2**20]
 
-    answer = await connect(Access()).post(CHAT, content=pieces() if chunked else body)
+    answer = await connect(IngressConfig()).post(CHAT, content=pieces() if chunked else body)
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
 
@@ -220,7 +226,7 @@ async def test_a_body_that_does_not_come(connect: Open, monkeypatch: pytest.Monk
         yield b"{"
         await asyncio.Event().wait()
 
-    answer = await connect(Access()).post(CHAT, content=pieces())
+    answer = await connect(IngressConfig()).post(CHAT, content=pieces())
     assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")
 
 
@@ -249,12 +255,14 @@ async def test_a_client_that_leaves_while_it_sends_gets_no_answer(
 
 
 async def test_no_other_site_may_ask(connect: Open) -> None:
-    answer = await connect(Access()).get("/v1/models", headers={"Origin": "https://evil.example"})
+    answer = await connect(IngressConfig()).get(
+        "/v1/models", headers={"Origin": "https://evil.example"}
+    )
     assert "access-control-allow-origin" not in answer.headers
 
 
 async def test_a_site_that_may_asks_before_it_sends_its_key(connect: Open, keys: Path) -> None:
-    client = connect(Access(keys, cors_origins=("https://chat.example",)))
+    client = connect(IngressConfig(api_key_file=keys, cors_origins=["https://chat.example"]))
     headers = {
         "Origin": "https://chat.example",
         "Access-Control-Request-Method": "POST",
@@ -278,18 +286,18 @@ async def test_browsers_are_told_the_headers_that_they_may_send(
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "x-mine",
     }
-    answer = await connect(Access(keys)).options(CHAT, headers=asked | told)
+    answer = await connect(IngressConfig(api_key_file=keys)).options(CHAT, headers=asked | told)
     assert answer.headers["access-control-allow-headers"] == named
     assert answer.headers["access-control-allow-credentials"] == "true"
 
 
 async def test_routes_that_were_switched_off(connect: Open, keys: Path) -> None:
-    client = connect(Access(disabled_routes=("/slots", "/v1/completions")))
+    client = connect(IngressConfig(disabled_routes=["/slots", "/v1/completions"]))
     for method, path in (("GET", "/slots"), ("POST", "/slots/0"), ("POST", "/v1/completions")):
         answer = await client.request(method, path, json={})
         assert (answer.status_code, answer.json()["error"]["type"]) == (501, "not_supported_error")
     assert (await client.get("/props")).status_code == 200
-    closed = connect(Access(keys, disabled_routes=("/slots",)))
+    closed = connect(IngressConfig(api_key_file=keys, disabled_routes=["/slots"]))
     assert (await closed.get("/slots")).status_code == 401, "who may not ask is told nothing else"
 
 
@@ -298,7 +306,7 @@ async def test_routes_that_were_switched_off(connect: Open, keys: Path) -> None:
 )
 async def test_pages_of_this_machine_may(connect: Open, origin: str, may: bool) -> None:
     asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-    answer = await connect(Access(cors_origins=("localhost",))).options(CHAT, headers=asked)
+    answer = await connect(IngressConfig(cors_origins=["localhost"])).options(CHAT, headers=asked)
     assert answer.status_code == 200
     assert answer.headers.get("access-control-allow-origin") == (origin if may else None)
 
@@ -309,7 +317,7 @@ async def test_pages_of_this_machine_may(connect: Open, origin: str, may: bool) 
 async def test_requests_carry_their_id(
     connect: Open, engine: ScriptedEngine, given: str, kept: bool
 ) -> None:
-    await connect(Access()).post(CHAT, json=chat(), headers={"x-request-id": given})
+    await connect(IngressConfig()).post(CHAT, json=chat(), headers={"x-request-id": given})
     (request,) = engine.requests
     assert (request.http_id == given) is kept
     assert request.http_id
@@ -324,7 +332,7 @@ async def test_explain(connect: Open, engine: ScriptedEngine) -> None:
         RequestRecord("cmpl-a.1", "web-1", "", "decode", None, "r1", "n1"),
         RequestRecord("cmpl-b", "web-2", "", "waiting", None, "r1", "n1"),
     ]
-    client = connect(Access())
+    client = connect(IngressConfig())
     found = (await client.get("/v1/requests/cmpl-a")).json()
     assert [one["id"] for one in found["sequences"]] == ["cmpl-a.0", "cmpl-a.1"]
     assert (await client.get("/v1/requests/web-1")).json()["sequences"] == found["sequences"]
@@ -340,7 +348,7 @@ async def test_explain(connect: Open, engine: ScriptedEngine) -> None:
 async def test_explain_with_a_replica_missing(connect: Open, engine: ScriptedEngine) -> None:
     engine.records = [RequestRecord("cmpl-a", "web-1", "", "decode", None, "r1", "n1")]
     engine.missing = ("r2",)
-    client = connect(Access())
+    client = connect(IngressConfig())
     found = (await client.get("/v1/requests/cmpl-a")).json()
     assert [one["id"] for one in found["sequences"]] == ["cmpl-a"]
     assert found["missing"] == ["r2"]
@@ -352,7 +360,7 @@ async def test_explain_with_a_replica_missing(connect: Open, engine: ScriptedEng
 @pytest.mark.parametrize("wanted", ["cmpl", "cmpl-", "nobody"])
 async def test_unknown_requests(connect: Open, engine: ScriptedEngine, wanted: str) -> None:
     engine.records = [RequestRecord("cmpl-b", "", "", "waiting")]
-    answer = await connect(Access()).get(f"/v1/requests/{wanted}")
+    answer = await connect(IngressConfig()).get(f"/v1/requests/{wanted}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
 
 
@@ -360,14 +368,14 @@ async def test_a_key_is_told_of_its_own_requests_only(
     connect: Open, keys: Path, engine: ScriptedEngine
 ) -> None:
     engine.records = [RequestRecord("cmpl-b", "", "ben", "waiting")]
-    client = connect(Access(keys))
+    client = connect(IngressConfig(api_key_file=keys))
     assert (await client.get("/v1/requests/cmpl-b", headers=bearer(BEN))).status_code == 200
     assert (await client.get("/v1/requests/cmpl-b", headers=bearer(ANA))).status_code == 404
 
 
 async def test_timings_of_a_whole_answer(connect: Open, engine: ScriptedEngine) -> None:
     engine.script = [TokenDelta("a", (97,), ENDED)]
-    client = connect(Access())
+    client = connect(IngressConfig())
     answer = (await client.post(CHAT, json=chat(timings=True))).json()
     assert (answer["timings"]["queue_ms"], answer["timings"]["predicted_n"]) == (1000, 4)
     plain = (await client.post(CHAT, json=chat())).json()["timings"]
@@ -377,7 +385,7 @@ async def test_timings_of_a_whole_answer(connect: Open, engine: ScriptedEngine) 
 
 async def test_timings_of_a_stream_come_with_its_end(connect: Open, engine: ScriptedEngine) -> None:
     engine.script = [TokenDelta("a", (97,)), TokenDelta("b", (98,), ENDED)]
-    answer = await connect(Access()).post(CHAT, json=chat(timings=True, stream=True))
+    answer = await connect(IngressConfig()).post(CHAT, json=chat(timings=True, stream=True))
     chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
     assert ["timings" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
@@ -391,7 +399,7 @@ async def test_timings_of_a_stream_come_with_its_end(connect: Open, engine: Scri
     ],
 )
 async def test_timings_are_of_one_answer(connect: Open, path: str, body: dict[str, Any]) -> None:
-    answer = await connect(Access()).post(path, json=body)
+    answer = await connect(IngressConfig()).post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timings")
 
 
@@ -411,7 +419,7 @@ async def test_what_cannot_fit_is_not_even_tokenized(
 
     for name in ("encode", "encode_chat", "tokenize"):
         monkeypatch.setattr(ByteTokenizer, name, tokenize)
-    answer = await connect(Access()).post(path, json=body)
+    answer = await connect(IngressConfig()).post(path, json=body)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["code"] == "context_length_exceeded"
@@ -451,7 +459,7 @@ async def test_a_missed_deadline_closes_the_door_for_nothing_else(
     connect: Open, keys: Path, engine: ScriptedEngine
 ) -> None:
     engine.scripts = [[DeadlineError("too late", 7)]]
-    client = connect(Access(keys))
+    client = connect(IngressConfig(api_key_file=keys))
     refused = await client.post(CHAT, json=chat(), headers=bearer(BEN))
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "7")
     assert refused.json()["error"]["code"] == "deadline_unmet"
@@ -459,19 +467,20 @@ async def test_a_missed_deadline_closes_the_door_for_nothing_else(
 
 
 @pytest.fixture
-def users(tmp_path: Path) -> Access:
+def users(tmp_path: Path) -> IngressConfig:
     """The access of a proxy on this machine."""
     path = tmp_path / "users.yaml"
     ana = {"name": "ana", "key": ANA, "admin": True}
     ben = {"name": "b", "key": BEN, "labels": {"user": "ben@example.com"}}
     gone = {"name": "gone", "key": "x" * 20, "expires": "2020-01-01T00:00:00Z"}
     path.write_text(yaml.safe_dump({"keys": [ana, ben, gone]}))
-    return Access(path, trusted_proxies=("10.0.0.0/8", "127.0.0.1"))
+    proxies = ["10.0.0.0/8", "127.0.0.1"]
+    return IngressConfig.model_validate({"api_key_file": path, "trusted_proxies": proxies})
 
 
 @pytest.mark.parametrize(("user", "client"), [("ana", "ana"), ("ben@example.com", "b")])
 async def test_a_trusted_proxy_names_its_user(
-    connect: Open, users: Access, engine: ScriptedEngine, user: str, client: str
+    connect: Open, users: IngressConfig, engine: ScriptedEngine, user: str, client: str
 ) -> None:
     headers = {"X-Forwarded-User": user}
     assert (await connect(users).post(CHAT, json=chat(), headers=headers)).status_code == 200
@@ -489,14 +498,14 @@ async def test_a_trusted_proxy_names_its_user(
     ],
 )
 async def test_a_user_without_a_key_is_refused(
-    connect: Open, users: Access, headers: list[tuple[str, str]]
+    connect: Open, users: IngressConfig, headers: list[tuple[str, str]]
 ) -> None:
     answer = await connect(users).post(CHAT, json=chat(), headers=headers)
     assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
-async def test_nobody_else_is_believed_who_a_user_is(connect: Open, users: Access) -> None:
-    stranger = dataclasses.replace(users, trusted_proxies=("10.0.0.0/8",))
+async def test_nobody_else_is_believed_who_a_user_is(connect: Open, users: IngressConfig) -> None:
+    stranger = users.model_copy(update={"trusted_proxies": users.trusted_proxies[:1]})
     answer = await connect(stranger).post(CHAT, json=chat(), headers={"X-Forwarded-User": "ana"})
     assert answer.json()["error"]["code"] == "invalid_api_key"
     with_key = {"X-Forwarded-User": "ana", **bearer(BEN)}
@@ -505,7 +514,7 @@ async def test_nobody_else_is_believed_who_a_user_is(connect: Open, users: Acces
 
 
 async def test_a_page_of_another_site_does_not_ask_in_a_users_name(
-    connect: Open, users: Access
+    connect: Open, users: IngressConfig
 ) -> None:
     headers = {"X-Forwarded-User": "ana", "Origin": "https://evil.example"}
     answer = await connect(users).post(CHAT, json=chat(), headers=headers)

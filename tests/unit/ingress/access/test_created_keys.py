@@ -14,8 +14,8 @@ import httpx
 import pytest
 import yaml
 
+from serve_app.config.schema import IngressConfig
 from serve_app.ingress.access import created_keys
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
@@ -36,7 +36,10 @@ def ingress(engine: ScriptedEngine, tokenizer: ByteTokenizer, tmp_path: Path) ->
     models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}  # type: ignore[arg-type]
 
     def made() -> httpx.AsyncClient:
-        api = build_api(models, Access(tmp_path / "keys.yaml", usage_folder=tmp_path / "usage"))
+        api = build_api(
+            models,
+            IngressConfig(api_key_file=tmp_path / "keys.yaml", usage_folder=tmp_path / "usage"),
+        )
         transport = httpx.ASGITransport(api, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=by(OP))
 
@@ -186,8 +189,8 @@ async def test_without_a_place_for_keys_none_are_made(
 ) -> None:
     models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}  # type: ignore[arg-type]
     for access, setting in (
-        (Access(tmp_path / "keys.yaml"), "ingress.usage_folder"),
-        (Access(), "ingress.api_key_file"),
+        (IngressConfig(api_key_file=tmp_path / "keys.yaml"), "ingress.usage_folder"),
+        (IngressConfig(), "ingress.api_key_file"),
     ):
         transport = httpx.ASGITransport(build_api(models, access))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:

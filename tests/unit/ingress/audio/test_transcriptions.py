@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import QueueFullError
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.audio.preparation import WindowOrder, windows
 from serve_app.ingress.media.decoder import MediaDecoder
@@ -34,7 +34,7 @@ LONG = speech((24.0, 0.1), (1.0, 0.003), (21.0, 0.1), (1.0, 0.003), (13.0, 0.1))
 KEY = "sk-0123456789abcdef"
 
 
-def api(engine: ScriptedEngine, access: Access = Access()) -> httpx.AsyncClient:  # noqa: B008
+def api(engine: ScriptedEngine, access: IngressConfig = IngressConfig()) -> httpx.AsyncClient:  # noqa: B008
     models = {
         name: ServedModel(name, 512, TOKENIZER, media=MediaDecoder(hears=hears), engine=engine)
         for name, hears in (("deaf", False), ("hearing", True))
@@ -168,7 +168,7 @@ async def test_a_file_that_was_begun_waits_for_room(engine: ScriptedEngine, tmp_
     keys.write_text(yaml.safe_dump({"keys": [entry]}))
     one, two, three = says("One.", "Two.", "Three.")
     engine.scripts = [one, [QueueFullError("No room.", 0)], two, three]
-    async with api(engine, Access(api_key_file=keys)) as client:
+    async with api(engine, IngressConfig(api_key_file=keys)) as client:
         answer = await ask(client, LONG)
         assert answer.json()["text"] == "One. Two. Three."
         engine.scripts = [[QueueFullError("No room.", 3)]]

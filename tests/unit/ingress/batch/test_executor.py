@@ -21,8 +21,8 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import DecodeError, InvalidRequestError, QueueFullError
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.batch import executor as executors
 from serve_app.ingress.batch import preparation
@@ -100,7 +100,7 @@ class Server:
         model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=self.engine)  # type: ignore[arg-type]
         self.models = {"m": model}
         self.options = BatchOptions(folder / "batches", limits or BatchLimits(), 16, lease_s=1.0)
-        self.access = Access(**access)
+        self.access = IngressConfig(**access)
         self.workers: Workers | None = None
 
     def api(self) -> FastAPI:

@@ -9,14 +9,14 @@ from typing import Literal
 import httpx
 import pytest
 
-from serve_app.ingress.access.auth import Access
+from serve_app.config.schema import IngressConfig
 from serve_app.ingress.api import build_api
 from serve_app.ingress.dashboard.page import FOLDER
 
 Switch = bool | Literal["auto"]
 
 
-def browser(access: Access, host: str = "127.0.0.1") -> httpx.AsyncClient:
+def browser(access: IngressConfig, host: str = "127.0.0.1") -> httpx.AsyncClient:
     transport = httpx.ASGITransport(build_api({}, access))
     return httpx.AsyncClient(transport=transport, base_url=f"http://{host}")
 
@@ -32,7 +32,7 @@ def browser(access: Access, host: str = "127.0.0.1") -> httpx.AsyncClient:
     ],
 )
 async def test_who_gets_the_page(switch: Switch, host: str, status: int) -> None:
-    access = Access(allow_anonymous=True, ui=switch)
+    access = IngressConfig(allow_anonymous=True, ui=switch)
     async with browser(access, host) as client:
         assert (await client.get("/ui/app.js")).status_code == status
         answer = await client.get("/")
@@ -42,7 +42,7 @@ async def test_who_gets_the_page(switch: Switch, host: str, status: int) -> None
 
 async def test_who_wants_no_page_hears_that_the_server_is_running() -> None:
     """As Ollama's clients do, which accept JSON."""
-    async with browser(Access()) as client:
+    async with browser(IngressConfig()) as client:
         for accepted, kind in (
             ("text/html,application/xhtml+xml,*/*;q=0.8", "text/html"),
             ("*/*", "text/html"),
@@ -57,7 +57,7 @@ async def test_who_wants_no_page_hears_that_the_server_is_running() -> None:
 async def test_the_page_needs_no_key_and_the_api_does(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys: [{name: ana, key: ana-secret-0123456789}]")
-    async with browser(Access(keys)) as client:
+    async with browser(IngressConfig(api_key_file=keys)) as client:
         assert (await client.get("/")).status_code == 200
         assert (await client.get("/ui/style.css")).status_code == 200
         assert "ui/vendor/swagger-ui.js" in (await client.get("/docs")).text
@@ -69,13 +69,13 @@ async def test_the_page_needs_no_key_and_the_api_does(tmp_path: Path) -> None:
     "path", ["/ui/", "/ui/none.js", "/ui/../ingress/page.py", "/ui/%2e%2e/errors.py", "/uix/app.js"]
 )
 async def test_nothing_else_is_given_out(path: str) -> None:
-    async with browser(Access()) as client:
+    async with browser(IngressConfig()) as client:
         assert (await client.get(path)).status_code == 404
         assert (await client.post("/")).status_code in (404, 405)
 
 
 async def test_headers() -> None:
-    async with browser(Access()) as client:
+    async with browser(IngressConfig()) as client:
         first = await client.get("/")
         policy = dict(
             part.split(" ", 1) for part in first.headers["content-security-policy"].split("; ")

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import DecodeError
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.openapi.spec import ROUTES
 from tests.unit.ingress.harness import HELLO, ByteTokenizer, ScriptedEngine
@@ -176,7 +176,7 @@ def test_every_route_that_streams_is_tried() -> None:
 
 
 async def test_hosts_and_queries_that_are_none(client: httpx.AsyncClient) -> None:
-    transport = httpx.ASGITransport(build_api({}, Access(allow_anonymous=True)))
+    transport = httpx.ASGITransport(build_api({}, IngressConfig(allow_anonymous=True)))
     async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.1") as anonymous:
         for host in (b"[", b"a\xffb", b"x:y:z"):
             answer = await anonymous.get("/nowhere?\xff", headers={b"Host": host})

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import DecodeError, EngineFailedError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.generation.failover import unbroken
@@ -184,7 +185,7 @@ class Stream:
 
     def __init__(self, engine: Any, path: str, body: dict[str, Any]) -> None:
         models = {"m": ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine)}  # type: ignore[arg-type]
-        self._app = build_api(models, sse_ping_interval_s=DEFAULT_S)
+        self._app = build_api(models, IngressConfig(sse_ping_interval_s=DEFAULT_S))
         self._request = httpx.Request(
             "POST", f"http://127.0.0.1{path}", json={**body, "stream": True}
         )

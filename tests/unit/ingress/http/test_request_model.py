@@ -8,8 +8,9 @@ import httpx
 import pytest
 from pydantic import Field
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.access.auth import MOST_IGNORED, Access
+from serve_app.ingress.access.auth import MOST_IGNORED
 from serve_app.ingress.api import build_api
 from serve_app.ingress.http.request_model import RequestModel, ignored_fields, parsed
 from serve_app.ingress.model_registry import ServedModel
@@ -62,7 +63,7 @@ def test_what_must_not_be_lost_is_refused() -> None:
 
 def connected(engine: ScriptedEngine, *, strict: bool) -> httpx.AsyncClient:
     model = ServedModel("first", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
-    app = build_api({"first": model}, Access(strict=strict))
+    app = build_api({"first": model}, IngressConfig(strict=strict))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 import yaml
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import EngineClosedError
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.generation.failover import unbroken
 from serve_app.ingress.model_registry import ServedModel
@@ -35,7 +35,7 @@ LONG: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def served(engine: ScriptedEngine, access: Access) -> httpx.AsyncClient:
+def served(engine: ScriptedEngine, access: IngressConfig) -> httpx.AsyncClient:
     model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(build_api({"m": model}, access))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
@@ -48,7 +48,7 @@ async def guarded(engine: ScriptedEngine, tmp_path: Path) -> AsyncIterator[httpx
     ana = {"name": "ana", "key": SECRET, "tokens_per_minute": 40}
     ben = {"name": "ben", "key": SMALL, "max_prompt_tokens": 15}
     file.write_text(yaml.safe_dump({"keys": [ana, ben]}))
-    async with served(engine, Access(file)) as client:
+    async with served(engine, IngressConfig(api_key_file=file)) as client:
         yield client
 
 
@@ -129,7 +129,7 @@ async def test_an_answer_goes_on_where_a_replica_died(
     path: str, body: dict[str, Any], stream: bool
 ) -> None:
     engine = DyingReplicas()
-    async with served(engine, Access()) as client:
+    async with served(engine, IngressConfig()) as client:
         answer = await client.post(path, json=body | {"stream": stream})
     assert answer.status_code == 200
     lines = ndjson(answer) if stream else [answer.json()]

@@ -15,8 +15,8 @@ import yaml
 from fastapi import FastAPI
 from openai.types.responses import Response, ResponseItemList
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import DecodeError, QueueFullError
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
@@ -45,7 +45,7 @@ class Clock:
 class Ingress:
     """One of those that share a store."""
 
-    def __init__(self, shared: Store, engine: ScriptedEngine, access: Access) -> None:
+    def __init__(self, shared: Store, engine: ScriptedEngine, access: IngressConfig) -> None:
         tokenizer: Any = ByteTokenizer()
         models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}
         self.open = OpenRequests(100)
@@ -80,10 +80,10 @@ def shared(clock: Clock) -> Store:
 
 
 @pytest.fixture
-def access(tmp_path: Path) -> Access:
+def access(tmp_path: Path) -> IngressConfig:
     keys = [{"name": name, "key": key, "max_concurrent_requests": 2} for name, key in KEYS.items()]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
-    return Access(api_key_file=tmp_path / "keys.yaml")
+    return IngressConfig(api_key_file=tmp_path / "keys.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def ingresses(
-    shared: Store, access: Access
+    shared: Store, access: IngressConfig
 ) -> AsyncIterator[Callable[[ScriptedEngine], Ingress]]:
     made: list[Ingress] = []
 
@@ -516,7 +516,7 @@ async def test_a_client_that_leaves_before_it_knows_the_id_ends_it(
     assert len(shared) == 0
 
 
-async def test_where_none_is_kept(engine: ScriptedEngine, access: Access) -> None:
+async def test_where_none_is_kept(engine: ScriptedEngine, access: IngressConfig) -> None:
     ingress = Ingress(Store(Bounds(kept_s=0)), engine, access)
     body = await posted(ingress)
     assert body["store"] is False
@@ -545,7 +545,7 @@ async def test_noise_hides_the_sizes_of_pieces(first: Ingress) -> None:
 
 
 async def test_long_logs_are_read_in_parts_one_between_turns_of_the_event_loop(
-    shared: Store, engine: ScriptedEngine, access: Access, monkeypatch: pytest.MonkeyPatch
+    shared: Store, engine: ScriptedEngine, access: IngressConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams have their turns while logs of megabytes are read, whoever reads how many."""
     monkeypatch.setattr(store, "_PART", 1)

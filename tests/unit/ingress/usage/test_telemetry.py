@@ -14,16 +14,16 @@ from typing import Any
 
 import httpx
 import pytest
-from google.protobuf import json_format
+from google.protobuf import json_format  # type: ignore[import-untyped]
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
+from serve_app.config.schema import IngressConfig
 from serve_app.errors import ConfigError
 from serve_app.ingress import api
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.usage import telemetry
 from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
@@ -50,7 +50,7 @@ def client(
         tracers.add_span_processor(SimpleSpanProcessor(spans))
         monkeypatch.setattr(api, "tracers", lambda: tracers if traces else None)
         models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}  # type: ignore[arg-type]
-        transport = httpx.ASGITransport(api.build_api(models, Access(**access)))
+        transport = httpx.ASGITransport(api.build_api(models, IngressConfig(**access)))
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
     return made
@@ -102,6 +102,35 @@ async def test_spans_are_in_order_and_add_up_to_the_request(
     assert attributes["gen_ai.usage.output_tokens"] == 2
     assert attributes["gen_ai.response.finish_reasons"] == ("stop",)
     assert attributes["http.response.status_code"] == 200
+
+
+async def test_several_answers_have_their_sums_and_the_stages_of_the_last_one(
+    client: Callable[..., httpx.AsyncClient], engine: ScriptedEngine, spans: InMemorySpanExporter
+) -> None:
+    engine.script = [end(decode_s=1e-4)]
+    async with client() as http:
+        await http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2})
+    parent, children = tree(spans)
+    assert [span.name for span in children] == STAGES
+    attributes = dict(parent.attributes or {})
+    assert attributes["gen_ai.usage.input_tokens"] == 10
+    assert attributes["gen_ai.usage.output_tokens"] == 8
+    assert attributes["gen_ai.response.finish_reasons"] == ("stop",) * 4
+
+
+async def test_spans_grow_though_the_clock_is_set_back(
+    client: Callable[..., httpx.AsyncClient],
+    engine: ScriptedEngine,
+    spans: InMemorySpanExporter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([2_000_000_000 * 10**9])
+    monkeypatch.setattr("time.time_ns", lambda: next(times, 10**9))
+    engine.script = [end()]
+    async with client() as http:
+        await http.post("/v1/chat/completions", json=chat())
+    _, children = tree(spans)
+    assert all((span.start_time or 0) <= (span.end_time or 0) for span in children)
 
 
 async def test_spans_stay_within_the_request_whatever_an_engine_says(
@@ -225,7 +254,10 @@ def test_spans_go_to_a_file_as_lines_of_otlp(tmp_path: Path) -> None:
             if name in span:
                 span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()
     read = json_format.ParseDict({"resourceSpans": [resource]}, TracesData())
-    assert [span.name for span in read.resource_spans[0].scope_spans[0].spans] == ["child", "parent"]
+    assert [span.name for span in read.resource_spans[0].scope_spans[0].spans] == [
+        "child",
+        "parent",
+    ]
 
 
 def test_nothing_is_imported_or_told_unless_somebody_wants_it() -> None:

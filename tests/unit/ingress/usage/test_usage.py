@@ -14,11 +14,11 @@ import httpx
 import pytest
 import yaml
 
+from serve_app.config.schema import IngressConfig, PriceConfig
 from serve_app.errors import EngineFailedError, QueueFullError
-from serve_app.ingress.access.auth import Access
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.ingress.usage.ledger import Ledger, Price
+from serve_app.ingress.usage.ledger import Ledger
 from serve_app.types import TokenDelta
 from tests.unit.ingress.harness import (
     N_CTX_SLOT,
@@ -39,8 +39,10 @@ async def server(
         for name, key in KEYS.items()
     ]
     (tmp_path / "keys").write_text(yaml.safe_dump({"keys": keys}))
-    prices = {"second": Price(prompt=1e6, cached=1e5, generated=1e4, compute_second=7)}
-    access = Access(tmp_path / "keys", usage_folder=tmp_path / "usage", prices=prices)
+    prices = {"second": PriceConfig(prompt=1e6, cached=1e5, generated=1e4, compute_second=7)}
+    access = IngressConfig(
+        api_key_file=tmp_path / "keys", usage_folder=tmp_path / "usage", prices=prices
+    )
     models = {
         name: ServedModel(name, N_CTX_SLOT, tokenizer, engine=engine)  # type: ignore[arg-type]
         for name in ("first", "second")
@@ -233,7 +235,7 @@ async def test_without_keys_there_is_one_account_and_strangers_see_nothing(
     engine: ScriptedEngine, tokenizer: ByteTokenizer
 ) -> None:
     models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}  # type: ignore[arg-type]
-    for access, status in ((Access(), 200), (Access(allow_anonymous=True), 403)):
+    for access, status in ((IngressConfig(), 200), (IngressConfig(allow_anonymous=True), 403)):
         transport = httpx.ASGITransport(build_api(models, access))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             await client.post("/v1/completions", json={"prompt": "x"})
@@ -247,7 +249,9 @@ async def test_a_damaged_ledger_is_said_and_stops_no_answer(
     (tmp_path / "usage").mkdir()
     (tmp_path / "usage" / "ledger.sqlite").write_bytes(bytes(range(256)) * 100)
     models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}  # type: ignore[arg-type]
-    transport = httpx.ASGITransport(build_api(models, Access(usage_folder=tmp_path / "usage")))
+    transport = httpx.ASGITransport(
+        build_api(models, IngressConfig(usage_folder=tmp_path / "usage"))
+    )
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
         answer = await client.get("/v1/usage")
@@ -274,7 +278,7 @@ async def test_costs_are_told_and_kept(
 async def test_a_models_price_is_that_of_its_adapters_and_versions(
     model: str, price: float
 ) -> None:
-    prices = {"m": Price(1e6), "*": Price(2e6), "m@v2": Price(3e6)}
+    prices = {name: PriceConfig(prompt=n * 1e6) for name, n in (("m", 1), ("*", 2), ("m@v2", 3))}
     ledger = Ledger(prices=prices)
     assert ledger.counter("", "/v1/completions")(model, {"prompt_tokens": 1}) == price
 
@@ -288,7 +292,9 @@ async def test_limits_of_keys_are_refused_before_an_engine_is_asked(
         name: ServedModel(name, N_CTX_SLOT, tokenizer, engine=engine)  # type: ignore[arg-type]
         for name in ("first", "second")
     }
-    transport = httpx.ASGITransport(build_api(models, Access(tmp_path / "keys")))
+    transport = httpx.ASGITransport(
+        build_api(models, IngressConfig(api_key_file=tmp_path / "keys"))
+    )
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
 
         async def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
