@@ -29,8 +29,9 @@ LOST = (EngineFailedError, EngineClosedError, ModelReplacedError)
 """The errors of a replica that cannot go on, although another one may."""
 
 PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)
-"""Before each new attempt. After as many that brought no token, the request fails: it may be what breaks
-the replicas."""
+"""The pauses before new attempts, and how many there may be. A replica that failed counts for the whole
+request, whatever tokens it brought: the request may be what breaks the replicas. A replica that was shut
+down or replaced counts until the next token."""
 
 _REFUSED_S = 120.0
 """While the replicas that are left have no room, a request that was accepted tries for so long."""
@@ -44,7 +45,7 @@ async def unbroken(
     Raises CorralError."""
     first, tokens, is_accepted = request, list(request.generated), False
     began = progressed = time.monotonic()
-    n_failovers = n_fruitless = 0
+    n_failovers = n_failed = n_lost = 0
     while True:
         try:
             async with aclosing(attempt(request)) as items:
@@ -52,7 +53,7 @@ async def unbroken(
                     if isinstance(item, TokenDelta):
                         tokens += item.token_ids
                         if item.token_ids:
-                            n_fruitless, progressed = 0, time.monotonic()
+                            n_lost, progressed = n_failed, time.monotonic()
                     elif is_accepted:
                         continue
                     is_accepted = True
@@ -61,11 +62,12 @@ async def unbroken(
                         return
             raise EngineFailedError("The engine's stream ended without an end.")
         except LOST as error:
-            if n_fruitless == len(pauses_s):
+            if n_lost == len(pauses_s):
                 raise
             failure: CorralError = error
-            pause_s = pauses_s[n_fruitless]
-            n_fruitless += 1
+            pause_s = pauses_s[n_lost]
+            n_lost += 1
+            n_failed += isinstance(error, EngineFailedError)
         except QueueFullError as error:
             if not is_accepted or time.monotonic() - progressed >= _REFUSED_S:
                 raise

@@ -30,6 +30,7 @@ from serve_app.types import (
 TEXT = "hello world"
 END = SequenceEnd(FinishReason.STOP, Usage(1, len(TEXT), 0), Timings(0, 0, 0))
 DIED = EngineFailedError("The engine replica failed (ActorDiedError).")
+CLOSED = EngineClosedError("The engine shut down.")
 NO_PAUSES = (0.0, 0.0, 0.0)
 
 
@@ -78,7 +79,7 @@ async def read(replicas: Replicas, request: GenerationRequest) -> str:
     return text
 
 
-@pytest.mark.parametrize("failure", [DIED, EngineClosedError("The engine shut down."), None])
+@pytest.mark.parametrize("failure", [DIED, CLOSED, None])
 @pytest.mark.parametrize("n_tokens", [0, 1, 5])
 async def test_nothing_is_missing_and_nothing_comes_twice(
     failure: CorralError | None, n_tokens: int
@@ -93,15 +94,32 @@ async def test_nothing_is_missing_and_nothing_comes_twice(
     assert replicas.n_open == 0
 
 
-async def test_retries_without_a_token_are_bounded() -> None:
-    replicas = Replicas((2, DIED), (0, DIED), (1, DIED), *[(0, DIED)] * 9)
+@pytest.mark.parametrize(
+    ("fates", "n_tokens", "n_asked"),
+    [
+        ([(1, DIED)] * 9, 4, 4),
+        ([(2, DIED), (0, CLOSED), (1, DIED), (0, CLOSED), (1, DIED), (1, DIED), (9, DIED)], 5, 6),
+        ([(2, CLOSED), (0, CLOSED), (1, CLOSED), *[(0, CLOSED)] * 9], 3, 6),
+    ],
+)
+async def test_a_request_that_breaks_its_replicas_is_given_up(
+    fates: list[tuple[int, CorralError]], n_tokens: int, n_asked: int
+) -> None:
+    """Replicas that failed count whatever they brought, and others until the next token."""
+    replicas = Replicas(*fates)
     items = unbroken(asking(), replicas.attempt, NO_PAUSES)
-    tokens = [TokenDelta(character, (ord(character),)) for character in TEXT[:3]]
-    assert [await anext(items) for _ in range(4)] == [Accepted(), *tokens]
-    with pytest.raises(EngineFailedError, match="ActorDiedError"):
+    tokens = [TokenDelta(character, (ord(character),)) for character in TEXT[:n_tokens]]
+    assert [await anext(items) for _ in range(1 + n_tokens)] == [Accepted(), *tokens]
+    with pytest.raises(type(fates[-1][1])):
         await anext(items)
-    assert len(replicas.asked) == 6
+    assert len(replicas.asked) == n_asked
     assert replicas.n_open == 0
+
+
+async def test_a_request_moves_as_often_as_replicas_are_shut_down() -> None:
+    replicas = Replicas(*[(1, CLOSED)] * 10)
+    assert await read(replicas, asking()) == TEXT
+    assert len(replicas.asked) == len(TEXT)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +157,7 @@ async def test_a_request_that_was_accepted_is_not_refused(monkeypatch: pytest.Mo
 
 
 async def test_a_request_that_was_lost_before_it_was_accepted_is_refused() -> None:
-    replicas = Replicas(
-        (0, EngineClosedError("The engine shut down.")), (0, QueueFullError("Full.", 30))
-    )
+    replicas = Replicas((0, CLOSED), (0, QueueFullError("Full.", 30)))
     items = unbroken(asking(), replicas.attempt, NO_PAUSES)
     with pytest.raises(QueueFullError):
         await anext(items)
