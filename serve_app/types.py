@@ -180,6 +180,8 @@ class GenerationRequest:
     deadline: Deadline = NO_DEADLINE
     """The engine refuses the request at once if it forecasts to miss the deadline. A request in the
     background leaves the background if that is how it meets the deadline."""
+    n_preparing: int = 0
+    """The requests that its ingress was about to send when it sent this one."""
 
     @property
     def account(self) -> str:

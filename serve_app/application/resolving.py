@@ -164,7 +164,6 @@ def _resolve(
         n_replicas=share.n_replicas,
         sizing=f"{share.reason}; {_memory_report(memory_bytes, n_together)}",
         num_cpus=num_cpus,
-        batch_wait_timeout_s=model.batch_wait_timeout_s,
         memory_shares=sizing.shares_of_memory(model.engine),
         adapters=tuple(pinned_adapter(one, downloads) for one in model.adapters),
         projector=projector,

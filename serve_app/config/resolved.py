@@ -58,7 +58,6 @@ class ResolvedModel:
     """The reason for that number, and each one's part of the machine, for people."""
     num_cpus: float
     """The CPUs that Ray reserves for each replica, unless the deployment says otherwise."""
-    batch_wait_timeout_s: float
     max_load_s: float = 120.0
     weight_bytes: int = 0
     """Bytes of the model's files, if they were found where the configuration was read."""

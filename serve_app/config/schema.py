@@ -326,9 +326,6 @@ class ModelConfig(Section):
     """Loads the model when a request asks for it, and unloads it when no request has for this
     long: seconds, or a text such as `5m`. Other models with `keep_alive` may push it out earlier.
     Default: the model is always loaded."""
-    batch_wait_timeout_s: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """How long a replica collects arrivals, in seconds, so that they enter the engine together. Every
-    request waits this long. docs/develop/measurements.md says what it costs and gains."""
 
     @model_validator(mode="after")
     def _one_way_to_load(self) -> ModelConfig:

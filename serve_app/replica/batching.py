@@ -12,15 +12,11 @@ Outcome = TypeVar("Outcome")
 
 
 class Batcher(Generic[Entry, Outcome]):
-    """Collects the entries of one turn of the event loop, or of some time, for one call. Used in one event
-    loop."""
+    """Collects the entries of one turn of the event loop for one call. Used in one event loop."""
 
-    def __init__(
-        self, work: Callable[[list[Entry]], Sequence[Outcome]], most: int, wait_s: float
-    ) -> None:
-        """`work` gets up to `most` entries, `wait_s` seconds after the first of them, and returns an
-        outcome for each."""
-        self._work, self._most, self._wait_s = work, most, wait_s
+    def __init__(self, work: Callable[[list[Entry]], Sequence[Outcome]], most: int) -> None:
+        """`work` gets up to `most` entries, and returns an outcome for each."""
+        self._work, self._most = work, most
         self._waiting: deque[tuple[Entry, asyncio.Future[Outcome]]] = deque()
 
     def enter(self, entry: Entry) -> asyncio.Future[Outcome]:
@@ -28,7 +24,7 @@ class Batcher(Generic[Entry, Outcome]):
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Outcome] = loop.create_future()
         if not self._waiting:
-            loop.call_later(self._wait_s, self._run)
+            loop.call_soon(self._run)
         self._waiting.append((entry, outcome))
         return outcome
 

@@ -109,8 +109,8 @@ class LoadedModel:
         self._reporting = Reporting(self._engine, self._channels)
         self._batches_may_scale = model.batches_may_scale
         most = min(MOST_ENTERING, options.n_slots + options.max_waiting)
-        self._entries = Batcher(self._engine.submit_to, most, model.batch_wait_timeout_s)
-        self._texts = Batcher(self._engine.embed_many, most, model.batch_wait_timeout_s)
+        self._entries = Batcher(self._engine.submit_to, most)
+        self._texts = Batcher(self._engine.embed_many, most)
         logger.info(
             "Model %s: %d slots, %d tokens together, %d in a request; %d threads (%s), %s; %s.",
             model.id,

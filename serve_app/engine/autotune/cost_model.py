@@ -352,19 +352,6 @@ class CostModel:
         best = max(rates.values(), default=0.0)
         return max((n for n in rates if rates[n] >= best * (1 - 1e-9)), default=0)
 
-    def first_part(self, n_pending: int, n_past: float, *, within_s: float, most_s: float) -> int:
-        """How many of a prompt's rows to compute in a batch of `within_s` at most, if the rest follows in
-        one batch: those with which both take least; 0 if none fit. All, if they take `most_s` at most."""
-        if self.prefill_s(n_pending, n_past) <= most_s:
-            return n_pending
-        times = {n: self.prefill_s(n, n_past) for n in self._sizes if n < n_pending}
-        both = {
-            n: seconds + self.prefill_s(n_pending - n, n_past + n)
-            for n, seconds in times.items()
-            if seconds <= within_s
-        }
-        return min(both, key=lambda n: (both[n], -n), default=0)
-
     @property
     def _sizes(self) -> Sequence[int]:
         measured = self._prefill.measured

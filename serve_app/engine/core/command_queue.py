@@ -146,6 +146,8 @@ class PendingCommands:
 
 
 _NOTHING = PendingCommands()
+# The longest wait for the next request of a burst: as part of the time to the last one's first token.
+_BURST_PART, _MOST_BURST_S = 0.05, 0.02
 
 
 class CommandQueue:
@@ -344,13 +346,27 @@ class CommandQueue:
             self._changed.notify()
 
     def take(self, wait_s: float | None) -> PendingCommands:
-        """Decoder thread: take what has come; sleep until something has, `wait_s` at most (None: ever)."""
+        """Decoder thread: take what has come; sleep until something has, `wait_s` at most (None: ever).
+        A burst that ends a sleep is taken as a whole."""
         if wait_s == 0.0 and not self._pending:  # what comes now comes with the next step
             return _NOTHING
         with self._changed:
-            self._changed.wait_for(lambda: self._pending, wait_s)
+            if wait_s != 0.0 and self._changed.wait_for(lambda: self._pending, wait_s):
+                self._await_burst()
             pending, self._pending = self._pending, PendingCommands(self._pending.deadline)
             return pending
+
+    def _await_burst(self) -> None:
+        """Wait for the requests that an ingress is about to send."""
+        while self._pending.submitted and self._pending.submitted[-1].request.n_preparing:
+            if not self._another_comes():
+                break
+
+    def _another_comes(self) -> bool:
+        submitted, n_before = self._pending.submitted, len(self._pending.submitted)
+        newest = submitted[-1].expected
+        wait_s = min(_MOST_BURST_S, _BURST_PART * (newest.alone_s if newest else 0.0))
+        return self._changed.wait_for(lambda: len(submitted) > n_before, wait_s)
 
     def started(self, sequences: Iterable[Sequence]) -> None:
         """Decoder thread: keep the places of sequences that have got their first slot. A sequence that was

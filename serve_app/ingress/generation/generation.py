@@ -48,6 +48,7 @@ async def requests(
             cache_group=caller.cache_group(generation.cache_salt),
             background=caller.is_background or generation.request.background,
             deadline=caller.answer_by.after(time.monotonic()),
+            n_preparing=caller.n_preparing,
         )
         for i in range(generation.n_answers)
     ]

@@ -51,7 +51,6 @@ def test_a_version_is_added_and_taken_away_without_a_change_of_the_others() -> N
     [
         {"engine": ENGINE | {"n_slots": 2}},
         {"defaults": {"max_tokens": 5}},
-        {"batch_wait_timeout_s": 0.1},
     ],
     ids=str,
 )

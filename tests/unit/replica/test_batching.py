@@ -24,27 +24,16 @@ class Engine:
 
 async def test_what_arrives_in_one_turn_enters_together_up_to_a_bound() -> None:
     engine = Engine()
-    batcher = Batcher(engine.submit, 3, 0.0)
+    batcher = Batcher(engine.submit, 3)
     assert await asyncio.gather(*(batcher.enter(n) for n in range(7))) == [0, 2, 4, 6, 8, 10, 12]
     assert engine.batches == [[0, 1, 2], [3, 4, 5], [6]]
     assert await batcher.enter(7) == 14
     assert engine.batches[3:] == [[7]]
 
 
-async def test_arrivals_within_the_time_enter_together() -> None:
-    engine = Engine()
-    batcher = Batcher(engine.submit, 16, 0.05)
-    first = batcher.enter(1)
-    for _ in range(3):
-        await asyncio.sleep(0)
-    second = batcher.enter(2)
-    assert [await first, await second] == [2, 4]
-    assert engine.batches == [[1, 2]]
-
-
 async def test_who_has_left_does_not_enter() -> None:
     engine = Engine()
-    batcher = Batcher(engine.submit, 16, 0.0)
+    batcher = Batcher(engine.submit, 16)
     left, stays = batcher.enter(1), batcher.enter(2)
     left.cancel()
     assert await stays == 4
@@ -52,7 +41,7 @@ async def test_who_has_left_does_not_enter() -> None:
 
 
 async def test_an_error_is_everybody_s() -> None:
-    batcher = Batcher(Engine().submit, 16, 0.0)
+    batcher = Batcher(Engine().submit, 16)
     entering = [batcher.enter(1), batcher.enter(13)]
     for outcome in entering:
         with pytest.raises(ValueError, match="No"):

@@ -65,7 +65,7 @@ class Replica(LoadedModel):
         self._metrics = Metrics()  # type: ignore[assignment]
         self._adapters = NoAdapters()  # type: ignore[assignment]
         self._channels = Channels(HERE, "r")
-        self._entries = Batcher(engine.submit_to, 16, 0.0)
+        self._entries = Batcher(engine.submit_to, 16)
         engine.on_delivered(self._channels.flush)
 
 

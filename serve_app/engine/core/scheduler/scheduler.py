@@ -22,9 +22,8 @@ _PATIENCE = 1.5
 SlotEnds = Callable[[], Mapping[int, int]]
 # Prompt rows of one batch whose logits are wanted: each takes memory for the whole vocabulary.
 MAX_SCORED_ROWS = 32
-# How much longer than the stall budget the step may take that finds somebody new, while nobody streams, if
-# it computes all of a prompt then: two passes take longer than one.
-_STRETCH = 1.5
+# The part of a burst whose prompts are done when its streams begin: decoding fewer is dear.
+_ENOUGH_DONE = 0.75
 # Prompt rows of one client in a step beside other clients, behind which no further prompt of its own joins.
 _ENOUGH_ROWS = 128
 # Seconds of a prompt's pass in the background, which are lost when somebody comes and it is left: so many,
@@ -92,10 +91,9 @@ class Scheduler:
     Source: Brinch Hansen, "An Analysis of Response Ratio Scheduling", 1971.
 
     Before the first stream begins, nobody waits between two tokens, and chunks are as large as pays. A
-    prompt that is done but for its last token holds that back while others catch up, for as long as it
-    would have taken had all shared the machine alike. A step that finds somebody new is short all the same,
-    so that whoever belongs to a burst is seen. A chunk ends where a prefix ends that others wait for, or
-    where a checkpoint is to be made.
+    prompt that is done but for its last token holds that back until most are, for as long at most as it
+    would have taken had all shared the machine alike. A chunk ends where a prefix ends that others wait
+    for, or where a checkpoint is to be made.
 
     Sequences that are behind all others (`is_behind`) advance while there is nothing else, prompts first.
     Beside others, only decoding ones do, as many as cost these next to nothing.
@@ -139,17 +137,12 @@ class Scheduler:
         """The sequences that may get on in the step that is planned."""
         self._in_background = False
         """Whether nobody waits for any of them, and the step can be cancelled."""
-        self._has_news = False
-        self._planned = 0.0
         self._seen_ahead = -math.inf
         """The time when a sequence ran last that is not in the background."""
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence that got a slot; it is served in the next step if there is room."""
         self._running.append(sequence)
-        self._has_news |= (
-            sequence.trace.submitted > self._planned and not sequence.request.background
-        )
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended, or lost its slot."""
@@ -187,10 +180,9 @@ class Scheduler:
         decoding = [sequence for sequence in self._served if sequence.n_pending == 1]
         decoding.sort(key=lambda sequence: sequence.slot_id)
         rest_s = self._catch_up_s()
-        held = bool(rest_s) and all(self._can_wait(seq, rest_s, now) for seq in decoding)
+        held = self._is_held(decoding, rest_s, now)
         groups = [] if held or self._prompts_first else self._decode_turns(decoding)
-        prompts = self._prompt_turns(groups, now)
-        self._has_news, self._planned = False, now
+        prompts = [] if groups and self._begin(decoding) else self._prompt_turns(groups, now)
         if held:
             prompts = self._without_last_tokens(prompts, rest_s, now)
         spans = [plan_batch([turn], self._n_cells) for turn in prompts if turn.sequence.span]
@@ -272,8 +264,19 @@ class Scheduler:
         rest_s = self._catch_up_s()
         if not rest_s or len(prompts := self._prompts) == len(self._together):
             return self._together
-        done = (seq for seq in self._together if seq.n_pending == 1)
-        return prompts if all(self._can_wait(seq, rest_s, now) for seq in done) else self._together
+        done = [seq for seq in self._together if seq.n_pending == 1]
+        return prompts if self._is_held(done, rest_s, now) else self._together
+
+    def _is_held(self, done: SequenceOf[Sequence], rest_s: float, now: float) -> bool:
+        """Whether these sequences, whose prompts are done, wait for the others'."""
+        if not rest_s or len(done) >= _ENOUGH_DONE * len(self._together):
+            return False
+        return all(self._can_wait(sequence, rest_s, now) for sequence in done)
+
+    def _begin(self, decoding: list[Sequence]) -> bool:
+        """Whether some of these have waited for their first tokens, which no prompt should delay more."""
+        bounded = self._budget.max_stall_s is not None and not self._mixed
+        return bounded and any(not sequence.n_generated for sequence in decoding)
 
     def _can_wait(self, sequence: Sequence, rest_s: float, now: float) -> bool:
         """Whether a sequence would have waited that long if all shared the machine alike. Before it got its
@@ -287,9 +290,10 @@ class Scheduler:
     def _without_last_tokens(
         self, prompts: list[SequenceRows], rest_s: float, now: float
     ) -> list[SequenceRows]:
-        """Have prompts that can wait stop before their last token, unless all are done now."""
+        """Have prompts that can wait stop before their last token, unless enough are done now."""
         n_done = sum(turn.n_rows == turn.sequence.n_pending for turn in prompts)
-        if n_done == len(self._prompts):
+        n_done += sum(seq.n_pending == 1 for seq in self._together)
+        if n_done >= _ENOUGH_DONE * len(self._together):
             return prompts
         return [
             turn._replace(n_rows=turn.n_rows - 1)
@@ -351,8 +355,7 @@ class Scheduler:
         decode_s = spent_s = sample_s + sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
         bounded = self._budget.max_stall_s is not None and bool(self.costs)
-        hurries = bool(decoding) or self._others_stream or self._in_background
-        bounded, stretches = bounded and (hurries or self._has_news), not hurries
+        bounded &= bool(decoding) or self._others_stream or self._in_background
         within_s = self._budget.prompts_s(decode_s, self._n_prompting)
         if self._in_background:
             lost_s = max(_LOST_S, _LOST_PART * (now - self._seen_ahead))
@@ -374,7 +377,7 @@ class Scheduler:
             if bounded:
                 n_beside = n_decoding + self._n_batch - left if self._mixed else 0
                 beside_s = sample_s if self._mixed else spent_s
-                n_rows = self._chunk(n_rows, n_beside, depth, within_s, beside_s, stretches)
+                n_rows = self._chunk(n_rows, n_beside, depth, within_s, beside_s)
             if bounded and sequence.unscored:  # their logits take as long again at most
                 n_rows = -(-n_rows // 2)
             if n_rows == 0 and turns:
@@ -404,17 +407,14 @@ class Scheduler:
         depth: float,
         within_s: float,
         beside_s: float,
-        stretches: bool,
     ) -> int:
         """How many next rows of a prompt fit into a step of `within_s` whose rest takes `beside_s`."""
-        within_s -= beside_s
-        if stretches and not n_beside:
-            return self.costs.first_part(
-                n_rows, depth, within_s=within_s, most_s=_STRETCH * within_s
-            )
-        beside_s = 0.0 if self._mixed else beside_s
         return self.costs.chunk(
-            n_rows, depth, within_s=within_s, beside_s=beside_s, n_beside=n_beside
+            n_rows,
+            depth,
+            within_s=within_s - beside_s,
+            beside_s=0.0 if self._mixed else beside_s,
+            n_beside=n_beside,
         )
 
     def _batch_s(self, turns: list[SequenceRows]) -> float:

@@ -82,8 +82,8 @@ def test_long_prompt_leaves_every_decoder_a_row() -> None:
     )
     loop.close(PATIENCE_S)
     rows = [[row[2] for row in batch] for batch in backend.batches]
-    assert rows[:10] == [[0], [1] * 6] * 5
-    assert rows[10:] == [[0, 1], [0], [0]]
+    assert rows[:11] == [[0]] + [[0], [1] * 6] * 5  # a first token waits for no prompt
+    assert rows[11:] == [[0, 1], [0]]
     assert [len(inbox.token_ids) for inbox in inboxes] == [8, 2]
 
 
@@ -138,7 +138,7 @@ def test_a_long_prompt_keeps_to_the_stall_budget() -> None:
     )
     loop.close(PATIENCE_S)
     rows = [[row[2] for row in batch] for batch in backend.batches]
-    assert rows[:6] == [[0], [1] * 8] * 3
+    assert rows[:7] == [[0]] + [[0], [1] * 8] * 3
     assert [len(inbox.token_ids) for inbox in inboxes] == [8, 2]
     # Batches take next to nothing here, and that is learned.
     assert loop.stats().costs.step_time["decode_ms"][1] < 10

@@ -400,43 +400,19 @@ def test_nobody_is_held_back_without_a_bound_or_beside_a_stream() -> None:
     assert beside == [(2, 1), (0, 150), (1, 106)]
 
 
-@pytest.mark.parametrize(
-    ("max_stall_s", "alone", "both"),
-    [
-        pytest.param(None, 256, 256, id="no bound"),
-        pytest.param(0.1, 88, 88, id="as much as fits"),
-        pytest.param(0.001, 16, 16, id="nothing fits"),
-    ],
-)
-def test_steps_are_short_while_somebody_comes(
-    max_stall_s: float | None, alone: int, both: int
-) -> None:
-    """So that all of a burst are known before the first has its token."""
-    made = stalling(max_stall_s, running(0, 2000))
-    for n_rows in (alone, 256):
-        plan = made.schedule(NOW)
-        assert served(plan) == [(0, n_rows)]
-        carry_out(plan)
-    made.add(running(1, 2000, waited_s=-1.0))
-    assert sum(n_rows for _, n_rows in served(made.schedule(NOW))) == both
-    assert sum(n_rows for _, n_rows in served(made.schedule(NOW))) == 256
-
-
-def test_one_step_computes_a_short_prompt_that_would_take_little_more_than_two_may() -> None:
-    """Without a stream nobody waits for it, and two passes take longer than one."""
-    most = stalling(0.1, running(0, 2000)).schedule(NOW)
-    n_most = sum(n_rows for _, n_rows in served(most))
-    assert served(stalling(0.1, running(0, n_most + 20)).schedule(NOW)) == [(0, n_most + 20)]
-    assert served(stalling(0.1, running(0, 2 * n_most)).schedule(NOW)) == [(0, n_most)]
-    beside = served(stalling(0.1, streaming(1), running(0, n_most + 20)).schedule(NOW))
-    assert dict(beside)[0] <= n_most
-
-
-def test_who_was_there_and_waited_for_a_prefix_is_no_news() -> None:
-    made = stalling(0.1, running(0, 2000))
-    made.schedule(NOW)
-    made.add(running(1, 2000))
-    assert sum(n_rows for _, n_rows in served(made.schedule(NOW))) == 256
+def test_streams_begin_when_three_quarters_of_a_burst_have_their_prompts() -> None:
+    made = stalling(1.0, *(running(slot, 128, waited_s=0.0) for slot in range(8)))
+    plans = []
+    for _ in range(4):
+        plans.append(made.schedule(NOW))
+        carry_out(plans[-1])
+    assert [served(plan) for plan in plans] == [
+        [(0, 127), (1, 127)],
+        [(2, 127), (3, 127)],
+        [(4, 128), (5, 128)],
+        [(slot, 1) for slot in range(6)],  # first tokens wait for no prompt
+    ]
+    assert [one.n_generated for one in made.running] == [1, 1, 1, 1, 2, 2, 0, 0]
 
 
 # -- the margin, splits, drafts and mixed batches --------------------------------------------------
