@@ -73,8 +73,8 @@ def list_keys(client: Client, console: Console, *, as_json: bool) -> None:
     table = plain_table("name", "made", "expires", "labels", "limits")
     for key in page["data"]:
         own = ("object", "name", "created", "expires", "labels")
-        limits = ", ".join(f"{name}: {value}" for name, value in key.items() if name not in own)
-        labels = ", ".join(f"{name}={text}" for name, text in key.get("labels", {}).items())
+        limits = "\n".join(f"{name}: {value}" for name, value in key.items() if name not in own)
+        labels = "\n".join(f"{name}={text}" for name, text in key.get("labels", {}).items())
         times = [key.get(name, "")[:10] for name in ("created", "expires")]
         table.add_row(key["name"], times[0] or "by the file", times[1] or "never", labels, limits)
     console.print(table)

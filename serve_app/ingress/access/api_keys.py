@@ -119,11 +119,16 @@ class KeyAccounts:
             logger.error("%s. The previous keys stay valid.", error)
 
     def _read_changed(self) -> None:
-        for path, read_keys in self._files.items():
-            stamp = _stamp(path)
-            if path not in self._stamps or self._stamps[path] != stamp:
-                self._stamps[path] = stamp  # a broken file is read, and told of, once
-                self._keys[path] = read_keys()
+        has_changed = False
+        try:
+            for path, read_keys in self._files.items():
+                stamp = _stamp(path)
+                if path not in self._stamps or self._stamps[path] != stamp:
+                    self._stamps[path] = stamp  # a broken file is read, and told of, once
+                    self._keys[path] = read_keys()
+                    has_changed = True
+        finally:
+            if has_changed:
                 self._update()
 
     def _read_file(self) -> list[ApiKey]:

@@ -285,8 +285,8 @@ class Ledger:
         if writing.cancelled():
             return
         error = writing.exception()
-        failed = [_unusable(error) for _ in batch.calls] if error else []
-        for (_, future), result in zip(batch.calls, failed or writing.result(), strict=True):
+        results = [_unusable(error) for _ in batch.calls] if error else writing.result()
+        for (_, future), result in zip(batch.calls, results, strict=True):
             if future.done():  # its caller has left
                 continue
             if isinstance(result, Exception):
