@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.config.sources import AdapterConfig
-from serve_app.engine import Engine, GenerationRequest, TokenDelta
-from serve_app.errors import NotSupportedError
+from serve_app.engine import Engine, GenerationRequest, Texts, TokenDelta
+from serve_app.errors import CorralError, NotSupportedError
 from serve_app.ingress.model_registry import Answers
-from serve_app.types import FetchingReplica, ReplicaStats, RequestRecord, Size, SlotAction
+from serve_app.types import FetchingReplica, Medium, ReplicaStats, RequestRecord, Size, SlotAction
 
 
 class LocalClient:
@@ -42,9 +42,18 @@ class LocalClient:
         return Answers(tuple(self._engine.explain(request_id)))
 
     async def embed(
-        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
+        self,
+        texts: tuple[tuple[int, ...], ...],
+        client: str,
+        *,
+        background: bool = False,
+        media: tuple[Medium, ...] = (),
     ) -> NDArray[np.float32]:
-        return await asyncio.wrap_future(self._engine.embed(texts, client, background=background))
+        request = Texts(texts, client, background=background, media=media)
+        (outcome,) = self._engine.embed_many([request])
+        if isinstance(outcome, CorralError):
+            raise outcome
+        return await asyncio.wrap_future(outcome)
 
     @property
     def is_loaded(self) -> bool:

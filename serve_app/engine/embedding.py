@@ -22,8 +22,9 @@ from serve_app.engine.core.scheduler.fair_queue import Accounts, others_go_beyon
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.health import Progress
+from serve_app.engine.pictures import PlacedTile, TileReader
 from serve_app.errors import CorralError, DecodeError, QueueFullError
-from serve_app.types import account
+from serve_app.types import Medium, account
 
 if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore
@@ -46,12 +47,20 @@ _FIRST_SLOWDOWN, _NEWEST, _MOST_CHANGE = 2.0, 0.2, 2.0
 
 
 class Texts:
-    """The texts of a request. Cancelling `future` spares what was not yet computed."""
+    """The texts of a request, with MEDIUM for each of their pictures and sounds until an engine has placed
+    these. Cancelling `future` spares what was not yet computed."""
 
     def __init__(
-        self, tokens: Sequence[tuple[int, ...]], client: str = "", *, background: bool = False
+        self,
+        tokens: Sequence[tuple[int, ...]],
+        client: str = "",
+        *,
+        background: bool = False,
+        media: Sequence[Medium] = (),
     ) -> None:
-        self.tokens = tokens
+        self.tokens, self.media = tokens, media
+        self.tiles: Sequence[tuple[PlacedTile, ...]] = [()] * len(tokens)
+        """The tiles of each text's media."""
         self.client, self.background = client, background
         self.account = account(client, background=background)
         self.future: Future[Vectors] = Future()
@@ -78,7 +87,9 @@ class _Text:
 
     def __init__(self, owner: Texts, index: int, turn: int) -> None:
         self.owner, self.index, self.turn = owner, index, turn
-        self.tokens = owner.tokens[index]
+        self.tokens, self.spans = owner.tokens[index], owner.tiles[index]
+        self.is_behind = owner.background
+        self.n_generated, self.spent_s = 0, 0.0
         self.is_suspect = False
         """Whether a batch failed that it was in, so that it is computed alone."""
         self.begin()
@@ -91,6 +102,27 @@ class _Text:
     @property
     def n_pending(self) -> int:
         return len(self.tokens) - self.n_past
+
+    @property
+    def finished(self) -> bool:
+        return self.owner.future.done()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a tile of it is neither computed nor encoded."""
+        return not all(tile.is_ready or tile.end <= self.n_past for tile in self.spans)
+
+    @property
+    def tile(self) -> PlacedTile | None:
+        """The tile of its next token, if that is in one."""
+        return next((tile for tile in self.spans if tile.start <= self.n_past < tile.end), None)
+
+    @property
+    def n_alike(self) -> int:
+        """The next tokens that one pass can compute: up to the next border of a tile."""
+        borders = (border for tile in self.spans for border in (tile.start, tile.end))
+        end = next((border for border in borders if border > self.n_past), len(self.tokens))
+        return end - self.n_past
 
     def rows(self, seq_id: int, n_rows: int) -> list[Row]:
         """The next so many."""
@@ -110,6 +142,11 @@ class _Text:
             self._pooled = vectors[0].astype(np.float64)
         self.n_past += len(vectors)
         return self.n_pending == 0 and self.owner.take(self.index, np.asarray(self._pooled))
+
+
+_Ranked = tuple[tuple[bool, bool, bool], float, int, _Text]
+"""A text with its order: whether it is new, no suspect, and behind all others; the seconds that are due to
+its client before it; its number."""
 
 
 def pack(n_pending: Sequence[int], limit: int, *, whole: bool) -> list[int]:
@@ -150,7 +187,8 @@ class EmbeddingQueue(Guest):
     first whose client has least due: what it was charged, and its texts before this one. A client's
     requests take turns, text by text, so that a long list does not hold a short one up. A text that
     is longer than a batch goes on in the next one, if the model's tokens see only those before
-    them.
+    them. So does a text with pictures, which are passes of their own. It begins when all of them are
+    encoded; that is done for one text at a time.
     """
 
     def __init__(
@@ -170,6 +208,8 @@ class EmbeddingQueue(Guest):
         self._accounts = accounts
         self._slowdown = _FIRST_SLOWDOWN
         self._waiting: list[_Text] = []
+        self._seeing: _Text | None = None
+        """The text whose pictures are encoded now, or were."""
         self._held = Counter[str]()
         """The texts of each client that are not all embedded."""
         self._held_lock = threading.Lock()
@@ -258,9 +298,10 @@ class EmbeddingQueue(Guest):
         beside = running if first in behind else ahead
         if self._gives_way(first.account, beside):
             return
-        pending = [text.n_pending for text in texts]
+        pending, tile = [text.n_alike for text in texts], texts[0].tile
         limit = self._limit(texts[0], sum(pending), bool(beside))
-        packed = pack(pending, limit, whole=not self._shape.causal)
+        is_whole = not self._shape.causal or (tile is not None and tile.is_whole)
+        packed = pack(pending, limit, whole=is_whole)
         batch = list(zip(texts, packed, strict=False))
         try:
             self._forward(batch)
@@ -293,11 +334,9 @@ class EmbeddingQueue(Guest):
         }
 
     def _first(self, behind: Set[Texts]) -> list[_Text]:
-        if suspects := [text for text in self._waiting if text.is_suspect]:
-            return suspects[:1]
         row_s = self._slowdown * self._costs.prompt_token_s or 1.0
         due_s: dict[str, float] = {}
-        ranked: list[tuple[tuple[bool, bool], float, int, _Text]] = []
+        ranked: list[_Ranked] = []
         most, n_ranked = self._shape.n_seq_max, Counter[str]()
         for number, text in enumerate(self._waiting):
             client = text.owner.account
@@ -307,9 +346,34 @@ class EmbeddingQueue(Guest):
             due = due_s.get(client, self._accounts[client])
             due_s[client] = due + text.n_pending * row_s
             is_new = text.n_past == 0  # who has begun goes on
-            ranked.append(((is_new, text.owner in behind), due, number, text))
-        first = nsmallest(most, ranked, key=lambda entry: entry[:3])
-        return [entry[-1] for entry in first]
+            rank = is_new, not text.is_suspect, text.owner in behind
+            ranked.append((rank, due, number, text))
+        self._choose_seeing(ranked)
+        ready = (entry for entry in ranked if not entry[-1].spans or entry[-1] is self._seeing)
+        ready = (entry for entry in ready if not entry[-1].is_blocked)
+        first = [entry[-1] for entry in nsmallest(most, ready, key=lambda entry: entry[:3])]
+        if first and (first[0].is_suspect or first[0].tile is not None):
+            return first[:1]
+        return first[:1] + [text for text in first[1:] if not (text.is_suspect or text.spans)]
+
+    def _choose_seeing(self, ranked: Sequence[_Ranked]) -> None:
+        """Choose the text whose pictures are encoded: the one before, unless it is behind another."""
+
+        def order(entry: _Ranked) -> tuple[object, ...]:
+            rank, due_s, number, text = entry
+            return rank[-1], text is not self._seeing, rank, due_s, number
+
+        pictured = [entry for entry in ranked if entry[-1].spans]
+        self._seeing = min(pictured, key=order)[-1] if pictured else None
+
+    @property
+    def readers(self) -> list[TileReader]:
+        """The text that waits for its pictures, if there is one."""
+        return [self._seeing] if self._seeing is not None and not self._seeing.finished else []
+
+    def drop(self, readers: Iterable[TileReader], error: CorralError) -> None:
+        """End the requests whose texts cannot have their pictures."""
+        self._drop({text.owner for text in readers if isinstance(text, _Text)}, error)
 
     def _gives_way(self, client: str, running: Sequence[EngineSequence]) -> bool:
         """Whether its texts wait in this step for clients that were not served more: for their prompts, and
@@ -342,13 +406,20 @@ class EmbeddingQueue(Guest):
         with self._progress.computing(
             lambda: self._slowdown * self._costs.batch_s(len(rows), depth)
         ):
-            vectors = self._backend.embeddings.embed(rows)
+            tile = batch[0][0].tile
+            vectors = (
+                self._backend.embeddings.embed(rows)
+                if tile is None
+                else tile.embed(self._backend, rows)
+            )
         ended = time.monotonic()
         self._not_before = ended + (ended - began)
         self._learn(len(rows), depth, ended - began)
         start = 0
         for text, n_rows in batch:
-            self._accounts.charge(text.owner.account, (ended - began) * n_rows / len(rows))
+            seconds = (ended - began) * n_rows / len(rows) + text.spent_s
+            self._accounts.charge(text.owner.account, seconds)
+            text.spent_s = 0.0
             if text.advance(vectors[start : start + n_rows], self._shape.pooling):
                 self._finish(text.owner)
             start += n_rows
@@ -374,6 +445,8 @@ class EmbeddingQueue(Guest):
         self._leave(request)
 
     def _leave(self, request: Texts) -> None:
+        if self._seeing is not None and self._seeing.owner is request:
+            self._seeing = None
         if request in self._live:
             self._live.remove(request)
             self._accounts.leave(request.account)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from serve_app import progress
 from serve_app.engine.backends.adapters import EngineAdapters
-from serve_app.engine.backends.base import Backend
+from serve_app.engine.backends.base import Backend, Projector
 from serve_app.engine.backends.choice import open_backend
 from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.core.engine_core import EngineCore
@@ -41,7 +43,16 @@ from serve_app.llama.grammars.constraint import Constraint
 from serve_app.llama.vision.positions import Tile
 from serve_app.progress import Report
 from serve_app.sampling import SamplingParams
-from serve_app.types import MEDIUM, Accepted, GenerationRequest, Picture, Size, Sound, TokenDelta
+from serve_app.types import (
+    MEDIUM,
+    Accepted,
+    GenerationRequest,
+    Medium,
+    Picture,
+    Size,
+    Sound,
+    TokenDelta,
+)
 
 logger = logging.getLogger("corral.engine")
 
@@ -49,9 +60,10 @@ logger = logging.getLogger("corral.engine")
 def make_guests(core: EngineCore) -> list[Guest]:
     """Make the guests that an engine's backend and options ask for. Decoder thread."""
     backend, options, costs = core.backend, core.options, core.costs
+    texts = EmbeddingQueue(backend, costs, core.budget, core.progress, core.queue.accounts)
     guests: list[Guest] = [
         CacheModeSwitcher(core),
-        EmbeddingQueue(backend, costs, core.budget, core.progress, core.queue.accounts),
+        texts,
         PrefixStorage(core.cache),
         RestTrials(core),
     ]
@@ -75,6 +87,7 @@ def make_guests(core: EngineCore) -> list[Guest]:
                 options.picture_ram_bytes,
                 core.counts,
                 core.interlude,
+                texts,
             )
         )
     return guests
@@ -169,7 +182,7 @@ class Engine(DecoderLoop):
     def embed_many(self, requests: Sequence[Texts]) -> list[Future[Vectors] | CorralError]:
         """Embed several requests' texts, so that one batch computes what fits of them all; each request is
         accepted or refused for itself."""
-        refused = [self._reason_to_refuse_texts(request.tokens) for request in requests]
+        refused = [self._reason_to_refuse_texts(request) for request in requests]
         pairs = list(zip(requests, refused, strict=True))
         checked = [request for request, refusal in pairs if refusal is None]
         entered = iter(self._embeddings.submit(checked, self.run_between_steps))
@@ -230,19 +243,9 @@ class Engine(DecoderLoop):
 
     def _seen(self, request: GenerationRequest) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
         """The request with its media's own tokens. Raises InvalidRequestError."""
-        pictures = self._backend.pictures
         if not request.media:
             return request, ()
-        if pictures is None:
-            raise InvalidRequestError("This model reads text only: it has no projector.", "model")
-        projector = pictures.projector
-        for kind, able in ((Picture, projector.sees), (Sound, projector.hears)):
-            if not able and any(isinstance(one, kind) for one in request.media):
-                raise InvalidRequestError(f"This model takes no {kind.__name__.lower()}s.", "model")
-        if request.prompt.count(MEDIUM) != len(request.media):
-            raise InvalidRequestError(
-                "The prompt has another number of places than of media.", "prompt"
-            )
+        projector = self._projector_for(request.media, [request.prompt])
         if request.sampling.prompt_logprobs:
             raise InvalidRequestError(
                 "Prompts with media cannot have log-probabilities.", "logprobs"
@@ -251,16 +254,52 @@ class Engine(DecoderLoop):
             raise InvalidRequestError(
                 "A prompt with media cannot be shifted: half of one is none.", "context_shift"
             )
-        return expanded(request, projector, self.options.n_batch)
+        prompt, tiles = expanded(
+            request.prompt, iter(request.media), projector, self.options.n_batch
+        )
+        return replace(request, prompt=prompt), tiles
 
-    def _reason_to_refuse_texts(self, texts: Sequence[tuple[int, ...]]) -> CorralError | None:
+    def _projector_for(
+        self, media: Sequence[Medium], prompts: Sequence[tuple[int, ...]]
+    ) -> Projector:
+        """The projector for the media of these prompts. Raises InvalidRequestError if there is none."""
+        pictures = self._backend.pictures
+        if pictures is None:
+            raise InvalidRequestError("This model reads text only: it has no projector.", "model")
+        projector = pictures.projector
+        for kind, able in ((Picture, projector.sees), (Sound, projector.hears)):
+            if not able and any(isinstance(one, kind) for one in media):
+                raise InvalidRequestError(f"This model takes no {kind.__name__.lower()}s.", "model")
+        if sum(prompt.count(MEDIUM) for prompt in prompts) != len(media):
+            raise InvalidRequestError(
+                "The prompt has another number of places than of media.", "prompt"
+            )
+        return projector
+
+    def _see(self, request: Texts) -> None:
+        """Put the media's own tokens into texts. Raises InvalidRequestError."""
+        shape, media = self._backend.embeddings.shape, iter(request.media)
+        if shape.pooling == "rank":
+            raise InvalidRequestError("A reranking model ranks texts only.", "input")
+        projector = self._projector_for(request.media, request.tokens)
+        placed = [expanded(text, media, projector, shape.n_rows) for text in request.tokens]
+        request.tokens = [tokens for tokens, _ in placed]
+        request.tiles = [tiles for _, tiles in placed]
+
+    def _reason_to_refuse_texts(self, request: Texts) -> CorralError | None:
         n_vocab, n_text = self._vocabulary.n_vocab, self._backend.embeddings.shape.n_text
+        try:
+            if request.media:
+                self._see(request)
+        except InvalidRequestError as error:
+            return error
+        texts, least = request.tokens, -math.inf if request.media else 0
         if not texts or not all(texts):
             return InvalidRequestError("A text is empty.", "input")
         longest = max(map(len, texts))
         if longest > n_text:
             return TextTooLongError(longest, n_text, "input")
-        if not all(0 <= token < n_vocab for text in texts for token in text):
+        if not all(least <= token < n_vocab for text in texts for token in text):
             return InvalidRequestError(
                 f"A text holds a token id outside 0 to {n_vocab - 1}.", "input"
             )

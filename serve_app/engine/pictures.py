@@ -12,24 +12,26 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b, shake_128
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.backends.base import Backend, Projector, Row
+from serve_app.engine.backends.base import Backend, PictureSupport, Projector, Row
 from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.sequence import PromptSpan
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.metrics.stats import Counts
 from serve_app.errors import CorralError, DecodeError, InvalidRequestError
 from serve_app.llama.vision.positions import Tile, cannot_be_used
-from serve_app.types import MEDIUM, GenerationRequest, Medium
+from serve_app.types import MEDIUM, Medium
 
 if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore
+    from serve_app.engine.embedding import EmbeddingQueue
 
 # A tile has so many at least, or its hash would be too short to tell it from others.
 _LEAST_TOKENS = 4
@@ -65,29 +67,38 @@ class PlacedTile:
 
     def decode(self, backend: Backend, rows: Sequence[Row]) -> None:
         """Compute some of its rows, as `Backend.decode` does."""
-        pictures = backend.pictures
-        if self.embeddings is None or pictures is None:
+        pictures, embeddings, first = self._encoded(backend, rows)
+        pictures.decode(rows, embeddings, self.tile, first)
+
+    def embed(self, backend: Backend, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """Compute vectors of some of its rows, as `EmbeddingSupport.embed` does."""
+        pictures, embeddings, first = self._encoded(backend, rows)
+        return pictures.embed(rows, embeddings, self.tile, first)
+
+    def _encoded(
+        self, backend: Backend, rows: Sequence[Row]
+    ) -> tuple[PictureSupport, NDArray[np.float32], int]:
+        """The embeddings for these rows, and the number of the first row in the tile."""
+        if self.embeddings is None or backend.pictures is None:
             raise DecodeError("A picture was not encoded yet.")
         first = rows[0][1] - self.start
-        embeddings = self.embeddings[first : first + len(rows)]
-        pictures.decode(rows, embeddings, self.tile, first)
+        return backend.pictures, self.embeddings[first : first + len(rows)], first
 
 
 def expanded(
-    request: GenerationRequest, projector: Projector, n_batch: int
-) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
-    """The request with its media's tokens in the places of MEDIUM, and where their tiles stand. Raises
+    prompt: Sequence[int], media: Iterator[Medium], projector: Projector, n_batch: int
+) -> tuple[tuple[int, ...], tuple[PlacedTile, ...]]:
+    """The prompt with the next media's tokens in the places of MEDIUM, and where their tiles stand. Raises
     InvalidRequestError for what cannot be computed, in batches of at most `n_batch` rows."""
-    prompt: list[int] = []
+    tokens: list[int] = []
     placed: list[PlacedTile] = []
-    media = iter(request.media)
-    for token in request.prompt:
+    for token in prompt:
         if token == MEDIUM:
-            placed += _place(next(media), prompt, projector)
+            placed += _place(next(media), tokens, projector)
         else:
-            prompt.append(token)
-    _check(placed, len(prompt), n_batch)
-    return replace(request, prompt=tuple(prompt)), tuple(placed)
+            tokens.append(token)
+    _check(placed, len(tokens), n_batch)
+    return tuple(tokens), tuple(placed)
 
 
 def _place(medium: Medium, prompt: list[int], projector: Projector) -> list[PlacedTile]:
@@ -115,8 +126,8 @@ def _check(placed: Sequence[PlacedTile], n_prompt: int, n_batch: int) -> None:
     largest = max((one.tile.n_tokens for one in placed if not one.tile.causal), default=0)
     if largest > n_batch:
         raise InvalidRequestError(
-            f"A picture has {largest} tokens, and this model computes them in one batch of "
-            f"engine.n_batch ({n_batch}) at most.",
+            f"A picture has {largest} tokens, and this model computes them in one batch of {n_batch} at "
+            "most, by engine.n_batch.",
             "messages",
         )
 
@@ -172,7 +183,41 @@ _PREPARED = 2
 _PATIENCE_S = 0.005
 
 
-Running = Callable[[], Sequence[EngineSequence]]
+class TileReader(Protocol):
+    """A sequence with pictures, or a text that becomes a vector: what embeddings of tiles are for."""
+
+    spent_s: float
+
+    @property
+    def spans(self) -> Sequence[PromptSpan]:
+        """The tiles, in order."""
+
+    @property
+    def n_past(self) -> int:
+        """The first tokens, which are computed."""
+
+    @property
+    def n_pending(self) -> int:
+        """The tokens that are not."""
+
+    @property
+    def n_generated(self) -> int:
+        """The tokens that were sampled."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether all others go first."""
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it waits for a tile's embeddings."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether it needs nothing any more."""
+
+
+TileReaders = Callable[[], Sequence[TileReader]]
 
 
 class TileEmbeddings:
@@ -204,8 +249,9 @@ class TileEmbeddings:
 
 
 class Encoding(Guest):
-    """Encodes what running sequences are about to see, in the order in which they got their slots,
-    and each tile once for all. Decoder thread only; a thread of its own resizes pictures.
+    """Encodes what running sequences are about to see, in the order in which they got their slots, and
+    then a text's pictures; each tile once for all. Decoder thread only; a thread of its own resizes
+    pictures.
 
     libmtmd encodes a tile in one call, which may take seconds. It asks between the nodes of its graph
     whether to go on, and there, on the same thread, `interlude` serves all others: so there is one team of
@@ -219,9 +265,10 @@ class Encoding(Guest):
         max_bytes: int,
         counts: Counts,
         interlude: Callable[[], None],
+        texts: EmbeddingQueue,
     ) -> None:
         """`interlude` takes in the requests that have come, and computes a step."""
-        self._projector = projector
+        self._projector, self._texts = projector, texts
         self._budget = budget
         self._counts = counts
         self._interlude = interlude
@@ -234,26 +281,31 @@ class Encoding(Guest):
 
     def before_schedule(self, core: EngineCore) -> None:
         """Give sequences the embeddings that they need next."""
-        self.resolve(core.running)
+        self.resolve(self._readers(core))
 
     def after_step(self, core: EngineCore, step_s: float, *, idle: bool) -> None:
         """Encode a piece, in the time that the next step probably leaves."""
-        if failure := self.step(lambda: core.running, step_s, idle=idle):
-            core.end(*failure)
+        if failure := self.step(lambda: self._readers(core), step_s, idle=idle):
+            readers, error = failure
+            self._texts.drop(readers, error)
+            core.end([one for one in readers if isinstance(one, EngineSequence)], error)
 
-    def resolve(self, running: Iterable[EngineSequence]) -> None:
+    def _readers(self, core: EngineCore) -> list[TileReader]:
+        return [*core.running, *self._texts.readers]
+
+    def resolve(self, readers: Iterable[TileReader]) -> None:
         """Give tiles what they were encoded to for others, and take it from those that are computed."""
-        for sequence in running:
-            for placed in _tiles(sequence):
-                if placed.end <= sequence.n_past:
+        for reader in readers:
+            for placed in _tiles(reader):
+                if placed.end <= reader.n_past:
                     placed.embeddings = None
                 elif placed.embeddings is None:
                     placed.embeddings = self.embeddings.get(placed.key)
                     self._counts.found_tiles += placed.embeddings is not None
 
     def step(
-        self, running: Running, step_s: float, *, idle: bool
-    ) -> tuple[list[EngineSequence], CorralError] | None:
+        self, running: TileReaders, step_s: float, *, idle: bool
+    ) -> tuple[list[TileReader], CorralError] | None:
         """Encode a tile that somebody needs next, if there is one. The step before took `step_s`;
         if it was `idle`, it had nothing to compute. Returns who cannot go on, and why, if it failed.
         `interlude` must not call this: nothing happens then."""
@@ -262,11 +314,11 @@ class Encoding(Guest):
         missing = next(_missing(running()), None)
         if missing is None:
             return None
-        sequence, placed = missing
+        reader, placed = missing
         try:
             prepared = self._prepare(running(), placed.medium, _PATIENCE_S if idle else 0)
             if prepared is not None:
-                self._encode(sequence, placed, prepared, running, step_s)
+                self._encode(reader, placed, prepared, running, step_s)
         except CorralError as error:
             self._prepared.pop(placed.medium.key, None)
             return _who_needs(placed, running()), error
@@ -276,7 +328,7 @@ class Encoding(Guest):
         """End the other thread."""
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, running: Sequence[EngineSequence], medium: Medium, patience_s: float) -> Any:
+    def _prepare(self, running: Sequence[TileReader], medium: Medium, patience_s: float) -> Any:
         """A medium as it is encoded; None if that is not there yet. The medium that is needed
         after it is begun, too. Raises CorralError."""
         media = {tile.medium.key: tile.medium for _, tile in _missing(running)}
@@ -292,10 +344,10 @@ class Encoding(Guest):
 
     def _encode(
         self,
-        sequence: EngineSequence,
+        reader: TileReader,
         placed: PlacedTile,
         prepared: Any,
-        running: Running,
+        running: TileReaders,
         step_s: float,
     ) -> None:
         elsewhere_s = 0.0
@@ -323,14 +375,14 @@ class Encoding(Guest):
             self._is_encoding = False
         seconds = time.monotonic() - began - elsewhere_s
         self._counts.encode_s += seconds
-        if sequence in running():
-            sequence.spent_s += seconds
+        if reader in running():
+            reader.spent_s += seconds
         if embeddings is not None:
             self._counts.encoded_tiles += 1
             self.embeddings.put(placed.key, embeddings)
             placed.embeddings = embeddings
 
-    def _allowed_s(self, running: Sequence[EngineSequence], step_s: float) -> float:
+    def _allowed_s(self, running: Sequence[TileReader], step_s: float) -> float:
         if not any(one.n_generated for one in running):
             return _CALM_S
         bound_s = self._budget.max_stall_s or _UNBOUNDED_S
@@ -340,17 +392,17 @@ class Encoding(Guest):
         return max(left_s, _LEAST_S)
 
 
-def _tiles(sequence: EngineSequence) -> list[PlacedTile]:
-    return [span for span in sequence.spans if isinstance(span, PlacedTile)]
+def _tiles(reader: TileReader) -> list[PlacedTile]:
+    return [span for span in reader.spans if isinstance(span, PlacedTile)]
 
 
-def _missing(running: Iterable[EngineSequence]) -> Iterator[tuple[EngineSequence, PlacedTile]]:
-    for sequence in sorted(running, key=lambda one: one.is_behind):
-        if not sequence.finished:
-            for placed in _tiles(sequence):
-                if placed.embeddings is None and placed.end > sequence.n_past:
-                    yield sequence, placed
+def _missing(readers: Iterable[TileReader]) -> Iterator[tuple[TileReader, PlacedTile]]:
+    for reader in sorted(readers, key=lambda one: one.is_behind):
+        if not reader.finished:
+            for placed in _tiles(reader):
+                if placed.embeddings is None and placed.end > reader.n_past:
+                    yield reader, placed
 
 
-def _who_needs(placed: PlacedTile, running: Iterable[EngineSequence]) -> list[EngineSequence]:
-    return [sequence for sequence, one in _missing(running) if one.key == placed.key]
+def _who_needs(placed: PlacedTile, readers: Iterable[TileReader]) -> list[TileReader]:
+    return [reader for reader, one in _missing(readers) if one.key == placed.key]

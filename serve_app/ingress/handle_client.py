@@ -32,6 +32,7 @@ from serve_app.types import (
     Asleep,
     FetchingReplica,
     GenerationRequest,
+    Medium,
     ReplicaStats,
     RequestRecord,
     Size,
@@ -150,16 +151,19 @@ class HandleClient:
         await self._adapters.unload(self._model_id, adapter_id, self._handle)
 
     async def embed(
-        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
+        self,
+        texts: tuple[tuple[int, ...], ...],
+        client: str,
+        *,
+        background: bool = False,
+        media: tuple[Medium, ...] = (),
     ) -> NDArray[np.float32]:
+        arguments = texts, client, self._vocabulary_key, background, media
         async with self._loading():
-            return await retried(lambda: self._embed_once(texts, client, background))
+            return await retried(lambda: self._embed_once(arguments))
 
-    async def _embed_once(
-        self, texts: tuple[tuple[int, ...], ...], client: str, background: bool
-    ) -> NDArray[np.float32]:
-        key = self._vocabulary_key
-        response = self._handle.call("embed", texts, client, key, background)
+    async def _embed_once(self, arguments: tuple[Any, ...]) -> NDArray[np.float32]:
+        response = self._handle.call("embed", *arguments)
         try:
             vectors: NDArray[np.float32] = _succeeded(await response)
             return vectors

@@ -56,11 +56,16 @@ class EngineClient(Protocol):
         the request."""
 
     async def embed(
-        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
+        self,
+        texts: tuple[tuple[int, ...], ...],
+        client: str,
+        *,
+        background: bool = False,
+        media: tuple[Medium, ...] = (),
     ) -> NDArray[np.float32]:
-        """A vector, not normalised, for each text of a client, given as tokens; of a reranking model, one
-        score each. For `background`, see GenerationRequest. Raises CorralError. Cancelling it ends the
-        request."""
+        """A vector, not normalised, for each text of a client, given as tokens, with MEDIUM for each of
+        `media`; of a reranking model, one score each. For `background`, see GenerationRequest. Raises
+        CorralError. Cancelling it ends the request."""
 
     @property
     def is_loaded(self) -> bool:

@@ -23,6 +23,7 @@ from serve_app.errors import CorralError, EngineFailedError
 from serve_app.types import (
     Asleep,
     GenerationRequest,
+    Medium,
     ReplicaRecords,
     ReplicaStats,
     SlotAction,
@@ -38,6 +39,7 @@ _KINDS: dict[str, Any] = {
     )
 } | {
     "tokens": tuple[tuple[int, ...], ...],  # of texts; and the sizes of pictures and sounds
+    "media": tuple[Medium, ...],
     "array": tuple[tuple[int, ...], bytes],
     "": Any,
 }
@@ -57,7 +59,7 @@ def packed(value: object) -> tuple[str, msgspec.Raw]:
     if isinstance(value, np.ndarray):
         kind, value = "array", (value.shape, np.ascontiguousarray(value, np.float32).tobytes())
     elif isinstance(value, tuple | list):
-        kind = "tokens"
+        kind = "media" if value and isinstance(value[0], Medium) else "tokens"
     elif kind not in _KINDS:
         kind = ""
     return kind, msgspec.Raw(msgpack.packed(value))

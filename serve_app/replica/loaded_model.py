@@ -41,6 +41,7 @@ from serve_app.store.models import n_bytes
 from serve_app.store.shared_entries import LoadedAdapters, progress_told
 from serve_app.types import (
     GenerationRequest,
+    Medium,
     ReplicaRecords,
     ReplicaStats,
     SequenceEnd,
@@ -143,8 +144,7 @@ class LoadedModel:
             self._refuse_strange_tokens(vocabulary_key)
             await self._adapters.have(request.adapters)
             channel = await self._channels.to(address)
-            if sizes := [one.size for one in request.media if isinstance(one, Sound)]:
-                await asyncio.to_thread(self._engine.media_tokens, sizes)
+            await _lay_out(self._engine, request.media)
             end = await self._run(request, channel, number)
             if not request.background:
                 self._metrics.ended(end)
@@ -185,12 +185,14 @@ class LoadedModel:
         client: str,
         vocabulary_key: bytes,
         background: bool = False,  # by its place: see prompt_of
+        media: tuple[Medium, ...] = (),
     ) -> NDArray[np.float32] | CorralError:
         """Compute embeddings: see Engine.embed. The texts' tokens are of that vocabulary. Cancelling the
         call spares what was not yet computed. Errors are returned."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
-            return await self._embed(Texts(texts, client, background=background))
+            await _lay_out(self._engine, media)
+            return await self._embed(Texts(texts, client, background=background, media=media))
         except EngineFailedError as error:
             _end_process(error)
         except CorralError as error:
@@ -323,6 +325,12 @@ def _end_process(error: EngineFailedError) -> NoReturn:
     here until three health checks have failed."""
     logger.error("The replica ends, as its engine failed: %s", error)
     os._exit(1)
+
+
+async def _lay_out(engine: Engine, media: Sequence[Medium]) -> None:
+    """Have the layouts of sounds known: each takes some tenths of a second."""
+    if sizes := [one.size for one in media if isinstance(one, Sound)]:
+        await asyncio.to_thread(engine.media_tokens, sizes)
 
 
 def _give_up(outcome: Future[NDArray[np.float32]] | CorralError) -> None:

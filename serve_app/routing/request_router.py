@@ -114,7 +114,7 @@ def prompt_of(pending: PendingRequest | None) -> RoutedPrompt:
         )
     embeds = pending.metadata.call_method == "embed"
     n_tokens = sum(len(text) for text in argument) if embeds else 0
-    background = embeds and any(pending.args[3:])
+    background = embeds and any(pending.args[3:4])
     return RoutedPrompt(
         _key(pending), 1 + n_tokens, max_tokens=0, group=group, background=background
     )

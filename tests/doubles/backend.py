@@ -109,7 +109,8 @@ class FakePictures:
     """Pictures of a scripted backend."""
 
     def __init__(self, backend: FakeBackend, projector: Projector) -> None:
-        self.projector, self.decode = projector, backend.decode_tile
+        self.projector = projector
+        self.decode, self.embed = backend.decode_tile, backend.embed_tile
 
 
 class FakeModes:
@@ -424,6 +425,14 @@ class FakeBackend:
             vectors.append([token, position, sum(text)])
         self._texts = {0: self._texts.get(0, [])}
         return np.array(vectors, np.float32)
+
+    def embed_tile(
+        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
+    ) -> NDArray[np.float32]:
+        """For each row what `embed` has: its token tells what is seen. Each has an embedding."""
+        if len(embeddings) != len(rows):
+            raise AssertionError(f"{len(embeddings)} embeddings for {len(rows)} rows")
+        return self.embed(rows)
 
     def _expect_settled(self, seq_id: int) -> None:
         if seq_id in self.slots_with_pending_copy:

@@ -239,6 +239,11 @@ class PictureSupport(Protocol):
         """Decode like `Backend.decode` rows of one slot that are those of one tile from its `first` token
         on: `embeddings` are computed in the places of their tokens."""
 
+    def embed(
+        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
+    ) -> NDArray[np.float32]:
+        """Compute vectors like `EmbeddingSupport.embed` of such rows of the text 0."""
+
 
 class EmbeddingSupport(Protocol):
     """Vectors of texts, in a cache apart from the slots'."""

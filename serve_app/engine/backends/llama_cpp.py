@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,16 +102,28 @@ class LlamaAdapters:
 class LlamaPictures:
     """A projector beside a context. `positions` learn where pictures stand."""
 
-    def __init__(self, projector: MtmdProjector, context: Context, positions: Positions) -> None:
-        self.projector = projector
-        self._context, self._positions = context, positions
-
-    def decode(
-        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
+    def __init__(
+        self,
+        projector: MtmdProjector,
+        context: Context,
+        positions: Positions,
+        vectors: LlamaEmbeddings,
     ) -> None:
-        _, index, seq_id, _ = rows[0]
-        positions = self._positions.take(seq_id, index - first, tile, first, len(rows))
-        self._context.decode_tile(seq_id, embeddings, positions, causal=tile.causal)
+        self.projector, self.embed = projector, vectors.embed_tile
+        self.decode = partial(_decode_tile, context, positions)
+
+
+def _decode_tile(
+    context: Context,
+    positions: Positions,
+    rows: Sequence[Row],
+    embeddings: NDArray[np.float32],
+    tile: Tile,
+    first: int,
+) -> None:
+    _, index, seq_id, _ = rows[0]
+    places = positions.take(seq_id, index - first, tile, first, len(rows))
+    context.decode_tile(seq_id, embeddings, places, causal=tile.causal)
 
 
 class LlamaEmbeddings:
@@ -123,6 +136,7 @@ class LlamaEmbeddings:
     def __init__(self, model: Model, options: EngineOptions, *, flash_attn: bool) -> None:
         self._model, self._options, self._flash_attn = model, options, flash_attn
         self._context: Context | None = None
+        self._positions = Positions(several=model.n_dimensions > 1)
 
     @property
     def shape(self) -> EmbeddingShape:
@@ -147,15 +161,10 @@ class LlamaEmbeddings:
         )
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        ranks = self.shape.pooling == "rank"
-        if self._context is None:
-            self._context = self._open(ranks=ranks)
-        context, seq_ids = self._context, [seq_id for _, _, seq_id, _ in rows]
-        if any(position == 0 and seq_id == 0 for _, position, seq_id, _ in rows):
-            context.truncate(0, 0)
+        context, seq_ids = self._begun(rows), [seq_id for _, _, seq_id, _ in rows]
         try:
-            context.decode(rows)
-            if ranks:
+            context.decode(self._positions.placed(rows))
+            if self.shape.pooling == "rank":
                 scores = {seq_id: context.rank_score(seq_id) for seq_id in set(seq_ids)}
                 return np.array([[scores[seq_id]] for seq_id in seq_ids], np.float32)
             return context.embeddings(len(rows)).copy()
@@ -163,7 +172,24 @@ class LlamaEmbeddings:
             for seq_id in set(seq_ids) - {0}:
                 context.truncate(seq_id, 0)
 
-    def _open(self, *, ranks: bool) -> Context:
+    def embed_tile(
+        self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
+    ) -> NDArray[np.float32]:
+        """Vectors of a picture's rows in sequence 0: see `PictureSupport.embed`."""
+        context = self._begun(rows)
+        _decode_tile(context, self._positions, rows, embeddings, tile, first)
+        return context.embeddings(len(rows)).copy()
+
+    def _begun(self, rows: Sequence[Row]) -> Context:
+        """The context, in which sequence 0 is empty if these rows begin another text there."""
+        if self._context is None:
+            self._context = self._open()
+        if any(position == 0 and seq_id == 0 for _, position, seq_id, _ in rows):
+            self._context.truncate(0, 0)
+            self._positions.cut(0, 0)
+        return self._context
+
+    def _open(self) -> Context:
         shape = self.shape
         return Context(
             self._model,
@@ -176,7 +202,7 @@ class LlamaEmbeddings:
                 flash_attn=self._flash_attn,
                 kv_unified=True,
                 n_ctx=shape.n_text + shape.n_rows,
-                pooling="rank" if ranks else "none",
+                pooling="rank" if shape.pooling == "rank" else "none",
                 stored_from=self._options.stored_from,
             ),
         )
@@ -331,7 +357,9 @@ class LlamaBackend:
         self.states = LlamaStates(self, self._context, self._positions)
         self.embeddings = LlamaEmbeddings(model, options, flash_attn=choice.mode.flash_attn)
         self.pictures = (
-            None if projector is None else LlamaPictures(projector, self._context, self._positions)
+            None
+            if projector is None
+            else LlamaPictures(projector, self._context, self._positions, self.embeddings)
         )
         self.modes = None if choice.other is None else LlamaModes(self)
         logger.info("%s.", choice.reason)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -16,6 +16,7 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import (
     AliasChoices,
+    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
@@ -26,12 +27,16 @@ from pydantic import (
 )
 
 from serve_app.errors import InvalidRequestError, NotSupportedError, TextTooLongError
-from serve_app.ingress.generation.requests import Text, TokenId
+from serve_app.ingress.generation.preparation import chat_with_media, refuse_huge
+from serve_app.ingress.generation.requests import Text
 from serve_app.ingress.http.request_model import RequestModel, parsed
-from serve_app.ingress.llama_server.preparation import mixed_tokens
-from serve_app.ingress.llama_server.protocol import Mixed, plain, several
+from serve_app.ingress.llama_server.preparation import media_prompt, mixed_tokens
+from serve_app.ingress.llama_server.protocol import MediaPrompt, Mixed, Prompt, plain, several
 from serve_app.ingress.model_registry import ModelInfo, Models, find
+from serve_app.ingress.openai.messages import ChatMessage
+from serve_app.ingress.openai.preparation import ChatCompletionRequest
 from serve_app.ingress.workers.wire import Piece
+from serve_app.types import Medium
 
 MAX_TEXTS = 2048
 """Texts in one request, as at OpenAI."""
@@ -41,8 +46,10 @@ _Batch = Field(min_length=1, max_length=MAX_TEXTS)
 class EmbeddingsRequest(RequestModel):
     """POST /v1/embeddings."""
 
-    input: str | Annotated[list[Mixed | str | TokenId], Field(min_length=1)]
-    """A text, or token ids and texts mixed; or several of either."""
+    input: Prompt | None = None
+    """A text, token ids and texts mixed, or a text with pictures; or several of them."""
+    messages: list[ChatMessage] | None = None
+    """vLLM's: a chat in the place of the input, as the model's template writes it."""
     model: str | None = None
     """A name from /v1/models; the first of them if it is missing."""
     encoding_format: Literal["float", "base64"] | None = None
@@ -64,19 +71,23 @@ class EmbeddingsRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check_texts(self) -> EmbeddingsRequest:
-        if [] in self.texts or len(self.texts) > MAX_TEXTS:
+        if self.messages is not None:
+            return self
+        if self.input is None:
+            raise InvalidRequestError("Field required: 'input'.", "input")
+        if [] in self.texts or not 0 < len(self.texts) <= MAX_TEXTS:
             raise _wrong_input()
         return self
 
     @property
-    def texts(self) -> list[str | list[int | str]]:
-        return several(self.input)
+    def texts(self) -> list[str | Mixed | MediaPrompt]:
+        return [] if self.input is None else several(self.input)
 
 
 def _wrong_input() -> InvalidRequestError:
     return InvalidRequestError(
-        f"'input' must be a text, a list of token ids, or a list of up to {MAX_TEXTS} of either; none may "
-        "be empty.",
+        f"'input' must be a text, a list of token ids, a text with pictures, or a list of up to "
+        f"{MAX_TEXTS} of these; none may be empty.",
         "input",
     )
 
@@ -85,10 +96,11 @@ class LlamaEmbeddingRequest(RequestModel):
     """POST /embedding, llama-server's."""
 
     content: Annotated[
-        str | list[Mixed | str | TokenId],
+        Prompt,
         Field(validation_alias=AliasChoices("content", "input")),
+        BeforeValidator(plain),
     ]
-    """A text, or token ids and texts mixed; or several of either."""
+    """A text, token ids and texts mixed, or a text with pictures; or several of them."""
     embd_normalize: Annotated[int, Field(ge=-1, le=100)] = 2
     """-1 for no normalisation; 0 for the largest number as 32760, 2 for length 1, others for p-norms."""
     encoding_format: Literal["float", "base64"] | None = None
@@ -97,15 +109,12 @@ class LlamaEmbeddingRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check_texts(self) -> LlamaEmbeddingRequest:
-        if not self.texts or [] in self.texts:
+        texts = several(self.content)
+        if not texts or [] in texts:
             raise InvalidRequestError("A text is empty.", "content")
-        if len(self.texts) > MAX_TEXTS:
+        if len(texts) > MAX_TEXTS:
             raise InvalidRequestError(f"More than {MAX_TEXTS} texts are given.", "content")
         return self
-
-    @property
-    def texts(self) -> list[str | list[int | str]]:
-        return several(self.content)
 
 
 class TeiEmbedRequest(RequestModel):
@@ -202,13 +211,17 @@ _INT16_MAX = 32760.0  # what llama-server makes of the largest number with `embd
 
 @dataclass(frozen=True, slots=True)
 class TextsToEmbed:
-    """The prepared request for vectors, from a body in OpenAI's form."""
+    """The prepared request for vectors."""
 
     model: str
     texts: Texts
-    dimensions: int | None
-    encoding_format: Literal["float", "base64"]
-    user: str | None
+    media: tuple[Medium, ...] = ()
+    """The pictures and sounds in the places of MEDIUM in the texts."""
+    dimensions: int | None = None
+    as_base64: bool = False
+    norm: int = 2
+    """The kind of norm: see `normalized`."""
+    user: str | None = None
 
 
 def embeddings(models: Models, body: bytes) -> TextsToEmbed:
@@ -220,31 +233,62 @@ def embeddings(models: Models, body: bytes) -> TextsToEmbed:
     if request.dimensions is not None and request.dimensions > n_embd:
         message = f"dimensions: this model's embeddings have {n_embd}."
         raise InvalidRequestError(message, "dimensions")
-    encoded = [_tokens(model, text) for text in request.texts]
-    texts = checked(model, encoded, "input", cut=request.truncate)
-    return TextsToEmbed(
-        model.id, texts, request.dimensions, request.encoding_format or "float", request.user
+    if request.messages is None:
+        made = to_embed(model, request.texts, "input", cut=request.truncate)
+    else:
+        chat = ChatCompletionRequest(
+            messages=request.messages, add_generation_prompt=False, continue_final_message=False
+        )
+        tokens, media = chat_with_media(model, chat, "messages")
+        made = TextsToEmbed(model.id, checked(model, [tokens], "messages"), media)
+    return replace(
+        made,
+        dimensions=request.dimensions,
+        as_base64=request.encoding_format == "base64",
+        user=request.user,
     )
 
 
-def llama_embedding(models: Models, body: bytes) -> tuple[str, Texts, int]:
-    """POST /embedding: the model's id, the texts and the kind of norm. Raises CorralError."""
+def llama_embedding(models: Models, body: bytes) -> TextsToEmbed:
+    """POST /embedding. Raises CorralError."""
     request = parsed(LlamaEmbeddingRequest, body)
     model = find(models, request.model)
     check_does_not_rank(model)
-    texts = [mixed_tokens(model, text, "content") for text in request.texts]
-    return model.id, checked(model, texts, "content"), request.embd_normalize
+    made = to_embed(model, several(request.content), "content")
+    return replace(made, norm=request.embd_normalize)
 
 
-def tei_embed(models: Models, body: bytes) -> tuple[str, Texts, int, int | None]:
-    """POST /embed: the model's id, the texts, the kind of norm and the dimensions. Raises CorralError."""
+def tei_embed(models: Models, body: bytes) -> TextsToEmbed:
+    """POST /embed. Raises CorralError."""
     request = parsed(TeiEmbedRequest, body)
     model = find(models, request.model)
     check_makes_embeddings(model)
-    inputs = [request.inputs] if isinstance(request.inputs, str) else request.inputs
-    encoded = [model.tokenizer.encode(text) for text in inputs]
-    texts = checked(model, encoded, "inputs", cut=request.truncate)
-    return model.id, texts, 2 if request.normalize else -1, request.dimensions
+    inputs = [request.inputs] if isinstance(request.inputs, str) else [*request.inputs]
+    made = to_embed(model, inputs, "inputs", cut=request.truncate)
+    return replace(made, norm=2 if request.normalize else -1, dimensions=request.dimensions)
+
+
+def to_embed(
+    model: ModelInfo,
+    prompts: Sequence[str | Mixed | MediaPrompt],
+    field: str,
+    *,
+    cut: bool = False,
+) -> TextsToEmbed:
+    """The prompts with the tokens that the model wants around them. Raises CorralError."""
+    media: list[Medium] = []
+    texts: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        if isinstance(prompt, MediaPrompt):
+            tokens, own = media_prompt(model, prompt, field)
+            media += own
+        elif isinstance(prompt, str):
+            refuse_huge(field, len(prompt))
+            tokens = model.tokenizer.encode_for_embedding(prompt)
+        else:
+            tokens = mixed_tokens(model, prompt, field)
+        texts.append(tokens)
+    return TextsToEmbed(model.id, checked(model, texts, field, cut=cut and not media), tuple(media))
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,14 +335,6 @@ def _pairs(
         )
     encoded = [model.tokenizer.encode_pair(*pair) for pair in pairs]
     return model.id, checked(model, encoded, "documents", cut=request.truncate)
-
-
-def _tokens(model: ModelInfo, text: str | list[int | str]) -> tuple[int, ...]:
-    return (
-        model.tokenizer.encode(text)
-        if isinstance(text, str)
-        else mixed_tokens(model, text, "input")
-    )
 
 
 def check_makes_embeddings(model: ModelInfo) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import numpy as np
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from serve_app.errors import CorralError
+from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.embeddings import preparation
 from serve_app.ingress.embeddings.preparation import (
     ComputedVectors,
@@ -27,6 +28,8 @@ from serve_app.ingress.http.dependencies import (
 )
 from serve_app.ingress.http.sse import Json
 from serve_app.ingress.model_registry import ServedModel, family, find
+from serve_app.ingress.workers.wire import Piece
+from serve_app.types import Medium
 
 ROUTER = APIRouter()
 
@@ -37,12 +40,8 @@ async def embeddings(
     bodies: BodiesArgument,
     body: Annotated[TextsToEmbed, prepared(preparation.embeddings)],
 ) -> Response:
-    """Texts as vectors of length 1, OpenAI's way."""
-    vectors = await embed(find(models, body.model), body.texts, body.user)
-    result = ComputedVectors(
-        body.model, n_tokens(body.texts), body.dimensions, body.encoding_format == "base64"
-    )
-    return written(await bodies.work(preparation.openai_answer, *result.pieces(vectors)))
+    """Texts, with pictures or without, as vectors of length 1, OpenAI's way."""
+    return written(await bodies.work(preparation.openai_answer, *await _computed(models, body)))
 
 
 @ROUTER.post("/embedding", response_model=None)
@@ -50,28 +49,35 @@ async def embeddings(
 async def embedding(
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[tuple[str, Texts, int], prepared(preparation.llama_embedding)],
+    body: Annotated[TextsToEmbed, prepared(preparation.llama_embedding)],
 ) -> Response:
-    """Texts as vectors, llama-server's way."""
-    model_id, texts, norm = body
-    model = find(models, model_id)
-    vectors = await embed(model, texts)
-    lengths = tuple(map(len, texts)) if model.tokenizer.pooling == "none" else None
-    result = ComputedVectors(model_id, n_tokens(texts), norm=norm, lengths=lengths)
-    return written(await bodies.work(preparation.llama_answer, *result.pieces(vectors)))
+    """Texts, with pictures or without, as vectors, llama-server's way."""
+    return written(await bodies.work(preparation.llama_answer, *await _computed(models, body)))
 
 
 @ROUTER.post("/embed", response_model=None)
 async def tei_embed(
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[tuple[str, Texts, int, int | None], prepared(preparation.tei_embed)],
+    body: Annotated[TextsToEmbed, prepared(preparation.tei_embed)],
 ) -> Response:
     """Texts as a list of vectors, as text-embeddings-inference answers."""
-    model_id, texts, norm, dimensions = body
-    vectors = await embed(find(models, model_id), texts)
-    result = ComputedVectors(model_id, n_tokens(texts), dimensions, norm=norm)
-    return written(await bodies.work(preparation.tei_answer, *result.pieces(vectors)))
+    return written(await bodies.work(preparation.tei_answer, *await _computed(models, body)))
+
+
+async def _computed(models: Mapping[str, ServedModel], body: TextsToEmbed) -> tuple[Piece, ...]:
+    """A request's vectors, for the worker that writes the answer. Raises CorralError like `embed`."""
+    model = find(models, body.model)
+    n_tokens, vectors = await embed(model, body.texts, body.user, body.media)
+    lengths = None
+    if model.tokenizer.pooling == "none":
+        if body.media:
+            raise InvalidRequestError("Pictures need another pooling type than 'none'.", "model")
+        lengths = tuple(map(len, body.texts))
+    result = ComputedVectors(
+        body.model, n_tokens, body.dimensions, body.as_base64, body.norm, lengths
+    )
+    return result.pieces(vectors)
 
 
 @ROUTER.post("/v1/rerank", response_model=None)
@@ -83,7 +89,8 @@ async def rerank(
     models: ModelsArgument, body: Annotated[PairsToRank, prepared(preparation.rerank)]
 ) -> Response:
     """How relevant documents are to a query, the most relevant first."""
-    scores = (await embed(find(models, body.model), body.texts))[:, 0]
+    n_tokens, vectors = await embed(find(models, body.model), body.texts)
+    scores = vectors[:, 0]
     ranked = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
     name = "score" if body.is_tei else "relevance_score"
     results: list[Json] = [{"index": i, name: float(scores[i])} for i in ranked]
@@ -93,7 +100,7 @@ async def rerank(
             result |= text if body.is_tei else {"document": text}
     if body.is_tei:
         return JSONResponse(results)
-    used = usage(n_tokens(body.texts))
+    used = usage(n_tokens)
     return JSONResponse({"model": body.model, "object": "list", "usage": used, "results": results})
 
 
@@ -103,31 +110,33 @@ async def score(
     models: ModelsArgument, body: Annotated[PairsToRank, prepared(preparation.score)]
 ) -> Response:
     """The score of each pair of a query and a document, in the request's order."""
-    scores = (await embed(find(models, body.model), body.texts))[:, 0].astype(np.float64)
+    n_tokens, vectors = await embed(find(models, body.model), body.texts)
+    scores = vectors[:, 0].astype(np.float64)
     if body.is_logistic:
         scores = 1 / (1 + np.exp(-scores))
     data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores.tolist())]
-    used = usage(n_tokens(body.texts))
+    used = usage(n_tokens)
     return JSONResponse({"model": body.model, "object": "list", "usage": used, "data": data})
 
 
-async def embed(model: ServedModel, texts: Texts, user: str | None = None) -> Vectors:
-    """The texts' vectors, charged to the caller. Raises KeyLimitError or RateLimitError for what that one
-    may not, and what the engine does."""
+async def embed(
+    model: ServedModel, texts: Texts, user: str | None = None, media: tuple[Medium, ...] = ()
+) -> tuple[int, Vectors]:
+    """The number of tokens of texts and their media, and the texts' vectors, charged to the caller. Raises
+    KeyLimitError or RateLimitError for what the caller may not, and what the engine does."""
     caller = request_context.current()
     caller.check_model(model.id, family(model))
     await caller.admit(texts)
+    n_tokens = sum(map(len, texts)) - len(media)
     try:
+        if media:
+            n_tokens += await model.engine.media_tokens([medium.size for medium in media])
         vectors = await model.engine.embed(
-            texts, caller.client(user), background=caller.is_background
+            texts, caller.client(user), background=caller.is_background, media=media
         )
     except CorralError:
         caller.count(model.id, {"refused": 1})
         raise
     caller.computed()
-    caller.count(model.id, {"requests": 1, "completed": 1, "prompt_tokens": n_tokens(texts)})
-    return vectors
-
-
-def n_tokens(texts: Texts) -> int:
-    return sum(map(len, texts))
+    caller.count(model.id, {"requests": 1, "completed": 1, "prompt_tokens": n_tokens})
+    return n_tokens, vectors

@@ -59,30 +59,25 @@ def completion(models: Models, body: bytes) -> PreparedLlamaCompletion:
     request = parsed(LlamaCompletionRequest, body)
     model = find(models, request.model, preparation.text_beginning(request.prompts[0]))
     if isinstance(request.prompt, MediaPrompt):
-        prompt, found = _with_media(model, request.prompt)
-        return _completion(model, request, [prompt], is_batch=request.is_batch, media=found)
+        prompt, media = media_prompt(model, request.prompt, "prompt")
+        return _completion(model, request, [prompt], is_batch=request.is_batch, media=media)
     prompts = [mixed_tokens(model, prompt, "prompt") for prompt in request.prompts]
     return _completion(model, request, prompts, is_batch=request.is_batch)
 
 
-def _with_media(
-    model: ModelInfo, request: MediaPrompt
+def media_prompt(
+    model: ModelInfo, prompt: MediaPrompt, field: str
 ) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
-    check_medium(model, model.hears, "prompt")
-    texts = request.prompt_string.split(MEDIA_MARKER)
-    if len(texts) - 1 != len(request.multimodal_data):
-        raise InvalidRequestError(
-            f"The prompt has {len(texts) - 1} markers {MEDIA_MARKER} for "
-            f"{len(request.multimodal_data)} pictures and sounds.",
-            "prompt",
-        )
-    encode = model.tokenizer.tokenize
-    tokens: list[int] = []
-    for i, text in enumerate(texts):
+    """The prompt's tokens, with those that the model wants around a text, and MEDIUM for each of its media.
+    Raises InvalidRequestError, and MediaError like `check_medium`."""
+    check_medium(model, model.hears, field)
+    encode, first = model.tokenizer.tokenize, model.tokenizer.model.first_tokens
+    tokens = list(first)
+    for i, text in enumerate(prompt.prompt_string.split(MEDIA_MARKER)):
         tokens += [-i] if i else []
-        tokens += tokenize_checked(model, "prompt", len(text), encode, text, i == 0, True)
-    urls = [f"data:;base64,{data}" for data in request.multimodal_data]
-    return with_media(model, tuple(tokens), urls, "prompt")
+        tokens += tokenize_checked(model, field, len(text), encode, text, False, True)
+    tokens += encode("", True, True)[len(first) :]
+    return with_media(model, tuple(tokens), prompt.urls, field)
 
 
 def infill(models: Models, body: bytes) -> PreparedLlamaCompletion:

@@ -15,6 +15,7 @@ from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.requests import MAX_CHOICES, GenerationParams, Text, TokenId
 from serve_app.ingress.http.request_model import RequestModel
+from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.llama.grammars.patterns import compiled
 
 MAX_TRIGGER_CHARS = 1024
@@ -26,47 +27,59 @@ Mixed = list[TokenId | str]
 """Token ids and texts, side by side."""
 
 
-def several(prompt: str | list[Mixed | str | TokenId]) -> list[str | list[int | str]]:
-    """The prompts, one or several: a list of texts only, or with a list in it, is of several."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if any(isinstance(part, list) for part in prompt):
-        return [[part] if isinstance(part, int) else part for part in prompt]
-    if all(isinstance(part, str) for part in prompt):
-        return [part for part in prompt if isinstance(part, str)]
-    return [[part for part in prompt if not isinstance(part, list)]]
-
-
-def plain(prompt: object) -> object:
-    """The prompt with texts where llama-server's clients may send objects, as `{"prompt_string": "Hello"}`
-    and `{"content": [{"type": "text", "text": "Hello"}]}`. Raises InvalidRequestError for pictures."""
-    if isinstance(prompt, list):
-        return [one if isinstance(one, int | str) else plain(one) for one in prompt]
-    if not isinstance(prompt, dict):
-        return prompt
-    parts = prompt.get("content")
-    if prompt.get("multimodal_data") or (isinstance(parts, list) and not all(map(_is_text, parts))):
-        raise InvalidRequestError(
-            "Image input is not supported here. Send one prompt with 'multimodal_data'.", "prompt"
-        )
-    if isinstance(parts, list):
-        return "".join(part["text"] for part in parts)
-    return prompt.get("prompt_string", prompt)
-
-
-def _is_text(part: object) -> bool:
-    return (
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    )
-
-
 class MediaPrompt(RequestModel):
     """A prompt with pictures and sounds."""
 
     prompt_string: Text
     """`<__media__>` stands for the next one."""
     multimodal_data: Annotated[list[str], Field(min_length=1)]
-    """Files in base64."""
+    """Files in base64, or their URLs."""
+
+    @model_validator(mode="after")
+    def _check_markers(self) -> MediaPrompt:
+        n_markers, n_media = self.prompt_string.count(MEDIA_MARKER), len(self.multimodal_data)
+        if n_markers != n_media:
+            raise InvalidRequestError(
+                f"The prompt has {n_markers} markers {MEDIA_MARKER} for {n_media} pictures and sounds.",
+                "prompt",
+            )
+        return self
+
+    @property
+    def urls(self) -> list[str]:
+        return [
+            data if data.startswith(("data:", "http:", "https:")) else f"data:;base64,{data}"
+            for data in self.multimodal_data
+        ]
+
+
+Prompt = str | MediaPrompt | list[Mixed | str | TokenId | MediaPrompt]
+"""A text, token ids and texts mixed, or a prompt with pictures; or several of them."""
+
+
+def several(prompt: Prompt) -> list[str | Mixed | MediaPrompt]:
+    """The prompts, one or several: a list of texts only, or with a list in it, is of several."""
+    if not isinstance(prompt, list):
+        return [prompt]
+    mixed = [part for part in prompt if isinstance(part, int | str)]
+    if len(mixed) == len(prompt) and any(isinstance(part, int) for part in mixed):
+        return [mixed]
+    return [[part] if isinstance(part, int) else part for part in prompt]
+
+
+def plain(prompt: object) -> object:
+    """The prompt with texts where llama-server's clients may send objects, as `{"prompt_string": "Hello"}`
+    and `{"content": [{"type": "text", "text": "Hello"}]}`. Objects with media are MediaPrompts."""
+    if isinstance(prompt, list):
+        return [one if isinstance(one, int | str) else plain(one) for one in prompt]
+    if not isinstance(prompt, dict) or prompt.get("multimodal_data"):
+        return prompt
+    if not isinstance(content := prompt.get("content"), list):
+        return prompt.get("prompt_string", prompt)
+    parts = ChatMessage(role="user", content=content).as_turn().parts
+    text = "".join(part if isinstance(part, str) else MEDIA_MARKER for part in parts)
+    urls = [part.url for part in parts if not isinstance(part, str)]
+    return {"prompt_string": text, "multimodal_data": urls} if urls else text
 
 
 class GrammarTrigger(BaseModel):
@@ -151,15 +164,19 @@ class LlamaParams(GenerationParams):
 class LlamaCompletionRequest(LlamaParams):
     """POST /completion."""
 
-    prompt: str | list[Mixed | str | TokenId] | MediaPrompt
+    prompt: Prompt
     """A text, or token ids and texts mixed; or several of either. An empty text is a model's BOS."""
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _plain(cls, value: object) -> object:
-        if isinstance(value, dict) and value.get("multimodal_data"):
-            return value
-        return plain(value)
+        prompt = plain(value)
+        if isinstance(prompt, list) and any(isinstance(part, dict) for part in prompt):
+            raise InvalidRequestError(
+                "Image input is not supported here. Send one prompt with 'multimodal_data'.",
+                "prompt",
+            )
+        return prompt
 
     @model_validator(mode="after")
     def _check_prompts(self) -> LlamaCompletionRequest:
@@ -175,7 +192,7 @@ class LlamaCompletionRequest(LlamaParams):
         """The prompt, or the prompts."""
         if isinstance(self.prompt, MediaPrompt):
             return [self.prompt.prompt_string]
-        return several(self.prompt)
+        return [one for one in several(self.prompt) if not isinstance(one, MediaPrompt)]
 
     @property
     def is_batch(self) -> bool:

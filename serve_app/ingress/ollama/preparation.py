@@ -17,13 +17,12 @@ from serve_app.ingress.embeddings.preparation import (
     ComputedVectors,
     Texts,
     check_makes_embeddings,
-    checked,
     normalized,
+    to_embed,
 )
 from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import (
     Chat,
-    refuse_huge,
     refuse_unknown_tokens,
     tokenize_checked,
 )
@@ -274,10 +273,7 @@ def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Text
     check_makes_embeddings(model)
     if not texts:
         return ()
-    for text in texts:
-        refuse_huge(field, len(text))
-    encoded = [model.tokenizer.encode_for_embedding(text) for text in texts]
-    return checked(model, encoded, field, cut=cut)
+    return to_embed(model, texts, field, cut=cut).texts
 
 
 class ModelChange(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from serve_app.errors import PermissionDeniedError
 from serve_app.ingress.access.bodies import unread
 from serve_app.ingress.embeddings.preparation import ComputedVectors
-from serve_app.ingress.embeddings.routes import embed, n_tokens
+from serve_app.ingress.embeddings.routes import embed
 from serve_app.ingress.generation import generation
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import (
@@ -105,10 +105,10 @@ async def ollama_embed(
     """Texts as vectors of length 1, Ollama's way."""
     if not body.texts:
         return JSONResponse({"model": body.name, "embeddings": []})
-    vectors = await embed(find(models, body.model), body.texts, body.user)
+    n_tokens, vectors = await embed(find(models, body.model), body.texts, body.user)
     result = ComputedVectors(
         body.name,
-        n_tokens(body.texts),
+        n_tokens,
         body.dimensions,
         total_ns=round((time.perf_counter() - began) * 1e9),
     )
@@ -124,8 +124,8 @@ async def ollama_embeddings(
     """A text as a vector, as Ollama did it before."""
     if not body.texts:
         return JSONResponse({"embedding": []})
-    vectors = await embed(find(models, body.model), body.texts)
-    result = ComputedVectors(body.name, n_tokens(body.texts))
+    n_tokens, vectors = await embed(find(models, body.model), body.texts)
+    result = ComputedVectors(body.name, n_tokens)
     return written(await bodies.work(preparation.single, *result.pieces(vectors)))
 
 

@@ -24,13 +24,21 @@ MARKER = "<__media__>"
 class Reference:
     """One sequence, computed by `mtmd_helper_eval_chunks`."""
 
-    def __init__(self, model: Path, projector: Path, n_ctx: int, n_batch: int) -> None:
+    def __init__(
+        self, model: Path, projector: Path, n_ctx: int, n_batch: int, *, embeds: bool = False
+    ) -> None:
         self._model = Model(model)
         self._projector = MtmdProjector(self._model, projector, 1)
         self._context = Context(
             self._model,
             ContextOptions(
-                n_seq_max=1, n_ctx_slot=n_ctx, n_batch=n_batch, threads=1, flash_attn=False
+                n_seq_max=1,
+                n_ctx_slot=n_ctx,
+                n_batch=n_batch,
+                n_outputs=n_batch,
+                threads=1,
+                flash_attn=False,
+                pooling="none" if embeds else None,
             ),
         )
         self._n_batch = n_batch
@@ -72,15 +80,23 @@ class Reference:
         likely -= np.log(np.exp(likely).sum())
         return likely
 
+    @property
+    def vector(self) -> NDArray[np.float32]:
+        """The vector of the last token, in a context that embeds."""
+        found = llama_cpp.llama_get_embeddings_ith(self._context.pointer, -1)
+        return np.ctypeslib.as_array(found, shape=(self._model.n_embd,)).copy()
+
     def close(self) -> None:
         """Free the context."""
         self._context.close()
 
 
 @contextmanager
-def reference(model: Path, projector: Path, n_ctx: int, n_batch: int) -> Iterator[Reference]:
+def reference(
+    model: Path, projector: Path, n_ctx: int, n_batch: int, *, embeds: bool = False
+) -> Iterator[Reference]:
     """One of a model and a projector."""
-    one = Reference(model, projector, n_ctx, n_batch)
+    one = Reference(model, projector, n_ctx, n_batch, embeds=embeds)
     try:
         yield one
     finally:

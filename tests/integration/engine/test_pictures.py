@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from serve_app.engine.embedding import Texts
+from serve_app.errors import ConfigError, CorralError, InvalidRequestError, PromptTooLongError
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import MEDIUM, Picture, SequenceEnd, TokenDelta, TokenLogprobs
 from tests.integration.engine.opening import opener
@@ -189,6 +191,34 @@ async def test_tokens_are_as_likely_as_by_llama_cpps_helper(seeing: Seeing, n_ba
 
 def _told(delta: TokenDelta) -> Iterable[tuple[int, TokenLogprobs]]:
     return zip(delta.token_ids, delta.logprobs, strict=True)
+
+
+async def test_a_text_with_pictures_has_the_vector_of_llama_cpps_helper(seeing: Seeing) -> None:
+    """Other texts, and an answer about one of the pictures, are computed beside it."""
+    places = (MEDIUM,) * len(PICTURES)
+    text = (*seeing.before, *places[:1], *seeing.after, *places[1:], *seeing.more)
+    seen, between = f"What is in {MARKER}", f"? I see{MARKER}{MARKER} How many are there?"
+    with reference(seeing.model, seeing.projector, 512, 128, embeds=True) as expected:
+        expected.prompt(seen + between, PICTURES)
+        theirs = expected.vector
+    async with seeing.opened(n_slots=1, embedding_pooling="last") as engine:
+        texts = Texts([seeing.more, text, seeing.after, text], media=PICTURES * 2)
+        (outcome,) = engine.embed_many([texts])
+        assert not isinstance(outcome, CorralError)
+        _, ours = await asyncio.gather(
+            answer(engine, seeing.asked("a", PICTURES[1])), asyncio.wrap_future(outcome)
+        )
+        alone = await asyncio.wrap_future(engine.embed([seeing.more, seeing.after]))
+        assert engine.stats().pictures.encoded_tiles == len(PICTURES)
+    assert cosine(ours[1], theirs) > 0.9999
+    assert cosine(ours[3], theirs) > 0.9999
+    assert cosine(ours[0], alone[0]) > 0.9999
+    assert cosine(ours[2], alone[1]) > 0.9999
+    assert cosine(ours[0], ours[1]) < 0.99
+
+
+def cosine(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
 
 
 async def test_one_picture_is_encoded_once_for_all_who_ask_at_once(llava: Seeing) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
 from serve_app.errors import TextTooLongError
+from serve_app.ingress.embeddings import preparation
+from serve_app.ingress.model_registry import ModelInfo
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.integration.models.embedding_models import write_reranker
 from tests.integration.reference import reference
@@ -76,6 +79,10 @@ def test_tokens_that_see_the_whole_text(tmp_path: Path, pooling: PoolingType) ->
     assert together == pytest.approx(alone, abs=1e-5)
     assert together == pytest.approx(reference_vectors(path, TEXTS), abs=1e-4)
     assert together.shape == (len(TEXTS), tokenizer.model.n_embd)
+    body = json.dumps({"input": TEXTS, "inputs": TEXTS}).encode()
+    models = {"m": ModelInfo("m", 256, tokenizer)}
+    for prepare in (preparation.embeddings, preparation.tei_embed):
+        assert prepare(models, body).texts == (*map(tokenizer.encode_for_embedding, TEXTS),)
 
 
 def test_the_table_of_positions_ends_before_the_slot(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +17,11 @@ from serve_app.engine.backends.base import EmbeddingShape, Row
 from serve_app.engine.core.scheduler.fair_queue import Accounts
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.embedding import EmbeddingQueue, Texts, may_embed, pack
+from serve_app.engine.embedding import EmbeddingQueue, Texts, Vectors, may_embed, pack
 from serve_app.engine.health import Progress
 from serve_app.engine.metrics.stats import EmbeddingStats
 from serve_app.errors import (
+    CorralError,
     DecodeError,
     EngineClosedError,
     EngineFailedError,
@@ -27,7 +29,9 @@ from serve_app.errors import (
     TextTooLongError,
 )
 from serve_app.llama.formats import EmbeddingPooling
+from serve_app.types import MEDIUM, Picture
 from tests.doubles.backend import FakeBackend
+from tests.unit.engine.behaviour.test_pictures import BAD, GOOD, N_SEEN, OTHER, ScriptedProjector
 from tests.unit.engine.harness import (
     PATIENCE_S,
     WatchedBackend,
@@ -538,3 +542,107 @@ def test_a_cancelled_future_stays_so() -> None:
         futures[1].result(PATIENCE_S)
         with pytest.raises(CancelledError):
             futures[2].result(PATIENCE_S)
+
+
+# -- texts with pictures --------------------------------------------------------------------------
+
+
+@contextmanager
+def seeing(*, causal: bool = True) -> Iterator[tuple[Engine, WatchedBackend, ScriptedProjector]]:
+    backend, projector = WatchedBackend(n_slots=2), ScriptedProjector(causal=causal)
+    backend.projector = projector
+    with running(backend) as engine:
+        yield engine, backend, projector
+
+
+def embedded(engine: Engine, request: Texts) -> Future[Vectors]:
+    (outcome,) = engine.embed_many([request])
+    assert not isinstance(outcome, CorralError)
+    return outcome
+
+
+def pictured(*texts: Tokens, media: Sequence[Picture] = (GOOD,)) -> Texts:
+    return Texts(texts, media=media)
+
+
+def tokens_of(backend: WatchedBackend) -> list[list[int | str]]:
+    """The tokens of each batch; a picture's are one word."""
+    return [
+        ["picture"] if batch[0][0] < 0 else [row[0] for row in batch]
+        for batch in backend.embed_batches
+    ]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_picture_is_a_pass_between_those_of_its_text(causal: bool) -> None:
+    with seeing(causal=causal) as (engine, backend, projector):
+        projector.may_end.set()
+        request = pictured((1, MEDIUM, 2, MEDIUM, 3), media=(GOOD, OTHER))
+        (vector,) = embedded(engine, request).result(PATIENCE_S)
+        assert engine.stats().embeddings == EmbeddingStats(1, 3 + 2 * (N_SEEN + 2), 5)
+    begin, end = ord("<"), ord(">")
+    assert tokens_of(backend) == [[1, begin], ["picture"], [end, 2, begin], ["picture"], [end, 3]]
+    positions = [row[1] for batch in backend.embed_batches for row in batch]
+    assert positions == list(range(3 + 2 * (N_SEEN + 2)))
+    assert vector[1] == np.mean(positions)
+    assert projector.encoded == [GOOD.pixels, OTHER.pixels]
+
+
+def test_other_texts_are_computed_while_a_picture_is_encoded() -> None:
+    with seeing() as (engine, backend, projector):
+        first = embedded(engine, pictured((1, MEDIUM, 2), (3,)))
+        assert projector.is_encoding.wait(PATIENCE_S)
+        assert engine.embed([(4,)], "another").result(PATIENCE_S).tolist() == [mean((4,))]
+        assert not first.done()
+        projector.may_end.set()
+        assert first.result(PATIENCE_S)[1].tolist() == mean((3,))
+        assert ["picture"] in tokens_of(backend)
+
+
+def test_texts_that_share_a_picture_have_it_encoded_once() -> None:
+    with seeing() as (engine, _, projector):
+        projector.may_end.set()
+        outcomes = [embedded(engine, pictured((n, MEDIUM, 2))) for n in range(4)]
+        assert all(outcome.result(PATIENCE_S).shape == (1, 3) for outcome in outcomes)
+    assert projector.encoded == [GOOD.pixels]
+
+
+def test_a_picture_that_cannot_be_encoded_ends_the_requests_that_have_it() -> None:
+    with seeing() as (engine, _, projector):
+        projector.may_end.set()
+        bad = embedded(engine, pictured((1, MEDIUM, 2), media=(BAD,)))
+        good = embedded(engine, pictured((3, MEDIUM, 2)))
+        with pytest.raises(DecodeError):
+            bad.result(PATIENCE_S)
+        assert good.result(PATIENCE_S).shape == (1, 3)
+
+
+def test_encoding_ends_with_the_request_that_it_was_for() -> None:
+    with seeing() as (engine, _, projector):
+        gone = embedded(engine, pictured((1, MEDIUM, 2)))
+        assert projector.is_encoding.wait(PATIENCE_S)
+        gone.cancel()
+        until(lambda: projector.n_left == 1)
+        projector.may_end.set()
+        again = embedded(engine, pictured((1, MEDIUM, 2)))
+        assert again.result(PATIENCE_S).shape == (1, 3)
+
+
+def test_pictures_that_have_no_place_are_refused() -> None:
+    with seeing() as (engine, backend, _):
+        few, many, long, unseen = engine.embed_many(
+            [
+                pictured((1, 2)),
+                pictured((1, MEDIUM, MEDIUM, 2)),
+                pictured((1, MEDIUM, MEDIUM, MEDIUM, MEDIUM, 2), media=(GOOD,) * 4),
+                pictured((1, MEDIUM, 2), media=()),
+            ]
+        )
+    assert "another number of places" in str(few)
+    assert "another number of places" in str(many)
+    assert isinstance(long, TextTooLongError)
+    assert "outside 0 to" in str(unseen)
+    with running(WatchedBackend(n_slots=1)) as engine:
+        (blind,) = engine.embed_many([pictured((1, MEDIUM, 2))])
+    assert "no projector" in str(blind)
+    assert not backend.embed_batches

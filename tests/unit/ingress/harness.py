@@ -36,6 +36,7 @@ from serve_app.types import (
     FetchingReplica,
     FinishReason,
     GenerationRequest,
+    Medium,
     ReplicaStats,
     RequestRecord,
     SequenceEnd,
@@ -203,6 +204,7 @@ class ScriptedEngine:
         self.adapters: list[AdapterConfig] = []
         """Those that were loaded."""
         self.texts: list[tuple[tuple[int, ...], ...]] = []
+        self.media: list[Medium] = []
         self.vectors: NDArray[np.float32] | None = None
         self.clients: list[str] = []
         """Whose texts they were."""
@@ -252,10 +254,16 @@ class ScriptedEngine:
         return Answers(tuple(found), self.missing)
 
     async def embed(
-        self, texts: tuple[tuple[int, ...], ...], client: str, *, background: bool = False
+        self,
+        texts: tuple[tuple[int, ...], ...],
+        client: str,
+        *,
+        background: bool = False,
+        media: tuple[Medium, ...] = (),
     ) -> NDArray[np.float32]:
         """Of each text: its last token, its length and a zero; or what a test wants."""
         self.texts.append(texts)
+        self.media += media
         self.clients.append(client)
         if self.refusal is not None:
             raise self.refusal

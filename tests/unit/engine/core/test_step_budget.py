@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -145,7 +146,9 @@ def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
     def submit(request: GenerationRequest, stream: Stream) -> None:
         spans: tuple[PlacedTile, ...] = ()
         if request.media:
-            request, spans = expanded(request, projector, sizes.n_batch)
+            media = iter(request.media)
+            prompt, spans = expanded(request.prompt, media, projector, sizes.n_batch)
+            request = replace(request, prompt=prompt)
         forecast = core.published.view.forecast
         assert are_accepted(queue.submit([EngineSequence(request, stream, None, spans)], forecast))
 

@@ -9,6 +9,7 @@ import random
 import struct
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from serve_app.errors import (
     PicturesWantedError,
 )
 from serve_app.ingress.anthropic import preparation as anthropic
+from serve_app.ingress.embeddings import preparation as embeddings
+from serve_app.ingress.embeddings.preparation import TextsToEmbed
 from serve_app.ingress.generation.generation import n_tokens
 from serve_app.ingress.generation.preparation import Generation, PromptLength
 from serve_app.ingress.llama_server import preparation as llama_server
@@ -117,6 +120,11 @@ def of_llama_server(models: Mapping[str, ModelInfo], *files: bytes) -> Generatio
     prompt = "See " + "<__media__>" * len(files) + " What?"
     body = {"prompt": {"prompt_string": prompt, "multimodal_data": [b64(one) for one in files]}}
     return llama_server.completion(models, json.dumps(body).encode()).generation
+
+
+def of_embeddings(models: Mapping[str, ModelInfo], **fields: Any) -> TextsToEmbed:
+    """What /v1/embeddings makes of these fields."""
+    return embeddings.embeddings(models, json.dumps(fields).encode())
 
 
 Ask = Callable[..., Generation]
@@ -294,3 +302,52 @@ def message(role: str, content: Any) -> bytes:
 def test_other_parts_are_refused(body: bytes, told: str) -> None:
     with pytest.raises(CorralError, match=told):
         openai.chat(SEEING, body)
+
+
+PARTS = [
+    {"type": "text", "text": "See "},
+    {"type": "image_url", "image_url": {"url": url(file_of(RED))}},
+    {"type": "text", "text": " What?"},
+]
+PROMPT = {"prompt_string": "See <__media__> What?", "multimodal_data": [b64(file_of(RED))]}
+
+
+@pytest.mark.parametrize("given", [PROMPT, {"content": PARTS}, [PROMPT], [{"content": PARTS}]])
+def test_a_text_with_a_picture_is_one_to_embed(given: Any) -> None:
+    found = of_embeddings(SEEING, input=given)
+    before, after = (TOKENIZER.tokenize(text, False, True) for text in ("See ", " What?"))
+    assert found.texts == ((*before, MEDIUM, *after),)
+    assert [medium.size for medium in found.media] == [(8, 6)]
+    body = json.dumps({"content": given}).encode()
+    assert embeddings.llama_embedding(SEEING, body) == replace(found, dimensions=None)
+
+
+def test_pictures_of_several_texts_are_in_the_order_of_their_places() -> None:
+    blue = {"prompt_string": "<__media__> a", "multimodal_data": [b64(file_of(BLUE, (4, 4)))]}
+    found = of_embeddings(SEEING, input=["See ", blue, [1, 2], PROMPT])
+    assert [text.count(MEDIUM) for text in found.texts] == [0, 1, 0, 1]
+    assert [medium.size for medium in found.media] == [(4, 4), (8, 6)]
+
+
+def test_a_chat_to_embed_is_what_the_template_writes_without_an_answer_s_beginning() -> None:
+    found = of_embeddings(SEEING, messages=[{"role": "user", "content": PARTS}], dimensions=2)
+    text = TOKENIZER.decode([token for token in found.texts[0] if token != MEDIUM], special=True)
+    assert text.endswith("What?<|im_end|>\n")
+    assert (found.texts[0].count(MEDIUM), len(found.media), found.dimensions) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("models", "given", "message"),
+    [
+        (BLIND, PROMPT, "Image input is not supported"),
+        (SEEING, PROMPT | {"prompt_string": "none"}, "0 markers <__media__> for 1 pictures"),
+        (SEEING, PROMPT | {"multimodal_data": ["aGVsbG8="]}, "PNG"),
+        (SEEING, {"content": [{"type": "image_url"}]}, "must be a text"),
+        (SEEING, {"something": "else"}, "must be a text"),
+    ],
+)
+def test_pictures_that_cannot_be_embedded_are_refused(
+    models: Mapping[str, ModelInfo], given: Any, message: str
+) -> None:
+    with pytest.raises(CorralError, match=message):
+        of_embeddings(models, input=given)
