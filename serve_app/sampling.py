@@ -106,7 +106,7 @@ class Triggers:
     """The texts that a grammar waits for: see `serve_app.llama.grammars.constraint`."""
 
     tokens: tuple[int, ...] = ()
-    patterns: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

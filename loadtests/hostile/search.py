@@ -322,7 +322,7 @@ OWN: dict[str, st.SearchStrategy[Any]] = {
     "grammar_triggers": st.lists(
         st.builds(
             lambda kind, text: {"type": kind, "value": text[:1000] or "a"},
-            st.integers(1, 3),
+            st.integers(1, 2),
             _PATTERNS,
         ),
         min_size=1,

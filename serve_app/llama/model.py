@@ -17,7 +17,7 @@ import llama_cpp
 from gguf import GGUFReader
 from llguidance import LLMatcher, LLTokenizer
 
-from serve_app.errors import ConfigError, InvalidRequestError
+from serve_app.errors import ConfigError
 from serve_app.llama import library, long_runs, shards
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint, LazyConstraint
@@ -453,15 +453,12 @@ class Model:
             fresh = self._compiled[grammar].fresh()
         if triggers is None:
             return fresh
-        try:
-            return LazyConstraint(
-                fresh,
-                triggers,
-                functools.partial(self.piece, special=True),
-                functools.partial(self.tokenize, add_special=False, parse_special=False),
-            )
-        except ValueError as error:
-            raise InvalidRequestError(f"A trigger cannot be used: {error}.") from None
+        return LazyConstraint(
+            fresh,
+            triggers,
+            functools.partial(self.piece, special=True),
+            functools.partial(self.tokenize, add_special=False, parse_special=False),
+        )
 
     def _compile(self, grammar: str) -> Constraint:
         made = Constraint(LLMatcher(self._trie, grammar, log_level=0, limits=LIMITS), self.n_vocab)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import string
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,27 +15,11 @@ COMPLETION = "/completion"
 _SHAPE = {"prompt", "n_cmpl", "n_predict"}
 N_STREAMS, N_VOCAB = 2, 2000
 """Streams at once; tokens of which a logit bias names all."""
-_LAZY = {"grammar": "root ::= [a-z]+", "grammar_lazy": True}
-
-
-def _patterns(made: Iterator[str]) -> dict[str, Any]:
-    triggers = [{"type": 2, "value": value[:1024]} for value in itertools.islice(made, 64)]
-    return _LAZY | {"grammar_triggers": triggers}
-
 
 FIELDS: dict[str, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
-    "trigger classes": (
-        "64 triggers, each of classes with hundreds of characters, for each generated character.",
-        lambda: [
-            _patterns(f"[{''.join(map(chr, range(0x4E00, 0x4F00)))}]{{7}}{n}" for n in range(64)),
-            _patterns(f"(.{{1,9}}[a-z0-9]{{1,9}}){{1,9}}{n}x" for n in range(64)),
-            _patterns(f"{string.ascii_letters}{n}" for n in range(64)),
-        ],
-    ),
     "empty repetitions": (
         "Groups without a character that repeat 13,000,000 times.",
         lambda: [
-            *(_patterns(iter([f"(?:){{13000000}}{end}"])) for end in ("x", "", "(?:){9000000}")),
             {"regex": "(?:){13000000}x"},
             {"grammar": 'root ::= ""{13000000} "x"'},
         ],
@@ -113,7 +96,6 @@ ATTACKS = tuple(
         expects="A token costs the decoder thread little more than others' tokens, and its client pays.",
         act=partial(_sampled, fields=fields),
         beside=partial(_sampled, fields=fields, usual=True),
-        is_short=name == "trigger classes",
     )
     for name, (what, fields) in FIELDS.items()
 )

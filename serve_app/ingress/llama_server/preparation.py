@@ -114,18 +114,17 @@ def _with_triggers(model: ModelInfo, request: LlamaParams) -> SamplingParams:
     encode = model.tokenizer.tokenize
     preserved = [encode(text, False, True) for text in request.preserved_tokens]
     if request.grammar_lazy and sampling.grammar is not None:
-        triggers = [
-            (trigger, encode(trigger.value, False, True)) for trigger in request.grammar_triggers
-        ]
-        words = {tokens[0] for trigger, tokens in triggers if trigger.is_word and len(tokens) == 1}
-        given = {trigger.token for trigger, _ in triggers if trigger.token is not None}
-        refuse_unknown_tokens(model, "grammar_triggers", sorted(given))
-        patterns = tuple(
-            trigger.pattern
-            for trigger, tokens in triggers
-            if trigger.pattern is not None and not (trigger.is_word and len(tokens) == 1)
-        )
-        sampling = replace(sampling, triggers=Triggers(tuple(sorted(words | given)), patterns))
+        ids, texts = set[int](), list[str]()
+        for trigger in request.grammar_triggers:
+            tokens = encode(trigger.value, False, True)
+            if trigger.token is not None:
+                ids.add(trigger.token)
+            elif len(tokens) == 1:
+                ids.add(tokens[0])
+            else:
+                texts.append(trigger.value)
+        refuse_unknown_tokens(model, "grammar_triggers", ids)
+        sampling = replace(sampling, triggers=Triggers(tuple(sorted(ids)), tuple(texts)))
     ids = tuple(sorted({tokens[0] for tokens in preserved if len(tokens) == 1}))
     return replace(sampling, preserved_tokens=ids) if ids else sampling
 

@@ -5,7 +5,6 @@ Source: llama.cpp, tools/server/README.md.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
@@ -16,10 +15,9 @@ from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.requests import MAX_CHOICES, GenerationParams, Text, TokenId
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.messages import ChatMessage
-from serve_app.llama.grammars.patterns import compiled
 
 MAX_TRIGGER_CHARS = 1024
-_TOKEN, _WORD, _PATTERN = range(3)
+_TOKEN, _WORD = range(2)
 MEDIA_MARKER = "<__media__>"
 """Stands for a picture in a prompt."""
 
@@ -88,7 +86,7 @@ class GrammarTrigger(BaseModel):
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
     type: Annotated[int, Field(ge=0, le=3)]
-    """0: a token, 1: a text, 2: a regular expression, 3: one that all of the text matches."""
+    """0: a token, 1: a text. Regular expressions, which are 2 and 3 at llama-server, are refused."""
     value: Annotated[str, Field(min_length=1, max_length=MAX_TRIGGER_CHARS)]
     token: TokenId | None = None
     """The id of a trigger that is a token."""
@@ -97,27 +95,9 @@ class GrammarTrigger(BaseModel):
     def _check(self) -> GrammarTrigger:
         if self.type == _TOKEN and self.token is None:
             raise ValueError("a trigger of type 0 needs its 'token'")
+        if self.type > _WORD:
+            raise ValueError("a trigger that is a regular expression is not supported: send a text")
         return self
-
-    @property
-    def is_word(self) -> bool:
-        """Whether it is a text."""
-        return self.type == _WORD
-
-    @property
-    def pattern(self) -> str | None:
-        """The pattern of the text, unless it is tokens."""
-        if self.type == _TOKEN:
-            return None
-        if self.type == _WORD:
-            return re.escape(self.value)
-        if self.type == _PATTERN:
-            return self.value
-        begin, end = (
-            ("" if self.value.startswith("^") else "^"),
-            ("" if self.value.endswith("$") else "$"),
-        )
-        return f"{begin}{self.value}{end}"
 
 
 class LlamaParams(GenerationParams):
@@ -135,9 +115,7 @@ class LlamaParams(GenerationParams):
     grammar_lazy: bool = False
     """Whether the text is free until one of `grammar_triggers` appears, with which the grammar begins."""
     grammar_triggers: Annotated[tuple[GrammarTrigger, ...], Field(max_length=64)] = ()
-    """Tokens, texts or regular expressions. Of an expression, the grammar begins with the
-    first group that has text, or with the whole match. All of them together may have 500 steps: characters,
-    members of classes, repetitions."""
+    """Tokens or texts."""
     preserved_tokens: Annotated[
         tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=64)
     ] = ()
@@ -148,12 +126,6 @@ class LlamaParams(GenerationParams):
         if self.grammar_lazy and not self.grammar_triggers:
             raise InvalidRequestError("no triggers set for lazy grammar!", "grammar_triggers")
         return self
-
-    @field_validator("grammar_triggers")
-    @classmethod
-    def _check_patterns(cls, triggers: tuple[GrammarTrigger, ...]) -> tuple[GrammarTrigger, ...]:
-        compiled(tuple(trigger.pattern for trigger in triggers if trigger.pattern is not None))
-        return triggers
 
     @field_validator("stop", "grammar", "response_fields", mode="before")
     @classmethod

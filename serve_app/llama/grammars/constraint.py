@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from serve_app import heap
 from serve_app.errors import InvalidRequestError
-from serve_app.llama.grammars.patterns import Search, compiled
 from serve_app.sampling import Triggers
 
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000)
@@ -102,8 +101,7 @@ class CompiledGrammars:
 
 
 class LazyConstraint(Constraint):
-    """A place before a grammar. Where the text has a trigger, the grammar begins with that: a token, or
-    the match of a pattern, or of the first of its groups that has any text."""
+    """A place before a grammar. Where the text has a trigger, the grammar begins with that token or text."""
 
     def __init__(
         self,
@@ -112,12 +110,12 @@ class LazyConstraint(Constraint):
         piece: Callable[[int], bytes],
         tokenize: Callable[[str], Sequence[int]],
     ) -> None:
-        """`piece` gives a token's bytes, control tokens' names, too; `tokenize` a text's tokens. Raises
-        ValueError if the patterns are not valid, or too long."""
+        """`piece` gives a token's bytes, control tokens' names, too; `tokenize` a text's tokens."""
         self._held = held
         self._piece, self._tokenize = piece, tokenize
-        self._tokens = frozenset(triggers.tokens)
-        self._searches = [Search(pattern) for pattern in compiled(triggers.patterns)]
+        self._triggers = triggers
+        self._n_held = max(map(len, triggers.texts), default=1)
+        """The last characters that a trigger may have begun with."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._text = ""
         self._is_free = True
@@ -140,13 +138,14 @@ class LazyConstraint(Constraint):
     def _begun(self, token: int) -> str | None:
         """The grammar's text so far, once it has begun."""
         piece = self._piece(token)
-        if token in self._tokens:
+        if token in self._triggers.tokens:
             return piece.decode(errors="replace")
-        text = self._utf8.decode(piece)
-        self._text += text
-        found = [search.feed(text) for search in self._searches]
-        place = next((one for one in found if one is not None), None)
-        return None if place is None else self._text[place:]
+        self._text += self._utf8.decode(piece)
+        places = [self._text.find(text) for text in self._triggers.texts]
+        if begun := [place for place in places if place >= 0]:
+            return self._text[min(begun) :]
+        self._text = self._text[-self._n_held :]
+        return None
 
     def allowed(self) -> NDArray[np.bool_]:
         """A flag for each token id: whether it may be next. All may before the grammar begins."""

@@ -546,13 +546,11 @@ async def test_a_grammar_that_waits_for_a_trigger(
         {"type": 1, "value": "<f>"},
         {"type": 1, "value": "a"},  # one byte: one token
         {"type": 0, "value": "b", "token": 98},
-        {"type": 2, "value": "^x+"},
-        {"type": 3, "value": "y(z)"},
     ]
     body = LAZY | {"grammar_triggers": triggers, "preserved_tokens": ["c", "several"]}
     settings = (await client.post("/completion", json=body)).json()["generation_settings"]
     sampling = engine.requests[0].sampling
-    assert sampling.triggers == Triggers((97, 98), ("<f>", "^x+", "^y(z)$"))
+    assert sampling.triggers == Triggers((97, 98), ("<f>",))
     assert sampling.preserved_tokens == (99,)
     assert (settings["grammar_lazy"], settings["preserved_tokens"]) == (True, [99])
     assert settings["grammar_triggers"] == triggers
@@ -562,8 +560,7 @@ async def test_a_grammar_that_waits_for_a_trigger(
     ("triggers", "why"),
     [
         ([], "no triggers set for lazy grammar"),
-        ([{"type": 2, "value": "("}], "unterminated"),
-        ([{"type": 1, "value": char * 99} for char in "abcdef"], "together may have 500 steps"),
+        ([{"type": 2, "value": "a+"}], "regular expression is not supported: send a text"),
         ([{"type": 0, "value": "x"}], "needs its 'token'"),
         ([{"type": 0, "value": "x", "token": 10**6}], "token ids of this model"),
         ([{"type": 4, "value": "x"}], "less than or equal to 3"),
