@@ -27,6 +27,8 @@ _PROCESS_BYTES = 2**29
 # Most quantised ones it packs anew at the start, into memory of the process.
 _MAPPED_FILE_TYPES = ("0", "1", "32")
 _MAPPING_LOAD_MODES = ("auto", "mmap", "mlock", "mmap+mlock")
+# The options that are measured, or read from the model's file, where the configuration says `auto`.
+_MEASURED = ("flash_attn", "kv_unified", "embedding_pooling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,37 +186,26 @@ def resolve(
         elif n_ctx_slot is None:
             n_ctx = n_ctx or n_slots * share
             n_ctx_slot = min(needs.n_ctx_train, n_ctx)
+    said = {name: value for name, value in config if name in EngineOptions.__slots__}
     return EngineOptions(
-        n_slots=n_slots,
-        n_ctx_slot=n_ctx_slot,
-        threads=config.threads or cores,
-        threads_batch=config.threads_batch,
-        numa=config.numa,
-        n_batch=config.n_batch,
-        max_waiting=2 * n_slots if config.max_waiting is None else config.max_waiting,
-        max_wait_s=config.max_wait_s,
-        max_first_token_s=config.max_first_token_s,
-        n_ctx=n_ctx,
-        flash_attn=None if config.flash_attn == "auto" else config.flash_attn,
-        kv_unified=None if config.kv_unified == "auto" else config.kv_unified,
-        cache_ram_bytes=_ram_bytes(config.cache_ram_mib, _CACHE_RAM_SHARE_OF_MEMORY * left),
-        n_checkpoints=config.n_checkpoints,
-        checkpoint_ram_bytes=_ram_bytes(
-            config.checkpoint_ram_mib, _CHECKPOINT_SHARE_OF_MEMORY * left
-        ),
-        cache_type_k=config.cache_type_k,
-        cache_type_v=config.cache_type_v,
-        backend=config.backend,
-        load_mode=config.load_mode,
-        max_stall_s=None if config.max_stall_ms is None else config.max_stall_ms / 1000,
-        speculate=config.speculate,
-        context_shift=config.context_shift,
-        own_layers=config.draft is not None and config.draft.own_layers,
-        n_keep=config.n_keep,
-        embedding_pooling=None if config.embedding_pooling == "auto" else config.embedding_pooling,
-        prefix_folder=config.cache_folder,
-        slot_folder=config.slot_folder,
-        slot_folder_max_bytes=config.slot_folder_max_mib << 20,
+        **said
+        | {name: None for name in _MEASURED if said[name] == "auto"}
+        | {
+            "n_slots": n_slots,
+            "n_ctx_slot": n_ctx_slot,
+            "n_ctx": n_ctx,
+            "threads": config.threads or cores,
+            "max_waiting": 2 * n_slots if config.max_waiting is None else config.max_waiting,
+            "draft": None,  # a replica has its file
+            "own_layers": config.draft is not None and config.draft.own_layers,
+            "cache_ram_bytes": _ram_bytes(config.cache_ram_mib, _CACHE_RAM_SHARE_OF_MEMORY * left),
+            "checkpoint_ram_bytes": _ram_bytes(
+                config.checkpoint_ram_mib, _CHECKPOINT_SHARE_OF_MEMORY * left
+            ),
+            "max_stall_s": None if config.max_stall_ms is None else config.max_stall_ms / 1000,
+            "prefix_folder": config.cache_folder,
+            "slot_folder_max_bytes": config.slot_folder_max_mib << 20,
+        }
     )
 
 

@@ -21,58 +21,38 @@ class AdapterFile:
     path: Path
 
 
-# A slot has a prompt token and an answer, and -1 keeps all of a prompt.
-_LEAST = {
-    "n_slots": 1,
-    "threads": 1,
-    "threads_batch": 1,
-    "n_batch": 1,
-    "n_ctx_slot": 2,
-    "n_keep": -1,
-}
-_LEAST |= {"n_checkpoints": 0, "max_waiting": 0}
-
-
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Sizes of one engine. Raises ConfigError for those that cannot work."""
+    """Sizes of one engine. Raises ConfigError for those that cannot work together.
+
+    A field that `serve_app.config.schema.EngineConfig` has by the same name means the same, and its bounds
+    are checked there. None stands for `auto`.
+    """
 
     n_slots: int
-    """Sequences that run at once."""
     n_ctx_slot: int
-    """Tokens that a request may have, prompt and answer together."""
     threads: int
     """Threads with which llama.cpp computes a batch of one row, or at most, with `fewer_threads`."""
     threads_batch: int | None = None
-    """Threads for batches of more rows; None: as many."""
     fewer_threads: bool = False
     """Whether batches of few rows get fewer threads, where that is measured to be faster."""
     computing_cpus: tuple[int, ...] | None = None
     """CPUs that the threads which compute keep to; None: all that the process may use."""
     numa: NumaStrategy | None = None
-    """How llama.cpp spreads its threads over NUMA nodes, in the whole process; None: not at all."""
     n_batch: int = 512
-    """Most prompt tokens in one step; each decoding sequence's next token comes on top."""
     max_waiting: int = 16
-    """Requests that may wait for a slot; the next one is refused."""
     max_wait_s: float | None = None
-    """A request that would wait longer for a slot, as forecast, is refused; None sets no bound."""
     max_first_token_s: float | None = None
-    """A request whose first token would come later because of others, as forecast, is refused; None sets no
-    bound."""
     n_ctx: int | None = None
     """Tokens that all slots hold together; None: `n_ctx_slot` each. A request that is longer than
     `n_ctx_share` needs a unified or paged KV cache."""
     flash_attn: bool | None = None
-    """None lets the profile decide."""
     kv_unified: bool | None = None
-    """Whether all slots share the KV cache's cells; None lets the profile decide."""
     pinned: tuple[tuple[int, ...], ...] = ()
     """Beginnings of prompts, as token ids: computed at the start, and kept in slots of their own."""
     cache_ram_bytes: int = 0
     """Memory for prefixes that lost their slot; 0 keeps none."""
     n_checkpoints: int = 3
-    """Checkpoints of a slot, for models with windows or recurrent layers; 0 makes none."""
     checkpoint_ram_bytes: int = 2**30
     """Memory for those of all slots, and for past states."""
     n_rs_seq: int | None = None
@@ -90,20 +70,15 @@ class EngineOptions:
     memory_bytes: int | None = None
     """Memory that the engine can take; None: enough for weights in both layouts."""
     backend: BackendName = "llama.cpp"
-    """The library that computes the model; `auto` takes the one that is measured to be faster."""
     max_converted_bytes: int | None = None
     """The most bytes of models that are converted for OpenVINO; None for what the disk has room for."""
     max_stall_s: float | None = 0.25
     """Longest time that a running sequence should wait between two tokens because of others'
     prompts; None sets no bound."""
     speculate: bool = True
-    """Whether to draft tokens from a sequence's own text, where that is measured to pay."""
     context_shift: bool = False
-    """Whether a full context drops its oldest tokens and goes on, if the request does not say."""
     n_keep: int = 0
-    """First tokens that a context shift keeps, if the request does not say; -1: all of the prompt."""
     embedding_pooling: EmbeddingPooling | None = None
-    """How a text's vectors become one; None: as the model's file says, or else their mean."""
     profile_limit_s: float = 27.0
     """Most seconds at the start for profiling, which measures what batches cost; 0 measures nothing."""
     profile_folder: Path | None = None
@@ -111,7 +86,6 @@ class EngineOptions:
     prefix_folder: Path | None = None
     """Where the prefixes that lost their slot are kept for the next start."""
     slot_folder: Path | None = None
-    """Where slots are saved to and restored from, when somebody asks for it; None refuses that."""
     slot_folder_max_bytes: int = 2**32
     """The most bytes that all files in it may take."""
 
@@ -127,18 +101,6 @@ class EngineOptions:
     """Memory for pictures and sounds that are encoded."""
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            number = getattr(self, name)
-            if number is not None and number < least:
-                raise ConfigError(f"engine.{name} must be at least {least}.")
-        bounds = {
-            "stall_ms": self.max_stall_s,
-            "wait_s": self.max_wait_s,
-            "first_token_s": self.max_first_token_s,
-        }
-        for name, seconds in bounds.items():
-            if seconds is not None and seconds <= 0:
-                raise ConfigError(f"engine.max_{name} must be above 0.")
         if not all(0 < len(prefix) < self.n_ctx_slot for prefix in self.pinned):
             raise ConfigError("engine.system_prompts: one is empty, or does not fit n_ctx_slot.")
         if block_size(self.cache_type_v) > 1 and self.flash_attn is False:
