@@ -115,7 +115,6 @@ def ingress_settings(app: AppConfig) -> IngressSettings:
 
 
 def whisper(configured: WhisperConfig | None) -> WhisperSettings | None:
-    """The model that hears files beside the ingress, if there is one."""
     if configured is None:
         return None
     model, keep_alive_s = configured.model, configured.keep_alive

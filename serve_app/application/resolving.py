@@ -184,7 +184,6 @@ def _with_room(model: ModelConfig, share: Share, needs: ModelNeeds, total_bytes:
 
 
 def _most_replicas(configured: DeploymentConfig, share: Share) -> int:
-    """The most replicas that may run at once, on any machine."""
     scaling = configured.autoscaling_config
     if scaling is not None and "max_replicas" in scaling.model_fields_set:
         most = int(scaling.max_replicas)

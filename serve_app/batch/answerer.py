@@ -48,8 +48,6 @@ logger = logging.getLogger("corral.batch")
 
 @dataclass(frozen=True, slots=True)
 class PartSettings:
-    """The common settings of all parts."""
-
     model: ResolvedModel
     reading: Reading
     folder: Path

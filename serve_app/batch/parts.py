@@ -67,7 +67,6 @@ class Parts(FileBasedDatasource):
 
 
 def batched(lines: Iterable[bytes], n: int) -> Iterator[list[bytes]]:
-    """Lists of so many lines, and the rest."""
     rest = iter(lines)
     while part := list(itertools.islice(rest, n)):
         yield part
@@ -125,7 +124,6 @@ def begin(folder: Path, about: Mapping[str, Any]) -> set[str]:
 
 
 def join(folder: Path, file: Path) -> None:
-    """All parts, in order, as one file."""
     with _replacing(file) as joined:
         for path in sorted(folder.glob("part-*.jsonl")):
             with path.open("rb") as part:

@@ -17,8 +17,6 @@ ENDPOINTS = (CHAT, COMPLETIONS, "/v1/responses", EMBEDDINGS)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A POST to the API."""
-
     path: str
     body: Mapping[str, Any]
 
@@ -67,7 +65,6 @@ class Reading:
         return Question(self.path, {**self.fields, "messages": [*first, *turns]})
 
     def line(self, row: Any, status: int, answer: Mapping[str, Any]) -> bytes:
-        """The row's line of the output: what was answered, or the error."""
         if self.column is None:
             name = row.get("custom_id") if isinstance(row, dict) else None
             response = {"status_code": status, "request_id": "", "body": answer}

@@ -22,8 +22,6 @@ _BLOCK_BYTES = 1
 
 @dataclass(slots=True)
 class Done:
-    """The work that this run has done so far."""
-
     lines: int = 0
     errors: int = 0
     prompt: int = 0
@@ -34,7 +32,6 @@ class Done:
     """Bytes of the input, with those of parts that were done before."""
 
     def summary(self, seconds: float) -> str:
-        """The counts, and their rates in so many seconds, in one line."""
         seconds = max(seconds, 1e-3)
         hits = self.cached / self.prompt if self.prompt else 0.0
         return (

@@ -23,8 +23,6 @@ HELP = """\
 
 @dataclass
 class ChatSession:
-    """The messages so far, and the model."""
-
     model: str
     system: str | None = None
     sampling: Json = field(default_factory=dict)
@@ -41,8 +39,6 @@ class ChatSession:
 
 @dataclass
 class ChatAnswer:
-    """An answer, as far as it came."""
-
     text: str = ""
     n_tokens: int = 0
     finish: str | None = None
@@ -52,7 +48,6 @@ class ChatAnswer:
 
     @property
     def summary(self) -> str:
-        """Tokens and times in one line."""
         parts = [f"{self.n_tokens} tokens"] if self.n_tokens else []
         writing_s = self.took_s - (self.first_s or 0.0)
         if self.n_tokens > 1 and writing_s > 0:

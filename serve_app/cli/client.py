@@ -1,14 +1,13 @@
-"""A client of any server that speaks the OpenAI API, with nothing but the standard library."""
+"""A client of any server that speaks the OpenAI API."""
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import httpx2
 
 Json = dict[str, Any]
 
@@ -26,77 +25,72 @@ class ServerError(Exception):
 
 
 class Client:
-    """Asks one server. Blocking; for one thread."""
+    """Asks one server. Blocking; for one thread. All methods raise ServerError."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600) -> None:
         """`timeout_s` is the longest silence."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout_s = timeout_s
-        # A server of this machine is asked directly, whatever proxy the environment names.
-        host = urllib.parse.urlsplit(self.url).hostname or ""
-        is_here = host in ("localhost", "::1") or host.startswith("127.")
-        handlers = [urllib.request.ProxyHandler({})] if is_here else []
-        self._opener = urllib.request.build_opener(*handlers)
+        try:
+            host = httpx2.URL(self.url).host
+        except httpx2.InvalidURL as error:
+            raise ServerError(f"{url}: {error}") from None
+        self._http = httpx2.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=timeout_s,
+            follow_redirects=True,
+            # A server of this machine is asked directly, whatever proxy the environment names.
+            trust_env=not (host in ("localhost", "::1") or host.startswith("127.")),
+        )
 
     def get(self, path: str) -> Json:
-        """A JSON answer. Raises ServerError."""
-        with self._open(path) as response:
-            return self._parsed(response.read())
-
-    def text(self, path: str) -> str:
-        """An answer as it is. Raises ServerError."""
-        with self._open(path) as response:
-            return response.read().decode(errors="replace")
+        return self._json("GET", path)
 
     def post(self, path: str, body: Json) -> Json:
-        """The JSON answer to a JSON body. Raises ServerError."""
-        with self._open(path, body) as response:
-            return self._parsed(response.read())
+        return self._json("POST", path, body)
 
     def delete(self, path: str) -> Json:
-        """The JSON answer to a DELETE. Raises ServerError."""
-        with self._open(path, method="DELETE") as response:
-            return self._parsed(response.read())
+        return self._json("DELETE", path)
+
+    def text(self, path: str) -> str:
+        with self._answer("GET", path) as response:
+            return response.read().decode(errors="replace")
 
     def events(self, path: str, body: Json | None = None) -> Iterator[Json]:
-        """Server-sent events with JSON data, until the stream or `[DONE]` ends it. Raises ServerError."""
-        with self._open(path, body) as response:
-            try:
-                for line in response:
-                    if not line.startswith(b"data:"):
-                        continue
-                    data = line.removeprefix(b"data:").strip()
-                    if data == b"[DONE]":
-                        return
+        """Server-sent events with JSON data, until the stream or `[DONE]` ends it."""
+        with self._answer("GET" if body is None else "POST", path, body) as response:
+            for line in response.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if line.startswith("data:") and data == "[DONE]":
+                    return
+                if line.startswith("data:"):
                     yield self._parsed(data)
-            except (OSError, http.client.HTTPException) as error:
-                raise ServerError(f"The stream from {self.url} broke: {error}") from None
 
     def models(self) -> list[str]:
-        """The ids of the models that are served, the default first. Raises ServerError."""
+        """The ids of the models that are served, the default first."""
         return [str(model["id"]) for model in self.get("/v1/models").get("data", ())]
 
-    def _open(
-        self, path: str, body: Json | None = None, method: str | None = None
-    ) -> http.client.HTTPResponse:
-        headers = self._headers | {"Accept": "*/*"}
-        data = None
-        if body is not None:
-            data = json.dumps(body).encode()
-            headers["Content-Type"] = "application/json"
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
-        try:
-            response: http.client.HTTPResponse = self._opener.open(request, timeout=self._timeout_s)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise ServerError(_said(error), error.code) from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise ServerError(f"No server answers at {self.url}: {reason}") from None
-        return response
+    def _json(self, method: str, path: str, body: Json | None = None) -> Json:
+        with self._answer(method, path, body) as response:
+            return self._parsed(response.read())
 
-    def _parsed(self, data: bytes) -> Json:
+    @contextmanager
+    def _answer(
+        self, method: str, path: str, body: Json | None = None
+    ) -> Iterator[httpx2.Response]:
+        has_begun = False
+        try:
+            with self._http.stream(method, path, json=body) as response:
+                if response.is_error:
+                    response.read()
+                    raise ServerError(_said(response), response.status_code)
+                has_begun = True
+                yield response
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            problem = "The stream from {} broke" if has_begun else "No server answers at {}"
+            raise ServerError(f"{problem.format(self.url)}: {error}") from None
+
+    def _parsed(self, data: str | bytes) -> Json:
         try:
             body = json.loads(data)
         except ValueError:
@@ -106,14 +100,13 @@ class Client:
         return body
 
 
-def _said(error: urllib.error.HTTPError) -> str:
+def _said(response: httpx2.Response) -> str:
     """The server's error message, in any protocol's form."""
     try:
-        body = json.loads(error.read())
-        found = body["error"]
-        message = found["message"] if isinstance(found, dict) else found
-    except (ValueError, KeyError, TypeError, OSError):
-        message = error.reason
-    if error.code == 401:
+        error = response.json()["error"]
+        message = error["message"] if isinstance(error, dict) else error
+    except (ValueError, KeyError, TypeError):
+        message = response.reason_phrase
+    if response.status_code == 401:
         return f"{message} (give a key: --api-key, or CORRAL_API_KEY)"
-    return f"{message} (HTTP {error.code})"
+    return f"{message} (HTTP {response.status_code})"

@@ -54,7 +54,6 @@ class Screen(AbstractContextManager["Screen"]):
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        """A line that stays."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, name: str) -> None:
@@ -67,7 +66,6 @@ class Screen(AbstractContextManager["Screen"]):
             self._bars["step"] = self._progress.add_task(name, total=None)
 
     def stage(self, model: str, stage: Stage) -> None:
-        """How far a model's engine is."""
         most = "" if stage.limit_s is None else f" (at most {stage.limit_s:.0f} s)"
         name = f"{model}: {stage.name}{most}"
         if not self._console.is_terminal:
@@ -94,8 +92,6 @@ class Screen(AbstractContextManager["Screen"]):
 
 @dataclass(slots=True)
 class Served:
-    """The facts of the summary."""
-
     host: str
     port: int
     key_file: Path | None
@@ -106,7 +102,6 @@ class Served:
 
     @property
     def address(self) -> str:
-        """Where this machine reaches it."""
         return f"http://{local_name(self.host)}:{self.port}"
 
 
@@ -119,7 +114,6 @@ def plain_table(*columns: str) -> Table:
 
 
 def local_name(host: str) -> str:
-    """The host as programs of this machine ask it."""
     if host in ("", "0.0.0.0", "::"):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

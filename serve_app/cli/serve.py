@@ -169,8 +169,6 @@ def _download(content: Json, shown: Screen) -> None:
 
 
 class _Server:
-    """The process that serves, and what it tells."""
-
     def __init__(
         self, config: Path, content: Json, shown: Screen, *, cluster: bool, verbose: bool
     ) -> None:
@@ -186,7 +184,6 @@ class _Server:
             allow_anonymous=bool(ingress.get("allow_anonymous")),
             log=folders.cache_folder() / "logs" / f"server-{port}.log",
         )
-        self._client = Client(self._served.address, _any_key(self._served.key_file), timeout_s=5)
         self._answers = self._is_deployed = False
         self._problem: str | None = None
 
@@ -207,6 +204,7 @@ class _Server:
         assert process.stdout is not None
         log = threading.Thread(target=self._keep_log, args=(process.stdout,), daemon=True)
         log.start()
+        self._client = Client(self._served.address, _any_key(self._served.key_file), timeout_s=5)
         try:
             self._follow(process, reading)
             status = process.wait()

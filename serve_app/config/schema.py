@@ -501,12 +501,10 @@ class IngressConfig(Section):
 
     @property
     def max_ongoing_requests(self) -> int:
-        """Requests in one ingress replica at once."""
         return self.deployment.max_ongoing_requests or _INGRESS_ONGOING_REQUESTS
 
     @property
     def open_bodies(self) -> int:
-        """Bodies in one ingress replica at once."""
         return self.max_open_bodies or max(1, self.max_ongoing_requests // 8)
 
 

@@ -15,8 +15,6 @@ BackendName = Literal["auto", "llama.cpp", "openvino"]
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """A LoRA adapter in a GGUF file."""
-
     id: str
     path: Path
 

@@ -40,7 +40,6 @@ _ROUNDED_BYTES = 0.011 * 2**20
 
 
 def ggml_type(name: CacheType) -> int:
-    """llama.cpp's number for it."""
     return int(GGMLQuantizationType[name.upper()])
 
 

@@ -17,7 +17,7 @@ import llama_cpp
 from gguf import GGUFReader
 from llguidance import LLMatcher, LLTokenizer
 
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, InvalidRequestError
 from serve_app.llama import library, long_runs, shards
 from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint, LazyConstraint

@@ -38,7 +38,6 @@ class Prompts:
         self._rng = random.Random(seed)
 
     def draw(self, n_tokens: int) -> Prompt:
-        """The next prompt, of that many tokens."""
         return tuple(self._rng.choices(self._vocabulary, k=n_tokens))
 
 
@@ -83,7 +82,6 @@ def machine(model: Path, threads: int) -> dict[str, Any]:
 
 
 def machine_line(facts: dict[str, Any]) -> str:
-    """`machine`'s facts as a line of text."""
     return (
         "{cpu}, {cores} cores, {model} ({model_mb} MB), llama-cpp-python {llama_cpp_python}, "
         "{threads} threads".format(**facts)

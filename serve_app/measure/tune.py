@@ -53,8 +53,6 @@ PROFILE_S = 27.0
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A file and how it is served."""
-
     format: str
     """AS_GIVEN, or llama.cpp's name of a format."""
     path: Path
@@ -75,8 +73,6 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class TuneLoad:
-    """The load for every variant."""
-
     sequences: tuple[int, ...]
     """How many run at once, one number after the other."""
     prompt_tokens: int
@@ -271,7 +267,6 @@ def _speed_cells(
 
 
 def advice(best: Variant, *, is_given: bool) -> str:
-    """The lines for `serve_config.yaml` that serve the best variant."""
     model: dict[str, Any] = {"id": best.path.stem, "source": {"path": str(best.path)}}
     if best.settings:
         model["engine"] = dict(best.settings)

@@ -90,8 +90,6 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The common settings of all users of a run."""
-
     n_ctx: int
     """Tokens that a prompt and its answer may have together."""
     think_s: float
@@ -202,7 +200,6 @@ def user(kind: str, seed: int, number: int, setting: Setting) -> User:
 
 
 def with_body(ask: Ask, **fields: object) -> Ask:
-    """Add these fields to the body of a request."""
     return replace(ask, body=ask.body | fields)
 
 

@@ -63,7 +63,6 @@ class Template(ABC):
 
     @functools.cached_property
     def caps(self) -> TemplateCaps:
-        """The abilities of the template."""
         return template_caps.probed(self.render, self.names)
 
     @abstractmethod

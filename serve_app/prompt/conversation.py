@@ -28,8 +28,6 @@ _NO_TAG = re.compile(r"[^\w-]+")
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A picture or a sound in a turn."""
-
     url: str
     is_sound: bool = False
 

@@ -86,7 +86,6 @@ class _GbnfRules:
         self._fill()
 
     def lark(self) -> str:
-        """The rules in Lark."""
         rules = [
             f"rule_{self._numbers[name]}: {self._as_rule(body, self._follow[name])}"
             for name, body in self._bodies.items()

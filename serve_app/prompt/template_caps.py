@@ -77,7 +77,6 @@ class TemplateCaps:
     """A system message before a user's turn."""
 
     def content(self, text: str) -> str | list[dict[str, str]]:
-        """A text in the form that the template reads."""
         if self.typed_content and not self.string_content:
             return [{"type": "text", "text": text}]
         return text

@@ -46,7 +46,6 @@ class TemplateText(str):
 
     @property
     def is_own(self) -> bool:
-        """Whether the template wrote all of it."""
         return _USERS not in self.origin
 
     def own_runs(self) -> Iterator[tuple[int, int]]:

@@ -85,12 +85,10 @@ class Tokenizer:
 
     @property
     def template_caps(self) -> TemplateCaps:
-        """The abilities of the chat template."""
         return self._template.caps
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How the model calls tools."""
         return (self._tool_template or self._template).tool_format
 
     @property
@@ -347,7 +345,6 @@ class Marks:
         """The pattern of marks; the group is the attachment's number."""
 
     def next(self) -> str:
-        """The mark of the next attachment."""
         self._n += 1
         return f"{self._secret}<{self._n - 1}>"
 

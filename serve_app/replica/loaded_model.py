@@ -253,7 +253,6 @@ class LoadedModel:
             return error
 
     async def unload_adapter(self, adapter_id: str, version: str) -> bool:
-        """Unload an adapter when nobody uses it any more."""
         self._adapters.unload(adapter_id, version)
         return True
 

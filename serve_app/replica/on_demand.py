@@ -373,7 +373,6 @@ class OnDemandModel:
             model.check_health()
 
     async def leave(self) -> None:
-        """Unload the model for good."""
         await self.lifecycle.close()
 
 

@@ -87,7 +87,6 @@ class Reporting:
                 logger.exception("The routers could not be told what this replica holds")
 
     def tell(self) -> None:
-        """Tell all of them what is new."""
         channels = self._channels.open
         self._said = {one: self._said[one] for one in channels if one in self._said}
         if channels:

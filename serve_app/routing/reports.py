@@ -61,7 +61,6 @@ class Reports:
         return replica_id in self._connections
 
     def newest(self, replica_id: str) -> tuple[Report, float] | None:
-        """The replica's last report over its channel, and when it came, if there is one."""
         connection = self._connections.get(replica_id)
         return None if connection is None else connection.newest
 

@@ -76,8 +76,6 @@ class RoutedPrompt:
 
 @dataclass(slots=True)
 class UnreportedRequest:
-    """A request that the replica's report does not know of."""
-
     prompt: RoutedPrompt
     at: float
     missing: int
@@ -171,7 +169,6 @@ class ReplicaView:
         return TTFTForecast(ttft_s, missing, missing_s, turns_s)
 
     def serves(self, turn: int) -> bool:
-        """Whether requests with those adapters run or wait there."""
         sent = (one.prompt.turn for one in self.sent.values() if not one.done)
         return turn in self.report.turns or turn in sent
 
@@ -197,7 +194,6 @@ class Fleet(Generic[ReplicaT]):
             view.update(report, at)
 
     def silence(self, replica: ReplicaT, now: float) -> None:
-        """The replica has no channel."""
         self._views[replica].silence(now)
 
     def rank(self, prompt: RoutedPrompt, now: float) -> list[tuple[ReplicaT, TTFTForecast]]:

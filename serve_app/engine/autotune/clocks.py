@@ -32,7 +32,6 @@ class Clocks:
         self._began = 0.0, 0.0
 
     def begin(self) -> None:
-        """Begin to time a batch."""
         self._began = self._wall(), self._cpu()
 
     def end(self, n_rows: int) -> tuple[float, float]:

@@ -101,7 +101,6 @@ class Trials:
         return seconds
 
     def timed(self, run: Callable[[], None], n_rows: int = 1) -> Measured:
-        """The time of a batch, which is spent."""
         seconds, share = self._clocks.timed(run, n_rows)
         self.left_s -= seconds
         self._spent_s += seconds
@@ -109,7 +108,6 @@ class Trials:
         return Measured(own_s(seconds, share), share)
 
     def time_for(self, seconds: float) -> bool:
-        """Whether so many are left."""
         return seconds < self.left_s
 
     def fill(self, n_tokens: int, n_sequences: int) -> None:

@@ -42,7 +42,6 @@ def candidates(most: int) -> list[int]:
 
 
 def tries_fewer(options: EngineOptions) -> bool:
-    """Whether there is something to try."""
     return options.fewer_threads and len(candidates(options.threads)) > 1
 
 

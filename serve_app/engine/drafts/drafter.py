@@ -48,7 +48,6 @@ class SlotWindow:
         """Tokens of the text behind its first ones that are left out."""
 
     def owned_by(self, sequence: Sequence) -> bool:
-        """Whether its text is that sequence's."""
         return self._owner == sequence.id
 
     def follow(self, sequence: Sequence, room: int, first: int = 0) -> int:
@@ -94,7 +93,6 @@ class SlotWindow:
             self.n_kept = len(self.cells)
 
     def empty(self) -> None:
-        """Nothing is in the cache."""
         self.cells.clear()
         self.n_kept, self._n_skipped, self._source = 0, 0, None
 
@@ -183,7 +181,6 @@ class Drafter:
         return first_s + (n_drafted - 1) * self._costs.decode_s(n_sequences, n_past)
 
     def feed_s(self, n_rows: int) -> float:
-        """Seconds to feed so many tokens."""
         return self._costs.prefill_s(n_rows, self._n_cells)
 
     @property

@@ -139,7 +139,6 @@ class Drafting(Guest):
             core.counts.draft_s += seconds
 
     def ended(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
         self._lookups.pop(sequence.id, None)
 
     # -- lookup -----------------------------------------------------------------------------------

@@ -157,7 +157,6 @@ class Checkpoints:
                 self._drop(slot_id, one)
 
     def used(self, slot_id: int, checkpoint: Checkpoint) -> None:
-        """The slot went back to it."""
         self._kept.move_to_end((slot_id, checkpoint.n_tokens))
 
     def _add(self, slot_id: int, new: Checkpoint) -> None:

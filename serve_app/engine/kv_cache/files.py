@@ -111,7 +111,6 @@ def _checkpoints(table: bytes, states: memoryview, n_tokens: int) -> tuple[Check
 
 
 def size_of(prefix: StoredPrefix) -> int:
-    """Bytes of the file that `write` would make."""
     n_group, n_tokens = len(prefix.group.encode()), len(prefix.tokens)
     n_before = _FIELDS.size + _DIGEST_BYTES + n_group + n_tokens * TOKEN_BYTES
     return n_before + prefix.n_bytes + len(prefix.checkpoints) * _CHECKPOINT.size
@@ -294,7 +293,6 @@ class SlotFiles:
         self._run = run
 
     def act(self, action: str, slot_id: int, name: str) -> SlotAction:
-        """`save`, `restore` or `erase`."""
         if action == "erase":
             return self.erase(slot_id)
         return (self.save if action == "save" else self.restore)(slot_id, name)
@@ -331,7 +329,6 @@ class SlotFiles:
         return SlotAction(slot_id, len(prefix.tokens), size, time.monotonic() - began)
 
     def erase(self, slot_id: int) -> SlotAction:
-        """Empty an idle slot."""
         self._check_allowed()
         began = time.monotonic()
         n_tokens = self._run(lambda cache: cache.erase(slot_id))

@@ -43,8 +43,6 @@ _COPIED_CELLS = 200
 
 
 class Place(NamedTuple):
-    """Where a sequence was put."""
-
     slot: Slot
     n_cached: int
     """First tokens of the sequence that are in the slot already."""

@@ -138,7 +138,6 @@ class MemoryTier:
         return None if shortest is None else self._at(shortest)
 
     def used(self, prefix: StoredPrefix) -> None:
-        """Make it the most recently used."""
         self._entries.move_to_end(prefix.key)
         self._prompts = None
         if self._disk_tier:

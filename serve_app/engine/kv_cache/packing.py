@@ -33,7 +33,6 @@ def packed(tokens: Tokens) -> bytes:
 
 
 def n_tokens(tokens: bytes) -> int:
-    """How many `packed` made bytes of."""
     return len(tokens) // TOKEN_BYTES
 
 

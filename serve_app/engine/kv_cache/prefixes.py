@@ -24,7 +24,6 @@ class Prefix(NamedTuple):
     """Packed."""
 
     def cut(self, n_bytes: int) -> Prefix:
-        """The prefix's first tokens."""
         return Prefix(self.group, self.tokens[:n_bytes])
 
     def serves(self, prefix: Prefix) -> bool:

@@ -89,7 +89,6 @@ class Slot:
 
     @property
     def n_tokens(self) -> int:
-        """How many `tokens` there are."""
         if self.sequence is None or self.sequence.n_exact is None:
             return len(self.source)
         return min(self.sequence.n_exact, len(self.source))
@@ -202,12 +201,10 @@ class SlotTable:
 
     @property
     def n_idle(self) -> int:
-        """How many slots could take a sequence."""
         return sum(slot.idle for slot in self.slots)
 
     @property
     def busy(self) -> bool:
-        """Whether some slot has a sequence."""
         return any(slot.sequence is not None for slot in self.slots)
 
     @property

@@ -126,7 +126,6 @@ class PrefixTransfer:
         return begun_with(begun, held, least)
 
     def held(self) -> list[Prefix]:
-        """All that it holds."""
         return [prefix for prefix, _ in self._run(_held)]
 
     def lacks(self, prefixes: Sequence[Prefix]) -> list[bool]:

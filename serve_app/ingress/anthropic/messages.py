@@ -58,7 +58,6 @@ class PictureSource(RequestModel):
 
     @property
     def as_url(self) -> str:
-        """The picture as a URL."""
         return self.url if self.type == "url" else f"data:;base64,{self.data}"
 
 
@@ -134,7 +133,6 @@ class ToolUseBlock(Block):
     input: Any = None
 
     def as_call(self) -> PastCall:
-        """The call in the canonical form."""
         return PastCall.of(self.name, self.input, self.id)
 
 
@@ -276,7 +274,6 @@ class AnthropicTool(RequestModel):
     """Whether the input is held to the schema."""
 
     def as_tool(self) -> Tool:
-        """The tool as OpenAI has it."""
         function = FunctionDefinition(
             name=self.name,
             description=self.description,

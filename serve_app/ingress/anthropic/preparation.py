@@ -51,7 +51,6 @@ class ToolChoice(RequestModel):
         return self
 
     def as_choice(self) -> Literal["auto", "none", "required"] | NamedToolChoice:
-        """The choice as OpenAI has it."""
         if self.name is not None:
             return NamedToolChoice.of(self.name)
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
@@ -143,7 +142,6 @@ class CountTokensRequest(RequestModel):
 
     @property
     def thinks(self) -> bool:
-        """Whether the model may think."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def as_chat(self) -> TranslatedChat:

@@ -29,8 +29,6 @@ PING = sse.named(_PING)
 
 @dataclass
 class MessageAnswer(ProtocolAnswer):
-    """A message on its way."""
-
     ping = PING
     id: str
     model: str

@@ -159,7 +159,6 @@ class BatchJournal:
         return [BatchLine(*row) for row in rows]
 
     def body(self, line: BatchLine) -> bytes:
-        """The line's request, as JSON."""
         return os.pread(self._input, line.size, line.start)
 
     # -- the results ------------------------------------------------------------------------------

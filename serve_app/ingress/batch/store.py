@@ -390,7 +390,6 @@ class BatchStore:
             )
 
     def fail(self, batch_id: str, errors: list[LineError]) -> None:
-        """End the batch, whose file cannot be used."""
         with self._transaction() as db:
             _fail(db, batch_id, errors, self._clock())
 

@@ -125,8 +125,8 @@ def _with_triggers(model: ModelInfo, request: LlamaParams) -> SamplingParams:
                 texts.append(trigger.value)
         refuse_unknown_tokens(model, "grammar_triggers", ids)
         sampling = replace(sampling, triggers=Triggers(tuple(sorted(ids)), tuple(texts)))
-    ids = tuple(sorted({tokens[0] for tokens in preserved if len(tokens) == 1}))
-    return replace(sampling, preserved_tokens=ids) if ids else sampling
+    kept = tuple(sorted({tokens[0] for tokens in preserved if len(tokens) == 1}))
+    return replace(sampling, preserved_tokens=kept) if kept else sampling
 
 
 def mixed_tokens(model: ModelInfo, prompt: str | list[int | str], field: str) -> tuple[int, ...]:

@@ -23,8 +23,6 @@ Json = dict[str, Any]
 
 @dataclass
 class LlamaChoice:
-    """A text on its way."""
-
     index: int
     prompt: str
     """The prompt as the model got it."""

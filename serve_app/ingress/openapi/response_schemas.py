@@ -15,58 +15,69 @@ from pydantic import create_model
 Json = dict[str, Any]
 
 
-def _schema(name: str, base: Any = None, /, *, about: str | None = None, **fields: Any) -> Any:
-    """The schema of an object: fields that are always there by their types, and others by pairs of a type
-    and the value that they have when they are missing."""
-    required = {field: (kind, ...) for field, kind in fields.items() if not isinstance(kind, tuple)}
-    return create_model(name, __base__=base, __doc__=about, **fields | required)
+def _schema(
+    name: str,
+    base: Any = None,
+    /,
+    *,
+    about: str | None = None,
+    texts: str = "",
+    counts: str = "",
+    **fields: Any,
+) -> Any:
+    """The schema of an object: the names of its `texts` and `counts`, with a question mark where one may be
+    missing, and other fields by their types, or by pairs of a type and a default."""
+    plain: dict[str, Any] = {}
+    for kind, names, default in ((str, texts, ""), (int, counts, 0)):
+        for field in names.split():
+            plain[field.rstrip("?")] = (kind, default if field.endswith("?") else ...)
+    typed = {
+        field: kind if isinstance(kind, tuple) else (kind, ...) for field, kind in fields.items()
+    }
+    return create_model(name, __base__=base, __doc__=about, **plain | typed)
 
 
 def _many(kind: Any) -> Any:
     return list[kind]
 
 
-_NOTE, _COUNT = (str, ""), (int, 0)
 _JSONS: Any = (list[Json], [])
+_JSON: Any = (Json, {})
+_TOKENS: Any = (list[int], [])
+_DETAILS = dict[str, int]
 
 CompletionUsage = _schema(
     "CompletionUsage",
-    prompt_tokens=int,
-    completion_tokens=int,
-    total_tokens=int,
-    prompt_tokens_details=dict[str, int],
-    completion_tokens_details=dict[str, int],
+    counts="prompt_tokens completion_tokens total_tokens",
+    prompt_tokens_details=_DETAILS,
+    completion_tokens_details=_DETAILS,
 )
 _COMPLETION = _schema(
     "OpenAICompletion",
-    id=str,
-    created=int,
-    model=str,
-    system_fingerprint=str,
+    texts="id model system_fingerprint",
+    counts="created",
     usage=CompletionUsage,
-    timings=(Json, {}),
+    timings=_JSON,
 )
+_CHOICE = _schema("Choice", counts="index", logprobs=Json | None)
 _FINISHED = Literal["stop", "length"]
-TextChoice = _schema(
-    "TextChoice", index=int, text=str, logprobs=Json | None, finish_reason=_FINISHED
-)
+TextChoice = _schema("TextChoice", _CHOICE, texts="text", finish_reason=_FINISHED)
 Completion = _schema(
     "Completion", _COMPLETION, object=Literal["text_completion"], choices=_many(TextChoice)
 )
-CalledFunction = _schema("CalledFunction", name=str, arguments=str)
-Call = _schema("Call", id=str, type=Literal["function"], function=CalledFunction)
+CalledFunction = _schema("CalledFunction", texts="name arguments")
+Call = _schema("Call", texts="id", type=Literal["function"], function=CalledFunction)
 AssistantMessage = _schema(
     "AssistantMessage",
+    texts="reasoning_content?",
     role=Literal["assistant"],
     content=str | None,
-    reasoning_content=_NOTE,
     tool_calls=(_many(Call), []),
 )
 ChatChoice = _schema(
     "ChatChoice",
-    index=int,
+    _CHOICE,
     message=AssistantMessage,
-    logprobs=Json | None,
     finish_reason=Literal["stop", "length", "tool_calls"],
 )
 ChatCompletion = _schema(
@@ -74,21 +85,18 @@ ChatCompletion = _schema(
 )
 ResponseUsage = _schema(
     "ResponseUsage",
-    input_tokens=int,
-    input_tokens_details=dict[str, int],
-    output_tokens=int,
-    output_tokens_details=dict[str, int],
-    total_tokens=int,
+    counts="input_tokens output_tokens total_tokens",
+    input_tokens_details=_DETAILS,
+    output_tokens_details=_DETAILS,
 )
 Response = _schema(
     "Response",
     about="OpenAI's response; the request's own fields are given back, too.",
-    id=str,
+    texts="id model",
+    counts="created_at",
     object=Literal["response"],
-    created_at=int,
     completed_at=int | None,
     status=Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"],
-    model=str,
     output=list[Json],
     incomplete_details=Json | None,
     error=Json | None,
@@ -96,30 +104,27 @@ Response = _schema(
     usage=ResponseUsage | None,
 )
 DeletedResponse = _schema(
-    "DeletedResponse", id=str, object=Literal["response"], deleted=Literal[True]
+    "DeletedResponse", texts="id", object=Literal["response"], deleted=Literal[True]
 )
+_PAGE = _schema("ResultPage", has_more=bool)
 ResponseItems = _schema(
     "ResponseItems",
+    _PAGE,
     object=Literal["list"],
     data=list[Json],
     first_id=str | None,
     last_id=str | None,
-    has_more=bool,
 )
 AnthropicUsage = _schema(
     "AnthropicUsage",
     about="Tokens of a message; `input_tokens` are those that were not cached.",
-    input_tokens=int,
-    cache_creation_input_tokens=int,
-    cache_read_input_tokens=int,
-    output_tokens=int,
+    counts="input_tokens cache_creation_input_tokens cache_read_input_tokens output_tokens",
 )
 AnthropicMessage = _schema(
     "AnthropicMessage",
-    id=str,
+    texts="id model",
     type=Literal["message"],
     role=Literal["assistant"],
-    model=str,
     content=list[Json],
     stop_reason=Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"],
     stop_sequence=str | None,
@@ -128,100 +133,80 @@ AnthropicMessage = _schema(
 Embedding = _schema(
     "Embedding",
     about="One text's vector: numbers, or base64 of little-endian 32-bit floats.",
+    counts="index",
     object=Literal["embedding"],
-    index=int,
     embedding=list[float] | str,
 )
-_LIST = _schema("OpenAIList", object=Literal["list"], model=str, usage=dict[str, int])
+_LIST = _schema("OpenAIList", texts="model", object=Literal["list"], usage=_DETAILS)
 Embeddings = _schema("Embeddings", _LIST, data=_many(Embedding))
-LlamaEmbedding = _schema("LlamaEmbedding", index=int, embedding=list[list[float]])
-Rank = _schema("Rank", index=int, relevance_score=float, document=(Json, {}))
-Score = _schema("Score", index=int, object=Literal["score"], score=float)
+LlamaEmbedding = _schema("LlamaEmbedding", counts="index", embedding=list[list[float]])
+Rank = _schema("Rank", counts="index", relevance_score=float, document=_JSON)
+Score = _schema("Score", counts="index", object=Literal["score"], score=float)
 Scores = _schema("Scores", _LIST, data=_many(Score))
 Ranking = _schema("Ranking", _LIST, results=_many(Rank))
 Transcription = _schema(
     "Transcription",
     about="By `response_format`: `text`, `srt` and `vtt` are no JSON, and `verbose_json` has more.",
-    text=str,
+    texts="text task? language?",
     usage=Json,
-    task=_NOTE,
-    language=_NOTE,
     duration=(float, 0.0),
     segments=_JSONS,
 )
 LlamaCompletion = _schema(
     "LlamaCompletion",
     about="llama-server's completion, or the `response_fields` of it.",
-    index=_COUNT,
-    content=_NOTE,
-    tokens=(list[int], []),
+    texts="content? model?",
+    counts="index? tokens_predicted? tokens_evaluated?",
+    tokens=_TOKENS,
     stop=(bool, True),
-    model=_NOTE,
     stop_type=(Literal["eos", "limit", "word"], "eos"),
-    tokens_predicted=_COUNT,
-    tokens_evaluated=_COUNT,
-    timings=(Json, {}),
+    timings=_JSON,
 )
 TokenPiece = _schema(
     "TokenPiece",
     about="A token and its text, or its bytes if they are none.",
-    id=int,
+    counts="id",
     piece=str | list[int],
 )
 TokenList = _schema("TokenList", tokens=list[int] | _many(TokenPiece))
-Content = _schema("Content", content=str)
-Prompt = _schema("Prompt", prompt=str)
+Content = _schema("Content", texts="content")
+Prompt = _schema("Prompt", texts="prompt")
 OllamaEnd = _schema(
     "OllamaEnd",
     about="The fields of an answer's last line; durations are in nanoseconds.",
-    model=str,
-    created_at=str,
+    texts="model created_at",
+    counts="total_duration? load_duration? prompt_eval_count? prompt_eval_cached_count? "
+    "prompt_eval_duration? eval_count? eval_duration?",
     done=bool,
     done_reason=(Literal["stop", "length", "load", "unload"], "stop"),
-    total_duration=_COUNT,
-    load_duration=_COUNT,
-    prompt_eval_count=_COUNT,
-    prompt_eval_cached_count=_COUNT,
-    prompt_eval_duration=_COUNT,
-    eval_count=_COUNT,
-    eval_duration=_COUNT,
     logprobs=_JSONS,
 )
 OllamaSaid = _schema(
-    "OllamaSaid", role=Literal["assistant"], content=str, thinking=_NOTE, tool_calls=_JSONS
+    "OllamaSaid", texts="content thinking?", role=Literal["assistant"], tool_calls=_JSONS
 )
 OllamaChat = _schema("OllamaChat", OllamaEnd, message=OllamaSaid)
 OllamaCompletion = _schema(
-    "OllamaCompletion", OllamaEnd, response=str, thinking=_NOTE, context=(list[int], [])
+    "OllamaCompletion", OllamaEnd, texts="response thinking?", context=_TOKENS
 )
 OllamaVectors = _schema(
     "OllamaVectors",
-    model=str,
+    texts="model",
+    counts="total_duration? load_duration? prompt_eval_count?",
     embeddings=list[list[float]],
-    total_duration=_COUNT,
-    load_duration=_COUNT,
-    prompt_eval_count=_COUNT,
 )
 OllamaVector = _schema("OllamaVector", embedding=list[float])
 OllamaModelInfo = _schema(
     "OllamaModelInfo",
-    modelfile=str,
-    parameters=str,
-    template=str,
-    license=str,
+    texts="modelfile parameters template license modified_at",
     details=Json,
     model_info=Json,
     capabilities=list[str],
-    modified_at=str,
 )
 UsageResult = _schema(
     "UsageResult",
     about="Sums of a bucket of time, of one value of each dimension that is asked for.",
+    counts="input_tokens output_tokens input_cached_tokens num_model_requests",
     object=Literal["organization.usage.completions.result"],
-    input_tokens=int,
-    output_tokens=int,
-    input_cached_tokens=int,
-    num_model_requests=int,
     api_key_id=str | None,
     model=str | None,
     endpoint=str | None,
@@ -229,15 +214,10 @@ UsageResult = _schema(
 )
 UsageBucket = _schema(
     "UsageBucket",
+    counts="start_time end_time",
     object=Literal["bucket"],
-    start_time=int,
-    end_time=int,
     results=_many(UsageResult),
 )
 UsagePage = _schema(
-    "UsagePage",
-    object=Literal["page"],
-    data=_many(UsageBucket),
-    has_more=bool,
-    next_page=str | None,
+    "UsagePage", _PAGE, object=Literal["page"], data=_many(UsageBucket), next_page=str | None
 )

@@ -26,8 +26,6 @@ Json = dict[str, Any]
 
 
 class _TextForm(NamedTuple):
-    """The words of the events about one kind of text."""
-
     text: str
     part: str
     place: str
@@ -43,8 +41,6 @@ _SUMMARY = _TextForm(
 
 
 class ResponseAnswer(EventAnswer):
-    """A response on its way."""
-
     def __init__(
         self,
         request: StoredRequest,
@@ -86,7 +82,6 @@ class ResponseAnswer(EventAnswer):
         self._running = Running()
 
     def opening(self) -> list[Json]:
-        """The events before any text."""
         response = self.whole()
         names = ["created", "queued"] if self.status == "queued" else ["created"]
         events = [self._event(name, response=response) for name in names]

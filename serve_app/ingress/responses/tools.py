@@ -140,7 +140,6 @@ class CallForm:
 
     @property
     def function(self) -> str:
-        """The name of the function that stands for the tool."""
         if not self.namespace:
             return self.name
         return f"{self.namespace.removesuffix(SEPARATOR)}{SEPARATOR}{self.name}"

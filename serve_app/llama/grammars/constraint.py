@@ -101,7 +101,7 @@ class CompiledGrammars:
 
 
 class LazyConstraint(Constraint):
-    """A place before a grammar. Where the text has a trigger, the grammar begins with that token or text."""
+    """A place before a grammar, which begins with the first trigger in the text: a token, or a text."""
 
     def __init__(
         self,

@@ -101,5 +101,4 @@ class Candidates:
 
     @property
     def picked(self) -> int:
-        """The token that the last sampler picked."""
         return int(self._array.data[self._array.selected].id)  # some samplers move the beginning

@@ -19,8 +19,6 @@ Function = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants called."""
-
     name: str
     arguments: str
     """A JSON object, as text."""
@@ -94,7 +92,6 @@ class FunctionNames:
         return like[0] if len(like) == 1 else name
 
     def renamed(self, tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The tools with the model's names."""
         return [
             {
                 **tool,

@@ -205,7 +205,6 @@ class CallParser:
         self._tell(CallPiece(call.name if first else None, piece))
 
     def _tagged_call(self, call: TaggedCall) -> Sequence[ToolCall]:
-        """The call, when it has all of its arguments."""
         found = call_of(call.name, call.arguments) if call.name else []
         if found and self.in_pieces:
             begun = bool(call.arguments)

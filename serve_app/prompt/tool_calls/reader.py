@@ -44,18 +44,15 @@ class TextReader:
     # -- what is held -----------------------------------------------------------------------------
 
     def append(self, text: str) -> None:
-        """Take more text."""
         if self.at > self._begun:
             self._before.append(self.text[self._begun : self.at])
         self.text = self.text[self.at :] + text
         self.at = self._begun = 0
 
     def advance(self, end: int) -> None:
-        """Read up to this place in `text`."""
         self.at = end
 
     def rewind(self) -> None:
-        """Goes back to the beginning of the held text."""
         if self._before:
             self.text = "".join(self._before) + self.text[self._begun :]
             self._before.clear()

@@ -111,8 +111,6 @@ def _marks(literal: str) -> tuple[str, ...]:
 
 
 class MarkupParser(CallParser):
-    """Reads the calls of a markup."""
-
     def __init__(self, functions: Sequence[Function] = (), *, markup: Markup) -> None:
         super().__init__(functions)
         self.opening = markup.opening
@@ -142,7 +140,6 @@ class MarkupParser(CallParser):
                 return calls
 
     def _one(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        """Reads a call behind its first literal."""
         body, end = self._markup.body, _marks(self._markup.call[1])
         if isinstance(body, JsonObject):
             # Some models write a list, or `parameters` where they should write `arguments`.
