@@ -96,6 +96,7 @@ ATTACKS = tuple(
         expects="A token costs the decoder thread little more than others' tokens, and its client pays.",
         act=partial(_sampled, fields=fields),
         beside=partial(_sampled, fields=fields, usual=True),
+        is_short=name == "empty repetitions",
     )
     for name, (what, fields) in FIELDS.items()
 )
