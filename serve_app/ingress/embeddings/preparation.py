@@ -222,6 +222,8 @@ class TextsToEmbed:
     norm: int = 2
     """The kind of norm: see `normalized`."""
     user: str | None = None
+    name: str = ""
+    """The model's name in the answer; empty for its id."""
 
 
 def embeddings(models: Models, body: bytes) -> TextsToEmbed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -41,7 +43,7 @@ async def embeddings(
     body: Annotated[TextsToEmbed, prepared(preparation.embeddings)],
 ) -> Response:
     """Texts, with pictures or without, as vectors of length 1, OpenAI's way."""
-    return written(await bodies.work(preparation.openai_answer, *await _computed(models, body)))
+    return written(await bodies.work(preparation.openai_answer, *await computed(models, body)))
 
 
 @ROUTER.post("/embedding", response_model=None)
@@ -52,7 +54,7 @@ async def embedding(
     body: Annotated[TextsToEmbed, prepared(preparation.llama_embedding)],
 ) -> Response:
     """Texts, with pictures or without, as vectors, llama-server's way."""
-    return written(await bodies.work(preparation.llama_answer, *await _computed(models, body)))
+    return written(await bodies.work(preparation.llama_answer, *await computed(models, body)))
 
 
 @ROUTER.post("/embed", response_model=None)
@@ -62,11 +64,14 @@ async def tei_embed(
     body: Annotated[TextsToEmbed, prepared(preparation.tei_embed)],
 ) -> Response:
     """Texts as a list of vectors, as text-embeddings-inference answers."""
-    return written(await bodies.work(preparation.tei_answer, *await _computed(models, body)))
+    return written(await bodies.work(preparation.tei_answer, *await computed(models, body)))
 
 
-async def _computed(models: Mapping[str, ServedModel], body: TextsToEmbed) -> tuple[Piece, ...]:
-    """A request's vectors, for the worker that writes the answer. Raises CorralError like `embed`."""
+async def computed(
+    models: Mapping[str, ServedModel], body: TextsToEmbed, began: float = math.nan
+) -> tuple[Piece, ...]:
+    """A request's vectors, for the worker that writes the answer, and the time that they took, for a
+    request that came at `began`. Raises CorralError."""
     model = find(models, body.model)
     n_tokens, vectors = await embed(model, body.texts, body.user, body.media)
     lengths = None
@@ -74,10 +79,10 @@ async def _computed(models: Mapping[str, ServedModel], body: TextsToEmbed) -> tu
         if body.media:
             raise InvalidRequestError("Pictures need another pooling type than 'none'.", "model")
         lengths = tuple(map(len, body.texts))
-    result = ComputedVectors(
-        body.model, n_tokens, body.dimensions, body.as_base64, body.norm, lengths
-    )
-    return result.pieces(vectors)
+    name = body.name or body.model
+    total_ns = 0 if math.isnan(began) else round((time.perf_counter() - began) * 1e9)
+    form = body.dimensions, body.as_base64, body.norm, lengths, total_ns
+    return ComputedVectors(name, n_tokens, *form).pieces(vectors)
 
 
 @ROUTER.post("/v1/rerank", response_model=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -15,7 +14,7 @@ import orjson
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.embeddings.preparation import (
     ComputedVectors,
-    Texts,
+    TextsToEmbed,
     check_makes_embeddings,
     normalized,
     to_embed,
@@ -233,47 +232,29 @@ def _cut(prompt: tuple[int, ...], room: int, num_keep: int | None) -> tuple[int,
     return prompt[:n_keep] + prompt[len(prompt) - (room - n_keep) :]
 
 
-@dataclass(frozen=True, slots=True)
-class OllamaTexts:
-    """The prepared request for vectors."""
-
-    model: str
-    """The model's id."""
-    name: str
-    """The model's name, as the client sent it."""
-    texts: Texts
-    """None: the model is loaded, which it is anyway."""
-    dimensions: int | None = None
-    user: str | None = None
-
-
-def embed(models: Models, body: bytes) -> OllamaTexts:
+def embed(models: Models, body: bytes) -> TextsToEmbed:
     """POST /api/embed. Raises CorralError."""
     request = parsed(OllamaEmbedRequest, body)
     model = find(models, request.model)
-    texts = _texts(model, request.texts, "input", cut=request.truncate)
-    return OllamaTexts(
-        model.id,
-        request.model or full_name(model.id),
-        texts,
-        request.dimensions or None,
-        request.user,
-    )
+    made = _to_embed(model, request.model, request.texts, "input", cut=request.truncate)
+    return dataclasses.replace(made, dimensions=request.dimensions or None, user=request.user)
 
 
-def embeddings(models: Models, body: bytes) -> OllamaTexts:
+def embeddings(models: Models, body: bytes) -> TextsToEmbed:
     """POST /api/embeddings. Raises CorralError."""
     request = parsed(OllamaEmbeddingsRequest, body)
     model = find(models, request.model)
-    texts = _texts(model, [request.prompt] if request.prompt else [], "prompt", cut=True)
-    return OllamaTexts(model.id, request.model or full_name(model.id), texts)
+    texts = [request.prompt] if request.prompt else []
+    return _to_embed(model, request.model, texts, "prompt", cut=True)
 
 
-def _texts(model: ModelInfo, texts: list[str], field: str, *, cut: bool) -> Texts:
+def _to_embed(
+    model: ModelInfo, name: str | None, texts: list[str], field: str, *, cut: bool
+) -> TextsToEmbed:
+    """No texts load the model, which is loaded anyway."""
     check_makes_embeddings(model)
-    if not texts:
-        return ()
-    return to_embed(model, texts, field, cut=cut).texts
+    made = to_embed(model, texts, field, cut=cut) if texts else TextsToEmbed(model.id, ())
+    return dataclasses.replace(made, name=name or full_name(model.id))
 
 
 class ModelChange(msgspec.Struct, frozen=True):

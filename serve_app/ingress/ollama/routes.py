@@ -16,8 +16,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from serve_app.errors import PermissionDeniedError
 from serve_app.ingress.access.bodies import unread
-from serve_app.ingress.embeddings.preparation import ComputedVectors
-from serve_app.ingress.embeddings.routes import embed
+from serve_app.ingress.embeddings.preparation import TextsToEmbed
+from serve_app.ingress.embeddings.routes import computed
 from serve_app.ingress.generation import generation
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import (
@@ -34,7 +34,6 @@ from serve_app.ingress.ollama.preparation import (
     ModelChange,
     OllamaGeneration,
     OllamaLoad,
-    OllamaTexts,
 )
 from serve_app.ingress.ollama.serving import Kind, OllamaAnswer, PullLines
 
@@ -100,33 +99,25 @@ async def ollama_embed(
     began: BeganArgument,
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[OllamaTexts, prepared(preparation.embed, any_type=True)],
+    body: Annotated[TextsToEmbed, prepared(preparation.embed, any_type=True)],
 ) -> Response:
     """Texts as vectors of length 1, Ollama's way."""
     if not body.texts:
         return JSONResponse({"model": body.name, "embeddings": []})
-    n_tokens, vectors = await embed(find(models, body.model), body.texts, body.user)
-    result = ComputedVectors(
-        body.name,
-        n_tokens,
-        body.dimensions,
-        total_ns=round((time.perf_counter() - began) * 1e9),
-    )
-    return written(await bodies.work(preparation.several, *result.pieces(vectors)))
+    pieces = await computed(models, body, began)
+    return written(await bodies.work(preparation.several, *pieces))
 
 
 @ROUTER.post("/api/embeddings", response_model=None)
 async def ollama_embeddings(
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[OllamaTexts, prepared(preparation.embeddings, any_type=True)],
+    body: Annotated[TextsToEmbed, prepared(preparation.embeddings, any_type=True)],
 ) -> Response:
     """A text as a vector, as Ollama did it before."""
     if not body.texts:
         return JSONResponse({"embedding": []})
-    n_tokens, vectors = await embed(find(models, body.model), body.texts)
-    result = ComputedVectors(body.name, n_tokens)
-    return written(await bodies.work(preparation.single, *result.pieces(vectors)))
+    return written(await bodies.work(preparation.single, *await computed(models, body)))
 
 
 VERSION = "0.32.15"
