@@ -134,7 +134,7 @@ class Caller:
     accepted: list[Accepted] = field(default_factory=list, init=False)
     """The acceptances of the request's answers, which have forecasts."""
     n_preparing: int = field(default=0, init=False)
-    """The requests of all callers that were prepared when this one was ready."""
+    """The requests of all callers that were about to be ready when this one was."""
     cost: float = field(default=0.0, init=False)
     is_demoted: bool = field(default=False, init=False)
     """Whether the key's budgets are used up, and its requests go on in the background."""

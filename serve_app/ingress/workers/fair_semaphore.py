@@ -92,5 +92,10 @@ class FairSemaphore:
             else:
                 self._waiting.pop(client, None)
 
+    @property
+    def n_tasks(self) -> int:
+        """The tasks inside, and those that wait."""
+        return self._n_inside + sum(map(len, self._waiting.values()))
+
     def n_waiting(self, client: str) -> int:
         return len(self._waiting.get(client, ()))

@@ -281,7 +281,6 @@ class WorkerPool:
         self._small, self._larger = FairSemaphore(n_quick), FairSemaphore(n_quick)
         self._slow = FairSemaphore(n_slow, most_each=1)
         self._is_closed = False
-        self._n_preparing = 0
         self._idle: list[Worker] = []
         self.at_work: set[Worker] = set()
         self.adapters: Mapping[str, NumberedAdapters] = {}
@@ -303,7 +302,6 @@ class WorkerPool:
         job = _Job(client, order, data, wire.result_type(work))
         is_slow = False
         for _ in range(_N_TRIES):
-            self._n_preparing += 1
             try:
                 if is_slow or n_bytes > QUICK_BYTES:
                     quick_s = 0.0 if is_slow else _quick_s(n_bytes)
@@ -317,13 +315,11 @@ class WorkerPool:
                     break
                 is_slow = True
                 continue
-            finally:
-                self._n_preparing -= 1
             if isinstance(outcome, CorralError):
                 raise outcome
             caller = request_context.current()
             caller.ignored += outcome.ignored
-            caller.n_preparing = self._n_preparing
+            caller.n_preparing = self._small.n_tasks + self._larger.n_tasks
             return cast(T, outcome.value)
         raise InvalidRequestError(
             "This request cannot be read. It crashed the process that reads requests twice, or took more "

@@ -30,7 +30,7 @@ async def test_those_who_wait_enter_in_turns_by_client() -> None:
         waits(semaphore, client, entered)
     await settled()
     assert entered == []
-    assert semaphore.n_waiting("a") == 3
+    assert (semaphore.n_waiting("a"), semaphore.n_tasks) == (3, 7)
     for client in ["first", "a", "b", "c", "a", "b"]:
         semaphore.leave(client)
         await settled()
