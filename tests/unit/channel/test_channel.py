@@ -132,7 +132,7 @@ async def test_many_calls_over_one_connection(node: str) -> None:
 
 @NODES
 async def test_steps_on_another_thread_while_the_reader_is_slow(node: str) -> None:
-    n_calls, n_steps, text = 8, 400, "x" * 300
+    n_calls, n_steps, text = 8, 150, "x" * 300
 
     async with connected(node) as (listener, channel):
 

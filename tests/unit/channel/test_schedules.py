@@ -157,7 +157,7 @@ async def play(schedule: list[tuple[object, ...]], breaks: bool) -> None:
     await asyncio.sleep(0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(turns, st.booleans())
 def test_what_is_read_is_what_was_pushed(schedule: list[tuple[object, ...]], breaks: bool) -> None:
     asyncio.run(play(schedule, breaks))

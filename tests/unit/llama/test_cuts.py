@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -169,7 +168,7 @@ def test_the_same_tokens_as_from_the_whole_vocabulary(
     params: SamplingParams, adjusted: dict[str, Any]
 ) -> None:
     params = replace(params, **adjusted)
-    for n, seed in itertools.product((300, 30_011), range(3)):
+    for n, seed in ((300, 0), (300, 1), (300, 2), (30_011, 0)):
         for shape, token, expected in picked(params, n, seed, SHAPES):
             assert token in expected, (shape, n, seed)
 

@@ -244,7 +244,7 @@ def test_a_prompt_does_not_wait_for_a_prefix_in_the_background() -> None:
     assert 24 <= somebody.end.usage.cached_tokens <= 32
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     asked=st.lists(
         st.tuples(st.text("ab", min_size=1, max_size=20), st.integers(1, 20), st.booleans()),

@@ -59,7 +59,7 @@ def test_sequences_that_are_left_apart_share_batches(fills_gaps: bool) -> None:
     assert engine.stats().tokens.generated_tokens == sum(lengths)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     prompts=st.lists(
         st.tuples(st.text("ab", min_size=1, max_size=20), st.integers(1, 20)),

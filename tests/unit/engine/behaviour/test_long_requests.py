@@ -260,7 +260,7 @@ def test_what_is_in_the_background_makes_room_once() -> None:
         assert [inbox.end.timings.n_preemptions for inbox in inboxes] == [0, 1, 0]
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=8),
     cache_ram_bytes=st.sampled_from([0, 200, 100_000]),

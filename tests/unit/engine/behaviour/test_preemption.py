@@ -30,7 +30,7 @@ from tests.unit.engine.harness import (
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @example(
     [("aa", 5), ("a" * 6, 1), ("a" * 6, 1), ("a" * 19, 1), ("a" * 8 + "b" + "a" * 11, 4)], 48, 200
 )

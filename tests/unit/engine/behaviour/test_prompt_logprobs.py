@@ -90,7 +90,7 @@ def test_only_its_rows_have_logits_and_few_at_a_time() -> None:
     assert any(len(batch) == 64 for batch in backend.batches)  # the plain prompt took the rest
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     prompts=st.lists(
         st.tuples(st.text("ab", min_size=1, max_size=20), st.integers(0, 12), st.booleans()),

@@ -109,7 +109,7 @@ class PacedBackend(WatchedBackend):
             )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     events=EVENTS,
     fails=st.booleans(),

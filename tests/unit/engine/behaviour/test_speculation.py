@@ -41,7 +41,7 @@ def sung(prompt: bytes, n: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     prompts=st.lists(st.text("la ,", min_size=1, max_size=20), min_size=1, max_size=5),
     max_tokens=st.integers(1, 40),

@@ -155,7 +155,7 @@ PROMPTS = st.builds(
 ASKED = st.tuples(PROMPTS, st.sampled_from(GROUPS), st.integers(1, 5))
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     waves=st.lists(st.lists(ASKED, min_size=1, max_size=5), max_size=6),
     n_slots=st.integers(1, 3),

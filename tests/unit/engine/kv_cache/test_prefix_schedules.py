@@ -22,7 +22,7 @@ WAVES = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     waves=WAVES,
     n_slots=st.integers(1, 3),

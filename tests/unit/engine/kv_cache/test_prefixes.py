@@ -205,7 +205,7 @@ HAPPENS = [
 ]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_happens_all_is_as_if_everything_were_compared(data: st.DataObject) -> None:
     workload = Workload(data)

@@ -45,7 +45,7 @@ def most_mib(folder: str, n_lines: int) -> float:
     return int(done.stdout) / 1024
 
 
-@pytest.mark.parametrize("n_many", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n_many", [12_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_many_lines_need_no_more_memory_than_few(
     tmp_path_factory: pytest.TempPathFactory, n_many: int
 ) -> None:
