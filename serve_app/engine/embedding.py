@@ -22,12 +22,12 @@ from serve_app.engine.core.scheduler.fair_queue import Accounts, others_go_beyon
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.health import Progress
-from serve_app.engine.pictures import PlacedTile, TileReader
 from serve_app.errors import CorralError, DecodeError, QueueFullError
 from serve_app.types import Medium, account
 
 if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore
+    from serve_app.engine.pictures import PlacedTile, TileReader
 
 MAX_TEXTS = 2048
 """Texts that may wait to be embedded before clients are held to their shares."""
@@ -82,7 +82,7 @@ class Texts:
             self.future.set_result(np.vstack(vectors, dtype=np.float32, casting="same_kind"))
 
 
-class _Text:
+class PendingText:
     """A text of a request: its tokens, how far they are computed, and what became of their vectors."""
 
     def __init__(self, owner: Texts, index: int, turn: int) -> None:
@@ -144,7 +144,7 @@ class _Text:
         return self.n_pending == 0 and self.owner.take(self.index, np.asarray(self._pooled))
 
 
-_Ranked = tuple[tuple[bool, bool, bool], float, int, _Text]
+_Ranked = tuple[tuple[bool, bool, bool], float, int, PendingText]
 """A text with its order: whether it is new, no suspect, and behind all others; the seconds that are due to
 its client before it; its number."""
 
@@ -207,8 +207,8 @@ class EmbeddingQueue(Guest):
         self._progress = progress
         self._accounts = accounts
         self._slowdown = _FIRST_SLOWDOWN
-        self._waiting: list[_Text] = []
-        self._seeing: _Text | None = None
+        self._waiting: list[PendingText] = []
+        self._seeing: PendingText | None = None
         """The text whose pictures are encoded now, or were."""
         self._held = Counter[str]()
         """The texts of each client that are not all embedded."""
@@ -272,7 +272,7 @@ class EmbeddingQueue(Guest):
             self._live.add(request)
             turns = (text.turn for text in self._waiting if text.owner.account == request.account)
             turn = next(turns, 0)
-            self._waiting += [_Text(request, i, turn + i) for i in range(len(request.tokens))]
+            self._waiting += [PendingText(request, i, turn + i) for i in range(len(request.tokens))]
             self._waiting.sort(key=lambda text: text.turn)
 
     def step(
@@ -310,7 +310,7 @@ class EmbeddingQueue(Guest):
         except CorralError as error:
             self._drop({text.owner for text, _ in batch}, error)
 
-    def _suspect(self, texts: Sequence[_Text], error: DecodeError) -> None:
+    def _suspect(self, texts: Sequence[PendingText], error: DecodeError) -> None:
         """Have each of these texts computed alone, so that only the request of the one at fault ends."""
         if len(texts) == 1:
             self._drop({texts[0].owner}, error)
@@ -333,7 +333,7 @@ class EmbeddingQueue(Guest):
             if not (others_go_beyond(share, n_asked, owner.client) or has_share_left(owner.client))
         }
 
-    def _first(self, behind: Set[Texts]) -> list[_Text]:
+    def _first(self, behind: Set[Texts]) -> list[PendingText]:
         row_s = self._slowdown * self._costs.prompt_token_s or 1.0
         due_s: dict[str, float] = {}
         ranked: list[_Ranked] = []
@@ -349,12 +349,16 @@ class EmbeddingQueue(Guest):
             rank = is_new, not text.is_suspect, text.owner in behind
             ranked.append((rank, due, number, text))
         self._choose_seeing(ranked)
-        ready = (entry for entry in ranked if not entry[-1].spans or entry[-1] is self._seeing)
-        ready = (entry for entry in ready if not entry[-1].is_blocked)
+        ready = (entry for entry in ranked if self._can_go_on(entry[-1]))
         first = [entry[-1] for entry in nsmallest(most, ready, key=lambda entry: entry[:3])]
         if first and (first[0].is_suspect or first[0].tile is not None):
             return first[:1]
         return first[:1] + [text for text in first[1:] if not (text.is_suspect or text.spans)]
+
+    def _can_go_on(self, text: PendingText) -> bool:
+        """Whether the text has no pictures, or all of them; one that has begun keeps the first sequence."""
+        may_begin = not text.spans or text is self._seeing
+        return text.n_past > 0 or (may_begin and not text.is_blocked)
 
     def _choose_seeing(self, ranked: Sequence[_Ranked]) -> None:
         """Choose the text whose pictures are encoded: the one before, unless it is behind another."""
@@ -373,7 +377,7 @@ class EmbeddingQueue(Guest):
 
     def drop(self, readers: Iterable[TileReader], error: CorralError) -> None:
         """End the requests whose texts cannot have their pictures."""
-        self._drop({text.owner for text in readers if isinstance(text, _Text)}, error)
+        self._drop({text.owner for text in readers if isinstance(text, PendingText)}, error)
 
     def _gives_way(self, client: str, running: Sequence[EngineSequence]) -> bool:
         """Whether its texts wait in this step for clients that were not served more: for their prompts, and
@@ -387,7 +391,7 @@ class EmbeddingQueue(Guest):
         prompts = any(seq.n_pending > 1 for seq in behind)
         return prompts or (bool(behind) and now < self._not_before)
 
-    def _limit(self, first: _Text, n_pending: int, beside: bool) -> int:
+    def _limit(self, first: PendingText, n_pending: int, beside: bool) -> int:
         n_rows = min(self._shape.n_rows, n_pending)
         among_clients = time.monotonic() < self._others_ran + _AMONG_CLIENTS_S
         may_be_long = not (beside or among_clients or first.owner.background)
@@ -399,7 +403,7 @@ class EmbeddingQueue(Guest):
         fitting = self._costs.chunk(n_rows, first.n_past, within_s=within_s)
         return fitting or self._costs.smallest_chunk(n_rows, first.n_past)
 
-    def _forward(self, batch: list[tuple[_Text, int]]) -> None:
+    def _forward(self, batch: list[tuple[PendingText, int]]) -> None:
         began, depth = time.monotonic(), batch[0][0].n_past
         # Only sequence 0 outlives a batch, and only the first text may be cut.
         rows = [row for seq_id, (text, n) in enumerate(batch) for row in text.rows(seq_id, n)]

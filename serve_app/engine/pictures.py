@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b, shake_128
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.engine.backends.base import Backend, PictureSupport, Projector, Row
 from serve_app.engine.core.guest import Guest
-from serve_app.engine.core.sequence import PromptSpan
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.metrics.stats import Counts
@@ -31,7 +30,11 @@ from serve_app.types import MEDIUM, Medium
 
 if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore
-    from serve_app.engine.embedding import EmbeddingQueue
+    from serve_app.engine.embedding import EmbeddingQueue, PendingText
+
+    TileReader = EngineSequence | PendingText
+    """A sequence with pictures, or a text that becomes a vector: what embeddings of tiles are for."""
+    TileReaders = Callable[[], Sequence[TileReader]]
 
 # A tile has so many at least, or its hash would be too short to tell it from others.
 _LEAST_TOKENS = 4
@@ -181,43 +184,6 @@ _LEAST_S = 0.01
 _PREPARED = 2
 # How long a step without anything to compute waits for one.
 _PATIENCE_S = 0.005
-
-
-class TileReader(Protocol):
-    """A sequence with pictures, or a text that becomes a vector: what embeddings of tiles are for."""
-
-    spent_s: float
-
-    @property
-    def spans(self) -> Sequence[PromptSpan]:
-        """The tiles, in order."""
-
-    @property
-    def n_past(self) -> int:
-        """The first tokens, which are computed."""
-
-    @property
-    def n_pending(self) -> int:
-        """The tokens that are not."""
-
-    @property
-    def n_generated(self) -> int:
-        """The tokens that were sampled."""
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether all others go first."""
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether it waits for a tile's embeddings."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether it needs nothing any more."""
-
-
-TileReaders = Callable[[], Sequence[TileReader]]
 
 
 class TileEmbeddings:

@@ -20,6 +20,7 @@ from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.embedding import EmbeddingQueue, Texts, Vectors, may_embed, pack
 from serve_app.engine.health import Progress
 from serve_app.engine.metrics.stats import EmbeddingStats
+from serve_app.engine.pictures import expanded
 from serve_app.errors import (
     CorralError,
     DecodeError,
@@ -615,6 +616,25 @@ def test_a_picture_that_cannot_be_encoded_ends_the_requests_that_have_it() -> No
         with pytest.raises(DecodeError):
             bad.result(PATIENCE_S)
         assert good.result(PATIENCE_S).shape == (1, 3)
+
+
+def test_a_text_that_has_begun_goes_on_before_others_have_their_pictures() -> None:
+    made, backend, _ = queue()
+    backend.projector = projector = ScriptedProjector()
+    requests = [
+        Texts([(1, MEDIUM, 2)], "batch", background=True, media=(GOOD,)),
+        Texts([(3, MEDIUM, 4)], "asks", media=(OTHER,)),
+    ]
+    for pending in requests:
+        prompt, tiles = expanded(pending.tokens[0], iter(pending.media), projector, 16)
+        pending.tokens, pending.tiles = [prompt], [tiles]
+        for tile in tiles:
+            tile.embeddings = np.zeros((N_SEEN, 4), np.float32)
+        made.add([pending])
+        made.step(())
+    tokens = [batch[0] for batch in batches(made, backend)]
+    assert [token for token in tokens if token >= 0] == [1, ord(">"), 3, ord(">")]
+    assert all(pending.future.result(0).shape == (1, 3) for pending in requests)
 
 
 def test_encoding_ends_with_the_request_that_it_was_for() -> None:
