@@ -317,12 +317,13 @@ class Context:
     ) -> None:
         """Decode a picture's rows in one sequence: `embeddings` are computed in the places of their
         tokens. Their positions are of one dimension after the other. Unless it is `causal`, each row sees
-        all others of the batch. No row has logits."""
+        all others of the batch. No row has logits; all have
+        vectors, in a context that makes embeddings."""
         n_rows = len(embeddings)
         n_positions = n_rows * self.model.n_dimensions
         if not 0 < n_rows <= self._n_batch or len(positions) != n_positions:
             raise DecodeError(f"A batch of {n_rows} embeddings at {len(positions)} positions.")
-        batch, _kept = _batch_of(seq_id, embeddings, positions)
+        batch, _kept = _batch_of(seq_id, embeddings, positions, wants=self._params.embeddings)
         try:
             if not causal:
                 llama_cpp.llama_set_causal_attn(self.pointer, False)
@@ -568,14 +569,15 @@ def _padded(n_tokens: int) -> int:
 
 
 def _batch_of(
-    seq_id: int, embeddings: NDArray[np.float32], positions: NDArray[np.int32]
+    seq_id: int, embeddings: NDArray[np.float32], positions: NDArray[np.int32], *, wants: bool
 ) -> tuple[llama_cpp.llama_batch, object]:
-    """Embeddings of one sequence as a batch, and what must be there as long as the batch is used."""
+    """Embeddings of one sequence as a batch that wants results of all rows or of none, and what must be
+    there as long as the batch is used."""
     n_rows = len(embeddings)
     rows = np.ascontiguousarray(embeddings, np.float32)
     ids = ctypes.pointer(llama_cpp.llama_seq_id(seq_id))
     of_rows = (ctypes.POINTER(llama_cpp.llama_seq_id) * n_rows)(*[ids] * n_rows)
-    counts, logits = np.ones(n_rows, np.int32), np.zeros(n_rows, np.int8)
+    counts, logits = np.ones(n_rows, np.int32), np.full(n_rows, wants, np.int8)
     batch = llama_cpp.llama_batch(
         n_tokens=n_rows,
         embd=rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
