@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ _AT_ONCE, _MOST_WAITING = 2, 8
 """Downloads at once, and downloads that run in the background or wait for their turn."""
 _TELL_EVERY_S, _LOOK_EVERY_S = 0.2, 0.5
 _EVENTS_S = 3600.0
+_OF_CONFIGURATION = re.compile(r"^invalid configuration: models\.\d+\.|Value error, ")
+"""The parts of an error that tell where the entry would be, which is nothing to a client."""
 
 
 class ModelHost(Protocol):
@@ -256,7 +259,7 @@ class ModelControl:
         try:
             return await self._host.resolve(entry)
         except ConfigError as error:
-            raise InvalidRequestError(str(error), "model") from None
+            raise InvalidRequestError(_OF_CONFIGURATION.sub("", str(error)), "model") from None
 
     async def _add(self, entry: Entry, model: ResolvedModel) -> None:
         """Serve a model, in the place of one of the same name that was added before."""

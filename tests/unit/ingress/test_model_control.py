@@ -57,6 +57,8 @@ class Scene:
     async def resolve(self, entry: Mapping[str, Any]) -> Any:
         if entry["source"].get("repo") == "nobody/nothing":
             raise ConfigError("nobody/nothing: there is no such repository.")
+        if entry["source"].get("repo") == "llama":
+            raise ConfigError("invalid configuration: models.5.source: Value error, repo: no name.")
         nothing: dict[str, Any] = {"projector": None, "draft": None, "adapters": ()}
         source = ModelSource.model_validate(entry["source"])
         return SimpleNamespace(id=entry["id"], source=source, downloads=NO_DOWNLOADS, **nothing)
@@ -134,6 +136,8 @@ async def test_a_configured_model_is_neither_replaced_nor_removed(scene: Scene) 
         await scene.control.copy("whatever", "x")
     with pytest.raises(InvalidRequestError, match="no such repository"):
         await scene.create("x", "nobody/nothing")
+    with pytest.raises(InvalidRequestError, match=r"^source: repo: no name\.$"):
+        await scene.create("x", "llama")
     assert [step.status async for step in scene.control.pull("gpt-4o")] == ["success"]
     assert list(scene.models) == ["m"]
 
