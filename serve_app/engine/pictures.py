@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b, shake_128
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore
     from serve_app.engine.embedding import EmbeddingQueue, PendingText
 
-    TileReader = EngineSequence | PendingText
+    TileReader: TypeAlias = EngineSequence | PendingText
     """A sequence with pictures, or a text that becomes a vector: what embeddings of tiles are for."""
-    TileReaders = Callable[[], Sequence[TileReader]]
+    TileReaders: TypeAlias = Callable[[], Sequence[TileReader]]
 
 # A tile has so many at least, or its hash would be too short to tell it from others.
 _LEAST_TOKENS = 4
