@@ -167,8 +167,7 @@ class MarkdownWriter(PlainWriter):
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """The Markdown blocks that are complete, which end at a blank line outside code, and the one that may
-    go on."""
+    """The Markdown blocks that end, at a blank line outside code, and the one that may go on."""
     end, fenced, position = 0, False, 0
     for line in text.splitlines(keepends=True):
         position += len(line)

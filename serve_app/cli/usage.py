@@ -20,8 +20,7 @@ GROUPS = {"key": "api_key_id", "model": "model", "endpoint": "endpoint", "batch"
 def usage(
     client: Client, console: Console, days: int, groups: Sequence[str], *, form: str = "table"
 ) -> None:
-    """Print what was used in so many days, today among them: as a `table`, `json` or `csv`. Raises
-    ServerError."""
+    """Print what was used in so many days with today: as a `table`, `json` or `csv`. Raises ServerError."""
     first = (int(time.time()) // _DAY_S - days + 1) * _DAY_S
     query = [("start_time", str(first)), ("bucket_width", "1d"), ("limit", str(days))]
     query += [("group_by", GROUPS[group]) for group in groups]

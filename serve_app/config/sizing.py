@@ -87,8 +87,7 @@ class ModelNeeds:
         return self.weight_bytes if self.mapped and load_mode in _MAPPING_LOAD_MODES else 0
 
     def cache_bytes_per_token(self, type_k: CacheType, type_v: CacheType) -> int:
-        """Bytes of one token in the KV cache. Raises ConfigError for a format that does not divide
-        the model's heads."""
+        """Bytes of a token in the KV cache. Raises ConfigError if the format does not divide the heads."""
         total = 0
         for letter, name, elements, head in zip(
             "kv", (type_k, type_v), self.cache_elements, self.head_sizes, strict=True

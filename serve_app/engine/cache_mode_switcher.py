@@ -42,8 +42,7 @@ _CHAT_GOES_ON_S = 600.0
 
 
 class CacheModeSwitcher(Guest):
-    """Watches what steps compute, and has the other kind of cache made when that pays. Decoder thread
-    only.
+    """Watches what steps compute, and has the other kind of cache made when that pays. Decoder thread only.
 
     Best while nobody waits. When many come at once whose prompts begin alike, that shows before the first
     of them streams: the change costs them less than it saves. Streams are interrupted only for what saves
@@ -69,8 +68,7 @@ class CacheModeSwitcher(Guest):
         self._traffic = self._observed()
         self._not_before = 0.0
         self._long_until = 0.0
-        """The time until which the cache stays unified, for requests that are longer than a slot's
-        share."""
+        """The time until which the cache stays unified for requests longer than a slot's share."""
         self._looked_at: tuple[int, ...] = ()
         self._n_steps = 0
 

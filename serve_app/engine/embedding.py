@@ -181,13 +181,12 @@ def may_embed(
 class EmbeddingQueue(Guest):
     """The texts that wait, and batches over them. Decoder thread only, but for `submit`.
 
-    Background requests come last, and only while no other sequence runs; but while another client has
-    more texts than its share of a batch, or asks for more than its share of the slots, they are like
-    others. Before that, the text goes
-    first whose client has least due: what it was charged, and its texts before this one. A client's
-    requests take turns, text by text, so that a long list does not hold a short one up. A text that
-    is longer than a batch goes on in the next one, if the model's tokens see only those before
-    them. So does a text with pictures, which are passes of their own. It begins when all of them are
+    Background requests come last, and only while no other sequence runs; but while another client has more
+    texts than its share of a batch, or asks for more than its share of the slots, they are like others.
+    Before that, the text goes first whose client has least due: what it was charged, and its texts before
+    this one. A client's requests take turns, text by text, so that a long list does not hold a short one
+    up. A text that is longer than a batch goes on in the next one, if the model's tokens see only those
+    before them. So does a text with pictures, which are passes of their own. It begins when all of them are
     encoded; that is done for one text at a time.
     """
 
@@ -381,8 +380,7 @@ class EmbeddingQueue(Guest):
 
     def _gives_way(self, client: str, running: Sequence[EngineSequence]) -> bool:
         """Whether its texts wait in this step for clients that were not served more: for their prompts, and
-        every other time for their streams, which cannot use all of the decoder however little they have
-        had."""
+        every other time for their streams, which cannot use all of the decoder."""
         spent_s, now = self._accounts[client], time.monotonic()
         others = [seq for seq in running if seq.request.account != client]
         if others:

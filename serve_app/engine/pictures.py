@@ -215,9 +215,8 @@ class TileEmbeddings:
 
 
 class Encoding(Guest):
-    """Encodes what running sequences are about to see, in the order in which they got their slots, and
-    then a text's pictures; each tile once for all. Decoder thread only; a thread of its own resizes
-    pictures.
+    """Encodes what running sequences are about to see, in the order in which they got their slots, and then
+    a text's pictures; each tile once for all. Decoder thread only; a thread of its own resizes pictures.
 
     libmtmd encodes a tile in one call, which may take seconds. It asks between the nodes of its graph
     whether to go on, and there, on the same thread, `interlude` serves all others: so there is one team of

@@ -48,8 +48,7 @@ class RestTrials(Guest):
         """Whether there were trials since then that nobody disturbed."""
 
     def before_schedule(self, core: EngineCore) -> None:
-        """Expect, after a pause, that no other program computes: who comes then would wait for the fear of
-        it."""
+        """Expect, after a pause, that no other program computes, so that nobody waits for fear of it."""
         if time.monotonic() >= core.worked_at + _FORGET_S:
             self._costs.rested()
 

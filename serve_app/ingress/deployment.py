@@ -22,8 +22,7 @@ _TELL_S = 2.0
 
 
 async def _tell_ingresses() -> None:
-    """Have all ingresses look at what they share, which has changed. Those that do not hear this look by
-    themselves before long."""
+    """Have all ingresses look at what they share. Those that do not hear this look before long."""
     await _ingresses().ask_all("look_again", timeout_s=_TELL_S)
 
 

@@ -107,8 +107,7 @@ class ModelControl:
         """The last step of each of these."""
 
     async def restore(self) -> None:
-        """Serve what was added before this start. A model that cannot be served is left out, and the log
-        says why."""
+        """Serve what was added before this start, but for what cannot be served; the log says why."""
         started = []
         for model_id, entry in (await asyncio.to_thread(self._kept.read)).items():
             try:
@@ -152,8 +151,7 @@ class ModelControl:
             pass
 
     async def delete(self, name: str) -> None:
-        """Serve a model no more that was added, and delete its files unless another model has them. Raises
-        CorralError."""
+        """Serve an added model no more, and delete files that no other model has. Raises CorralError."""
         if self.cancel(name):
             return
         model_id = self._id(name)

@@ -52,8 +52,7 @@ class EngineClient(Protocol):
     """The way to one model's engines."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
-        """Run a request: its acceptance, then its deltas. Raises CorralError. Closing the generator ends
-        the request."""
+        """Run a request: its acceptance, then its deltas. Closing ends it. Raises CorralError."""
 
     async def embed(
         self,
@@ -75,8 +74,7 @@ class EngineClient(Protocol):
         """Returns when an engine runs. Raises CorralError."""
 
     async def release(self) -> None:
-        """An engine that is loaded on demand may go, if nobody uses it. Raises nothing because of a late
-        one."""
+        """An engine that is loaded on demand may go, if nobody uses it. A late one raises nothing."""
 
     async def load_adapter(self, adapter: AdapterConfig) -> None:
         """Have one more LoRA adapter, at all replicas. Raises CorralError."""
@@ -278,8 +276,7 @@ _DEFAULT_PLACES = ("registry.ollama.ai/", "library/")
 
 
 def full_name(name: str) -> str:
-    """A name with a tag, as Ollama's clients know it: `name` is `name:latest`. Source: ollama,
-    types/model/name.go."""
+    """A name with a tag, as Ollama has it (its types/model/name.go): `name` is `name:latest`."""
     return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 

@@ -70,8 +70,7 @@ class IngressPlace:
 
 
 def _file(model: ResolvedModel) -> ModelFile:
-    """The file with the model's vocabulary, for this process and the workers; blocks. Raises
-    ConfigError."""
+    """The file with the model's vocabulary, for all processes here; blocks. Raises ConfigError."""
     path = vocabulary(model.source, model.downloads, sharing_here())
     senses = NO_SENSES
     if model.projector is not None:

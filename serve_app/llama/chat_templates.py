@@ -27,8 +27,7 @@ def names() -> frozenset[str]:
 
 
 def apply(name: str, turns: Sequence[tuple[str, str]], *, add_generation_prompt: bool) -> str:
-    """The text of these turns, each a role and what it says. Raises InvalidRequestError if the template
-    cannot render them."""
+    """The text of these turns, roles and what they say. Raises InvalidRequestError if there is none."""
     messages = [llama_cpp.llama_chat_message(role.encode(), text.encode()) for role, text in turns]
     chat = (llama_cpp.llama_chat_message * len(messages))(*messages)
 

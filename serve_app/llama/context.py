@@ -452,9 +452,8 @@ class Context:
     def copy(self, source: int, target: int) -> None:
         """Make sequence `target` a copy of sequence `source`, whatever it held. In a unified cache they
         share the cells. Otherwise llama.cpp copies all cells of a sequence during the next decode, which
-        costs about as much as computing `n_ctx_share` / 200 tokens.
-        Where few of them are in use, the source's state takes less, and is taken once for all copies that
-        are made before the next decode.
+        costs about as much as computing `n_ctx_share` / 200 tokens. Where few of them are in use, the
+        source's state takes less, and is taken once for all copies that are made before the next decode.
         """
         n_past = self._n_past(source)
         settled = self.slots_with_pending_copy.isdisjoint((source, target))

@@ -254,8 +254,7 @@ class Model:
 
     @functools.cached_property
     def _kv_heads(self) -> list[int]:
-        """The heads of keys and values of each layer, as far as the file's metadata say it; 0 if it is
-        recurrent only."""
+        """The heads of keys and values of each layer that the file tells of; 0 if it is recurrent only."""
         n_layer, name = self.n_layer, f"{self.architecture}.attention.head_count_kv"
         heads = self.meta_int("attention.head_count_kv", self._n_head)
         if not self._is_hybrid:
@@ -432,8 +431,7 @@ class Model:
         return frozenset(token for token in tokens if token is not None)
 
     def delimiter_token(self, text: str) -> int | None:
-        """The one token that stands for the text, and not for its characters; grammars write it otherwise
-        then."""
+        """The one token that stands for the text, and not its characters, as grammars distinguish."""
         tokens = self.tokenize(text, add_special=False, parse_special=True)
         if len(tokens) != 1:
             return None
@@ -445,10 +443,9 @@ class Model:
         return b"".join(self.piece(t, special=special) for t in tokens).decode(errors="replace")
 
     def constraint(self, grammar: str, triggers: Triggers | None = None) -> Constraint:
-        """A constraint that keeps one sequence to a grammar, as llguidance serialises it; with
-        `triggers`, from there. The first takes a second for a large vocabulary, a new grammar
-        milliseconds, without the GIL. Raises InvalidRequestError if the grammar is none, or takes
-        too much."""
+        """A constraint that keeps one sequence to a grammar, as llguidance serialises it; with `triggers`,
+        from there. The first takes a second for a large vocabulary, a new grammar milliseconds, without the
+        GIL. Raises InvalidRequestError if the grammar is none, or takes too much."""
         with self._constraints:
             fresh = self._compiled[grammar].fresh()
         if triggers is None:

@@ -92,8 +92,7 @@ class StoredWeights:
         """Bytes of the mapped file that batches read."""
 
     def use(self, as_stored: bool) -> None:
-        """Have batches of all of the model's contexts computed over the weights in the file, or over the
-        repacked ones."""
+        """Have all of the model's contexts compute over the weights in the file, or the repacked ones."""
         if as_stored != self._as_stored:
             for tensor, *places in self._tensors:
                 tensor.buffer, tensor.data, tensor.extra = places[as_stored]
@@ -128,8 +127,7 @@ class StoredWeights:
 
 
 def _repacked(model: Model) -> list[_Tensor]:
-    """The tensors that llama.cpp repacked: a pass over one row shows the tensors of its graph, and is then
-    left."""
+    """The tensors that llama.cpp repacked: the graph of an aborted pass over one row shows them."""
     repacked: dict[int, _Tensor] = {}
 
     def look(node: int, _ask: bool, _user_data: object) -> bool:

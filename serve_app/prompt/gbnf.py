@@ -49,8 +49,7 @@ class _Expression:
 
 
 class _Alphabet:
-    """Sets of characters as bits of a number: each bit stands for characters that no part of the grammar
-    tells apart."""
+    """Sets of characters as bits: each stands for characters that the grammar does not tell apart."""
 
     def __init__(self, bodies: Iterable[_Expression]) -> None:
         starts = {0}

@@ -109,8 +109,7 @@ def completed(turns: Conversation) -> list[Turn]:
 
 def _with_ids(turns: Iterable[Turn]) -> list[Turn]:
     """The turns with an id for each call, and with an id and a function's name for each result. A result
-    that names no call is of the first call of its function that has no result yet, or of the first at
-    all."""
+    that names no call is of the first call, of its function if there is one, that has no result yet."""
     named: list[Turn] = []
     waiting: list[PastCall] = []
     names: dict[str, str] = {}

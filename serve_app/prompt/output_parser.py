@@ -36,8 +36,7 @@ _OTHER_TAGS = (
 
 
 def reasoning_tags(template: str) -> ReasoningTags | None:
-    """The tags that a chat template shows; None if its model has no reasoning, or reasoning on a
-    channel."""
+    """The tags that a chat template shows; None without reasoning, or if it is on a channel."""
     return next((tags for tags in (THINK, *_OTHER_TAGS) if tags.open in template), None)
 
 

@@ -22,8 +22,7 @@ class TemplateText(str):
     """A text and the origin of its characters. Immutable."""
 
     origin: str
-    """The origins of the text's characters, a digit for each: `1` if the template wrote it, and `0` if
-    not."""
+    """The origins of the text's characters, a digit for each: `1` if the template wrote it, or else `0`."""
 
     def __new__(cls, text: object = "", origin: str | None = None) -> Self:
         """The text is a user's if no origin is given."""

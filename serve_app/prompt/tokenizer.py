@@ -158,8 +158,7 @@ class Tokenizer:
         return self.model.piece(token, special=special)
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
-        """The text of some tokens; bytes that are not UTF-8 become U+FFFD. Places of pictures, which are
-        negative, have none."""
+        """The text of tokens; what is not UTF-8 becomes U+FFFD. Pictures, which are negative, have none."""
         return self.model.detokenize((one for one in tokens if one >= 0), special=special)
 
     def delimiter_token(self, text: str) -> int | None:
@@ -335,8 +334,7 @@ class Tokenizer:
 
 
 class Marks:
-    """Stands for the attachments of one chat in its text, through the template: digits, which no user
-    foresees."""
+    """Stands for the attachments of one chat in its text: digits, which no user foresees."""
 
     def __init__(self) -> None:
         self._secret = f"{secrets.randbelow(10**12):012}"

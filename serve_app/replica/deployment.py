@@ -22,8 +22,7 @@ from serve_app.routing.serve_handle import handle_for_now
 
 @cache
 def prepared(*, keeps_texts: bool) -> ReplicaPlace:
-    """The place of the replica that this process is. `keeps_texts` says whether its log may have clients'
-    texts."""
+    """The place of this process's replica. `keeps_texts` says whether its log may have clients' texts."""
     forward_to_serve(keeps_texts=keeps_texts)
     heap.give_back()
     context = serve.get_replica_context()

@@ -35,8 +35,7 @@ class Clocks:
         self._began = self._wall(), self._cpu()
 
     def end(self, n_rows: int) -> tuple[float, float]:
-        """Seconds since the beginning of a batch of so many rows, and the share of their time that its
-        threads had."""
+        """Seconds since a batch of so many rows began, and the share of them that its threads had."""
         began, computed = self._began
         seconds = self._wall() - began
         if self._threads is None or seconds <= 0:

@@ -110,8 +110,7 @@ class Factors:
         return len(self.values) - 1
 
     def learn(self, growth: Mapping[int, float], error: float, noise: float) -> None:
-        """Learn from a forecast's relative error, which has that variance besides. `growth` is that of
-        `variance`."""
+        """Learn from a forecast's relative error, which has that variance, too. `growth` is its growth."""
         diagonal = np.einsum("ii->i", self._covariance)
         forgotten = np.maximum(0.0, self._begun - diagonal)
         diagonal += _LATE * forgotten
@@ -255,8 +254,7 @@ class Profile:
     deep_decode_s: Mapping[int, float] = field(default_factory=dict)
     deep_prefill_s: Mapping[int, float] = field(default_factory=dict)
     masked: float = 1.0
-    """The cost of a token of other sequences in a unified cache, as a part of the cost of an own
-    one."""
+    """The cost of a token of other sequences in a unified cache, as a part of the cost of an own one."""
     share: float = 1.0
     """The part of their time that the batches' threads had; other programs had the rest. 1 where it is not
     known, or once the costs have been learned."""
@@ -288,8 +286,7 @@ class CostModel:
         self._retried: set[int] = set()
         self._n_seen = 0
         self._longer: dict[int, float] = {}
-        """How much longer drafts of several sequences take than as many sequences do, by
-        `_doublings`."""
+        """How much longer drafts of several sequences take than as many sequences do, by `_doublings`."""
 
     def __bool__(self) -> bool:
         """Whether anything was measured."""
@@ -318,8 +315,7 @@ class CostModel:
         return self._delay * self._prefill.own_s(n_rows, n_past)
 
     def batch_s(self, n_rows: int, n_past: float) -> float:
-        """Seconds that a batch of so many rows may take, whatever they are of; 0 if none was
-        measured."""
+        """Seconds that a batch of so many rows may take, whatever they are of; 0 if none was measured."""
         return max(self.decode_s(n_rows, n_past), self.prefill_s(n_rows, n_past))
 
     @property
@@ -342,9 +338,8 @@ class CostModel:
         rows of other sequences, in a step that takes `beside_s` besides: those that get the prompt on
         fastest, of equal ones the most; 0 if none fit.
 
-        Kernels have steps, and 63 rows can cost twice what 64 do: what comes into question are the
-        measured numbers of rows, between them multiples of 4, and of more the larger they are, and all
-        that is left.
+        Kernels have steps, and 63 rows can cost twice what 64 do: what comes into question are the measured
+        numbers of rows, between them multiples of 4, and of more the larger they are, and all that is left.
         """
         sizes = [n - n_beside for n in self._sizes if n_beside < n < n_beside + n_pending]
         times = {n: self.prefill_s(n_beside + n, n_past) for n in [*sizes, n_pending]}
@@ -375,8 +370,7 @@ class CostModel:
     def split(
         self, slots: tuple[int, ...], n_past: float, blocked: frozenset[int] = frozenset()
     ) -> tuple[int, ...]:
-        """How many of the decoding slots each batch is to compute. `slots` are their ids, which
-        ascend.
+        """How many of the decoding slots each batch is to compute. `slots` are their ids, which ascend.
 
         llama.cpp computes only consecutive slots together, so a batch also has a row for each slot between
         its own, which is wasted; none of those may be `blocked`. All slots are in one batch, unless
@@ -416,8 +410,7 @@ class CostModel:
         return (len(slots),) if whole and split_s >= (1 - _LEAST_GAIN) * whole_s else parts
 
     def steps_s(self, n_rows: int, n_past: float) -> float:
-        """Seconds of the batches that compute one token of each sequence in `n_rows` consecutive
-        slots."""
+        """Seconds of the batches that compute one token of each sequence in `n_rows` consecutive slots."""
         if not self:
             return 0.0
         parts = self._known_split(tuple(range(n_rows)), n_past)
@@ -426,8 +419,7 @@ class CostModel:
     def observe_decode(
         self, n_sequences: int, n_rows: int, n_past: float, seconds: float, share: float = 1.0
     ) -> None:
-        """Learn from a batch over decoding sequences, one row of each or with drafts. Its threads had that
-        share of their time."""
+        """Learn from a batch of decoding sequences, maybe with drafts. Its threads had that share of it."""
         if n_rows == n_sequences:
             self._learn(self._decode, n_rows, n_past, seconds, share)
         elif n_sequences == 1:
@@ -447,8 +439,7 @@ class CostModel:
     def observe_prefill(
         self, n_rows: int, n_past: float, seconds: float, share: float = 1.0
     ) -> None:
-        """Learn from a batch of the kind that `prefill_s` predicts. Its threads had that share of their
-        time."""
+        """Learn from a batch that `prefill_s` predicts. Its threads had that share of their time."""
         self._learn(self._prefill, n_rows, n_past, seconds, share)
 
     def _learn(

@@ -106,9 +106,8 @@ def request_s(profile: Profile, options: EngineOptions, mode: Mode) -> float:
 
 
 def _seconds(costs: CostModel, options: EngineOptions, tokens: range, mode: Mode) -> float:
-    """A prompt's tokens at these positions, and an answer, decoded with all slots busy. Half of the
-    prompts are computed while half of the slots decode, the others while nobody does. With one slot, nobody
-    else ever decodes."""
+    """A prompt's tokens at these positions, and an answer, decoded with all slots busy. Half of the prompts
+    are computed while half of the slots decode, if there are several, the others while nobody does."""
     n_cells = tokens.start + options.n_slots * len(tokens) if mode.kv_unified else 0
     beside = (0, options.n_slots // 2) if options.n_slots > 1 else (0,)
     prompts_s = [_prompt_s(costs, options, tokens, n_cells, n, mode.mixes) for n in beside]
@@ -149,8 +148,7 @@ def _prompt_s(
 
 
 def filled(profile: Profile, like: Profile) -> Profile:
-    """A profile of few batches, with the others of one that has more: as much longer or shorter as those
-    that both have."""
+    """A profile of few batches, and the others of one with more, scaled as those that both have."""
     curves: dict[str, Any] = {}
     for name in ("decode_s", "prefill_s", "verify_s"):
         few, more = getattr(profile, name), getattr(like, name)

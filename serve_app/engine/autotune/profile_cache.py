@@ -42,8 +42,7 @@ _Choice = TypeVar("_Choice")
 
 
 def key(options: EngineOptions, **others: object) -> str:
-    """A name for what is measured with these options, under other conditions that tell on it, on this kind
-    of processor."""
+    """A name for what is measured with these options, under these conditions, on this kind of processor."""
     conditions = {"format": _FORMAT, "cpu": _processor(), **others}
     conditions |= {name: getattr(options, name) for name in _OPTIONS}
     conditions["pinned"] = [len(tokens) for tokens in options.pinned]
@@ -52,8 +51,7 @@ def key(options: EngineOptions, **others: object) -> str:
 
 
 def load(folder: Path | None, name: str, kind: type[_Choice]) -> _Choice | None:
-    """The choice, a dataclass, that was kept under that name; None if nothing was, or if the file is
-    damaged."""
+    """The choice, a dataclass, that was kept under that name; None if there is none, or it is damaged."""
     if folder is None:
         return None
     path = folder / f"{name}.json"

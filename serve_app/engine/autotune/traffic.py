@@ -86,8 +86,7 @@ class _Kind:
         return one(n_rows, depth) if n_rows else 0.0
 
     def _prompts_s(self, prompts: Iterable[tuple[int, float]], n_prompt: int) -> float:
-        """Seconds of the prompts in a split cache: all rows are computed together, but each prompt's
-        attention for itself."""
+        """Seconds of the prompts in a split cache: rows are computed together, but attention by prompt."""
         at = self.costs.prefill_s
         attention_s = sum(at(n, depth) - at(n, 0) for n, depth in prompts)
         return at(n_prompt, 0) + attention_s if n_prompt else 0.0
@@ -99,8 +98,7 @@ class Traffic:
     def __init__(
         self, own: tuple[Mode, CostModel], other: tuple[Mode, Profile], share: float = 1.0
     ) -> None:
-        """The engine learns the costs of its `own` kind. The profiles were measured with that `share` of
-        the threads' time."""
+        """The engine learns the costs of its `own` kind. The profiles had that `share` of the time."""
         self._own = _Kind(*own)
         self._other = _Kind(other[0], CostModel(other[1]))
         self._yardsticks = self._other.costs.yardsticks(_YARDSTICK_ROWS)

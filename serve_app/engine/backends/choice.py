@@ -175,8 +175,7 @@ def _measured_choice(
 
 
 def profiles_of_backends(path: Path, options: EngineOptions) -> tuple[Profile, Profile]:
-    """The times of a few batches with OpenVINO and with llama.cpp, measured in turns. Raises
-    ConfigError."""
+    """The times of a few batches with OpenVINO and llama.cpp, measured in turns. Raises ConfigError."""
     from serve_app.engine.backends import openvino
 
     if options.computing_cpus is not None:

@@ -250,8 +250,7 @@ def check_own_layers(target: Model) -> None:
 
 
 def _has_projection(target: Model) -> bool:
-    """Some files' metadata tell of layers that were left out, without which llama.cpp would end the
-    process."""
+    """Some files tell of layers that were left out, without which llama.cpp would end the process."""
     return any(
         tensor.name.endswith(_PROJECTION)
         for path in target.files

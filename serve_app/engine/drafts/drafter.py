@@ -97,8 +97,7 @@ class SlotWindow:
         self.n_kept, self._n_skipped, self._source = 0, 0, None
 
     def _n_alike(self, tokens: TokenArray, start: int, end: int) -> int:
-        """How many first cells are the text's, of which `start` are known to be; less than all of
-        it."""
+        """How many first cells are the text's, of which `start` are known to be; less than all of it."""
         cells = self.cells
         end = min(end, len(cells), len(tokens) - self._n_skipped - 1)
         for i in range(start, end):
@@ -172,8 +171,7 @@ class Drafter:
         return self._windows[sequence.slot_id].rate
 
     def draft_s(self, n_sequences: int, n_drafted: int, n_fed: int) -> float:
-        """Seconds to propose so many tokens for each of so many sequences, `n_fed` tokens fed
-        before."""
+        """Seconds to propose so many tokens for each of so many sequences, `n_fed` tokens fed before."""
         n_past = self._n_cells
         first_s = self._costs.decode_s(n_fed, n_past)
         if n_sequences == 1:

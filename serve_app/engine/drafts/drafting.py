@@ -124,8 +124,7 @@ class Drafting(Guest):
         return drafts
 
     def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
-        """Learn from a draft of which the first `n_accepted` tokens were right; returns whether the draft
-        model proposed it."""
+        """Learn from a draft with `n_accepted` right tokens; whether the draft model proposed it."""
         self._stake += n_accepted / self._n_decoding
         if self._drafter is not None and self._drafter.record(sequence, n_drafted, n_accepted):
             return True

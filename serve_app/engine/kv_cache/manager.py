@@ -145,9 +145,8 @@ class KVCacheManager:
         return self.table.n_tokens_of(later) + n_new + len(held.tokens) <= self.n_pool
 
     def place(self, sequence: Sequence) -> Place | PrefixPending | None:
-        """Put a sequence into an idle slot, with the longest prefix of its cache group there,
-        unless it should wait for one that is being computed. Tokens that lose their place are
-        stored first.
+        """Put a sequence into an idle slot, with the longest prefix of its cache group there, unless it
+        should wait for one that is being computed. Tokens that lose their place are stored first.
 
         While others generate, what would keep them waiting for too long is neither restored nor stored;
         None if it is only too much for this step."""

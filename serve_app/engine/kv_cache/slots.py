@@ -254,14 +254,13 @@ class SlotTable:
         Its first `n_stored` tokens can also be had from outside the slots. Slots of other cache
         groups count as empty.
 
-        An idle slot that holds the longest prefix is used in place, but only if that is at least
-        half of what it holds: a few shared first tokens are not worth somebody's conversation. A
-        prefix that another slot, idle or busy, holds is copied into an idle slot, and so is one that
-        is stored. That is the slot next to most busy ones of the same adapters in a split cache,
-        which computes consecutive slots together, or else the least recently used. The slot with
-        the id `slot_id` is the one, if it is idle. At least the prompt's last token is left to
-        decode. There must be an idle slot. Only in the `background` a prompt waits for what is
-        computed there.
+        An idle slot that holds the longest prefix is used in place, but only if that is at least half of
+        what it holds: a few shared first tokens are not worth somebody's conversation. A prefix that
+        another slot, idle or busy, holds is copied into an idle slot, and so is one that is stored. That is
+        the slot next to most busy ones of the same adapters in a split cache, which computes consecutive
+        slots together, or else the least recently used. The slot with the id `slot_id` is the one, if it is
+        idle. At least the prompt's last token is left to decode. There must be an idle slot. Only in the
+        `background` a prompt waits for what is computed there.
         """
         prompt = packed(prompt)
         n_most = n_tokens(prompt) - 1

@@ -60,9 +60,8 @@ def hottest(
 ) -> list[HotPrefix]:
     """The prefixes to take into so many bytes, the best first, given those already held.
 
-    Each time, that which saves the most tokens for its bytes: what it has and nothing taken before
-    has, as often as prompts began with it lately. A prefix of a longer offer that is taken is not
-    taken again.
+    Each time, that which saves the most tokens for its bytes: what it has and nothing taken before has, as
+    often as prompts began with it lately. A prefix of a longer offer that is taken is not taken again.
     """
     shared = {
         offer: max((n_shared(offer.prefix, known) for known in held), default=0)

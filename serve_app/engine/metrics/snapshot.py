@@ -71,8 +71,7 @@ class Published:
         self._made = time.monotonic()
 
     def stepped(self, *, changed: bool) -> None:
-        """Decoder thread: a step is over; `changed` says whether it changed anything but the number of
-        tokens."""
+        """Decoder thread: a step is over, which `changed` something or only brought tokens."""
         if changed or self._is_read or time.monotonic() >= self._made + _EVERY_S:
             self.refresh()
 

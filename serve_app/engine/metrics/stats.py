@@ -166,8 +166,7 @@ class EmbeddingStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Prefixes outside the slots: in the memory tier, in checkpoints, and on their way between
-    replicas."""
+    """Prefixes outside the slots: in the memory tier, in checkpoints, and on their way between replicas."""
 
     stored_prefixes: int = 0
     stored_bytes: int = 0

@@ -202,8 +202,7 @@ class Message(RequestModel):
         return self
 
     def as_turns(self, *, reasoning: bool) -> list[Turn]:
-        """The message in the canonical form: tools' results are turns of their own; `reasoning` keeps
-        that of the assistant."""
+        """The message as turns, of which tools' results are some; `reasoning` keeps the assistant's."""
         results = [b.as_turn() for b in self.content if isinstance(b, ToolResultBlock)]
         calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
         parts = _parts(self.content)

@@ -256,8 +256,7 @@ class BatchExecution:
         return await self._executor.room.do(function, *arguments, thread=self._thread)
 
     async def run(self) -> None:
-        """Work until the batch has ended, and keep it from others meanwhile. Raises LeaseLostError, OSError
-        and sqlite3.Error."""
+        """Work alone until the batch has ended. Raises LeaseLostError, OSError and sqlite3.Error."""
         batch, source = self._batch, self._store.path(self._batch.input_file_id)
         folder = self._store.folder / "runs"
         self._journal = await self._do(BatchJournal, folder, batch.id, source)

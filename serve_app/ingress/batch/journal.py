@@ -196,8 +196,7 @@ class BatchJournal:
             self.write([LineResult(n, False, line_of(name, None, error)) for n, name in lines])
 
     def export(self) -> dict[str, Path]:
-        """Write the results as files, `output` and `error`, in the order of the lines. Empty files are left
-        out."""
+        """Write the results as files, `output` and `error`, in the lines' order, but for empty ones."""
         made: dict[str, Path] = {}
         for kind, good in (("output", 1), ("error", 0)):
             path = self._folder / f"{self._batch_id}.{kind}.{uuid.uuid4().hex}"

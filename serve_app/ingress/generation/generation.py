@@ -232,8 +232,7 @@ class Deltas:
             raise CorralError("The engine's stream ended without an end.") from None
 
     async def _read(self, index: int) -> None:
-        """Read one of several streams. It goes on when its last item was taken: deltas that come meanwhile
-        pile up in it as one."""
+        """Read one of several streams. Deltas that come before its last item was taken pile up as one."""
         try:
             item = None
             while not (isinstance(item, TokenDelta) and item.end is not None):

@@ -229,8 +229,7 @@ def generation(
 
 
 def _adapters(model: ModelInfo, params: GenerationParams) -> Adapters:
-    """The adapters that the request or its model's name names. Raises InvalidRequestError for adapters that
-    the model does not have."""
+    """The adapters that the request or its model's name asks for. Raises InvalidRequestError."""
     if params.lora is None:
         return model.used
     scales = {}
@@ -328,8 +327,7 @@ def _turns(model: ModelInfo, body: ChatRequest) -> tuple[Conversation, str]:
 
 
 def _without_pictures(turn: Turn) -> Turn:
-    """A tool's result for a model that reads text only: an agent that looks at a picture sends it with each
-    later request, too."""
+    """A tool's result for a model that only reads: agents send a picture with each later request, too."""
     parts = (part if isinstance(part, str) else _LEFT_OUT for part in turn.parts)
     return dataclasses.replace(turn, parts=tuple(parts)) if turn.attachments else turn
 
@@ -345,8 +343,7 @@ def length(model: ModelInfo, body: ChatRequest, prompt_field: str) -> PromptLeng
 
 
 def chat_prompt(model: ModelInfo, body: ChatRequest) -> tuple[int, ...]:
-    """The prompt that asks for the chat's next turn. The first medium is -1 there, the second -2. Raises
-    InvalidRequestError."""
+    """The prompt for the next turn. The first medium is -1, the second -2. Raises InvalidRequestError."""
     return _rendered(model, body, *_turns(model, body), model.tokenizer.encode_chat)
 
 

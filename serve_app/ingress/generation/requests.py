@@ -87,8 +87,7 @@ class TextForm(NamedTuple):
     """A GBNF grammar, a JSON schema, or a regular expression."""
 
     def grammar(self, dialect: Dialect | None = None) -> str:
-        """The form as the engine has it; a schema's text may come after reasoning. Raises
-        InvalidRequestError."""
+        """The form for the engine; a schema's text may come after reasoning. Raises InvalidRequestError."""
         if self.kind == "schema":
             return grammars.from_json_schema(self.form, self.param, dialect, name_ignored)
         translate = grammars.from_gbnf if self.kind == "grammar" else grammars.from_regex
@@ -276,8 +275,7 @@ class GenerationParams(RequestModel):
 
     @property
     def n_logprobs(self) -> int | None:
-        """How many most likely tokens are to be told with every token's log probability; None if not
-        even that."""
+        """How many most likely tokens are told with each token's log probability; None: not even that."""
         return self.n_probs or None
 
     @property
@@ -549,8 +547,7 @@ class ChatRequest(GenerationParams):
             yield TextForm("response_format", "schema", schema)
 
     def matched(self) -> str | None:
-        """The grammar of the whole answer; None for a schema, as it depends on the prompt what may come
-        before its text."""
+        """The grammar of the whole answer; None for a schema, whose grammar depends on the prompt."""
         constraint = self.constraint
         if constraint is None or constraint.kind == "schema":
             return None
@@ -570,8 +567,7 @@ class ChatRequest(GenerationParams):
         return self.tools
 
     def forced_tools(self) -> list[Tool]:
-        """The tools of which the model must call one; empty if it may do without. Raises
-        InvalidRequestError."""
+        """The tools of which one must be called; empty if none must. Raises InvalidRequestError."""
         choice = self.tool_choice
         mode = choice.mode if isinstance(choice, AllowedToolChoice) else choice
         if mode is None or mode in ("auto", "none"):

@@ -64,8 +64,7 @@ class Bodies:
     def __init__(
         self, workers: Workers, *, strict: bool = False, fetch: Fetch | None = None
     ) -> None:
-        """`strict` refuses requests with fields that Corral does not have; `fetch` gets the pictures that
-        are named by URLs."""
+        """`strict` refuses fields that Corral does not have; `fetch` gets the pictures that URLs name."""
         self._workers = workers
         self._strict, self._fetch = strict, fetch
         self._log_again_at = 0.0

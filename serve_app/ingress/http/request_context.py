@@ -40,8 +40,7 @@ class Account(Protocol):
     key: ApiKey
 
     async def enter(self, n: int = 1, *, besides: int = 0) -> None:
-        """Count `n` more requests of an HTTP request that has some. Raises KeyLimitError, RateLimitError
-        or NoRoomError."""
+        """Count `n` more requests for one. Raises KeyLimitError, RateLimitError or NoRoomError."""
 
     def leave(self, n: int = 1) -> None: ...
 
@@ -75,8 +74,7 @@ class Observer(Protocol):
     def answered(
         self, model: str, request: GenerationRequest, end: SequenceEnd, prepared: int
     ) -> None:
-        """Note the end of an answer, whose request went to an engine at the time `prepared`, by
-        `time.monotonic_ns`."""
+        """Note the end of an answer, whose engine got it at `prepared`, by `time.monotonic_ns`."""
 
 
 class UsageCounts(TypedDict, total=False):
@@ -121,8 +119,7 @@ class Caller:
     """Whether it may do what operators do, and see what others do."""
     is_batch_line: bool = False
     is_promoted: bool = False
-    """Whether the line's time runs out: it takes part with all requests, as one more client, and is charged
-    and limited as they are."""
+    """Whether the line's time runs out: it is one more client, charged and limited as others are."""
     ignored: list[str] = field(default_factory=list)
     counter: Callable[[str, UsageCounts], float] | None = None
     """Counts what is used of a model, and returns the cost."""

@@ -30,8 +30,7 @@ _Figure = tuple[str, str, float, str]
 
 
 def render(replicas: Sequence[ReplicaStats], n_missing: int) -> bytes:
-    """A model's metrics in Prometheus's text format, summed over the replicas that answered; `n_missing`
-    did not."""
+    """A model's metrics in Prometheus's text format, summed over the replicas but for `n_missing`."""
     total = _totals(replicas)
     prompt_tokens, prompt_s = total("tokens.prompt_tokens"), total("requests.prefill_s")
     generated, generated_s = total("tokens.generated_tokens"), total("requests.generation_s")

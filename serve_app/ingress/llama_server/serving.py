@@ -48,8 +48,7 @@ class LlamaChoice:
         return self._selected(answer)
 
     def events(self, delta: TokenDelta) -> list[Json]:
-        """The events of a delta: how far its prompt is, its text, and at the end what there is to tell of
-        the whole."""
+        """The events of a delta: how far its prompt is, its text, and at the end what the whole was."""
         self._running.saw(delta)
         tells_progress = self.asked.generation.return_progress
         events = [self._progress(one) for one in delta.progress] if tells_progress else []

@@ -2,8 +2,7 @@
 
 Nothing is checked against these at run time; tests compare them with real answers.
 
-Sources: OpenAI's and Anthropic's API references; llama.cpp, tools/server/README.md; ollama,
-api/types.go.
+Sources: OpenAI's and Anthropic's API references; llama.cpp, tools/server/README.md; ollama, api/types.go.
 """
 
 from __future__ import annotations

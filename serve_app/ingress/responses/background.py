@@ -148,9 +148,8 @@ class BackgroundResponses:
         return response
 
     async def adopt(self) -> int:
-        """Go on with the responses whose ingresses are gone. Returns how many.
-        Tokens generated from here on are counted, and charged to no limit: this ingress has not seen the
-        owner."""
+        """Go on with the responses whose ingresses are gone. Returns how many. Tokens generated from here
+        on are counted, and charged to no limit: this ingress has not seen the owner."""
         n_adopted = 0
         with suppress(ConnectionError):
             while self.keep_any and (stored := await self._store.adopt()) is not None:
@@ -263,8 +262,7 @@ class BackgroundResponses:
             logger.exception("The store of responses cannot be started")
 
     async def keep(self, stored_request: StoredRequest, owner: Owner, entries: list[Event]) -> None:
-        """Keep a response that is complete. Waits a moment at most, and raises nothing: its client has an
-        answer anyway."""
+        """Keep a complete response. Waits a moment at most, and raises nothing: it was answered."""
         response = BackgroundResponse(stored_request, owner, entries)
         putting = self._putting[stored_request.id] = _aside(self._keep(response))
         await asyncio.wait([putting], timeout=PUT_S)

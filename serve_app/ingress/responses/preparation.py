@@ -250,8 +250,7 @@ def response(models: Models, body: bytes) -> PreparedResponse | After:
 
 
 def input_tokens(models: Models, body: bytes) -> PromptLength | After:
-    """POST /v1/responses/input_tokens, maybe behind a record: how many the prompt would have. Raises
-    CorralError."""
+    """POST /v1/responses/input_tokens, maybe behind a record: the prompt's length. Raises CorralError."""
     read = _read(models, body)
     if isinstance(read, After):
         return read
@@ -295,8 +294,7 @@ def _record(body: bytes) -> tuple[StoredRequest, list[memoryview], bytes]:
 
 
 def answer_to(models: Mapping[str, M], request: StoredRequest, **options: Any) -> ResponseAnswer:
-    """The answer to a kept request, before any output. Raises ResponseNotFoundError if its model is no
-    more."""
+    """The answer to a kept request, before any output. Raises ResponseNotFoundError without its model."""
     try:
         return ResponseAnswer(request, find(models, request.model), **options)
     except ModelNotFoundError:

@@ -65,8 +65,7 @@ PROMPT_END = 64
 
 
 class Continued(PreparedBody[T | After]):
-    """The dependency on a body that may go on from an earlier response, behind whose record it is then
-    prepared again."""
+    """The dependency on a body that may go on from an earlier response, and is then prepared behind it."""
 
     async def __call__(self, request: Request) -> T | After:
         """Read the body in a worker. Raises CorralError."""
@@ -222,8 +221,7 @@ async def _held(responses: BackgroundResponses, response_id: str) -> AsyncGenera
 async def _logged(
     deltas: Deltas, made: StoredRequest, owner: Owner, responses: BackgroundResponses | None
 ) -> AsyncGenerator[Event]:
-    """The log of a response that ends when its client leaves. It is kept before its end is told, where
-    responses are kept."""
+    """The log of a response that ends when its client leaves. It is kept before its end is told."""
     entries: list[Event] = []
     try:
         async for _, delta in deltas:

@@ -92,8 +92,7 @@ def unpacked(pack: bytes | memoryview) -> Iterator[list[Event]]:
 
 
 def merged(entries: Sequence[Event]) -> list[Event]:
-    """All deltas as one, and what else is the last of them: of these, a response is sooner computed, and is
-    the same."""
+    """All deltas as one, and what else is the last of them: a response is the same by these, and sooner."""
     deltas = [entry.delta for entry in entries if entry.delta is not None]
     events: list[Event] = []
     if deltas:
@@ -275,8 +274,7 @@ class Store:
     async def find(
         self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
-        """A response of this key's, its log from that place on. Waits for so many seconds until there is
-        something, or the end."""
+        """A response of this key's, its log from there on. Waits so long for some, or its end."""
         self._expire()
         kept = self._owned(response_id, key)
         if kept is not None and wait_s:

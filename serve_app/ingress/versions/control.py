@@ -18,8 +18,7 @@ logger = logging.getLogger("corral.ingress")
 
 
 def changed(weights: Mapping[str, float], percents: Mapping[str, float]) -> dict[str, float]:
-    """Weights in percent: as asked for, and the other versions share the rest as they did before. Raises
-    InvalidRequestError."""
+    """Weights in percent, of which other versions share the rest as before. Raises InvalidRequestError."""
     for name, percent in percents.items():
         if name not in weights:
             known = ", ".join(weights)
@@ -133,8 +132,7 @@ class VersionControl:
         self._load_what_is_due()
 
     def given(self) -> dict[str, float]:
-        """The weight of each version at this moment, by its full name: 0 before it can answer. The models
-        know it, too."""
+        """The weight of each version now, by full name: 0 before it can answer. The models know it, too."""
         found = {}
         for model, weights in self._weights.items():
             versions = {name: self._models[f"{model}@{name}"] for name in weights}

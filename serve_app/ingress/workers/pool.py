@@ -105,8 +105,7 @@ class Worker:
         self.doing: asyncio.Future[Outcome]
 
     def begin(self, job: _Job) -> None:
-        """Have it do this: `doing` is the result, or the CorralError that the work raised. It raises
-        WorkerDiedError."""
+        """Have it do this: `doing` is the result, or the work's CorralError. Raises WorkerDiedError."""
         self.doing = asyncio.ensure_future(self._do(job))
 
     async def _do(self, job: _Job) -> Outcome:
@@ -377,8 +376,7 @@ class WorkerPool:
 
     @contextmanager
     def _doing(self, worker: Worker, job: _Job) -> Iterator[None]:
-        """Within this, the worker does the job. Then it is kept if it has done quick work, and ended
-        otherwise."""
+        """Within this, the worker does the job. It is kept afterwards if that was quick, or else ended."""
         worker.begin(job)
         self.at_work.add(worker)
         try:
@@ -408,8 +406,7 @@ class WorkerPool:
             worker.end()
 
     async def _fork(self, is_niced: bool) -> Worker:
-        """A new worker, or one of this kind that has become idle. A cancelled call's worker is kept for
-        others."""
+        """A new or an idle worker of this kind. A cancelled call's worker is kept for others."""
         forking = asyncio.ensure_future(self._forked(is_niced))
         try:
             return await asyncio.shield(forking)

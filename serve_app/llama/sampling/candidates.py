@@ -63,8 +63,7 @@ class Candidates:
         ordered: bool = False,
         room: Room | None = None,
     ) -> None:
-        """`ordered` if the highest logits come first. They lie in `room` if there are not too many, and
-        until others do."""
+        """`ordered` if the highest logits come first. A few lie in `room` until others do."""
         n = tokens.size
         self._n = n
         self._room = room = room if room and n <= room.size else Room(n)

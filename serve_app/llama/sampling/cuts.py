@@ -42,8 +42,7 @@ class Cut(NamedTuple):
     logits: Logits
     """The logits of `tokens`."""
     n_kept: int
-    """The number of candidates that are left. Those behind only show whether one of them has the same
-    logit."""
+    """The number of candidates that are left. Those behind only show whether one has the same logit."""
     ordered: bool
     """Whether the highest logits come first; else they are in the order of token ids."""
 

@@ -171,6 +171,5 @@ class Histories:
 
 
 def _last_n(n: int, n_ctx_slot: int) -> int:
-    """The last tokens that a sampler looks at: all that there can be for -1, which llama.cpp does not read
-    so."""
+    """The last tokens that a sampler looks at: for -1 all that there can be, unlike llama.cpp's."""
     return n_ctx_slot if n < 0 else min(n, n_ctx_slot)

@@ -38,8 +38,7 @@ class CallPiece:
     name: str | None
     """The function's name, with the first piece of a call; the next pieces go on with its arguments."""
     arguments: str
-    """A piece of the text of a JSON object, which all pieces make together, unless the answer is cut short
-    or goes wrong."""
+    """A piece of a JSON object's text, which is whole unless the answer is cut short or goes wrong."""
 
 
 def call_of(name: object, arguments: object) -> list[ToolCall]:

@@ -22,8 +22,7 @@ class ToolFormat:
 
     name: str
     template_patterns: tuple[str, ...]
-    """Regular expressions that are all found in templates which ask for it. Formats with more of them are
-    tried first."""
+    """Regular expressions that are all found in its templates. Formats with more are tried first."""
     delimiters: tuple[str, ...]
     """Texts of the format that are tokens of their own in some vocabularies."""
     make_parser: Callable[[Sequence[Function]], CallParser]
@@ -35,14 +34,11 @@ class ToolFormat:
     message: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     """Converts a message to the form that its templates take."""
     said: Callable[[lark.Delimiter], str] | None = None
-    """The rule `start` of answers that need not be calls, and what it needs, where that is not any text and
-    then calls."""
+    """The rule `start` of answers that need not be calls, where that is not text and then calls."""
     held: Callable[[lark.Delimiter, bool], str] | None = None
-    """The rule `start` of answers that match the rule `answer` or, if the flag is set, `calls`. Formats
-    with channels need it."""
+    """The rule `start` of answers that match `answer` or, with the flag, `calls` (channels)."""
     unwritable: str | None = None
-    """A regular expression of the characters that no name of a parameter can have, where names stand
-    without quotation marks."""
+    """A regular expression of what no parameter can have, where names have no quotation marks."""
     holds_answers: bool = False
     """Whether a grammar holds all answers to chats with tools."""
     has_channels: bool = False

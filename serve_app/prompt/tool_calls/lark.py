@@ -150,8 +150,7 @@ def constants(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """The schema itself, where it is a `$ref` to one of the root's definitions, or `allOf` one schema, as
-    pydantic writes these."""
+    """The schema itself behind a `$ref` to the root's definitions or an `allOf` of one (pydantic's)."""
     for _ in range(_MAX_REFS):
         if not isinstance(schema, Mapping):
             return {}

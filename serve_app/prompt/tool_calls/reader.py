@@ -135,9 +135,8 @@ class TextReader:
         return decode(self._held()[n_before:])
 
     def string_piece(self) -> Reading[str | None]:
-        """The next piece of a JSON string, after its first quotation mark, as far as it has
-        arrived; None at its end. Half of a character pair is U+FFFD, and what is no escape is
-        itself."""
+        """The next piece of a JSON string, after its first quotation mark, as far as it has arrived; None
+        at its end. Half of a character pair is U+FFFD, and what is no escape is itself."""
         if (yield from self.peek()) == '"':
             self.advance(self.at + 1)
             return None
@@ -177,8 +176,7 @@ class TextReader:
         return self.json(_VALUE)
 
     def skip_json(self) -> Reading[None]:
-        """Reads past a JSON value: brackets, strings, commas and colons have to be where JSON has
-        them."""
+        """Reads past a JSON value: brackets, strings, commas and colons have to be where JSON has them."""
         closing: list[str] = []
         allowed = _VALUE
         while True:

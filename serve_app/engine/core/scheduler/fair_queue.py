@@ -87,11 +87,10 @@ class FairQueue:
     """The sequences that wait for a slot. A client is what requests name; all that name none are one, and
     what a client has in the background is another one.
 
-    Background requests come last, unless `SlotShares` counts them as others. Otherwise, a lower
-    `priority` goes first, whatever was served.
-    Among equals, the request goes first whose client has least due: the seconds that it was charged,
-    and the probable cost of its running requests and of those that go before this one. Of clients
-    with as much due, the one with fewer slots goes first. So a client with one short
+    Background requests come last, unless `SlotShares` counts them as others. Otherwise, a lower `priority`
+    goes first, whatever was served. Among equals, the request goes first whose client has least due: the
+    seconds that it was charged, and the probable cost of its running requests and of those that go before
+    this one. Of clients with as much due, the one with fewer slots goes first. So a client with one short
     request does not wait for all of another's.
     """
 
@@ -240,10 +239,9 @@ class SlotShares:
     """Each client's share of the slots: as many as any other client's that has requests, or will
     probably have one at once.
 
-    A client that asks for one answer after the other has nothing waiting when its slot gets
-    free. If a client that has its share already took that slot, it would have to give it back a
-    moment later, and the next first token would wait for that. So the slot stays free for a while:
-    half of the slots at most.
+    A client that asks for one answer after the other has nothing waiting when its slot gets free. If a
+    client that has its share already took that slot, it would have to give it back a moment later, and the
+    next first token would wait for that. So the slot stays free for a while: half of the slots at most.
 
     A client's requests in the background are behind all others' requests. But while another client
     asks for more than its share, as many are not behind as the client's share has room for: what goes

@@ -123,8 +123,7 @@ _RESPONSE = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
 
 
 class CommandRParser(ChannelParser):
-    """A JSON list of calls stands in an action. Each has `tool_call_id`, `tool_name` and `parameters`; the
-    id may be missing."""
+    """An action has a JSON list of calls. Each has `tool_name`, `parameters` and mostly `tool_call_id`."""
 
     opening = ACTION_OPEN
     name_key = "tool_name"
@@ -354,8 +353,7 @@ class HarmonyParser(ChannelParser):
 
 
 def _harmony_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
-    """The rules for one call, as a call ends the answer. Its recipient is before the channel or behind
-    it."""
+    """The rules for one call, which ends the answer. Its recipient is before the channel or behind it."""
     start, channel, message = delimiter(START), delimiter(CHANNEL), delimiter(MESSAGE)
     bodies = []
     for function in functions:

@@ -76,8 +76,7 @@ class GenericParser(CallParser):
 
 
 def describe(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """A chat as templates without tools take it: the system describes the functions; calls and results are
-    texts."""
+    """A chat for templates without tools: the system describes functions; calls and results are texts."""
     texts = [_as_text(turn) for turn in turns]
     if tools:
         functions = "\n".join(_json(tool["function"]) for tool in tools)
