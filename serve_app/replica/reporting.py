@@ -204,9 +204,8 @@ class ReplicaMetrics:
             self._prefill.observe(spent.prefill_s)
         if n_own and not spent.n_resumed:
             self._ttft.observe(spent.first_token_s)
-        for n_gaps, seconds in spent.gaps:  # Ray takes them one by one, in about a microsecond each
-            for _ in range(n_gaps):
-                self._itl.observe(seconds / n_gaps)
+        for n_gaps, seconds in spent.gaps:
+            metrics.observe_all(self._itl, n_gaps, seconds)
         in_engine_s = spent.queue_s + spent.prefill_s + spent.decode_s
         self._e2e.observe(spent.failed_over_s + in_engine_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
@@ -45,8 +46,8 @@ class KeyFile(BaseModel):
 
 
 class KeyAccounts:
-    """The accounts of a key file, and of keys that operators made. Each file is read again when it has
-    changed. Only in one event loop.
+    """The accounts of a key file, and of keys that operators made. `follow` reads what has changed of them.
+    Only in one event loop.
 
     Raises ConfigError if a file cannot be read or is none; when that happens later, the keys stay what
     they were, and the log says why."""
@@ -68,18 +69,19 @@ class KeyAccounts:
         if self.created is not None:
             self._files[self.created.path] = self.created.read
         self._stamps: dict[Path, object] = {}
-        self._keys: dict[Path, list[ApiKey]] = {}
-        self._read_changed()
+        self._reading = asyncio.Lock()
+        self._keys = {
+            path: read_keys() for path, read_keys in self._files.items() if self._has_changed(path)
+        }
+        self._update()
 
     def named(self, name: str) -> KeyAccount | None:
         """The account of a key that is valid."""
-        self._follow()
         account = self._accounts.get(name)
         return None if account is None or self._has_expired(account.key) else account
 
     def all_keys(self) -> list[ApiKey]:
         """All keys, also those that have expired, with hashes in the place of secrets."""
-        self._follow()
         return [account.key for account in self._accounts.values()]
 
     def _has_expired(self, key: ApiKey) -> bool:
@@ -88,7 +90,6 @@ class KeyAccounts:
     def find(self, secret: str | None) -> KeyAccount:
         """The account of this key. Raises AuthenticationError. Hashes are looked up, so how long that takes
         says nothing about secrets."""
-        self._follow()
         if secret is None:
             raise AuthenticationError(
                 "No API key was sent. Send the header 'Authorization: Bearer KEY'."
@@ -103,7 +104,6 @@ class KeyAccounts:
     def of_user(self, names: Sequence[str]) -> KeyAccount:
         """The account of the user that a proxy names: of the key with that name, or else with that label
         `user`. Raises AuthenticationError, also for several names."""
-        self._follow()
         name = names[0] if len(names) == 1 else None
         own = self._accounts.get(name or "")
         labelled = (one for one in self._accounts.values() if one.key.labels.get("user") == name)
@@ -112,24 +112,26 @@ class KeyAccounts:
             raise AuthenticationError("The user that the proxy names has no valid API key here.")
         return account
 
-    def _follow(self) -> None:
-        try:
-            self._read_changed()
-        except ConfigError as error:
-            logger.error("%s. The previous keys stay valid.", error)
-
-    def _read_changed(self) -> None:
-        has_changed = False
-        try:
+    async def follow(self) -> None:
+        """Read the files that have changed, in a thread: thousands of keys take seconds, in which streams
+        go on."""
+        async with self._reading:
             for path, read_keys in self._files.items():
-                stamp = _stamp(path)
-                if path not in self._stamps or self._stamps[path] != stamp:
-                    self._stamps[path] = stamp  # a broken file is read, and told of, once
-                    self._keys[path] = read_keys()
-                    has_changed = True
-        finally:
-            if has_changed:
-                self._update()
+                if not self._has_changed(path):
+                    continue
+                try:
+                    self._keys[path] = await asyncio.to_thread(read_keys)
+                except ConfigError as error:
+                    logger.error("%s. The previous keys stay valid.", error)
+                else:
+                    self._update()
+
+    def _has_changed(self, path: Path) -> bool:
+        """Whether the file is another one than when this was last asked."""
+        stamp = _stamp(path)
+        has_changed = path not in self._stamps or self._stamps[path] != stamp
+        self._stamps[path] = stamp
+        return has_changed
 
     def _read_file(self) -> list[ApiKey]:
         keys = read(self._path)

@@ -108,6 +108,8 @@ class AccessMiddleware:
         line: Caller | None = scope.get(BATCH_LINE)
         async with AsyncExitStack() as held:
             try:
+                if self._accounts is not None:
+                    await self._accounts.follow()
                 caller = line or self._caller(scope, headers)
                 send = _noting_status(caller, send)
                 self._check_enabled(scope["path"])

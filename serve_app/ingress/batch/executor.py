@@ -216,12 +216,16 @@ class BatchExecutor:
             raise LeaseLostError
         return status
 
-    def caller(self, batch: ClaimedBatch, request_id: str, is_promoted: bool) -> Caller | None:
+    async def caller(
+        self, batch: ClaimedBatch, request_id: str, is_promoted: bool
+    ) -> Caller | None:
         """The name in which a line is asked for; None if that key is gone."""
-        accounts = self._accounts
-        key_account = None if accounts is None else accounts.named(batch.owner)
-        if accounts is not None and key_account is None:
-            return None
+        key_account = None
+        if self._accounts is not None:
+            await self._accounts.follow()
+            key_account = self._accounts.named(batch.owner)
+            if key_account is None:
+                return None
         return Caller(
             request_id,
             key_account,
@@ -397,7 +401,7 @@ class BatchExecution:
             await executor.room.wait()
             async with executor.window.place(batch.owner, line.size) as place:
                 is_promoted, request_id = self._is_promoted(), uuid.uuid4().hex
-                caller = executor.caller(batch, request_id, is_promoted)
+                caller = await executor.caller(batch, request_id, is_promoted)
                 if caller is None:
                     error = {"code": "invalid_api_key", "message": "The batch's API key is gone."}
                     return LineResult(line.n, False, line_of(line.custom_id, None, error))

@@ -143,7 +143,7 @@ class Ledger:
         self._tidied = -math.inf
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(folder / _FILE, os.O_CREAT | os.O_RDWR, 0o600))
+            _make_private(folder / _FILE)
 
     def counter(
         self, key: str, endpoint: str, *, batch: bool = False
@@ -346,7 +346,10 @@ class Ledger:
             raise
 
     def _opened(self) -> sqlite3.Connection:
-        path = ":memory:" if self.folder is None else self.folder / _FILE
+        path: Path | str = ":memory:"
+        if self.folder is not None:
+            path = self.folder / _FILE
+            _make_private(path)
         db = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
         self._closing = weakref.finalize(self, db.close)
         mount = None if self.folder is None else mount_of(self.folder)
@@ -391,6 +394,10 @@ def _result(function: Callable[[sqlite3.Connection], T], db: sqlite3.Connection)
         return function(db)
     except CorralError as error:
         return error
+
+
+def _make_private(path: Path) -> None:
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
 
 
 def _unusable(error: BaseException) -> LedgerError:

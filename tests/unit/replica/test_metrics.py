@@ -7,8 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import prometheus_client
 import pytest
 
+from serve_app import metrics
 from serve_app.engine.metrics.stats import CacheStats, EngineStats, PictureStats, QueueStats
 from serve_app.engine.metrics.trace import Trace
 from serve_app.replica import reporting
@@ -121,3 +123,20 @@ def test_only_new_throttling_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reporting, "throttled_s", lambda seconds=seconds: seconds)
         made.update(STATS)
     assert counted == [0.5]
+
+
+def test_many_gaps_at_once_are_as_many_one_by_one() -> None:
+    at_once, singly = (
+        prometheus_client.Histogram("gap", "A gap.", registry=None, buckets=GAP_BOUNDARIES_S)
+        for _ in range(2)
+    )
+    histogram = metrics.PrometheusMetric(at_once, {})
+    for n, seconds in ((3, 0.12), (1, 0.05), (2, 1e6), (4, 0.0), (0, 0.0)):
+        metrics.observe_all(histogram, n, seconds)
+        for _ in range(n):
+            singly.observe(seconds / n)
+    (found,), (expected,) = at_once.collect(), singly.collect()
+    for sample, other in zip(found.samples, expected.samples, strict=True):
+        if sample.name != "gap_created":
+            assert sample.labels == other.labels
+            assert sample.value == pytest.approx(other.value)

@@ -37,12 +37,13 @@ def test_other_keys_are_not_valid(tmp_path: Path, secret: str | None) -> None:
         KeyAccounts(write(tmp_path / "keys", {"name": "ana", "key": ANA})).find(secret)
 
 
-def test_a_changed_file_is_read_again_and_what_was_used_stays(tmp_path: Path) -> None:
+async def test_a_changed_file_is_read_again_and_what_was_used_stays(tmp_path: Path) -> None:
     path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
     accounts = KeyAccounts(path)
     before = accounts.find(ANA)
     entry = {"name": "ana", "key": BEN, "max_prompt_tokens": 5}
     write(path, entry)
+    await accounts.follow()
     after = accounts.find(BEN)
     assert after is before
     assert after.key.max_prompt_tokens == 5
@@ -51,7 +52,7 @@ def test_a_changed_file_is_read_again_and_what_was_used_stays(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", ["keys: []", "[", None])
-def test_a_file_that_is_broken_later_changes_nothing(
+async def test_a_file_that_is_broken_later_changes_nothing(
     tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
@@ -61,12 +62,15 @@ def test_a_file_that_is_broken_later_changes_nothing(
     else:
         path.write_text(content)
     with caplog.at_level(logging.ERROR, "corral.ingress"):
-        assert accounts.find(ANA).key.name == "ana"
-        assert accounts.find(ANA).key.name == "ana"
+        for _ in range(2):
+            await accounts.follow()
+            assert accounts.find(ANA).key.name == "ana"
     assert [one.levelname for one in caplog.records].count("ERROR") == 1
 
 
-def test_each_file_is_read_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_file_is_read_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A key that operators make is valid though the key file was damaged before."""
     path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
     accounts = KeyAccounts(path, Ledger(tmp_path / "usage"))
@@ -76,9 +80,11 @@ def test_each_file_is_read_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFi
     accounts.created.add(key)
     with caplog.at_level(logging.ERROR, "corral.ingress"):
         for _ in range(2):
+            await accounts.follow()
             assert [accounts.find(one).key.name for one in (ANA, secret)] == ["ana", "ben"]
     assert [one.levelname for one in caplog.records].count("ERROR") == 1
     write(path, {"name": "ben", "key": BEN})  # the key file's names come first
+    await accounts.follow()
     assert accounts.find(BEN).key.name == "ben"
     with pytest.raises(AuthenticationError):
         accounts.find(secret)

@@ -125,6 +125,7 @@ async def test_a_disk_that_fails_loses_nothing(
     count(ledger, requests=2)
     file.rename(tmp_path / "damaged")
     assert await sums(ledger, "requests") == {NOON: 3}
+    assert file.stat().st_mode & 0o777 == 0o600
     assert caplog.text.count("cannot be used now") == 1
     await ledger.close()
 
