@@ -74,6 +74,8 @@ class Route:
     """The type of a line, if the answer comes as newline-delimited JSON unless `stream` is false."""
     form: Json | None = None
     """The schema of its body, if that is a form."""
+    texts: tuple[str, ...] = ()
+    """The media types of answers that are texts, which a field or parameter asks for."""
 
 
 _ASKED = {"role": "user", "content": "What is the capital of Portugal?"}
@@ -81,6 +83,7 @@ _CHAT = {"messages": [_ASKED], "max_tokens": 32}
 _SPEECH = TranscriptionRequest.model_json_schema()
 _SPEECH["properties"]["file"] = {"type": "string", "format": "binary"}
 _SPEECH["required"] = ["file"]
+_SUBTITLES = ("text/plain", "text/vtt")
 
 ROUTES = {
     "completions": Route(
@@ -154,7 +157,7 @@ ROUTES = {
     "ollama_create": Route(PullProgress, OllamaCreateRequest, line=PullProgress),
     "ollama_copy": Route(body=OllamaCopyRequest),
     "ollama_delete": Route(body=OllamaShowRequest),
-    "usage": Route(d.UsagePage),
+    "usage": Route(d.UsagePage, texts=("text/csv",)),
     "create_key": Route(body=ApiKey),
     "create_file": Route(
         form={
@@ -167,8 +170,8 @@ ROUTES = {
             "required": ["file", "purpose"],
         },
     ),
-    "transcribe": Route(d.Transcription, form=_SPEECH, streams=True),
-    "translate": Route(d.Transcription, form=_SPEECH, streams=True),
+    "transcribe": Route(d.Transcription, form=_SPEECH, streams=True, texts=_SUBTITLES),
+    "translate": Route(d.Transcription, form=_SPEECH, streams=True, texts=_SUBTITLES),
     "get_file_content": Route(bytes),
     "create_batch": Route(body=BatchRequest),
     "live": Route(streams=True),
@@ -255,6 +258,7 @@ def _content(about: Route, schemas: Json) -> Json:
         content["application/json"] = {"schema": _schema(about.answer, schemas)}
     if about.line is not None:
         content["application/x-ndjson"] = {"schema": _schema(about.line, schemas)}
+    content |= {media_type: {"schema": {"type": "string"}} for media_type in about.texts}
     return content | ({"text/event-stream": _EVENTS} if about.streams else {})
 
 

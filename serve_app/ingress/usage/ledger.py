@@ -134,7 +134,7 @@ class Ledger:
         self._calls: list[tuple[Callable[[sqlite3.Connection], Any], asyncio.Future[Any]]] = []
         self._timer: asyncio.Handle | None = None
         self._due = 0.0
-        self._is_writing = False
+        self._is_writing = self._is_closed = False
         self._thread = ThreadPoolExecutor(1, "ledger")
         self._reader = ThreadPoolExecutor(1, "usage")
         self._db: sqlite3.Connection | None = None
@@ -208,6 +208,8 @@ class Ledger:
     async def call(self, function: Callable[[sqlite3.Connection], T]) -> T:
         """The function's result, in a transaction behind all that was counted before. The function raises
         CorralError before it writes anything. Raises LedgerError, too."""
+        if self._is_closed:
+            raise LedgerError("The ledger is closed.")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.append((function, future))
         self._schedule(0.0)
@@ -251,9 +253,12 @@ class Ledger:
         return await asyncio.get_running_loop().run_in_executor(self._reader, read)
 
     async def close(self) -> None:
-        """Write what is left."""
+        """Write what is left. What comes later is not counted."""
         with suppress(LedgerError):
             await self.call(lambda _: None)
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         self._thread.shutdown(wait=False)
         self._reader.shutdown(wait=False)
 
@@ -264,7 +269,7 @@ class Ledger:
         if self._timer is not None and due < self._due:
             self._timer.cancel()
             self._timer = None
-        if self._timer is None and not self._is_writing:
+        if self._timer is None and not self._is_writing and not self._is_closed:
             self._timer, self._due = loop.call_later(pause_s, self._begin), due
 
     def _begin(self) -> None:

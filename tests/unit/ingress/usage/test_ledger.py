@@ -64,6 +64,18 @@ async def test_the_folder_and_its_file_are_private(tmp_path: Path) -> None:
     assert (tmp_path / "usage" / "ledger.sqlite").stat().st_mode & 0o777 == 0o600
 
 
+async def test_a_closed_ledger_takes_nothing_and_is_closed_again() -> None:
+    ledger = Ledger()
+    ledger.runs("ana", 1)
+    await ledger.close()
+    count(ledger, requests=1)
+    ledger.runs("ana", 0)
+    with pytest.raises(LedgerError):
+        await ledger.call(lambda _: None)
+    async with asyncio.timeout(10):
+        await ledger.close()
+
+
 async def test_several_ledgers_share_a_file(tmp_path: Path) -> None:
     both = [Ledger(tmp_path, Clock()) for _ in range(2)]
     for _ in range(50):
