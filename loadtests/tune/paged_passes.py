@@ -35,7 +35,8 @@ from serve_app.measure.benchmark import (
 from serve_app.openvino.convert import converted_of
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType
-from serve_app.openvino.paged.context import PagedContext, PagedOptions
+from serve_app.openvino.paged.context import PagedContext
+from serve_app.openvino.paged.model import PagedModel, PagedOptions
 
 _TOKEN = 5
 """Of all rows: which one does not matter to the time."""
@@ -111,17 +112,15 @@ def _arguments() -> argparse.Namespace:
 def paged_context(model: Model, n_ctx: int, threads: int, cache_type: CacheType) -> PagedContext:
     """OpenVINO's context for one sequence of so many tokens, warmed up. The model is converted where an
     engine would do so, and needs its vocabulary only. Raises ConfigError."""
-    context = PagedContext(
-        converted_of(model, None),
-        model,
-        PagedOptions(
-            n_sequences=1,
-            n_ctx_slot=n_ctx,
-            n_blocks=-(-n_ctx // BLOCK),
-            threads=threads,
-            cache_type=cache_type,
-        ),
+    options = PagedOptions(
+        n_sequences=1,
+        n_ctx_slot=n_ctx,
+        n_blocks=-(-n_ctx // BLOCK),
+        threads=threads,
+        cache_type=cache_type,
     )
+    layers = PagedModel(converted_of(model, None), model.n_vocab, options)
+    context = PagedContext(layers, model, options)
     context.warm_up()
     return context
 

@@ -54,6 +54,16 @@ def connected(address: Address, node_id: str) -> socket.socket:
         return remote if secured is None else secured.wrap_socket(remote)
 
 
+def greeted(address: Address, node_id: str, name: str) -> socket.socket:
+    """A connection from that node, under that name, which the listener believes; blocking. Raises
+    OSError."""
+    with _unless_it_fails(connected(address, node_id)) as connection:
+        connection.sendall(frame(Hello(address.secret, name)))
+        if connection.recv(len(WELCOME)) != WELCOME:
+            raise ConnectionRefusedError("The listener refused the secret.")
+    return connection
+
+
 @contextmanager
 def _unless_it_fails(connection: socket.socket) -> Iterator[socket.socket]:
     """A connection that is closed if the block raises."""
@@ -100,6 +110,7 @@ Item = tuple[int, TokenDelta | Accepted]
 WELCOME = b"+"
 MOST_HELLO_BYTES = 1024
 _LENGTH = struct.Struct("<I")
+LENGTH_BYTES = _LENGTH.size
 _BYTES = (b"\xc4", b"\xc5", b"\xc6")
 """The first bytes of MessagePack values that are bytes."""
 
@@ -123,6 +134,12 @@ def frame(value: Hello | list[Item] | bytes) -> bytes:
 def framed(body: bytes) -> bytes:
     """A body behind its length."""
     return _LENGTH.pack(len(body)) + body
+
+
+def length_of(begin: bytes | bytearray) -> int:
+    """The length of the body that the first `LENGTH_BYTES` of a frame say."""
+    length: int = _LENGTH.unpack(begin)[0]
+    return length
 
 
 def items(body: bytes) -> list[Item]:

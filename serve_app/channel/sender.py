@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from serve_app.channel import protocol
-from serve_app.channel.protocol import Address, connected
+from serve_app.channel.protocol import Address
 from serve_app.errors import ChannelBrokenError
 from serve_app.types import Accepted, FinishReason, SequenceEnd, TokenDelta
 
@@ -216,7 +216,9 @@ class Channels:
 
     async def _open(self, address: Address) -> Channel:
         try:
-            connection = await asyncio.to_thread(self._connect, address)
+            connection = await asyncio.to_thread(
+                protocol.greeted, address, self._node_id, self._replica_id
+            )
         except (OSError, ValueError) as error:
             logger.warning(
                 "No channel to an ingress at %s:%d: %s", address.host, address.port, error
@@ -229,18 +231,6 @@ class Channels:
 
         channel = self._channels[address.path] = Channel(connection, lost)
         return channel
-
-    def _connect(self, address: Address) -> socket.socket:
-        """Blocking. Raises OSError."""
-        connection = connected(address, self._node_id)
-        try:
-            connection.sendall(protocol.frame(protocol.Hello(address.secret, self._replica_id)))
-            if connection.recv(len(protocol.WELCOME)) != protocol.WELCOME:
-                raise ConnectionRefusedError("The ingress refused this replica's secret.")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     @property
     def open(self) -> tuple[Channel, ...]:

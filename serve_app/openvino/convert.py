@@ -1,9 +1,9 @@
 """Converts GGUF files to OpenVINO's format, once for each content.
 
-    python -m serve_app.openvino.convert PART GGUF...
+    python -m serve_app.openvino.convert FOLDER STAGE STAGES GGUF...
 
-The whole model is in memory meanwhile, so this runs in a process of its own. Converted models lie in a
-folder with a bound: the least recently used go first.
+The model, or the part of it that a stage computes, is in memory meanwhile, so this runs in a process of its
+own. Converted models lie in a folder with a bound: the least recently used go first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from serve_app.errors import ConfigError
 from serve_app.folders import GIB, PART, BoundedFolder, cache_folder, sync
 from serve_app.openvino.architectures import ARCHITECTURES
-from serve_app.openvino.gguf_model import GgufModel, UnreadableError, readable
+from serve_app.openvino.gguf_model import WHOLE, GgufModel, ModelPart, UnreadableError, readable
 from serve_app.progress import Report, Stage, nowhere
 
 if TYPE_CHECKING:
@@ -124,9 +124,12 @@ def unserved(model: Model) -> str | None:
     )
 
 
-def converted_of(model: Model, max_bytes: int | None, report: Report = nowhere) -> Path:
+def converted_of(
+    model: Model, max_bytes: int | None, report: Report = nowhere, part: ModelPart = WHOLE
+) -> Path:
     """Return the file of a converted model of this user on this node, as `converted` does."""
-    return converted(model.files, model.fingerprint(), converted_models(max_bytes), report)
+    models = converted_models(max_bytes)
+    return converted(model.files, model.fingerprint(), models, report, part)
 
 
 def converted_models(max_bytes: int | None) -> ConvertedModels:
@@ -134,32 +137,38 @@ def converted_models(max_bytes: int | None) -> ConvertedModels:
     return ConvertedModels(cache_folder() / "openvino", max_bytes)
 
 
-def name_of(fingerprint: bytes) -> str:
-    """The name of a converted model, by the content of its files. Raises ConfigError as `versions`."""
-    return f"{fingerprint.hex()[:32]}-{versions().replace(', ', '-').replace(' ', '-')}"
+def name_of(fingerprint: bytes, part: ModelPart = WHOLE) -> str:
+    """The name of a converted model, by the content of its files, or of a part of it. Raises ConfigError as
+    `versions`."""
+    of_part = "" if part == WHOLE else f"-{part.index + 1}-of-{part.n_parts}"
+    return f"{fingerprint.hex()[:32]}-{versions().replace(', ', '-').replace(' ', '-')}{of_part}"
 
 
 def converted(
-    files: Sequence[Path], fingerprint: bytes, models: ConvertedModels, report: Report = nowhere
+    files: Sequence[Path],
+    fingerprint: bytes,
+    models: ConvertedModels,
+    report: Report = nowhere,
+    part: ModelPart = WHOLE,
 ) -> Path:
-    """The file of the converted model, which is made if it is not there, and stays until this process ends.
-    Of several processes that ask at once, one converts, and goes on if the one that asked for it dies.
-    Raises ConfigError if the model cannot be converted, or there is no room for it."""
-    name = name_of(fingerprint)
+    """The file of the converted model, or of a part of it, which is made if it is not there, and stays
+    until this process ends. Of several processes that ask at once, one converts, and goes on if the one
+    that asked for it dies. Raises ConfigError if the model cannot be converted, or has no room."""
+    name = name_of(fingerprint, part)
     while not models.open(name):
         with models.alone(name) as lock:
             if lock is not None:
-                part = models.make_room(name, _checked(files).converted_bytes)
-                _convert(files, part, lock, report)
+                folder = models.make_room(name, _checked(files, part).converted_bytes)
+                _convert(files, folder, lock, report, part)
                 continue
         report(Stage("converting"))  # elsewhere
         time.sleep(_LOOK_EVERY_S)
     return models.of(name)
 
 
-def _checked(files: Sequence[Path]) -> GgufModel:
+def _checked(files: Sequence[Path], part: ModelPart) -> GgufModel:
     try:
-        model = readable(files)
+        model = readable(files, part)
     except UnreadableError as error:
         raise UnreadableError(
             f"engine.backend: openvino cannot compute {files[0].name}: {error}. Use llama.cpp."
@@ -169,12 +178,15 @@ def _checked(files: Sequence[Path]) -> GgufModel:
     return model
 
 
-def _convert(files: Sequence[Path], part: Path, lock: int, report: Report) -> None:
+def _convert(
+    files: Sequence[Path], folder: Path, lock: int, report: Report, part: ModelPart
+) -> None:
     """Convert in another process, which has the lock, too: nobody else begins before it has ended."""
     name = files[0].name
     began = time.monotonic()
     logger.info("Converting %s for OpenVINO. This is done once.", name)
-    command = [sys.executable, "-m", __name__, str(part), *map(str, files)]
+    arguments = folder, part.index, part.n_parts, *files
+    command = [sys.executable, "-m", __name__, *map(str, arguments)]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -214,8 +226,9 @@ def _tell(process: subprocess.Popen[str], name: str, report: Report) -> None:
             logger.info("Converting %s: %.0f%%.", name, 100 * done)
 
 
-def main(part: Path, files: Sequence[Path]) -> None:
-    """Write the model of these files to that folder, and say on the standard output how far it is."""
+def main(folder: Path, files: Sequence[Path], part: ModelPart = WHOLE) -> None:
+    """Write the model of these files, or a part of it, to that folder, and say on the standard output how
+    far it is."""
     import openvino
 
     from serve_app.openvino.graph import build
@@ -225,9 +238,10 @@ def main(part: Path, files: Sequence[Path]) -> None:
         with contextlib.suppress(BrokenPipeError):
             print(f"{built * _BUILDING:.3f}", flush=True)
 
-    openvino.save_model(build(files, tell), part / MODEL, compress_to_fp16=False)
-    finish(part)
+    openvino.save_model(build(files, tell, part), folder / MODEL, compress_to_fp16=False)
+    finish(folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(one) for one in sys.argv[2:]])
+    _, made, stage, stages, *paths = sys.argv
+    main(Path(made), [Path(path) for path in paths], ModelPart(int(stage), int(stages)))

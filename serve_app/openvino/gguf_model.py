@@ -7,6 +7,8 @@ Context Window Extension of Large Language Models" (Peng et al., 2023), section 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,6 +87,40 @@ class Rotary:
         return self._n_turned * math.log(turns) / (2 * math.log(self.base))
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """A part of a model, which is divided by layers. A stage computes a part."""
+
+    index: int = 0
+    n_parts: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the part makes hidden states of tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the part makes logits of hidden states."""
+        return self.index == self.n_parts - 1
+
+    def layers(self, layer_bytes: Sequence[int], output_bytes: int) -> range:
+        """The part's layers, of layers with so many bytes each. All parts read about as many bytes for a
+        token, those of the output included. Raises ConfigError if there are more parts than layers."""
+        n_layers, total = len(layer_bytes), sum(layer_bytes) + output_bytes
+        if n_layers < self.n_parts:
+            raise ConfigError(
+                f"it has {n_layers} layers, which are too few for {self.n_parts} stages"
+            )
+        bytes_before, cuts = np.cumsum([0, *layer_bytes]), [0]
+        for i in range(1, self.n_parts):
+            possible = np.arange(cuts[-1] + 1, n_layers - self.n_parts + i + 1)
+            distances = np.abs(bytes_before[possible] - total * i / self.n_parts)
+            cuts.append(int(possible[distances.argmin()]))
+        return range(cuts[self.index], [*cuts, n_layers][self.index + 1])
+
+
+WHOLE = ModelPart()
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -124,9 +160,10 @@ class _Reader(GGUFReader):
 class GgufModel:
     """Opened for reading; the tensors stay in the file until they are read. Remembers which were taken.
 
-    Raises ConfigError for an architecture that is not known, with the reason as the rest of a sentence."""
+    Of a part of a model, it has the tensors of that part. Raises ConfigError for an architecture that is
+    not known, with the reason as the rest of a sentence."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], part: ModelPart = WHOLE) -> None:
         readers = [_Reader(path) for path in files]
         self._first = readers[0]
         self._tensors = {
@@ -139,6 +176,32 @@ class GgufModel:
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(f"the architecture {self.architecture} is not known")
         self.kind: Architecture = ARCHITECTURES[self.architecture]
+        self.part = part
+        self.layers = range(self.count("block_count"))
+        if part.n_parts > 1:
+            self._keep_part()
+
+    def _keep_part(self) -> None:
+        """Have the tensors of this part only."""
+        if self.kind.encodes:
+            raise ConfigError("it is an encoder, which cannot be computed in stages")
+        output = "output.weight" if self.has("output.weight") else "token_embd.weight"
+        n_bytes: Counter[str] = Counter()
+        for name, tensor in self._tensors.items():
+            n_bytes[_block(name) or name] += tensor.data.nbytes
+        layer_bytes = [n_bytes[f"blk.{i}"] for i in self.layers]
+        self.layers = self.part.layers(layer_bytes, n_bytes[output])
+        blocks = {f"blk.{i}" for i in self.layers}
+        elsewhere = set() if self.part.is_first else {"token_embd.weight"}
+        if self.part.is_last:
+            elsewhere -= {output}
+        else:
+            elsewhere |= {"output.weight", "output.bias", "output_norm.weight"}
+        self._tensors = {
+            name: tensor
+            for name, tensor in self._tensors.items()
+            if name not in elsewhere and (_block(name) is None or _block(name) in blocks)
+        }
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of the architecture's key."""
@@ -268,15 +331,21 @@ class GgufModel:
         return self.take(name).data.astype(np.float32)
 
 
+def _block(name: str) -> str | None:
+    """The name of the block that a tensor is in; None for those around the blocks."""
+    match = re.match(r"blk\.\d+", name)
+    return None if match is None else match[0]
+
+
 class UnreadableError(ConfigError):
     """A file has something that the graph is not built for. The reason is the rest of a sentence."""
 
 
-def readable(files: Sequence[Path]) -> GgufModel:
-    """The model in these files. Raises UnreadableError for a model that cannot be computed. Blocks for as
-    long as it takes to read names: for a second where there are 100,000 tokens."""
+def readable(files: Sequence[Path], part: ModelPart = WHOLE) -> GgufModel:
+    """The model in these files, or a part of it. Raises UnreadableError for a model that cannot be
+    computed. Blocks for as long as it takes to read names: for a second where there are 100,000 tokens."""
     try:
-        model = GgufModel(files)
+        model = GgufModel(files, part)
         _ = model.rotary
     except ConfigError as error:
         raise UnreadableError(str(error)) from None

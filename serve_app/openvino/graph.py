@@ -21,10 +21,12 @@ from openvino import opset13 as op
 from openvino.utils.node_factory import NodeFactory
 
 from serve_app.errors import ConfigError
-from serve_app.openvino.gguf_model import GgufModel, Rotary, Tensor
+from serve_app.openvino.gguf_model import WHOLE, GgufModel, ModelPart, Rotary, Tensor
 from serve_app.openvino.weights import GROUP, Quantised, floats, is_quantised, quantised
 
 HIDDEN = "hidden_states"
+TOKENS, EMBEDS = "input_ids", "inputs_embeds"
+"""Inputs of decoders: tokens, or for a part that is not the first, hidden states of the part before it."""
 VECTORS = "vectors"
 MASK, WINDOW_MASK = "mask", "window_mask"
 """Inputs of encoders: what is added to the scores of attention, for two tokens of each group."""
@@ -73,10 +75,13 @@ class GraphNotes(msgspec.Struct, frozen=True, omit_defaults=True):
 _NOTES = "corral_attention"
 
 
-def build(files: Sequence[Path], tell: Callable[[float], None]) -> openvino.Model:
-    """The graph of the model in these files; `tell` is told now and then which part of it is there. Raises
-    ConfigError for a model that it does not know, with the reason as the rest of a sentence."""
-    model = GgufModel(files)
+def build(
+    files: Sequence[Path], tell: Callable[[float], None], part: ModelPart = WHOLE
+) -> openvino.Model:
+    """The graph of the model in these files, or of a part of it; `tell` is told now and then how much of it
+    is there. Raises ConfigError for a model that it does not know, with the reason as the rest of a
+    sentence."""
+    model = GgufModel(files, part)
     graph = (_Encoder if model.kind.encodes else _Decoder)(model, tell).build()
     if model.left:
         more = f" and {len(model.left) - 1} more" if len(model.left) > 1 else ""
@@ -110,18 +115,18 @@ class _Graph:
         self._inputs = inputs
         for name, parameter in inputs.items():
             parameter.output(0).set_names({name})
-        shape = op.shape_of(self._inputs["input_ids"])
+        shape = op.shape_of(self._inputs[TOKENS if TOKENS in inputs else EMBEDS])
         self._n_texts = op.gather(shape, _ints(0), _int(0))
         self._positions = op.convert(self._inputs["position_ids"], np.float32)
         self._turns: dict[str, _Turns] = {}
 
     def _embedded(self, tensor: Tensor) -> Node:
         """The rows of the tokens in the matrix of embeddings."""
-        ids = op.convert(self._inputs["input_ids"], np.int32)
+        ids = op.convert(self._inputs[TOKENS], np.int32)
         return op.gather(_rows(tensor), ids, op.constant(np.int32(0)))
 
     def _layers(self, notes: GraphNotes, hidden: Node) -> Node:
-        for index, layer in enumerate(notes.layers):
+        for index, layer in zip(self._model.layers, notes.layers, strict=True):
             hidden = self._layer(index, layer, hidden)
             self._tell(self._model.part_taken)
         return hidden
@@ -137,7 +142,8 @@ class _Graph:
                 WINDOW_FREQUENCIES, frequencies, model.window_rotary
             )
         layers = []
-        for index, window in enumerate(windows):
+        for index in model.layers:
+            window = windows[index]
             is_last = kind.unrotated > 0 and (index + 1) % kind.unrotated == 0
             name: str | None = WINDOW_FREQUENCIES if window else FREQUENCIES
             if is_last or (kind.full_unrotated and any(windows) and not window):
@@ -365,8 +371,12 @@ class _Decoder(_Graph):
     """A decoder's graph, with the keys and values that it keeps as its state."""
 
     def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
-        inputs = {
-            "input_ids": op.parameter([-1, -1], np.int64, name="input_ids"),
+        if model.part.is_first:
+            inputs = {TOKENS: op.parameter([-1, -1], np.int64, name=TOKENS)}
+        else:
+            shape = [-1, -1, model.count("embedding_length")]
+            inputs = {EMBEDS: op.parameter(shape, np.float32, name=EMBEDS)}
+        inputs |= {
             "attention_mask": op.parameter([-1, -1], np.int64, name="attention_mask"),
             "position_ids": op.parameter([-1, -1], np.int64, name="position_ids"),
             "beam_idx": op.parameter([-1], np.int32, name="beam_idx"),
@@ -375,28 +385,32 @@ class _Decoder(_Graph):
         self._sinks: list[Node] = []
 
     def build(self) -> openvino.Model:
-        model, kind = self._model, self._kind
-        embeddings = model.take("token_embd.weight")
-        width = model.count("embedding_length")
-        scale = model.value("embedding_scale", 1.0) if kind.scaled else 1.0
-        hidden = _scaled(
-            self._embedded(embeddings), math.sqrt(width) if kind.normed_embeddings else scale
-        )
-        notes = self._notes()
-        hidden = self._norm("output_norm", self._layers(notes, hidden))
-        hidden.output(0).set_names({HIDDEN})
-        if model.has("output.weight"):
-            logits = self._product("output", hidden)
-        else:
-            logits = _times(hidden, embeddings, None)
-        result = op.result(self._finished(logits))
-        result.output(0).set_names({"logits"})
+        part, notes = self._model.part, self._notes()
+        hidden = self._first() if part.is_first else self._inputs[EMBEDS]
+        hidden = self._layers(notes, hidden)
+        result = op.result(self._logits(hidden) if part.is_last else hidden)
+        result.output(0).set_names({"logits" if part.is_last else HIDDEN})
         graph = openvino.Model([result], self._sinks, list(self._inputs.values()), "model")
         notes.add_to(graph)
         return graph
 
-    def _finished(self, logits: Node) -> Node:
+    def _first(self) -> Node:
+        """The hidden states of tokens before the first layer."""
+        model, kind = self._model, self._kind
+        width = model.count("embedding_length")
+        scale = model.value("embedding_scale", 1.0) if kind.scaled else 1.0
+        embedded = self._embedded(model.take("token_embd.weight"))
+        return _scaled(embedded, math.sqrt(width) if kind.normed_embeddings else scale)
+
+    def _logits(self, hidden: Node) -> Node:
+        """The logits of hidden states behind the last layer."""
         model = self._model
+        hidden = self._norm("output_norm", hidden)
+        hidden.output(0).set_names({HIDDEN})
+        if model.has("output.weight"):
+            logits = self._product("output", hidden)
+        else:
+            logits = _times(hidden, model.take("token_embd.weight"), None)
         if self._kind.scaled:
             logits = _scaled(logits, 1 / model.value("logit_scale", 1.0))
         if cap := model.value("final_logit_softcapping", 0.0):

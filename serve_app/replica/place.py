@@ -12,6 +12,18 @@ from serve_app.channel.handle import ReplicaHandle
 
 
 @dataclass(frozen=True, slots=True)
+class Gang:
+    """The replicas that compute one model in stages. Serve starts and ends them together."""
+
+    id: str
+    rank: int
+    """The stage of this replica, from 0 on."""
+    size: int
+    host: str
+    """The address of this replica's node, for the others."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaPlace:
     """The names of one replica, and what it has of others."""
 
@@ -25,5 +37,7 @@ class ReplicaPlace:
     """The CPUs that are reserved for the replica; 0: none."""
     peers: Callable[[], AbstractAsyncContextManager[ReplicaHandle]] | None = None
     """A handle to the replicas of the same deployment, for a while; None: there are no others."""
+    gang: Gang | None = None
+    """The gang that the replica belongs to, if the model is computed in stages."""
     put: Callable[[Any], Any] = lambda value: value
     """Makes of a large value what another replica gets the value from by `await`. Blocks."""

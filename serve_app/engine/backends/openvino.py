@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +49,15 @@ from serve_app.openvino.convert import converted_of, unserved, versions
 from serve_app.openvino.encoder import Encoder
 from serve_app.openvino.exported.files import WEIGHTS, is_graph
 from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_file
+from serve_app.openvino.gguf_model import WHOLE
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType, check_cache_type
-from serve_app.openvino.paged.context import PagedContext, PagedOptions
+from serve_app.openvino.paged.context import PagedContext
+from serve_app.openvino.paged.model import Layers, PagedModel, PagedOptions
 from serve_app.progress import Report, Stage
 from serve_app.prompt.chat_template import delimiters
 from serve_app.sampling import SamplingParams
+from serve_app.stages.chain import StageChain
 
 logger = logging.getLogger("corral.engine")
 
@@ -159,7 +163,9 @@ class OpenVinoBackend:
         path: str | os.PathLike[str],
         options: EngineOptions,
         report: Report = progress.nowhere,
+        chain: StageChain | None = None,
     ) -> None:
+        """With a chain, this process computes a stage of it, and the backend's passes go through all."""
         if options.computing_cpus is not None:  # OpenVINO's threads inherit it from this one
             os.sched_setaffinity(0, options.computing_cpus)
         path = Path(path)
@@ -176,42 +182,48 @@ class OpenVinoBackend:
             self._fingerprint = fingerprint_of([header, path, path.with_name(WEIGHTS)])
             frequencies = hyperparameters_of(path.parent).frequencies
         else:
-            path = converted_of(model, options.max_converted_bytes, report)
+            part = WHOLE if chain is None else chain.part
+            path = converted_of(model, options.max_converted_bytes, report, part)
         report(Stage("loading"))
         n_sequences = options.n_slots + len(options.pinned)
         self._n_blocks_slot = _n_blocks(options.n_ctx_share)
         n_blocks = n_sequences * self._n_blocks_slot
         if options.n_ctx is not None:  # what slots share, and what is pinned
             n_blocks = sum(_n_blocks(n) for n in (options.n_ctx, *map(len, options.pinned)))
-        self._context = context = PagedContext(
-            path,
-            model,
-            PagedOptions(
-                n_sequences=n_sequences,
-                n_ctx_slot=options.n_ctx_slot,
-                n_blocks=n_blocks,
-                threads=options.threads,
-                n_texts=_TEXTS_AT_ONCE,
-                n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + _n_blocks(options.n_batch),
-                frequencies=frequencies,
-                cache_type=cache_type,
-            ),
+        paged = PagedOptions(
+            n_sequences=n_sequences,
+            n_ctx_slot=options.n_ctx_slot,
+            n_blocks=n_blocks,
+            threads=options.threads,
+            n_texts=_TEXTS_AT_ONCE,
+            n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + _n_blocks(options.n_batch),
+            frequencies=frequencies,
+            cache_type=cache_type,
         )
+        layers: Layers
+        if chain is None:
+            layers = PagedModel(path, model.n_vocab, paged)
+        else:
+            paged = replace(paged, context=chain.part.index, n_contexts=chain.part.n_parts)
+            chain.open(partial(PagedModel, path, model.n_vocab, paged))
+            layers = chain
+        self._context = context = PagedContext(layers, model, paged)
         context.warm_up()
         self.decode, self.cancel, self.truncate = context.decode, context.cancel, context.truncate
         self.copy, self.shift = context.copy, context.shift
+        self._n_stages = 1 if chain is None else chain.part.n_parts
         threads = Threads.alike(options.threads, options.threads)
-        self._kept_as = profile_cache.key(
-            options, model=self._fingerprint.hex(), openvino=versions()
-        )
+        conditions = {"model": self._fingerprint.hex(), "openvino": versions()}
+        if chain is not None:
+            conditions["part"] = str(chain.part)
+        self._kept_as = profile_cache.key(options, **conditions)
         profile = self._profile(report)
         self.setup = Setup("openvino", PAGED, threads, profile, mode_reason=_REASON)
         self.draft: LlamaDraft | None = None
         if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
             self.draft = open_draft(model, options.draft, options, threads)
         parts = (versions(), BLOCK, options.cache_type_k)  # a state is none of llama.cpp's
-        turns = b"".join(radians.tobytes() for radians in context.frequencies.values())
-        key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + turns).digest()
+        key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + context.turns).digest()
         self.states = PagedStates(context, key)
         shape = EmbeddingShape(
             n_rows=options.n_batch,
@@ -231,7 +243,8 @@ class OpenVinoBackend:
         if kept is not None:
             return kept
         report(Stage("measuring", limit_s=options.profile_limit_s))
-        began, clocks = time.perf_counter(), Clocks(Threads.alike(options.threads, None))
+        threads = Threads.alike(options.threads, None) if self._n_stages == 1 else None
+        began, clocks = time.perf_counter(), Clocks(threads)
         clocks.begin()
         profiler = Profiler(
             self._context,
@@ -271,7 +284,7 @@ class OpenVinoBackend:
         draft = self.draft.memory if self.draft else MemoryUse(0, 0, 0, 0, 0)
         per_slot = self._n_blocks_slot * context.block_bytes
         return MemoryUse(
-            weights_bytes=context.n_parameter_bytes + draft.weights_bytes,
+            weights_bytes=context.n_parameter_bytes // self._n_stages + draft.weights_bytes,
             cache_bytes=context.cache_bytes + draft.cache_bytes,
             cache_bytes_per_slot=per_slot + draft.cache_bytes_per_slot,
             cache_bytes_per_token=context.block_bytes // BLOCK,
@@ -286,17 +299,15 @@ class OpenVinoBackend:
 
 def small_context(model: Model, options: EngineOptions, n_ctx_slot: int) -> PagedContext:
     """A context that is only profiled, of a model that is converted. Raises ConfigError."""
-    return PagedContext(
-        converted_of(model, options.max_converted_bytes, progress.nowhere),
-        model,
-        PagedOptions(
-            n_sequences=options.n_slots,
-            n_ctx_slot=options.n_ctx_slot,
-            n_blocks=options.n_slots * _n_blocks(min(options.n_ctx_share, n_ctx_slot)),
-            threads=options.threads,
-            cache_type=_cache_type(options),
-        ),
+    path = converted_of(model, options.max_converted_bytes, progress.nowhere)
+    paged = PagedOptions(
+        n_sequences=options.n_slots,
+        n_ctx_slot=options.n_ctx_slot,
+        n_blocks=options.n_slots * _n_blocks(min(options.n_ctx_share, n_ctx_slot)),
+        threads=options.threads,
+        cache_type=_cache_type(options),
     )
+    return PagedContext(PagedModel(path, model.n_vocab, paged), model, paged)
 
 
 def _cache_type(options: EngineOptions) -> CacheType:

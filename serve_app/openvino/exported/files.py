@@ -17,6 +17,9 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 ONLY_OPENVINO = "llama.cpp cannot read a model in OpenVINO's format. Set engine.backend: openvino"
 """The refusal of any other backend."""
+ONLY_GGUF = (
+    "A model in OpenVINO's format cannot be computed in stages: engine.stages needs a GGUF file"
+)
 _NEEDED = (GRAPH, WEIGHTS, CONFIG, TOKENIZER, TOKENIZER_CONFIG)
 _OPTIONAL = (GENERATION, "chat_template.jinja", "chat_template.json")
 FILES = (*_NEEDED, *_OPTIONAL)

@@ -96,12 +96,14 @@ def read(path: Path, frequencies: NDArray[np.float32] | None, n_vocab: int) -> o
 def compiled(
     path: Path, model: openvino.Model, threads: int, cache_type: CacheType, n_ctx: int
 ) -> tuple[openvino.CompiledModel, dict[str, NDArray[np.float32]]]:
-    """The model with paged attention for contexts of `n_ctx` tokens, whose last product has the rows only
-    that are sampled; and how far positions turn the keys of each cache of keys. Raises ConfigError."""
+    """The model, or a part of it, with paged attention for contexts of `n_ctx` tokens. Its last product, if
+    it has that, has the rows only that are sampled. And how far positions turn the keys of each cache of
+    keys. Raises ConfigError."""
     try:
         notes = GraphNotes.of(model)
         constants = {one.get_friendly_name(): one for one in model.get_ops()}
-        if notes.long_frequencies and n_ctx > notes.n_ctx_train:
+        is_long = notes.long_frequencies and n_ctx > notes.n_ctx_train
+        if is_long and FREQUENCIES in constants:
             short = constants[FREQUENCIES]
             longer = np.array(notes.long_frequencies, np.float32).reshape(short.data.shape)
             constants[FREQUENCIES] = op.constant(longer)
@@ -113,9 +115,12 @@ def compiled(
             layer = notes.layer(int(cache.removeprefix(KEYS)))
             window = op.constant(np.int32(layer.window))
             attention.input(_WINDOW).replace_source_output(window.output(0))
-            radians = np.array(constants[layer.frequencies or FREQUENCIES].data, np.float32)
-            frequencies[cache] = radians.reshape(-1) * (layer.frequencies is not None)
-        _choose_rows(model)
+            radians = np.zeros(1, np.float32)
+            if layer.frequencies is not None:
+                radians = np.array(constants[layer.frequencies].data, np.float32)
+            frequencies[cache] = radians.reshape(-1)
+        if any(LOGITS in port.get_names() for port in model.outputs):
+            _choose_rows(model)
         if cache_type == "bf16":
             _narrow_attention(model)
         executable = openvino.Core().compile_model(model, "CPU", settings(threads, cache_type))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from serve_app.openvino import convert
 from serve_app.openvino.architectures import ARCHITECTURES
 from serve_app.openvino.gguf_model import UnreadableError, readable
 from serve_app.openvino.paged import shifts
+from serve_app.openvino.paged.model import PagedModel
 from tests.integration.openvino.bf16 import computes_bf16, with_bf16
 
 _OPTIONS = EngineOptions(2, 256, 1, n_batch=128, profile_limit_s=0)
@@ -68,8 +70,18 @@ def folder(tmp_path: Path) -> Iterator[None]:
     """Where converted models are kept. This process converts them, which saves a second each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        patch.setattr(convert, "_convert", lambda files, part, *_: convert.main(part, files))
+        patch.setattr(
+            convert,
+            "_convert",
+            lambda files, folder, lock, report, part: convert.main(folder, files, part),
+        )
         yield
+
+
+def caches(backend: OpenVinoBackend) -> Mapping[str, NDArray[Any]]:
+    layers = backend._context.layers
+    assert isinstance(layers, PagedModel)
+    return layers.caches
 
 
 def logits(backend: LlamaBackend | OpenVinoBackend) -> NDArray[np.float32]:
@@ -294,7 +306,7 @@ def test_a_shift_with_yarn_is_as_if_the_tokens_had_stood_there(tmp_path: Path) -
     # Keys of the first layer depend on their own token only.
     first = {
         name: [shifts.cells_of(cache[backend._context._tables.blocks(slot)]) for slot in (0, 1)]
-        for name, cache in backend._context._caches.items()
+        for name, cache in caches(backend).items()
         if name in ("key_cache.0", "value_cache.0")
     }
     backend.close()
@@ -310,7 +322,8 @@ def test_a_shift_leaves_keys_alone_that_have_no_positions(tmp_path: Path) -> Non
 
     def keys(layer: int) -> NDArray[np.float16]:
         context = backend._context
-        return shifts.cells_of(context._caches[f"key_cache.{layer}"][context._tables.blocks(0)])
+        cache = caches(backend)[f"key_cache.{layer}"]
+        return shifts.cells_of(cache[context._tables.blocks(0)])
 
     before = keys(2), keys(3)
     backend.shift(0, [(5, 30)])

@@ -1,0 +1,137 @@
+"""A model in several parts, each with its layers and their cache, beside the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from serve_app.errors import CacheFullError, ConfigError
+from serve_app.llama.model import Model
+from tests.integration.openvino.random_models import Made
+
+pytest.importorskip("openvino", reason="corral[openvino] is not installed")
+
+from serve_app.openvino import convert
+from serve_app.openvino.gguf_model import ModelPart, readable
+from serve_app.openvino.paged.context import PagedContext
+from serve_app.openvino.paged.model import Operation, PagedModel, PagedOptions, Values
+
+_OPTIONS = PagedOptions(
+    n_sequences=3, n_ctx_slot=256, n_blocks=24, threads=1, n_texts=2, n_text_blocks=8
+)
+_WINDOW = {"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, False] * 2}
+MODELS = {
+    "qwen3": Made("qwen3", n_layer=4),
+    "qwen3-tied": Made("qwen3", tied=True, n_layer=4),
+    "gemma3": Made("gemma3", tied=True, n_layer=4, metadata=_WINDOW),
+    "smollm3": Made("smollm3", n_layer=4),
+}
+
+
+class InTurns:
+    """All parts of a model, in this process."""
+
+    def __init__(self, parts: list[PagedModel]) -> None:
+        self._parts = parts
+
+    def run(self, operation: Operation, values: Values) -> Values:
+        for part in self._parts:
+            values = part.run(operation, values)
+        return values
+
+    def cancel(self, cancelled: bool) -> None:
+        for part in self._parts:
+            part.cancel(cancelled)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+
+@contextmanager
+def context(path: Path, n_parts: int, folder: Path) -> Iterator[PagedContext]:
+    model = Model(path, vocab_only=True)
+    parts = []
+    for i in range(n_parts):
+        target = folder / f"{i}-of-{n_parts}.part"
+        target.mkdir()
+        convert.main(target, [path], ModelPart(i, n_parts))
+        made = target.with_suffix("") / convert.MODEL
+        parts.append(PagedModel(made, model.n_vocab, _OPTIONS))
+    opened = PagedContext(InTurns(parts), model, _OPTIONS)
+    opened.warm_up()
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def answers(context: PagedContext) -> NDArray[np.float32]:
+    """Logits of passes of all kinds: a prompt, others beside it, what follows a copy, a cut, a state that
+    was restored and a shift; and vectors of texts."""
+    rng = np.random.default_rng(3)
+    rows: list[NDArray[np.float32]] = []
+
+    def decode(*sequences: tuple[int, int, int]) -> None:
+        batch = [
+            (int(token), first + i, sequence, i == n - 1)
+            for sequence, first, n in sequences
+            for i, token in enumerate(rng.integers(5, 500, n))
+        ]
+        context.decode(batch)
+        rows.extend(context.logits(i).copy() for i, row in enumerate(batch) if row[3])
+
+    decode((0, 0, 70))
+    decode((0, 70, 1), (1, 0, 40))
+    context.copy(0, 2)
+    decode((0, 71, 1), (1, 40, 1), (2, 71, 3))
+    context.truncate(1, 33)
+    state = bytes(context.save(0))
+    decode((1, 33, 2), (2, 74, 1))
+    context.restore(1, state)
+    context.shift(2, [(4, 40)])
+    decode((1, 72, 1), (2, 35, 1))
+    text = [(int(token), i, i // 20, True) for i, token in enumerate(rng.integers(5, 500, 20))]
+    return np.concatenate([*rows, context.embed(text)[-1]])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("n_parts", [2, 3])
+def test_parts_compute_what_the_whole_model_does(name: str, n_parts: int, tmp_path: Path) -> None:
+    path = MODELS[name].write(tmp_path / "model.gguf")
+    with context(path, 1, tmp_path) as whole, context(path, n_parts, tmp_path) as parts:
+        expected, found = answers(whole), answers(parts)
+        assert whole.block_bytes == parts.block_bytes
+        assert whole.turns == parts.turns
+    assert np.corrcoef(expected, found)[0, 1] > 0.99999
+    n_vocab = whole.model.n_vocab
+    first, second = (a[: 9 * n_vocab].reshape(9, -1).argmax(-1) for a in (expected, found))
+    assert (first == second).all()
+
+
+def test_a_part_reads_its_own_tensors_and_converts_no_others(tmp_path: Path) -> None:
+    path = MODELS["qwen3-tied"].write(tmp_path / "model.gguf")
+    whole, *parts = (readable([path], ModelPart(*at)) for at in ((0, 1), (0, 2), (1, 2)))
+    assert [*parts[0].layers, *parts[1].layers] == [*whole.layers]
+    names = [{tensor.name for tensor in part.tensors} for part in parts]
+    assert names[0] & names[1] == {"token_embd.weight"}, "the output's matrix is that of embeddings"
+    assert names[0] | names[1] == {tensor.name for tensor in whole.tensors}
+    with pytest.raises(ConfigError, match="too few for 5 stages"):
+        readable([path], ModelPart(0, 5))
+
+
+def test_a_part_keeps_the_order_of_blocks_when_there_is_no_room(tmp_path: Path) -> None:
+    path = MODELS["qwen3"].write(tmp_path / "model.gguf")
+    with context(path, 2, tmp_path) as parts:
+        parts.decode([(7, i, 0, i == 99) for i in range(100)])
+        before = parts.logits(99).copy()
+        with pytest.raises(CacheFullError):
+            parts.decode([(7, i, 1, False) for i in range(24 * 32)])
+        parts.truncate(0, 99)
+        parts.decode([(7, 99, 0, True)])
+        np.testing.assert_allclose(parts.logits(0), before, atol=0.05)

@@ -1,0 +1,212 @@
+"""Engines whose model is computed in stages: by threads of this process, and by other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.channel.protocol import Address
+from serve_app.engine import Engine, EngineOptions
+from serve_app.errors import ConfigError, EngineFailedError
+from serve_app.sampling import SamplingParams
+from serve_app.types import GenerationRequest, TokenDelta
+
+pytest.importorskip("openvino", reason="corral[openvino] is not installed")
+
+from serve_app.engine.backends.openvino import OpenVinoBackend
+from serve_app.openvino.gguf_model import ModelPart
+from serve_app.stages.chain import StageChain
+
+_OPTIONS = EngineOptions(4, 256, 1, n_batch=64, profile_limit_s=0, backend="openvino")
+_HOST = "127.0.0.1"
+_LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The folder of converted models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+class Meeting:
+    """The place where stages of this process find each other."""
+
+    def __init__(self, n_stages: int) -> None:
+        self.barrier = threading.Barrier(n_stages)
+        self.addresses: dict[int, Address] = {}
+
+    def of(self, index: int, address: Address) -> list[Address]:
+        self.addresses[index] = address
+        self.barrier.wait(_LIMIT_S)
+        return [self.addresses[i] for i in range(self.barrier.parties)]
+
+
+def chains_of(n_stages: int) -> list[StageChain]:
+    """Chains whose stages are on nodes of their own, so that they use TCP."""
+    meeting = Meeting(n_stages)
+    return [
+        StageChain(ModelPart(i, n_stages), f"node {i}", _HOST, partial(meeting.of, i))
+        for i in range(n_stages)
+    ]
+
+
+def engine_of(chain: StageChain | None, options: EngineOptions = _OPTIONS) -> Engine:
+    return Engine(lambda: OpenVinoBackend(BUILTIN_MODEL, options, chain=chain), options)
+
+
+@contextlib.contextmanager
+def engines_of(chains: list[StageChain]) -> Iterator[list[Engine]]:
+    with ThreadPoolExecutor(len(chains)) as pool:
+        engines = list(pool.map(engine_of, chains))
+        try:
+            yield engines
+        finally:
+            list(pool.map(lambda engine: engine.close(0), engines))
+
+
+def started(engine: Engine, text: str, n_tokens: int) -> Future[str]:
+    """The text that follows. The future fails as the request does."""
+    answer: Future[str] = Future()
+    parts: list[str] = []
+
+    def sink(delta: TokenDelta) -> None:
+        parts.append(delta.text)
+        if delta.end is not None and delta.end.error is not None:
+            answer.set_exception(delta.end.error)
+        elif delta.end is not None:
+            answer.set_result("".join(parts))
+
+    sampling = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
+    request = GenerationRequest(text, engine.tokenize(text), sampling)
+    (outcome,) = engine.submit_to([(request, sink)])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return answer
+
+
+_TEXTS = [f"The capital of {name} is" for name in ("Portugal", "France", "Italy", "Japan", "Peru")]
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[str]:
+    """The answers of one engine that has the whole model."""
+    engine = engine_of(None)
+    answers = [started(engine, text, 24) for text in _TEXTS]
+    try:
+        return [answer.result(_LIMIT_S) for answer in answers]
+    finally:
+        engine.close(0)
+
+
+@pytest.mark.parametrize("n_stages", [2, 3])
+def test_engines_in_stages_write_what_one_engine_writes(n_stages: int, whole: list[str]) -> None:
+    with engines_of(chains_of(n_stages)) as engines:
+        answers = [started(engine, text, 24) for engine in engines for text in _TEXTS]
+        assert [answer.result(_LIMIT_S) for answer in answers] == whole * n_stages
+        vectors = [engine.embed([(5, 6, 7)]).result(_LIMIT_S) for engine in engines]
+        assert all(abs(vectors[0] - vector).max() < 1e-3 for vector in vectors[1:])
+
+
+def test_an_abort_frees_the_slot_and_others_are_not_disturbed(whole: list[str]) -> None:
+    with engines_of(chains_of(2)) as engines:
+        long = started(engines[0], "A long story about", 200)
+        answers = [started(engine, _TEXTS[0], 24) for engine in engines]
+        engines[0].abort("A long story about")
+        assert [answer.result(_LIMIT_S) for answer in answers] == [whole[0]] * 2
+        assert long.result(_LIMIT_S) is not None
+        assert all(slot.request_id is None for slot in engines[0].stats().slots)
+
+
+def test_a_chain_that_breaks_fails_all_engines_at_once() -> None:
+    chains = chains_of(2)
+    with engines_of(chains) as engines:
+        answers = [started(engine, "Once", 230) for engine in engines]
+        chains[1]._break()
+        for answer in answers:
+            with pytest.raises(EngineFailedError, match="chain of stages is broken"):
+                answer.result(10)
+        with pytest.raises(EngineFailedError):
+            chains[0].check_health()
+
+
+def test_a_stage_that_cannot_be_made_is_no_engine() -> None:
+    chains = chains_of(9)
+    try:
+        with pytest.raises(ConfigError, match="too few for 9 stages"):
+            engine_of(chains[0])
+    finally:
+        for chain in chains:
+            chain.close()
+
+
+def test_a_stranger_is_refused() -> None:
+    chain = StageChain(ModelPart(0, 2), "node", _HOST, lambda address: [address])
+    try:
+        connection = socket.create_connection((_HOST, chain._address.port), 5)
+        with connection:
+            connection.sendall(b"\x0c\0\0\0" + b"\x92\xa5wrong\xa4name")
+            assert connection.recv(1) == b""
+        assert chain.failure is None
+    finally:
+        chain.close()
+
+
+_STAGE = """
+import sys
+from pathlib import Path
+from serve_app.openvino.gguf_model import ModelPart
+from serve_app.replica.place import Gang, ReplicaPlace
+from serve_app.replica.stages import chain_of
+from serve_app.store import shared_entries
+from tests.integration.stages.test_chain import _HOST, engine_of, started
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+shared_entries.keep_in(folder)
+gang = Gang("gang", rank, 2, _HOST)
+place = ReplicaPlace("app", "engine", str(rank), f"node {rank}", folder, gang=gang)
+engine = engine_of(chain_of(place, gang, 60))
+answers = [started(engine, f"{i} apples and", 230) for i in range(4)]
+print("begun", flush=True)
+try:
+    print(*(len(answer.result(60)) > 0 for answer in answers), flush=True)
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stage_that_is_killed_ends_the_passes_of_the_others_with_an_error(
+    victim: int, tmp_path: Path
+) -> None:
+    command = sys.executable, "-c", _STAGE
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for i in range(2):
+            process = subprocess.Popen(
+                [*command, str(i), str(tmp_path)], stdout=subprocess.PIPE, text=True
+            )
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        outputs = [process.stdout for process in processes]
+        assert [output and output.readline() for output in outputs] == ["begun\n"] * 2
+        os.kill(processes[victim].pid, signal.SIGKILL)
+        began = time.monotonic()
+        output = outputs[1 - victim]
+        assert output is not None
+        assert "EngineFailedError The engine failed: The chain" in output.readline()
+        assert time.monotonic() - began < 5
