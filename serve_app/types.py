@@ -448,3 +448,5 @@ class ReplicaStats:
     to so many seconds, and more than the bound before; bounds are 10% apart."""
     placement: str = ""
     """Why it is there, why there are so many replicas, and the memory that these divide."""
+    stage: dict[str, Any] | None = None
+    """The fields of `serve_app.stages.chain.StageCounts`, if the model is computed in stages."""

@@ -50,9 +50,15 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
         "graceful_shutdown_timeout_s": 30,
         "request_router_config": _ROUTER,
     }
+    if model.stages > 1:
+        from ray.serve.config import GangPlacementStrategy, GangSchedulingConfig
+
+        defaults["gang_scheduling_config"] = GangSchedulingConfig(
+            gang_size=model.stages, gang_placement_strategy=GangPlacementStrategy.SPREAD
+        )
     scaled = configured.deployment.autoscaling_config is not None
     autoscaling: dict[str, Any] = {
-        "min_replicas": 1 if scaled or model.on_demand else model.n_replicas,
+        "min_replicas": model.stages if scaled or model.on_demand else model.n_replicas,
         "max_replicas": model.n_replicas,
         "target_ongoing_requests": n_slots,  # if the policy is Serve's own
         "policy": _POLICY,

@@ -37,7 +37,7 @@ from serve_app.errors import ConfigError
 from serve_app.ingress.generation.sampling_fields import given
 from serve_app.llama.model import Model
 from serve_app.llama.vision.senses import why_unusable
-from serve_app.openvino.exported.files import ONLY_OPENVINO
+from serve_app.openvino.exported.files import ONLY_GGUF, ONLY_OPENVINO
 from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
@@ -133,9 +133,16 @@ def names_its_share(model: ModelConfig) -> bool:
 def _resolve(
     model: ModelConfig, share: Share, here: Machine, n_models: int, downloads: DownloadsConfig
 ) -> ResolvedModel:
+    if (stages := model.engine.stages) > 1:
+        engine = model.engine.model_copy(update={"backend": "openvino"})
+        model = model.model_copy(update={"engine": engine})
     source, projector, needs = _looked_up(model, downloads)
     memory_bytes = here.memory_bytes // n_models
-    if needs is not None:
+    if stages > 1 and needs is not None:
+        needs = replace(needs, weight_bytes=needs.weight_bytes // stages)
+    if stages > 1:
+        share = replace(share, n_replicas=stages, reason=f"there are {stages} stages")
+    elif needs is not None:
         share = _with_room(model, share, needs, here.total_bytes // n_models)
     num_cpus = _num_cpus(model, share, here)
     reserved = model.deployment.ray_actor_options.num_cpus
@@ -162,6 +169,7 @@ def _resolve(
         allow_oversubscription=model.engine.allow_oversubscription,
         pin_cores=model.engine.pin_cores,
         n_replicas=share.n_replicas,
+        stages=stages,
         sizing=f"{share.reason}; {_memory_report(memory_bytes, n_together)}",
         num_cpus=num_cpus,
         memory_shares=sizing.shares_of_memory(model.engine),
@@ -239,6 +247,8 @@ def _looked_up(
         source = store.pinned(model.source, downloads)
         if model.engine.backend == "llama.cpp" and store.is_in_openvinos_format(source):
             raise ConfigError(ONLY_OPENVINO)
+        if model.engine.stages > 1 and store.is_in_openvinos_format(source):
+            raise ConfigError(ONLY_GGUF)
         opened = _opened(model, source, downloads)
         needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
         projector = _projector(model, source, opened, downloads)

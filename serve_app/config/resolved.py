@@ -54,6 +54,8 @@ class ResolvedModel:
     pin_cores: bool
     n_replicas: int
     """The number of replicas, unless the deployment says otherwise."""
+    stages: int
+    """The replicas that compute the model together, each a stage of it."""
     sizing: str
     """The reason for that number, and each one's part of the machine, for people."""
     num_cpus: float

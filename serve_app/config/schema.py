@@ -156,6 +156,9 @@ class EngineConfig(Section):
     """The kernels that compute the model. `openvino` is faster for several sequences at once, slower
     for a single one, and has fewer features: see [OpenVINO](openvino.md). `auto` measures both at
     the first start, and takes the faster one for the slots."""
+    stages: PositiveInt = 1
+    """Replicas that [compute the model together](deploy/cluster.md#a-model-in-stages), each a part of its
+    layers, with OpenVINO's kernels: for a model that is too large for one machine."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory. `mlock` keeps them in RAM; `none` reads them instead of mapping
     the file."""
@@ -331,6 +334,35 @@ class ModelConfig(Section):
     def _one_way_to_load(self) -> ModelConfig:
         if self.keep_alive is not None and self.deployment.num_replicas is not None:
             raise ValueError("give keep_alive or deployment.num_replicas, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _can_have_stages(self) -> ModelConfig:
+        n_stages, engine, deployment = self.engine.stages, self.engine, self.deployment
+        if n_stages == 1:
+            return self
+        scaling = deployment.autoscaling_config
+        refused = {
+            "engine.backend: llama.cpp": engine.backend == "llama.cpp",
+            "engine.draft": engine.draft is not None,
+            "adapters": bool(self.adapters),
+            "projector": bool(self.projector),
+            "keep_alive": self.keep_alive is not None,
+            "deployment.ray_actor_options.num_cpus: 0": (
+                deployment.ray_actor_options.num_cpus == 0
+            ),
+            "deployment.max_replicas_per_node": deployment.max_replicas_per_node is not None,
+            "deployment.num_replicas that is no multiple of it": (
+                (deployment.num_replicas or 0) % n_stages > 0
+            ),
+            "a bound of deployment.autoscaling_config that is no multiple of it": any(
+                (getattr(scaling, name, None) or 0) % n_stages
+                for name in getattr(scaling, "model_fields_set", ())
+                if name in ("min_replicas", "max_replicas", "initial_replicas")
+            ),
+        }
+        if names := [name for name, is_set in refused.items() if is_set]:
+            raise ValueError(f"engine.stages: {n_stages} does not go with {names[0]}")
         return self
 
     @model_validator(mode="after")

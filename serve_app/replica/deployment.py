@@ -16,7 +16,7 @@ from serve_app.config.resolved import ResolvedModel
 from serve_app.logs import forward_to_serve
 from serve_app.replica.loaded_model import LoadedModel
 from serve_app.replica.on_demand import OnDemandModel
-from serve_app.replica.place import ReplicaPlace
+from serve_app.replica.place import Gang, ReplicaPlace
 from serve_app.routing.serve_handle import handle_for_now
 
 
@@ -29,6 +29,12 @@ def prepared(*, keeps_texts: bool) -> ReplicaPlace:
     ray_context: Any = ray.get_runtime_context()
     node_id = ray_context.get_node_id()
     session: Any = worker._global_node  # not public, as of Ray 2.60
+    resources: dict[str, float] = ray_context.get_assigned_resources()
+    of_gang = (n for name, n in resources.items() if name.startswith("CPU_group_"))
+    gang = None
+    if (members := context.gang_context) is not None:
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        gang = Gang(members.gang_id, members.rank, members.world_size, host)
     return ReplicaPlace(
         context.app_name,
         context.deployment,
@@ -38,8 +44,9 @@ def prepared(*, keeps_texts: bool) -> ReplicaPlace:
         / "corral"
         / node_id
         / quote(context.app_name, safe=""),
-        reserved_cpus=float(ray_context.get_assigned_resources().get("CPU", 0.0)),
+        reserved_cpus=float(resources.get("CPU", next(of_gang, 0.0))),
         peers=partial(handle_for_now, context.deployment, context.app_name),
+        gang=gang,
         put=ray.put,
     )
 

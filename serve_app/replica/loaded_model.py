@@ -36,6 +36,7 @@ from serve_app.replica.batching import Batcher
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.place import ReplicaPlace
 from serve_app.replica.reporting import ReplicaMetrics, Reporting, pressure
+from serve_app.replica.stages import chain_of, forget_address, load_stage
 from serve_app.store.encryption import check_encrypted
 from serve_app.store.models import n_bytes
 from serve_app.store.shared_entries import LoadedAdapters, progress_told
@@ -78,6 +79,7 @@ class LoadedModel:
             projector = None if model.projector is None else await find(model.projector)
             draft = None if model.draft is None else await find(model.draft)
         weights = sum(n_bytes(part) for part in (path, projector, draft) if part is not None)
+        weights //= 1 if place.gang is None else place.gang.size
         on_demand = model.on_demand
         reserved = place.reserved_cpus if on_demand is None else on_demand.num_cpus
         self._cpus, self._sizing = place_on_cpus(model, reserved), model.sizing
@@ -99,8 +101,16 @@ class LoadedModel:
         )
         self._channels = Channels(place.node_id, place.replica_id)
         self._closing.callback(self._channels.close)
+        self._chain = None
         async with progress_told(*whose) as tell:
-            self._engine = await _in_new_thread(partial(Engine.load, path, options, tell))
+            load = partial(Engine.load, path, options, tell)
+            if place.gang is not None:
+                self._chain = chain_of(place, place.gang, model.max_load_s)
+                self._closing.callback(self._chain.close)
+                load = partial(load_stage, path, options, self._chain, tell)
+            self._engine = await _in_new_thread(load)
+        if place.gang is not None:
+            await asyncio.to_thread(forget_address, place.gang)
         self._closing.push_async_callback(asyncio.to_thread, self._engine.close, timeout_s=0)
         self._vocabulary_key = self._engine.vocabulary_key
         self._engine.on_delivered(self._channels.flush)
@@ -225,6 +235,7 @@ class LoadedModel:
             numa_node=self._cpus.pinning.numa_node,
             placement=f"{self._cpus.pinning.report}; {self._sizing}",
             latencies=self._engine.latencies(),
+            stage=None if self._chain is None else dataclasses.asdict(self._chain.counts),
         )
 
     async def media_tokens(self, sizes: Sequence[Size]) -> int | CorralError:
@@ -296,6 +307,8 @@ class LoadedModel:
         """Serve asks every few seconds. Ends the process if the engine failed or hangs."""
         try:
             self._engine.check_health()
+            if self._chain is not None:
+                self._chain.check_health()
         except EngineFailedError as error:
             _end_process(error)
         throttled = self._throttling.look(throttled_s(), cpu_quota(), time.monotonic())

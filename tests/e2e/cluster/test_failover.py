@@ -62,8 +62,12 @@ class Server(Protocol):
 class Streams:
     """Clients that read, and what has come to them."""
 
-    def __init__(self, server: Server, n_streams: int, n_tokens: int) -> None:
+    def __init__(
+        self, server: Server, n_streams: int, n_tokens: int, model_id: str | None = None
+    ) -> None:
+        """They ask the first model if none is named."""
         self.url = f"{server.url}/v1/completions"
+        self._model = {} if model_id is None else {"model": model_id}
         self.n_tokens = n_tokens
         self.numbers = range(n_streams)
         self.ids = [""] * n_streams
@@ -71,7 +75,7 @@ class Streams:
 
     def alone(self, number: int) -> str:
         """The same text, undisturbed and whole."""
-        asked = body(number, self.n_tokens)
+        asked = body(number, self.n_tokens) | self._model
         answer = httpx.post(self.url, json=asked, timeout=120).json()
         text: str = answer["choices"][0]["text"]
         return text
@@ -79,7 +83,7 @@ class Streams:
     def read(self, number: int) -> None:
         """One stream, to its end."""
         usage: dict[str, int] = {}
-        asked = body(number, self.n_tokens)
+        asked = body(number, self.n_tokens) | self._model
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
         with httpx.stream("POST", self.url, json=asked, timeout=120) as response:
             assert response.status_code == 200, response.read()

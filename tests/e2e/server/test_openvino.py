@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from operator import mul
+from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.conftest import Corral, model, short_folder, stopped_at_the_end
+from tests.e2e.cluster.test_failover import Streams
+from tests.e2e.conftest import Corral, model, short_folder, stopped_at_the_end, wait_until
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 pytest.importorskip("tokenizers", reason="corral[openvino] is not installed")
@@ -25,7 +29,8 @@ def server() -> Iterator[Corral]:
     with short_folder() as directory:
         exported = model(unpacked("qwen3-fp16", directory), "exported", **engine)
         exported["engine"]["system_prompts"] = ["Be brief."]
-        models = [model(None, "demo", **engine), exported]
+        staged = model(None, "staged", stages=2, **engine)
+        models = [model(None, "demo", **engine), exported, staged]
         with stopped_at_the_end(Corral(directory, models)) as server:
             yield server
 
@@ -82,10 +87,44 @@ def test_embeddings_and_answers_come_from_one_model(client: openai.OpenAI) -> No
 
 
 def test_a_model_that_the_exporter_wrote_is_served(server: Corral, client: openai.OpenAI) -> None:
-    assert {one.id for one in client.models.list()} == {"demo", "exported"}
+    assert {one.id for one in client.models.list()} == {"demo", "exported", "staged"}
     first, second = (say(client, "Hello!", "exported") for _ in range(2))
     assert first == second != ""
     stats = server.stats(1)
     assert "OpenVINO" in stats["compute"]["mode_reason"]
     assert stats["tokens"]["generated_tokens"] > 0
     assert "pinned" in {slot["state"] for slot in stats["slots"]}
+
+
+def stages(server: Corral) -> list[dict[str, Any]]:
+    """The stages of the model that two replicas compute together."""
+    replicas = [replica["stage"] for replica in server.replicas(2)]
+    return sorted(replicas, key=lambda stage: stage["stage"])
+
+
+def test_two_replicas_compute_one_model(server: Corral, client: openai.OpenAI) -> None:
+    whole = {one: say(client, f"Hello {one}!") for one in "abcdef"}
+    with ThreadPoolExecutor(len(whole)) as pool:
+        answers = pool.map(lambda one: say(client, f"Hello {one}!", "staged"), whole)
+        assert dict(zip(whole, answers, strict=True)) == whole
+    first, second = stages(server)
+    assert [stage["stage"] for stage in (first, second)] == [0, 1]
+    assert first["n_layers"] + second["n_layers"] == 6
+    assert second["n_layers"] > 0
+    for stage in (first, second):
+        assert stage["computed_s"] > 0
+        assert stage["sent_bytes"] > 0
+
+
+@pytest.mark.timeout(200)
+def test_streams_go_on_when_a_stage_is_killed(server: Corral) -> None:
+    """The rest of each text comes from replicas that Serve has started anew, both of them."""
+    before = server.pids("ray::ServeReplica:corral:engine-staged")
+    streams = Streams(server, 6, 400, "staged")
+    with ThreadPoolExecutor(6) as pool:
+        reading = [pool.submit(streams.read, i) for i in streams.numbers]
+        wait_until(lambda: streams.n_begun == 6, 30, "six streams that have begun")
+        os.kill(before[0], signal.SIGKILL)
+        for stream in reading:
+            stream.result()
+    assert not {*before} & {*server.pids("ray::ServeReplica:corral:engine-staged")}

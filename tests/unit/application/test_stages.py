@@ -1,0 +1,77 @@
+"""A deployment whose replicas compute one model in stages, and what does not go with stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.app import build
+from serve_app.application.resolving import resolve
+from serve_app.config.schema import ModelConfig, parse
+from serve_app.errors import ConfigError
+from serve_app.placement.machine import Machine
+from tests.unit.placement.machines import topology
+
+pytestmark = pytest.mark.filterwarnings("ignore:`look_back_period_s`:FutureWarning")
+HERE = Machine(topology(((i,), 0) for i in range(8)), None, 2**34, 2**34)
+
+
+def entry(stages: int = 2, **more: Any) -> dict[str, Any]:
+    engine = {"stages": stages, "threads": 1} | more.pop("engine", {})
+    return {"id": "m", "source": {"builtin": True}, "engine": engine} | more
+
+
+def test_the_replicas_of_a_model_are_one_gang() -> None:
+    ingress: Any = build({"models": [entry()]})._bound_deployment
+    deployment = ingress.init_args[1][0]._bound_deployment
+    gang = deployment._deployment_config.gang_scheduling_config
+    assert (gang.gang_size, gang.gang_placement_strategy.value) == (2, "SPREAD")
+    scaling = deployment._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (2, 2)
+    model = deployment.init_args[0]
+    assert (model.stages, model.n_replicas, model.options.backend) == (2, 2, "openvino")
+
+
+def test_each_replica_has_its_part_of_the_weights() -> None:
+    entries = [entry(stages, projector=False) for stages in (1, 3)]
+    configured = [ModelConfig.model_validate(one) for one in entries]
+    whole, part = (resolve([model], HERE)[0] for model in configured)
+    assert part.weight_bytes == whole.weight_bytes // 3
+    assert (whole.stages, part.stages) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"engine": {"backend": "llama.cpp"}}, "engine.backend: llama.cpp"),
+        ({"engine": {"draft": {"own_layers": True}}}, "engine.draft"),
+        ({"adapters": [{"id": "a", "source": {"path": "a.gguf"}}]}, "adapters"),
+        ({"projector": {"path": "p.gguf"}}, "projector"),
+        ({"keep_alive": "5m"}, "keep_alive"),
+        ({"deployment": {"max_replicas_per_node": 1}}, "deployment.max_replicas_per_node"),
+        ({"deployment": {"num_replicas": 3}}, "deployment.num_replicas that is no multiple"),
+        ({"deployment": {"autoscaling_config": {"max_replicas": 3}}}, "a bound of deployment"),
+        ({"deployment": {"ray_actor_options": {"num_cpus": 0}}}, "num_cpus: 0"),
+    ],
+)
+def test_what_does_not_go_with_stages_is_named(more: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"engine\.stages: 2 does not go with .*{named}"):
+        parse({"models": [entry(**more)]})
+
+
+def test_whole_gangs_are_added_and_removed() -> None:
+    scaling = {"min_replicas": 2, "max_replicas": 6}
+    parse({"models": [entry(deployment={"autoscaling_config": scaling})]})
+    parse({"models": [entry(deployment={"num_replicas": 4})]})
+
+
+def test_a_model_in_openvinos_format_is_refused(tmp_path: Path) -> None:
+    for name in ("openvino_model.xml", "openvino_model.bin", "config.json"):
+        (tmp_path / name).write_text("{}")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+    configured = ModelConfig.model_validate(entry() | {"source": {"path": str(tmp_path)}})
+    with pytest.raises(ConfigError, match="engine\\.stages needs a GGUF file"):
+        resolve([configured], HERE)
