@@ -165,7 +165,7 @@ class OpenVinoBackend:
         report: Report = progress.nowhere,
         chain: StageChain | None = None,
     ) -> None:
-        """With a chain, this process computes a stage of it, and the backend's passes go through all."""
+        """Open the model, or the stage of a chain that this process computes."""
         if options.computing_cpus is not None:  # OpenVINO's threads inherit it from this one
             os.sched_setaffinity(0, options.computing_cpus)
         path = Path(path)
