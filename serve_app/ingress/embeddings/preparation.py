@@ -6,7 +6,7 @@ An answer may be as long as a book.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +16,6 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import (
     AliasChoices,
-    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
@@ -44,16 +43,18 @@ _Batch = Field(min_length=1, max_length=MAX_TEXTS)
 
 
 class EmbeddingsRequest(RequestModel):
-    """POST /v1/embeddings."""
+    """POST /v1/embeddings, and llama-server's POST /embedding."""
 
-    input: Prompt | None = None
+    input: Annotated[Prompt | None, Field(validation_alias=AliasChoices("input", "content"))] = None
     """A text, token ids and texts mixed, or a text with pictures; or several of them."""
     messages: list[ChatMessage] | None = None
     """vLLM's: a chat in the place of the input, as the model's template writes it."""
     model: str | None = None
     """A name from /v1/models; the first of them if it is missing."""
     encoding_format: Literal["float", "base64"] | None = None
-    """Numbers, or base64 of little-endian 32-bit floats."""
+    """Numbers, or base64 of little-endian 32-bit floats, which /embedding never has."""
+    embd_normalize: Annotated[int, Field(ge=-1, le=100)] = 2
+    """-1 for no normalisation; 0 for the largest number as 32760, 2 for length 1, others for p-norms."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
     """Only the first so many numbers, of length 1 again: for models that are made for it."""
     truncate: bool = False
@@ -90,31 +91,6 @@ def _wrong_input() -> InvalidRequestError:
         f"{MAX_TEXTS} of these; none may be empty.",
         "input",
     )
-
-
-class LlamaEmbeddingRequest(RequestModel):
-    """POST /embedding, llama-server's."""
-
-    content: Annotated[
-        Prompt,
-        Field(validation_alias=AliasChoices("content", "input")),
-        BeforeValidator(plain),
-    ]
-    """A text, token ids and texts mixed, or a text with pictures; or several of them."""
-    embd_normalize: Annotated[int, Field(ge=-1, le=100)] = 2
-    """-1 for no normalisation; 0 for the largest number as 32760, 2 for length 1, others for p-norms."""
-    encoding_format: Literal["float", "base64"] | None = None
-    """Numbers, whatever is asked for."""
-    model: str | None = None
-
-    @model_validator(mode="after")
-    def _check_texts(self) -> LlamaEmbeddingRequest:
-        texts = several(self.content)
-        if not texts or [] in texts:
-            raise InvalidRequestError("A text is empty.", "content")
-        if len(texts) > MAX_TEXTS:
-            raise InvalidRequestError(f"More than {MAX_TEXTS} texts are given.", "content")
-        return self
 
 
 class TeiEmbedRequest(RequestModel):
@@ -228,9 +204,18 @@ class TextsToEmbed:
 
 def embeddings(models: Models, body: bytes) -> TextsToEmbed:
     """POST /v1/embeddings. Raises CorralError."""
+    return _embeddings(models, body, check_makes_embeddings)
+
+
+def llama_embedding(models: Models, body: bytes) -> TextsToEmbed:
+    """POST /embedding. Raises CorralError."""
+    return _embeddings(models, body, check_does_not_rank)
+
+
+def _embeddings(models: Models, body: bytes, check: Callable[[ModelInfo], None]) -> TextsToEmbed:
     request = parsed(EmbeddingsRequest, body)
     model = find(models, request.model)
-    check_makes_embeddings(model)
+    check(model)
     n_embd = model.tokenizer.model.n_embd
     if request.dimensions is not None and request.dimensions > n_embd:
         message = f"dimensions: this model's embeddings have {n_embd}."
@@ -247,17 +232,9 @@ def embeddings(models: Models, body: bytes) -> TextsToEmbed:
         made,
         dimensions=request.dimensions,
         as_base64=request.encoding_format == "base64",
+        norm=request.embd_normalize,
         user=request.user,
     )
-
-
-def llama_embedding(models: Models, body: bytes) -> TextsToEmbed:
-    """POST /embedding. Raises CorralError."""
-    request = parsed(LlamaEmbeddingRequest, body)
-    model = find(models, request.model)
-    check_does_not_rank(model)
-    made = to_embed(model, several(request.content), "content")
-    return replace(made, norm=request.embd_normalize)
 
 
 def tei_embed(models: Models, body: bytes) -> TextsToEmbed:

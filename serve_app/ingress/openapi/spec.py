@@ -22,7 +22,6 @@ from serve_app.ingress.audio.preparation import TranscriptionRequest
 from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.embeddings.preparation import (
     EmbeddingsRequest,
-    LlamaEmbeddingRequest,
     RerankRequest,
     ScoreRequest,
     TeiEmbedRequest,
@@ -108,7 +107,7 @@ ROUTES = {
     "messages": Route(d.AnthropicMessage, MessagesRequest, _CHAT, streams=True),
     "count_tokens": Route(body=CountTokensRequest, example={"messages": [_ASKED]}),
     "embeddings": Route(d.Embeddings, EmbeddingsRequest, {"input": ["A fox.", "A brave fox."]}),
-    "embedding": Route(list[d.LlamaEmbedding], LlamaEmbeddingRequest, {"content": "A fox."}),
+    "embedding": Route(list[d.LlamaEmbedding], EmbeddingsRequest, {"input": "A fox."}),
     "rerank": Route(
         d.Ranking,
         RerankRequest,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 
@@ -95,6 +96,23 @@ def test_the_second_question_about_a_picture_costs_its_words(seeing: Corral) -> 
     assert seeing.stats()["pictures"]["encoded_tiles"] == 1
     ask(seeing, "seeing", url("blue", (1024, 1024)), "And how many?")
     assert seeing.stats()["pictures"]["encoded_tiles"] == 2
+
+
+def test_a_text_with_a_picture_becomes_a_vector(seeing: Corral) -> None:
+    client = openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none", max_retries=0)
+
+    def content(colour: str) -> Any:
+        picture = {"type": "image_url", "image_url": {"url": url(colour)}}
+        return {"content": [picture, {"type": "text", "text": WHAT}]}
+
+    given: Any = [*map(content, ("red", "blue", "red")), WHAT]
+    answer = client.embeddings.create(model="seeing", input=given)
+    red, blue, again, plain = (np.array(one.embedding) for one in answer.data)
+    assert red @ again > 0.9999
+    assert max(red @ blue, red @ plain) < 0.9999
+    assert answer.usage.prompt_tokens >= 3 * N_SEEN
+    with pytest.raises(openai.InternalServerError, match="does not see"):  # as at llama-server
+        client.embeddings.create(model="hearing", input=given)
 
 
 def test_the_tokens_of_pictures_are_counted(seeing: Corral) -> None:

@@ -113,7 +113,7 @@ async def test_what_cannot_work_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("path", "field"),
-    [("/v1/embeddings", "input"), ("/embedding", "content"), ("/rerank", "documents")],
+    [("/v1/embeddings", "input"), ("/embedding", "input"), ("/rerank", "documents")],
 )
 async def test_too_long_a_text_is_refused_before_the_engine(
     client: httpx.AsyncClient,
@@ -178,9 +178,9 @@ async def test_llama_servers_norms(
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"content": []}, "content"),
-        ({"content": ["a"] * 2049}, "content"),
-        ({"content": [300]}, "content"),
+        ({"content": []}, "input"),
+        ({"content": ["a"] * 2049}, "input"),
+        ({"content": [300]}, "input"),
         ({"content": "a", "embd_normalize": -2}, "embd_normalize"),
     ],
     ids=lambda value: str(value)[:40],
@@ -311,7 +311,7 @@ async def test_vectors_of_all_tokens(
         assert "Pooling type 'none' is not OAI compatible" in str(error)
     monkeypatch.setattr(preparation, "MAX_NUMBERS", 8)
     error = await refused(client, "/embedding", content="abc")
-    assert error["message"] == "content: more than 2 tokens in all."
+    assert error["message"] == "input: more than 2 tokens in all."
 
 
 @pytest.mark.parametrize(
