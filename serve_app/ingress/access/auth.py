@@ -108,7 +108,7 @@ class AccessMiddleware:
         line: Caller | None = scope.get(BATCH_LINE)
         async with AsyncExitStack() as held:
             try:
-                if self._accounts is not None:
+                if self._accounts is not None and scope["path"] not in _OPEN_PATHS:
                     await self._accounts.follow()
                 caller = line or self._caller(scope, headers)
                 send = _noting_status(caller, send)

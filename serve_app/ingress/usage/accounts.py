@@ -168,15 +168,15 @@ class KeyAccount:
         function = partial(budgets.reserve, key=name, claims=claims, now=now)
         call = asyncio.ensure_future(self.ledger.call(function))
         try:
-            async with asyncio.timeout(_PATIENCE_S):
-                left = await asyncio.shield(call)
-        except (LedgerError, TimeoutError):
-            call.add_done_callback(partial(self._return, claims, now))
-            self._reserve_of_share(claims, now)
-            return
+            await asyncio.wait([call], timeout=_PATIENCE_S)
         except asyncio.CancelledError:
             call.add_done_callback(partial(self._return, claims, now))
             raise
+        if not call.done() or call.exception():
+            call.add_done_callback(partial(self._return, claims, now))
+            self._reserve_of_share(claims, now)
+            return
+        left = call.result()
         if isinstance(left, Refusal):
             limit = f"{left.claim.limit:g} {left.claim.period.name}"
             raise RateLimitError(f"This API key has used up its {limit}.", left.wait_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.datastructures import Headers
 
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import CorralError, DeadlineError, InvalidRequestError
-from serve_app.ingress.access import bodies
+from serve_app.ingress.access import api_keys, bodies
 from serve_app.ingress.access.auth import secret_of
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
@@ -87,6 +88,21 @@ async def test_nothing_without_a_key(
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"
     assert engine.requests == []
+
+
+async def test_while_changed_keys_are_read_the_event_loop_goes_on(
+    connect: Open, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect(IngressConfig(api_key_file=keys))
+    assert (await client.get("/v1/models", headers=bearer(ANA))).status_code == 200
+    read, go_on = api_keys.read, threading.Event()
+    monkeypatch.setattr(api_keys, "read", lambda path: read(path) if go_on.wait(30) else [])
+    keys.write_text(yaml.safe_dump({"keys": [{"name": "ben", "key": BEN}]}))  # noqa: ASYNC240
+    asking = [asyncio.create_task(client.get("/v1/models", headers=bearer(k))) for k in (ANA, BEN)]
+    assert (await client.get("/health")).status_code == 200
+    assert not any(task.done() for task in asking)
+    go_on.set()
+    assert [(await task).status_code for task in asking] == [401, 200]
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
