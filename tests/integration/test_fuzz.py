@@ -9,6 +9,6 @@ from tests.fuzz.cases import run, served
 
 def test_odd_requests(tiny_gguf: Path) -> None:
     with served(tiny_gguf) as app:
-        statuses = run(app, n_cases=300, seed_=1, limit_s=100)
-    assert statuses.total() >= 300
-    assert min(statuses[200], statuses[400], statuses[404]) > 10
+        statuses = run(app, n_cases=150, seed_=1, limit_s=100)
+    assert statuses.total() >= 150
+    assert min(statuses[200], statuses[400], statuses[404]) > 5

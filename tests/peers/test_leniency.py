@@ -213,8 +213,7 @@ def test_a_system_message_without_a_system_role_is_answered(no_system: Pair) -> 
             [HI, HELLO, BRIEF, ASKED],
             turn("user", "Hi")
             + turn("assistant", "Hello")
-            + turn("user", "<system>\nBe brief.\n</system>")
-            + turn("user", QUESTION),
+            + turn("user", f"<system>\nBe brief.\n</system>\n\n{QUESTION}"),
         ),
     ],
 )

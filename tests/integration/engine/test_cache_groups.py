@@ -15,7 +15,13 @@ from tools.random_models.model import SHAPES, write_random_gguf
 
 # Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
 OPTIONS = EngineOptions(
-    n_slots=2, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False, kv_unified=False
+    profile_limit_s=0,
+    n_slots=2,
+    n_ctx_slot=256,
+    threads=1,
+    n_batch=64,
+    flash_attn=False,
+    kv_unified=False,
 )
 SYSTEM = "You are a patient assistant who answers every question of every guest in this house. "
 STORY = (

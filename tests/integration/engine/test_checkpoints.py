@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import pickle
 import random
 from contextlib import closing
@@ -29,7 +30,7 @@ from tests.integration.models.forgetful_models import FORGETFUL, WINDOW
 # Without flash attention, logits do not depend on how a prompt was cut.
 OPTIONS = EngineOptions(
     n_slots=2,
-    n_ctx_slot=4608,
+    n_ctx_slot=2560,
     threads=1,
     n_batch=256,
     max_stall_s=None,
@@ -38,6 +39,7 @@ OPTIONS = EngineOptions(
     profile_limit_s=0,
 )
 _RNG = np.random.default_rng(1)
+_IDS = itertools.count()
 Tokens = tuple[int, ...]
 
 
@@ -46,7 +48,7 @@ def text(n: int) -> Tokens:
     return tuple(_RNG.integers(20, 450, n).tolist())
 
 
-CHAT, OTHER, SECOND = text(4000), text(3000), text(60)
+CHAT, OTHER, SECOND = text(2000), text(1500), text(60)
 # What a template makes of an answer may differ from what was generated, and from the end of its prompt.
 EDITED = (*CHAT[:-4], *text(20), *SECOND)
 KINDS = list(FORGETFUL)
@@ -67,7 +69,7 @@ opened = opener(OPTIONS)
 async def answer(engine: Engine, prompt: Tokens, n_tokens: int = 12) -> tuple[Tokens, int]:
     """The tokens that follow, and how many of the prompt's were computed."""
     sampling = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
-    request = GenerationRequest(str(hash((prompt, n_tokens))), prompt, sampling)
+    request = GenerationRequest(str(next(_IDS)), prompt, sampling)
     deltas = [delta async for delta in engine.submit(request)]
     assert deltas[-1].end is not None
     assert deltas[-1].end.error is None
@@ -93,7 +95,7 @@ async def expect_a_tie(engine: Engine, prompt: Tokens, answer: Tokens, expected:
         i for i, pair in enumerate(zip(answer, expected, strict=True)) if len(set(pair)) > 1
     )
     request = GenerationRequest(
-        str(hash((prompt, answer, expected))),
+        str(next(_IDS)),
         (*prompt, *expected[:part]),
         SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=2),
     )
@@ -190,14 +192,14 @@ async def test_from_a_slot_that_is_busy(
     path = models[kind]
     async with opened(path, kv_unified=kv_unified) as engine:
         await answer(engine, CHAT, 1)
-        sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
         said: Tokens = ()
         async for delta in engine.submit(GenerationRequest("long", CHAT, sampling)):
             if len(said) == 20:
                 await expect_cheap(engine, path, EDITED)
             said += delta.token_ids
     async with opened(path, n_slots=1) as fresh:
-        assert said == (await answer(fresh, CHAT, 200))[0]
+        assert said == (await answer(fresh, CHAT, 80))[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -237,7 +239,7 @@ async def test_eight_long_chats_beside_each_other(
     sizes = {"n_slots": 8, "n_ctx_slot": 2048, "n_batch": 128, "kv_unified": kv_unified}
     async with opened(path, **sizes) as engine:
         chats: list[Tokens] = [(*shared, *text(40 * i)) for i in range(1, 9)]
-        for _ in range(3):
+        for _ in range(2):
             said = await asyncio.gather(*(answer(engine, chat, 150) for chat in chats))
             assert {len(tokens) for tokens, _ in said} == {150}
             chats = [
@@ -246,7 +248,7 @@ async def test_eight_long_chats_beside_each_other(
         assert max(n_computed for _, n_computed in said) <= 250
         stats = engine.stats()
     assert stats.requests.preemptions == 0
-    assert stats.requests.ended == {"length": 24}
+    assert stats.requests.ended == {"length": 16}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -266,7 +268,7 @@ async def test_after_profiling_and_with_drafts(
     models: dict[str, Path], kind: str, kv_unified: bool
 ) -> None:
     prompts = [text(300) for _ in range(3)]
-    profiled = {"n_slots": 3, "profile_limit_s": 2.0, "kv_unified": kv_unified}
+    profiled = {"n_slots": 3, "profile_limit_s": 0.5, "kv_unified": kv_unified}
     async with opened(models[kind], **profiled) as engine:
         assert engine.stats().costs.step_time["decode_ms"]
         said = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
@@ -275,20 +277,19 @@ async def test_after_profiling_and_with_drafts(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kind_of_cache_never_changes(models: dict[str, Path], kind: str) -> None:
-    options = replace(OPTIONS, kv_unified=None, profile_limit_s=1.0)
+    options = replace(OPTIONS, kv_unified=None, profile_limit_s=0.5)
     with closing(LlamaBackend(models[kind], options)) as backend:
         assert backend.setup.profile.decode_s
         assert backend.modes is None
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kv_unified", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_whatever_comes_is_answered_as_if_it_were_computed(
-    models: dict[str, Path], kind: str, kv_unified: bool, seed: int
+    models: dict[str, Path], kind: str, kv_unified: bool
 ) -> None:
     """Prompts that begin like others, alone and together, some of which are given up."""
-    rng = random.Random(seed)
+    rng = random.Random(f"{kind} {kv_unified}")
     said: dict[tuple[Tokens, int], Tokens] = {}
     begun = [tuple(rng.choices(range(20, 450), k=300))]
 

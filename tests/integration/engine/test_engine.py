@@ -32,7 +32,13 @@ from tests.integration.engine.kernels import NAMES, with_kernels
 from tools.random_models.model import SHAPES, write_random_gguf
 
 OPTIONS = EngineOptions(
-    n_slots=4, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False, kv_unified=False
+    profile_limit_s=0,
+    n_slots=4,
+    n_ctx_slot=256,
+    threads=1,
+    n_batch=64,
+    flash_attn=False,
+    kv_unified=False,
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 HOT = replace(GREEDY, temperature=1.5, top_k=0, top_p=1.0, min_p=0.0)
@@ -365,7 +371,9 @@ def native():
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 before = native()
-engine = Engine.load({str(exact_gguf)!r}, EngineOptions(n_slots=1, n_ctx_slot=64, threads=2))
+engine = Engine.load({str(exact_gguf)!r}, EngineOptions(
+    n_slots=1, n_ctx_slot=64, threads=2, profile_limit_s=0
+))
 done = threading.Event()
 request = GenerationRequest("a", engine.tokenize("Hello"), SamplingParams(max_tokens=4))
 engine.submit_to([(request, lambda delta: delta.end and done.set())])

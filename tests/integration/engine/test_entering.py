@@ -15,7 +15,9 @@ N_CTX = 131_072
 
 
 def test_the_heaviest_requests_together_leave_time_for_health_checks() -> None:
-    options = EngineOptions(n_slots=2, n_ctx_slot=N_CTX, threads=1, n_batch=64, max_waiting=64)
+    options = EngineOptions(
+        n_slots=2, n_ctx_slot=N_CTX, threads=1, n_batch=64, max_waiting=64, profile_limit_s=0
+    )
     engine = Engine.load(BUILTIN_MODEL, options)
     try:
         bias = LogitBias.of(dict.fromkeys(range(256), 1.0))

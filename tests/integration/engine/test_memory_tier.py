@@ -16,7 +16,9 @@ from tests.integration.engine.kernels import openvino
 from tools.random_models.model import SHAPES, write_random_gguf
 
 # Without flash attention, logits do not depend on how a prompt was cut; with Q8_0, nor on the batch.
-OPTIONS = EngineOptions(n_slots=1, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False)
+OPTIONS = EngineOptions(
+    n_slots=1, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False, profile_limit_s=0
+)
 STORIES = [f"Story number {n} is about {'a very ' * n}old house by the sea. " * 2 for n in range(4)]
 
 

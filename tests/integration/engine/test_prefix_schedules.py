@@ -36,6 +36,7 @@ QUESTIONS = [
     "Tell me a story about a brave fox.",
 ]
 ALONE = EngineOptions(
+    profile_limit_s=0,
     n_slots=1,
     n_ctx_slot=512,
     threads=1,
@@ -54,7 +55,9 @@ OTHERS = {
     "unified": replace(ALONE, n_slots=3, kv_unified=True, pinned=PINNED, cache_ram_bytes=2**20),
     "preempted": replace(CRAMPED, cache_ram_bytes=2**22),
     "preempted, no store": CRAMPED,
-    "speculating": replace(ALONE, n_slots=2, speculate=True, max_stall_s=0.004),
+    "speculating": replace(
+        ALONE, n_slots=2, speculate=True, max_stall_s=0.004, profile_limit_s=1.0
+    ),
 }
 CHATS = st.builds(
     lambda system, n_turns, question: TOKENIZER.encode_chat(
@@ -106,7 +109,7 @@ async def say(engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[int]]
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(waves=st.lists(st.lists(CHATS, min_size=1, max_size=5), min_size=1, max_size=4))
 def test_text_does_not_depend_on_what_was_cached(
     engines: dict[str, Engine],

@@ -38,7 +38,9 @@ async def answer(engine: Engine, prompt: tuple[int, ...], n_tokens: int = 12) ->
 
 async def test_it_is_measured_and_answers(path: Path) -> None:
     """Alone, together, and a conversation's next turn: the same tokens as computed anew."""
-    engine = Engine.load(path, EngineOptions(n_slots=2, n_ctx_slot=256, threads=1, n_batch=64))
+    engine = Engine.load(
+        path, EngineOptions(n_slots=2, n_ctx_slot=256, threads=1, n_batch=64, profile_limit_s=0.5)
+    )
     try:
         assert list(engine.stats().costs.step_time["decode_ms"]) == [1, 2]
         prompts = [tuple(range(20, 120)), tuple(range(200, 230))]
@@ -60,7 +62,9 @@ async def test_it_is_measured_and_answers(path: Path) -> None:
 
 async def test_a_request_longer_than_a_share_beside_a_short_one(path: Path) -> None:
     """Such a model's cache cannot change, so it is unified from the start."""
-    options = EngineOptions(n_slots=2, n_ctx_slot=512, n_ctx=512, threads=1, n_batch=64)
+    options = EngineOptions(
+        n_slots=2, n_ctx_slot=512, n_ctx=512, threads=1, n_batch=64, profile_limit_s=0
+    )
     prompts = [tuple(20 + i % 200 for i in range(300)), tuple(range(200, 230))]
     engine = Engine.load(path, options)
     try:

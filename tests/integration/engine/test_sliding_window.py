@@ -88,7 +88,13 @@ async def test_answers_are_the_same_with_a_store(path: Path) -> None:
     said = []
     for cache_ram_bytes in (0, 2**26):
         options = EngineOptions(
-            1, 256, 1, flash_attn=False, kv_unified=False, cache_ram_bytes=cache_ram_bytes
+            1,
+            256,
+            1,
+            flash_attn=False,
+            kv_unified=False,
+            cache_ram_bytes=cache_ram_bytes,
+            profile_limit_s=0,
         )
         engine = Engine.load(path, options)
         try:
@@ -119,7 +125,7 @@ def test_embeddings_do_not_depend_on_what_shares_a_batch(path: Path) -> None:
 
 async def test_a_request_longer_than_a_share_and_its_next_turn(path: Path) -> None:
     """Such a model's cache cannot change, so it is unified from the start."""
-    options = EngineOptions(2, 512, 1, n_ctx=512, n_batch=64, flash_attn=False)
+    options = EngineOptions(2, 512, 1, n_ctx=512, n_batch=64, flash_attn=False, profile_limit_s=0)
     story = "Once upon a time there was an old house by the sea where nobody lived any more. " * 11
     engine = Engine.load(path, options)
     try:

@@ -19,7 +19,9 @@ from tools.random_models.model import SHAPES, write_random_gguf
 SYSTEM = "You are a patient assistant who answers every question of every guest in this house."
 # Flash attention has a kernel of its own for 64 rows and more, which rounds differently: with it, a
 # prefix computed in other chunks can turn a near-tie of two tokens.
-OPTIONS = EngineOptions(n_slots=2, n_ctx_slot=512, threads=1, n_batch=64, flash_attn=False)
+OPTIONS = EngineOptions(
+    n_slots=2, n_ctx_slot=512, threads=1, n_batch=64, flash_attn=False, profile_limit_s=0
+)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,10 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    made = Engine.load(BUILTIN_MODEL, EngineOptions(N_SLOTS, 2048, threads=1, max_waiting=N_CASES))
+    made = Engine.load(
+        BUILTIN_MODEL,
+        EngineOptions(N_SLOTS, 2048, threads=1, max_waiting=N_CASES, profile_limit_s=0),
+    )
     yield made
     made.close()
 
