@@ -110,7 +110,7 @@ def test_two_models_side_by_side(ui_server: Corral, open_page: Open) -> None:
     expect(page.locator("#status")).to_have_text("Both answers are complete.")
 
 
-@pytest.mark.parametrize("view", ["chat", "compare", "live"])
+@pytest.mark.parametrize("view", ["chat", "compare", "live", "usage"])
 def test_a_narrow_screen_scrolls_down_only(ui_server: Corral, open_page: Open, view: str) -> None:
     page = open_page(ui_server, view, viewport={"width": 360, "height": 740})
     if view == "chat":
