@@ -279,8 +279,8 @@ class Engine(DecoderLoop):
     def _see(self, request: Texts) -> None:
         """Put the media's own tokens into texts. Raises InvalidRequestError."""
         shape, media = self._backend.embeddings.shape, iter(request.media)
-        if shape.pooling == "rank":
-            raise InvalidRequestError("A reranking model ranks texts only.", "input")
+        if shape.pooling == "rank" or not shape.causal:  # an encoder computes a text in one pass
+            raise InvalidRequestError("This kind of model takes texts only.", "input")
         projector = self._projector_for(request.media, request.tokens)
         placed = [expanded(text, media, projector, shape.n_rows) for text in request.tokens]
         request.tokens = [tokens for tokens, _ in placed]

@@ -662,6 +662,11 @@ def test_pictures_that_have_no_place_are_refused() -> None:
     assert "another number of places" in str(many)
     assert isinstance(long, TextTooLongError)
     assert "outside 0 to" in str(unseen)
+    with seeing() as (engine, backend, _):
+        encoder = replace(backend.embedding, causal=False)
+        backend.embedding = encoder
+        (whole,) = engine.embed_many([pictured((1, MEDIUM, 2))])
+    assert "takes texts only" in str(whole)
     with running(WatchedBackend(n_slots=1)) as engine:
         (blind,) = engine.embed_many([pictured((1, MEDIUM, 2))])
     assert "no projector" in str(blind)
