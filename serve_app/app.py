@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from ray import serve
 from ray.serve import Application
 from ray.serve._private.config import DeploymentConfig
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from serve_app.application.deployments import (
     engine_options,
@@ -14,15 +17,21 @@ from serve_app.application.deployments import (
     ingress_settings,
     refuse_strangers,
 )
+from serve_app.application.model_host import ConfiguredHost, Entry
 from serve_app.application.resolving import resolve_all
 from serve_app.application.rollout import fingerprint
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import ModelConfig, with_models
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, EngineUnavailableError
 from serve_app.ingress.deployment import Ingress
 from serve_app.replica.deployment import EngineReplica, OnDemandReplica
+from serve_app.routing.serve_handle import ServeHandle
 from serve_app.store.models import added_models
+from serve_app.store.shared_entries import AddedModels, added_application
+
+_START_S = 60.0
+"""The longest wait for the process of an added model, which is loaded later."""
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -33,8 +42,6 @@ def build(args: dict[str, Any]) -> Application:
     """
     try:
         app = schema.parse(args)
-        if app.manage_models:
-            app = with_models(app, [*added_models(app.downloads).read().values()])
         refuse_strangers(app.ingress)
         models = resolve_all(app)
     except ConfigError as error:
@@ -43,7 +50,44 @@ def build(args: dict[str, Any]) -> Application:
         _engine(configured, model) for configured, model in zip(app.models, models, strict=True)
     ]
     ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
-    return ingress.bind(models, engines, ingress_settings(app))  # type: ignore[no-any-return]
+    host = ServeHost(app, models) if app.manage_models else None
+    return ingress.bind(models, engines, ingress_settings(app), host)  # type: ignore[no-any-return]
+
+
+class ServeHost(ConfiguredHost):
+    """An ingress's ModelHost on Ray Serve. The engines of each added model are a Serve application of their
+    own, so the others go on as they are. All ingresses may start and stop it, and the first one does."""
+
+    def added_models(self) -> AddedModels:
+        return added_models(self.app.downloads, _this_application())
+
+    async def start(self, entry: Entry, model: ResolvedModel) -> ServeHandle:
+        """Raises EngineUnavailableError if the cluster has no room for its process."""
+        engine = _engine(with_models(self.app, [entry]).models[-1], model)
+        name = added_application(_this_application(), model.id)
+        self.entries[model.id] = entry
+        try:
+            async with asyncio.timeout(_START_S):
+                return ServeHandle(await asyncio.to_thread(_running, engine, name))
+        except (TimeoutError, RuntimeError) as error:
+            await self.stop(model.id)
+            raise EngineUnavailableError(f"No node has room for {model.id}: {error}") from error
+
+    async def stop(self, model_id: str) -> None:
+        self.entries.pop(model_id, None)
+        name = added_application(_this_application(), model_id)
+        await asyncio.to_thread(serve.delete, name)
+
+
+def _running(engine: Application, name: str) -> DeploymentHandle[Any]:
+    """The handle of an application, which is deployed unless it is there."""
+    if name in serve.status().applications:
+        return serve.get_app_handle(name)
+    return serve.run(engine, name=name, route_prefix=None)
+
+
+def _this_application() -> str:
+    return str(serve.get_replica_context().app_name)
 
 
 def _engine(configured: ModelConfig, model: ResolvedModel) -> Application:

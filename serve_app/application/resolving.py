@@ -45,7 +45,7 @@ from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.sampling import Api
 from serve_app.store import models as store
 from serve_app.store.remote import UnreachableError
-from serve_app.store.shared_entries import sharing_here
+from serve_app.store.shared_entries import MOST_ADDED, sharing_here
 
 logger = logging.getLogger("corral.config")
 
@@ -83,7 +83,8 @@ def resolve(
             raise ConfigError(f"models ({rollout.engine_id(model)}): {error}") from None
         on_demand = undecided.on_demand
         if on_demand is not None:
-            on_demand = on_demand.beside_others(max_loaded, min(1.0, n_at_once / n_on_demand))
+            n_processes = max(n_on_demand, 2 * MOST_ADDED) if more_may_come else n_on_demand
+            on_demand = on_demand.beside_others(max_loaded, min(1.0, n_at_once / n_processes))
         resolved.append(
             replace(
                 undecided,

@@ -557,8 +557,8 @@ class AppConfig(Section):
     """Most models with `keep_alive` that are loaded on a machine at once. They share it with those that are
     always loaded."""
     manage_models: bool = False
-    """Whether operators may [add and remove models](model-files.md#add-models-while-serving) while
-    `corral serve` serves. They are loaded on demand, and `max_loaded_models` places are kept for them."""
+    """Whether operators may [add and remove models](model-files.md#add-models-while-serving) while Corral
+    serves. They are loaded on demand, and `max_loaded_models` places are kept for them."""
     max_load_s: PositiveFloat = 120
     """Longest time, in seconds, that a request waits until its model is loaded. Then it gets 503
     with `Retry-After`, and loading goes on."""

@@ -12,6 +12,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.config.resolved import ResolvedModel
+from serve_app.ingress.model_control import ModelHost
 from serve_app.ingress.responses.actor import RayStore
 from serve_app.ingress.server import IngressPlace, IngressServer, IngressSettings
 from serve_app.logs import forward_to_serve
@@ -42,6 +43,7 @@ class Ingress(IngressServer):
         models: list[ResolvedModel],
         handles: list[DeploymentHandle[Any]],
         settings: IngressSettings,
+        model_host: ModelHost | None = None,
     ) -> None:
         forward_to_serve(keeps_texts=settings.keeps_texts)
         self._cpu_s, self._cpu_at = time.process_time(), time.monotonic()
@@ -53,6 +55,7 @@ class Ingress(IngressServer):
             [ServeHandle(handle) for handle in handles],
             RayStore(settings.kept_responses),
             _tell_ingresses,
+            model_host,
         )
         await self.start(models, settings, place)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol
@@ -27,7 +27,7 @@ from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.progress import Stage
 from serve_app.store import models as store
 from serve_app.store.remote import RemoteModel
-from serve_app.store.shared_entries import AddedModels
+from serve_app.store.shared_entries import MOST_ADDED, AddedModels
 
 logger = logging.getLogger("corral.ingress")
 
@@ -37,8 +37,6 @@ Started = tuple[ResolvedModel, ReplicaHandle]
 
 KEEP_ALIVE = "5m"
 """Ollama's: an added model is unloaded when nobody has asked for it for so long."""
-MOST_ADDED = 32
-"""Each added model has a process, also while it is not loaded."""
 _AT_ONCE, _MOST_WAITING = 2, 8
 """Downloads at once, and downloads that run in the background or wait for their turn."""
 _TELL_EVERY_S, _LOOK_EVERY_S = 0.2, 0.5
@@ -92,12 +90,17 @@ class PullProgress:
 
 
 class ModelControl:
-    """Used in the event loop of the only ingress of a server."""
+    """Used in one ingress's event loop."""
 
     def __init__(
-        self, models: Mapping[str, ServedModel], registry: Registry, host: ModelHost
+        self,
+        models: Mapping[str, ServedModel],
+        registry: Registry,
+        host: ModelHost,
+        tell_ingresses: Callable[[], Awaitable[None]],
     ) -> None:
         self._models, self._registry, self._host = models, registry, host
+        self._tell_ingresses = tell_ingresses
         self._kept = host.added_models()
         self._added: dict[str, tuple[Entry, ResolvedModel]] = {}
         self._changing, self._pulling = asyncio.Lock(), asyncio.Semaphore(_AT_ONCE)
@@ -105,26 +108,52 @@ class ModelControl:
         """The downloads that nobody waits for, by the models' ids."""
         self._steps: dict[str, PullProgress] = {}
         """The last step of each of these."""
+        self._left_out: dict[str, Entry] = {}
+        """The entries that cannot be served."""
+        self._looking: asyncio.Task[None] | None = None
+
+    async def look(self) -> None:
+        """Serve what other ingresses have added meanwhile, and no more what they have removed."""
+        if not self._kept.are_shared:
+            return
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self.restore())
+        await asyncio.shield(self._looking)  # whoever waits may leave
 
     async def restore(self) -> None:
-        """Serve what was added before this start, but for what cannot be served; the log says why."""
-        started = []
-        for model_id, entry in (await asyncio.to_thread(self._kept.read)).items():
+        """Serve what was added: before this start, or by other ingresses. A model that cannot be served is
+        left out, and the log says why. Raises nothing."""
+        async with self._changing:
             try:
-                model = await self._host.resolve(entry)
-                started.append((model, await self._host.start(entry, model)))
-                self._added[model_id] = entry, model
+                entries = await asyncio.to_thread(self._kept.read)
+            except Exception as error:  # Ray's head may be away for a moment
+                logger.warning("The list of added models could not be read: %r.", error)
+                return
+            for model_id in self._added.keys() - entries.keys():
+                await self._remove(model_id)
+            started: list[tuple[Entry, Started]] = []
+            for model_id, entry in entries.items():
+                before = self._added.get(model_id, (self._left_out.get(model_id),))[0]
+                if before == entry:
+                    continue
+                try:
+                    model = await self._host.resolve(entry)
+                    started.append((entry, (model, await self._host.start(entry, model))))
+                except CorralError as error:
+                    self._left_out[model_id] = entry
+                    logger.error("The model %s, which was added, is left out: %s", model_id, error)
+            for _, (model, _) in started:
+                if self._added.pop(model.id, None) is not None:
+                    await self._registry.drop(model.id)
+            try:
+                await self._registry.add([pair for _, pair in started])
             except CorralError as error:
-                logger.error(
-                    "The model %s, which was added before, is left out: %s", model_id, error
-                )
-        try:
-            await self._registry.add(started)
-        except CorralError as error:
-            logger.error("The models that were added before are left out: %s", error)
-            for model, _ in started:
-                await self._host.stop(model.id)
-            self._added.clear()
+                logger.error("Models that were added are left out: %s", error)
+                self._left_out |= {entry["id"]: entry for entry, _ in started}
+                for _, (model, _) in started:
+                    await self._host.stop(model.id)
+            else:
+                self._added |= {model.id: (entry, model) for entry, (model, _) in started}
 
     def pull(self, name: str) -> AsyncGenerator[PullProgress]:
         """Download a model of a hub, and serve it by this name. Leaving the iterator ends the download; the
@@ -162,13 +191,18 @@ class ModelControl:
                 f"The model {model_id!r} is part of the configuration. Remove it from `models` there."
             )
         async with self._changing:
-            _, model = self._added.pop(model_id)
             await asyncio.to_thread(self._kept.remove, model_id)
-            await self._stop(model_id)
-            others = [*self._host.configured, *(other for _, other in self._added.values())]
-            used = {source for other in others for source in _sources(other)}
-            for source in set(_sources(model)) - used:
-                await asyncio.to_thread(_delete, source, model)
+            await self._remove(model_id)
+        await self._tell_ingresses()
+
+    async def _remove(self, model_id: str) -> None:
+        """Serve a model no more, and delete its files here unless another one has them."""
+        _, model = self._added.pop(model_id)
+        await self._stop(model_id)
+        others = [*self._host.configured, *(other for _, other in self._added.values())]
+        used = {source for other in others for source in _sources(other)}
+        for source in set(_sources(model)) - used:
+            await asyncio.to_thread(_delete, source, model)
 
     def pull_later(self, name: str) -> None:
         """Begin a download that nobody waits for. Raises CorralError."""
@@ -280,6 +314,7 @@ class ModelControl:
                 raise
             self._added[model_id] = entry, model
             await asyncio.to_thread(self._kept.put, entry)
+        await self._tell_ingresses()
 
     async def _stop(self, model_id: str) -> None:
         await self._registry.drop(model_id)
@@ -367,9 +402,8 @@ async def _model_control(request: Request) -> ModelControl:
     control: ModelControl | None = request.app.state.model_control
     if control is None:
         raise PermissionDeniedError(
-            "This server's models are those of its configuration. Operators of `corral serve` may add "
-            "others while it serves if `manage_models: true` is there. On Ray Serve, add the model to "
-            "`models`, and deploy the file again: answers that run go on."
+            "This server's models are those of its configuration. Operators may add others while it serves "
+            "if `manage_models: true` is there."
         )
     return control
 

@@ -135,7 +135,7 @@ class IngressServer:
         self.responses = BackgroundResponses(self._models, place.store, self.open_requests)
         self._control = None
         if place.model_host is not None:
-            self._control = ModelControl(self._models, self, place.model_host)
+            self._control = ModelControl(self._models, self, place.model_host, place.tell_ingresses)
             await self._control.restore()
 
     def _served(self, model: ResolvedModel, handle: ReplicaHandle) -> ServedModel:
@@ -197,4 +197,6 @@ class IngressServer:
     async def look_again(self) -> bool:
         """Look at what ingresses share, which has changed."""
         await asyncio.gather(self._adapters.look(), self._versions.look())
+        if self._control is not None:
+            await self._control.look()
         return True

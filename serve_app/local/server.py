@@ -86,13 +86,15 @@ class LocalServer:
     one event loop."""
 
     def __init__(self, app: AppConfig, models: list[ResolvedModel], folder: Path) -> None:
+        from serve_app.application.model_host import ConfiguredHost
+
         self._app, self.configured, self._folder = app, models, folder
+        host = ConfiguredHost(app, models)
+        self.entry, self.resolve, self._entries = host.entry, host.resolve, host.entries
         self.handles = {
             model.name: LocalHandle(model, folder, _reserved_cpus(configured.deployment, model))
             for configured, model in zip(app.models, models, strict=True)
         }
-        self._entries: dict[str, Entry] = {}
-        """The entries of the models that were added."""
         self._keeping: dict[str, asyncio.Task[None]] = {}
 
     async def run(
@@ -171,22 +173,6 @@ class LocalServer:
         from serve_app.store.models import added_models
 
         return added_models(self._app.downloads)
-
-    def entry(self, model_id: str) -> Entry | None:
-        for model in self._app.models:
-            if model.id == model_id:
-                shared = {"source", "projector", "adapters", "defaults", "engine"}
-                return model.model_dump(mode="json", exclude_unset=True, include=shared)
-        return None
-
-    async def resolve(self, entry: Entry) -> ResolvedModel:
-        from serve_app.application.resolving import resolve_all
-        from serve_app.config.schema import with_models
-
-        others = [other for other in self._entries.values() if other["id"] != entry["id"]]
-        app = with_models(self._app, [*others, entry])
-        (model,) = await asyncio.to_thread(resolve_all, app, len(app.models) - 1)
-        return model
 
     async def start(self, entry: Entry, model: ResolvedModel) -> LocalHandle:
         from serve_app.routing import reports

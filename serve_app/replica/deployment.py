@@ -18,6 +18,7 @@ from serve_app.replica.loaded_model import LoadedModel
 from serve_app.replica.on_demand import OnDemandModel
 from serve_app.replica.place import Gang, ReplicaPlace
 from serve_app.routing.serve_handle import handle_for_now
+from serve_app.store.shared_entries import whole_application
 
 
 @cache
@@ -35,15 +36,13 @@ def prepared(*, keeps_texts: bool) -> ReplicaPlace:
     if (members := context.gang_context) is not None:
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         gang = Gang(members.gang_id, members.rank, members.world_size, host)
+    app = whole_application(context.app_name)
     return ReplicaPlace(
-        context.app_name,
+        app,
         context.deployment,
         context.replica_id.unique_id,
         node_id,
-        folder=Path(session.get_session_dir_path())
-        / "corral"
-        / node_id
-        / quote(context.app_name, safe=""),
+        folder=Path(session.get_session_dir_path()) / "corral" / node_id / quote(app, safe=""),
         reserved_cpus=float(resources.get("CPU", next(of_gang, 0.0))),
         peers=partial(handle_for_now, context.deployment, context.app_name),
         gang=gang,

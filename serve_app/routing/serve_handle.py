@@ -26,7 +26,7 @@ from serve_app.errors import (
     EngineUnavailableError,
     QueueFullError,
 )
-from serve_app.store.shared_entries import fetching_replicas
+from serve_app.store.shared_entries import fetching_replicas, whole_application
 from serve_app.types import FetchingReplica
 
 logger = logging.getLogger("corral.routing")
@@ -156,8 +156,8 @@ class ServeHandle:
         return {} if deployment is None else cast(dict[str, int], deployment.replica_states)
 
     async def fetching(self) -> Sequence[FetchingReplica]:
-        names = self._handle.app_name, self._handle.deployment_name
-        return await asyncio.to_thread(fetching_replicas, *names)
+        app = whole_application(self._handle.app_name)
+        return await asyncio.to_thread(fetching_replicas, app, self._handle.deployment_name)
 
 
 @asynccontextmanager

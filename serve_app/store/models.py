@@ -213,9 +213,9 @@ def _path(configured: DownloadsConfig) -> Path:
     return (configured.folder or folders.cache_folder() / "models").expanduser()
 
 
-def added_models(configured: DownloadsConfig) -> AddedModels:
-    """The models that were added while serving: they lie beside the downloaded ones."""
-    return AddedModels(_path(configured) / ".added")
+def added_models(configured: DownloadsConfig, app: str | None = None) -> AddedModels:
+    """The models that were added while serving: they lie beside the downloaded ones. See `AddedModels`."""
+    return AddedModels(_path(configured) / ".added", app)
 
 
 def _folder(configured: DownloadsConfig) -> ModelsFolder:

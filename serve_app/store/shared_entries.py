@@ -29,6 +29,8 @@ from serve_app.types import AdapterUse, FetchingReplica
 _TELL_EVERY_S = 1.0
 _STALE_S = 10.0
 """What was not told anew for so long is of a replica that is gone. Clocks of nodes may differ by less."""
+MOST_ADDED = 32
+"""Models that may be added: each has a process, also while it is not loaded."""
 MOST_ADAPTERS = 64
 MOST_CHANGES = 32
 
@@ -237,21 +239,62 @@ class AddedModels:
     """The models that operators have added while serving, as entries of `models`. They lie in a folder of
     their own beside the downloaded models, so that the next server has them, too."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, app: str | None = None) -> None:
+        """All ingresses of the application of that name have the same entries, and their folders follow."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._values = FolderValues(folder)
+        self._folder = FolderValues(folder)
+        self._shared = None if app is None else f"added/{app}/"
 
-    def read(self) -> dict[str, dict[str, Any]]:
+    @property
+    def are_shared(self) -> bool:
+        """Whether other ingresses may change them."""
+        return self._shared is not None
+
+    def read(self) -> dict[str, Entry]:
         """The entries by their ids."""
-        values = {key: self._values.get(key) for key in sorted(self._values.list(""))}
-        return {key: json.loads(value) for key, value in values.items() if value is not None}
+        kept = _entries(self._folder, "")
+        if self._shared is None:
+            return kept
+        if not shared_values().put(self._shared, b"", overwrite=False):
+            for entry in kept.values():  # this is the application's first ingress
+                self.put(entry)
+        entries = _entries(shared_values(), self._shared)
+        for model_id in kept.keys() - entries.keys():
+            self._folder.delete(model_id)
+        for model_id, entry in entries.items():
+            if kept.get(model_id) != entry:
+                self._folder.put(model_id, json.dumps(entry).encode(), overwrite=True)
+        return entries
 
     def put(self, entry: Entry) -> None:
         """Add an entry, or replace the one with its id."""
-        self._values.put(entry["id"], json.dumps(entry).encode(), overwrite=True)
+        value = json.dumps(entry).encode()
+        if self._shared is not None:
+            shared_values().put(self._shared + entry["id"], value, overwrite=True)
+        self._folder.put(entry["id"], value, overwrite=True)
 
     def remove(self, model_id: str) -> None:
-        self._values.delete(model_id)
+        if self._shared is not None:
+            shared_values().delete(self._shared + model_id)
+        self._folder.delete(model_id)
+
+
+def _entries(values: KeyValues, prefix: str) -> dict[str, Entry]:
+    read = {key.removeprefix(prefix): values.get(key) for key in sorted(values.list(prefix))}
+    return {key: json.loads(value) for key, value in read.items() if key and value}
+
+
+_ADDED = ".added."
+
+
+def added_application(app: str, model_id: str) -> str:
+    """The name of the Serve application that has the engines of a model which was added to that one."""
+    return f"{app}{_ADDED}{model_id}"
+
+
+def whole_application(name: str) -> str:
+    """The name of the application that an engine's Serve application is a part of."""
+    return name.partition(_ADDED)[0]
 
 
 @dataclass(frozen=True, slots=True)

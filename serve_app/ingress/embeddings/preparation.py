@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -27,16 +26,16 @@ from pydantic import (
 )
 
 from serve_app.errors import InvalidRequestError, NotSupportedError, TextTooLongError
-from serve_app.ingress.generation.preparation import chat_with_media, refuse_huge, with_media
+from serve_app.ingress.generation.preparation import chat_with_media, refuse_huge
 from serve_app.ingress.generation.requests import Text
 from serve_app.ingress.http.request_model import RequestModel, parsed
-from serve_app.ingress.llama_server.preparation import marked_tokens, mixed_tokens
+from serve_app.ingress.llama_server.preparation import media_prompt, mixed_tokens
 from serve_app.ingress.llama_server.protocol import MediaPrompt, Mixed, Prompt, plain, several
 from serve_app.ingress.model_registry import ModelInfo, Models, find
 from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.preparation import ChatCompletionRequest
 from serve_app.ingress.workers.wire import Piece
-from serve_app.types import MEDIUM, Medium
+from serve_app.types import Medium
 
 MAX_TEXTS = 2048
 """Texts in one request, as at OpenAI."""
@@ -255,24 +254,20 @@ def to_embed(
     *,
     cut: bool = False,
 ) -> TextsToEmbed:
-    """The prompts with the tokens that the model wants around them. All of a request's media are decoded
-    together, within the bounds of one request. Raises CorralError."""
-    urls: list[str] = []
+    """The prompts with the tokens that the model wants around them. Raises CorralError."""
+    media: list[Medium] = []
     texts: list[tuple[int, ...]] = []
     for prompt in prompts:
         if isinstance(prompt, MediaPrompt):
-            texts.append(marked_tokens(model, prompt, field, len(urls)))
-            urls += prompt.urls
+            tokens, own = media_prompt(model, prompt, field)
+            media += own
         elif isinstance(prompt, str):
             refuse_huge(field, len(prompt))
-            texts.append(model.tokenizer.encode_for_embedding(prompt))
+            tokens = model.tokenizer.encode_for_embedding(prompt)
         else:
-            texts.append(mixed_tokens(model, prompt, field))
-    if not urls:
-        return TextsToEmbed(model.id, checked(model, texts, field, cut=cut))
-    _, media = with_media(model, tuple(chain(*texts)), urls, field)
-    marked = [tuple(max(token, MEDIUM) for token in text) for text in texts]
-    return TextsToEmbed(model.id, checked(model, marked, field), media)
+            tokens = mixed_tokens(model, prompt, field)
+        texts.append(tokens)
+    return TextsToEmbed(model.id, checked(model, texts, field, cut=cut and not media), tuple(media))
 
 
 @dataclass(frozen=True, slots=True)

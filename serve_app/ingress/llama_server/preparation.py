@@ -59,26 +59,25 @@ def completion(models: Models, body: bytes) -> PreparedLlamaCompletion:
     request = parsed(LlamaCompletionRequest, body)
     model = find(models, request.model, preparation.text_beginning(request.prompts[0]))
     if isinstance(request.prompt, MediaPrompt):
-        marked = marked_tokens(model, request.prompt, "prompt")
-        prompt, media = with_media(model, marked, request.prompt.urls, "prompt")
+        prompt, media = media_prompt(model, request.prompt, "prompt")
         return _completion(model, request, [prompt], is_batch=request.is_batch, media=media)
     prompts = [mixed_tokens(model, prompt, "prompt") for prompt in request.prompts]
     return _completion(model, request, prompts, is_batch=request.is_batch)
 
 
-def marked_tokens(
-    model: ModelInfo, prompt: MediaPrompt, field: str, n_before: int = 0
-) -> tuple[int, ...]:
-    """The prompt's tokens, with those that the model wants around a text, and for each of its media a
-    negative token, as `with_media` takes them; `n_before` media come before. Raises InvalidRequestError,
-    and MediaError like `check_medium`."""
+def media_prompt(
+    model: ModelInfo, prompt: MediaPrompt, field: str
+) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
+    """The prompt's tokens, with those that the model wants around a text, and MEDIUM for each of its media.
+    Raises InvalidRequestError, and MediaError like `check_medium`."""
     check_medium(model, model.hears, field)
     encode, first = model.tokenizer.tokenize, model.tokenizer.model.first_tokens
     tokens = list(first)
     for i, text in enumerate(prompt.prompt_string.split(MEDIA_MARKER)):
-        tokens += [-i - n_before] if i else []
+        tokens += [-i] if i else []
         tokens += tokenize_checked(model, field, len(text), encode, text, False, True)
-    return (*tokens, *encode("", True, True)[len(first) :])
+    tokens += encode("", True, True)[len(first) :]
+    return with_media(model, tuple(tokens), prompt.urls, field)
 
 
 def infill(models: Models, body: bytes) -> PreparedLlamaCompletion:

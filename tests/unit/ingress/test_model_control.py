@@ -23,7 +23,8 @@ from serve_app.ingress import model_control
 from serve_app.ingress.api import build_api
 from serve_app.ingress.model_control import KEEP_ALIVE, ModelControl, model_id_of
 from serve_app.ingress.model_registry import ServedModel
-from serve_app.store.shared_entries import AddedModels
+from serve_app.store import shared_entries
+from serve_app.store.shared_entries import AddedModels, FolderValues
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 
@@ -37,17 +38,18 @@ class Scene:
 
     configured: Sequence[Any] = ()
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, app: str | None = None) -> None:
+        self.folder, self.app = folder, app
         self.models = {"m": served("m", "gpt-4o", "*")}
         self.started: dict[str, Mapping[str, Any]] = {}
         control: Any = self
-        self.control = ModelControl(self.models, control, control)
+        self.n_told = 0
+        self.control = ModelControl(self.models, control, control, self.tell)
 
     # -- the host -----------------------------------------------------------------------------
 
     def added_models(self) -> AddedModels:
-        return AddedModels(self.folder)
+        return AddedModels(self.folder, self.app)
 
     def entry(self, model_id: str) -> Mapping[str, Any] | None:
         return (
@@ -69,6 +71,9 @@ class Scene:
 
     async def stop(self, model_id: str) -> None:
         del self.started[model_id]
+
+    async def tell(self) -> None:
+        self.n_told += 1
 
     # -- the ingress --------------------------------------------------------------------------
 
@@ -113,6 +118,30 @@ async def test_the_next_server_has_what_was_added(scene: Scene) -> None:
     await later.control.restore()
     assert later.started == scene.started
     assert list(later.models) == ["m", "b"]
+
+
+async def test_all_ingresses_of_an_application_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared").mkdir()
+    monkeypatch.setattr(shared_entries, "_values", FolderValues(tmp_path / "shared"))
+    AddedModels(tmp_path / "a").put({"id": "before", "source": {"path": "/m.gguf"}})
+    asked, other = (Scene(tmp_path / name, "corral") for name in "ab")
+    for ingress in (asked, other):
+        await ingress.control.restore()
+        assert list(ingress.models) == ["m", "before"]
+    await asked.create("new", "m")
+    await asked.create("before", "m", engine={"n_keep": 3})
+    assert asked.n_told == 2
+    await other.control.look()
+    assert other.started == asked.started
+    assert other.models.keys() == {"m", "new", "before"}
+    await asked.control.delete("new")
+    await other.control.look()
+    assert list(other.models) == ["m", "before"]
+    assert other.started.keys() == {"before"}
+    # The next start of the node that was not asked has the same models.
+    assert AddedModels(tmp_path / "b").read() == AddedModels(tmp_path / "a").read()
 
 
 async def test_what_cannot_be_served_any_more_is_left_out(

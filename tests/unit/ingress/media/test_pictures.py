@@ -329,12 +329,6 @@ def test_pictures_of_several_texts_are_in_the_order_of_their_places() -> None:
     assert [medium.size for medium in found.media] == [(4, 4), (8, 6)]
 
 
-def test_pictures_of_all_texts_are_bounded_together() -> None:
-    of_embeddings(SEEING, input=[PROMPT] * decoder.MAX_PICTURES)
-    with pytest.raises(InvalidRequestError, match="17 pictures"):
-        of_embeddings(SEEING, input=[PROMPT] * (decoder.MAX_PICTURES + 1))
-
-
 def test_a_chat_to_embed_is_what_the_template_writes_without_an_answer_s_beginning() -> None:
     found = of_embeddings(SEEING, messages=[{"role": "user", "content": PARTS}], dimensions=2)
     text = TOKENIZER.decode([token for token in found.texts[0] if token != MEDIUM], special=True)
