@@ -105,7 +105,7 @@ class LoadedModel:
         async with progress_told(*whose) as tell:
             load = partial(Engine.load, path, options, tell)
             if place.gang is not None:
-                self._chain = chain_of(place, place.gang, model.max_load_s)
+                self._chain = chain_of(place, place.gang)
                 self._closing.callback(self._chain.close)
                 load = partial(load_stage, path, options, self._chain, tell)
             self._engine = await _in_new_thread(load)

@@ -18,13 +18,15 @@ from serve_app.replica.place import Gang, ReplicaPlace
 from serve_app.stages.chain import StageChain
 from serve_app.store.shared_entries import shared_values
 
-_MEET_EVERY_S = 0.2
+_MEET_EVERY_S, _MEET_S = 0.2, 3600.0
+"""How often a stage looks for the others, and how long. They may have to download and convert the model.
+Serve ends all of them if one fails."""
 
 
-def chain_of(place: ReplicaPlace, gang: Gang, limit_s: float) -> StageChain:
-    """The chain that the replicas of a gang form, which wait for each other for so long at most."""
+def chain_of(place: ReplicaPlace, gang: Gang) -> StageChain:
+    """The chain that the replicas of a gang form."""
     part = ModelPart(gang.rank, gang.size)
-    return StageChain(part, place.node_id, gang.host, partial(_met, gang, limit_s))
+    return StageChain(part, place.node_id, gang.host, partial(_met, gang))
 
 
 def load_stage(path: Path, options: EngineOptions, chain: StageChain, report: Report) -> Engine:
@@ -40,10 +42,10 @@ def forget_address(gang: Gang) -> None:
     shared_values().delete(_key(gang, gang.rank))
 
 
-def _met(gang: Gang, limit_s: float, address: Address) -> list[Address]:
+def _met(gang: Gang, address: Address) -> list[Address]:
     """The addresses of all stages, with this one's. Blocks until all are there. Raises
     EngineFailedError."""
-    shared, until = shared_values(), time.monotonic() + limit_s
+    shared, until = shared_values(), time.monotonic() + _MEET_S
     shared.put(_key(gang, gang.rank), msgspec.msgpack.encode(address), overwrite=True)
     addresses: list[Address] = []
     while len(addresses) < gang.size:
@@ -52,7 +54,7 @@ def _met(gang: Gang, limit_s: float, address: Address) -> list[Address]:
             addresses.append(msgspec.msgpack.decode(value, type=Address))
         elif time.monotonic() > until:
             raise EngineFailedError(
-                f"Stage {len(addresses) + 1} of {gang.size} was not there within {limit_s:.0f} s."
+                f"Stage {len(addresses) + 1} of {gang.size} was not there within {_MEET_S:.0f} s."
             )
         else:
             time.sleep(_MEET_EVERY_S)

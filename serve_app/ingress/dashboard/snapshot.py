@@ -179,6 +179,7 @@ def _told(replica: _Replica) -> Json:
         "node": stats.node_id,
         "cores": stats.cores,
         "numa_node": stats.numa_node,
+        "stage": stats.stage,
         **{name: engine[name] for name in ("n_slots", "n_ctx_slot")},
         **{name: compute[name] for name in ("threads", "kv_unified")},
         **{name: queue[name] for name in ("running", "waiting")},

@@ -71,7 +71,9 @@ export class ReplicaCard {
     this.#last = replica;
     const cores = replica.cores ? `core${replica.cores.length === 1 ? "" : "s"} ${ranges(replica.cores)}` : `${count(replica.threads, "thread")}, not pinned`;
     const numa = replica.numa_node == null ? "" : `, NUMA node ${replica.numa_node}`;
-    setText(this.#where, `node ${replica.node.slice(0, 8)} · ${cores}${numa}`);
+    const { stage } = replica;
+    const part = stage ? ` · stage ${stage.stage + 1} of ${stage.n_stages} (${count(stage.n_layers, "layer")})` : "";
+    setText(this.#where, `node ${replica.node.slice(0, 8)} · ${cores}${numa}${part}`);
     setText(this.#badge, replica.state === "up" ? "" : replica.state === "silent" ? "no answer" : replica.state);
     this.element.dataset.state = replica.state;
     this.#showLanes(replica);

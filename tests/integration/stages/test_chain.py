@@ -20,7 +20,7 @@ import pytest
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.channel.protocol import Address
 from serve_app.engine import Engine, EngineOptions
-from serve_app.errors import ConfigError, EngineFailedError
+from serve_app.errors import ConfigError, EngineClosedError, EngineFailedError
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest, TokenDelta
 
@@ -132,6 +132,16 @@ def test_an_abort_frees_the_slot_and_others_are_not_disturbed(whole: list[str]) 
         assert all(slot.request_id is None for slot in engines[0].stats().slots)
 
 
+def test_a_stage_computes_for_others_when_its_own_engine_has_ended(whole: list[str]) -> None:
+    with engines_of(chains_of(2)) as engines, ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(engines[0].close, 0)
+        with contextlib.suppress(EngineClosedError):
+            while True:
+                started(engines[0], "Not too late yet", 1).result(_LIMIT_S)
+        assert started(engines[1], _TEXTS[1], 24).result(_LIMIT_S) == whole[1]
+        assert not closing.done()
+
+
 def test_a_chain_that_breaks_fails_all_engines_at_once() -> None:
     chains = chains_of(2)
     with engines_of(chains) as engines:
@@ -179,7 +189,7 @@ rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 shared_entries.keep_in(folder)
 gang = Gang("gang", rank, 2, _HOST)
 place = ReplicaPlace("app", "engine", str(rank), f"node {rank}", folder, gang=gang)
-engine = engine_of(chain_of(place, gang, 60))
+engine = engine_of(chain_of(place, gang))
 answers = [started(engine, f"{i} apples and", 230) for i in range(4)]
 print("begun", flush=True)
 try:
