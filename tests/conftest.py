@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import settings
 
@@ -17,3 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="start the servers of end-to-end tests of one node as `corral serve` does",
     )
+
+
+def pytest_configure() -> None:
+    """Have SIGTERM end a run as Ctrl-C does: with the servers that it has started, and with what failed."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
