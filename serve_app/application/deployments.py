@@ -7,19 +7,9 @@ import os
 from typing import Any
 
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import (
-    AppConfig,
-    BatchConfig,
-    DeploymentConfig,
-    IngressConfig,
-    ModelConfig,
-    WhisperConfig,
-)
+from serve_app.config.schema import AppConfig, DeploymentConfig, IngressConfig, ModelConfig
 from serve_app.errors import ConfigError
 from serve_app.ingress.access.addresses import is_loopback
-from serve_app.ingress.audio.recognizer import WhisperSettings
-from serve_app.ingress.batch.store import BatchLimits, BatchOptions
-from serve_app.ingress.responses.store import Bounds
 from serve_app.ingress.server import IngressSettings
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
@@ -108,49 +98,10 @@ def _serve_options(
 def ingress_settings(app: AppConfig) -> IngressSettings:
     """What all ingresses of an application are made with. The page keeps conversations in the browser, so
     there is none without data at rest; and where a proxy hides strangers, loopback means nothing."""
-    ingress, keeps_texts = app.ingress, app.data_at_rest is True
-    if not keeps_texts or (ingress.ui == "auto" and _proxy_hides_strangers()):
+    ingress, data_at_rest = app.ingress, app.data_at_rest
+    if data_at_rest is not True or (ingress.ui == "auto" and _proxy_hides_strangers()):
         ingress = ingress.model_copy(update={"ui": False})
-    return IngressSettings(
-        ingress,
-        keeps_texts,
-        kept_responses(ingress),
-        batches(ingress.batch, encrypts=app.data_at_rest == "encrypted"),
-        whisper(ingress.whisper),
-    )
-
-
-def whisper(configured: WhisperConfig | None) -> WhisperSettings | None:
-    if configured is None:
-        return None
-    model, keep_alive_s = configured.model, configured.keep_alive
-    return WhisperSettings(configured.id, model, configured.threads, keep_alive_s)
-
-
-def kept_responses(ingress: IngressConfig) -> Bounds:
-    return Bounds(
-        ingress.responses_kept_s,
-        ingress.max_responses_per_key,
-        ingress.max_responses_mib_per_key << 20,
-        ingress.max_responses_mib << 20,
-    )
-
-
-def batches(configured: BatchConfig, *, encrypts: bool = False) -> BatchOptions | None:
-    """Where files and batches are kept, and how much; None if they are not. `encrypts`: only on an
-    encrypted file system."""
-    if configured.folder is None:
-        return None
-    limits = BatchLimits(
-        configured.max_file_mib << 20,
-        configured.max_files,
-        configured.max_total_mib << 20,
-        configured.max_lines,
-        configured.max_batches,
-        keep_s=configured.keep_days * 86400.0,
-    )
-    folder = configured.folder.expanduser()
-    return BatchOptions(folder, limits, configured.max_concurrency, is_encrypted=encrypts)
+    return IngressSettings(ingress, data_at_rest)
 
 
 def refuse_strangers(ingress: IngressConfig) -> None:

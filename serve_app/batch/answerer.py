@@ -92,7 +92,7 @@ class Answerer:
             if child.process.poll() is not None:
                 raise ConfigError(f"The process of model {model.id} cannot load it.")
         place = IngressPlace("corral", "local", "", [handle], Store(Bounds()), _alone)
-        settings = IngressSettings(IngressConfig(allow_anonymous=True), True, Bounds())
+        settings = IngressSettings(IngressConfig(allow_anonymous=True))
         ingress = IngressServer()
         await ingress.start([model], settings, place)
         self._app = ingress.api()

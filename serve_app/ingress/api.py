@@ -21,11 +21,10 @@ from serve_app.ingress.anthropic import routes as anthropic_routes
 from serve_app.ingress.anthropic import serving as anthropic_serving
 from serve_app.ingress.audio import preparation as audio_preparation
 from serve_app.ingress.audio import routes as audio_routes
-from serve_app.ingress.audio.recognizer import Recognizer, WhisperSettings
+from serve_app.ingress.audio.recognizer import Recognizer
 from serve_app.ingress.audio.serving import Transcriber
 from serve_app.ingress.batch import routes as batch_routes
 from serve_app.ingress.batch.executor import BatchExecutor
-from serve_app.ingress.batch.store import BatchOptions
 from serve_app.ingress.dashboard import broadcaster
 from serve_app.ingress.dashboard.broadcaster import Broadcaster
 from serve_app.ingress.dashboard.page import Page
@@ -77,18 +76,16 @@ def build_api(
     workers: Workers | None = None,
     open_requests: OpenRequests | None = None,
     responses: BackgroundResponses | None = None,
-    batches: BatchOptions | None = None,
     versions: VersionControl | None = None,
     model_control: ModelControl | None = None,
-    whisper: WhisperSettings | None = None,
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 
     The workers read bodies; without them, this process does. `open_requests` counts those that are
-    answered. `responses` makes responses that are kept; without it, this process alone keeps some. Without
-    `batches` there are none; they are worked on from the application's start on, as its lifespan.
-    `versions` changes the weights of models that have several, and `model_control` the models. Raises
-    ConfigError for a key file that cannot be used, and OSError for a folder.
+    answered. `responses` makes responses that are kept; without it, this process alone keeps some. Batches
+    are worked on from the application's start on, as its lifespan. `versions` changes the weights of
+    models that have several, and `model_control` the models. Raises ConfigError for a key file that cannot
+    be used, and OSError for a folder.
     """
     workers = workers or InProcess(models)
     fetch = Fetcher(config.picture_hosts).fetch if config.picture_hosts else None
@@ -97,8 +94,8 @@ def build_api(
     accounts = KeyAccounts(config.api_key_file, ledger) if config.api_key_file else None
     telemetry = Telemetry(tracers(), answers=config.request_log, bodies=config.log_prompts)
     executor = None
-    if batches is not None:
-        executor = BatchExecutor(lambda *call: app(*call), batches, workers, accounts)
+    if config.batch.folder is not None:
+        executor = BatchExecutor(lambda *call: app(*call), config.batch, workers, accounts)
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
@@ -128,7 +125,7 @@ def build_api(
     app.state.responses.counter = ledger.counter
     app.state.batches = executor
     app.state.broadcaster = Broadcaster(models)
-    recognizer = None if whisper is None else Recognizer(whisper)
+    recognizer = None if config.whisper is None else Recognizer(config.whisper)
     app.state.transcriber = Transcriber(models, bodies, recognizer)
     errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)
     app.state.ledger, app.state.accounts = ledger, accounts

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from fastapi import FastAPI
 
@@ -17,8 +18,6 @@ from serve_app.config.schema import IngressConfig
 from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.adapters import AdapterControl, numbered
 from serve_app.ingress.api import WORKER_MODULES, build_api
-from serve_app.ingress.audio.recognizer import WhisperSettings
-from serve_app.ingress.batch.store import BatchOptions
 from serve_app.ingress.handle_client import HandleClient
 from serve_app.ingress.media.decoder import opened
 from serve_app.ingress.model_control import ModelControl, ModelHost
@@ -45,11 +44,21 @@ class IngressSettings:
     """The settings of all ingresses of an application."""
 
     config: IngressConfig
-    keeps_texts: bool
-    """Whether clients' texts may lie on disks."""
-    kept_responses: Bounds
-    batches: BatchOptions | None = None
-    whisper: WhisperSettings | None = None
+    data_at_rest: bool | Literal["encrypted"] = True
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether clients' texts may lie on any disk."""
+        return self.data_at_rest is True
+
+    @property
+    def kept_responses(self) -> Bounds:
+        return Bounds(
+            self.config.responses_kept_s,
+            self.config.max_responses_per_key,
+            self.config.max_responses_mib_per_key << 20,
+            self.config.max_responses_mib << 20,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +107,9 @@ class IngressServer:
         self, models: list[ResolvedModel], settings: IngressSettings, place: IngressPlace
     ) -> None:
         """Open the vocabularies, and start the workers. To be called first and once. Raises ConfigError."""
-        batches = settings.batches
-        if batches is not None and batches.is_encrypted:
-            check_encrypted("ingress.batch.folder", batches.folder)
+        if settings.data_at_rest == "encrypted":
+            folder = settings.config.batch.folder
+            check_encrypted("ingress.batch.folder", folder and folder.expanduser())
         heap.give_back()
         self._settings = settings
         self.open_requests = OpenRequests(settings.config.max_ongoing_requests)
@@ -182,10 +191,8 @@ class IngressServer:
             self._workers,
             self.open_requests,
             self.responses,
-            self._settings.batches,
             self._versions,
             self._control,
-            self._settings.whisper,
         )
 
     async def _watch(self) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from serve_app.config.schema import IngressConfig, WhisperConfig
 from serve_app.ingress.api import build_api
-from serve_app.ingress.audio.recognizer import WhisperSettings
 from tests.real.models import FOLDER, TEXT, WHISPER
 
 N_CHARS = 1500
@@ -33,7 +33,7 @@ async def test_whisper_hears_english(speech: bytes, monkeypatch: pytest.MonkeyPa
     """A minute and a half, in several windows: at most one word of six is another one than was said."""
     said = TEXT[:N_CHARS]
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))
-    app = build_api({}, whisper=WhisperSettings("whisper-1", str(WHISPER), 2, 60.0))
+    app = build_api({}, IngressConfig(whisper=WhisperConfig(model=str(WHISPER), threads=2)))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

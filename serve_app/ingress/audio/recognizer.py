@@ -16,12 +16,12 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from serve_app.config.schema import WhisperConfig
 from serve_app.errors import (
     ConfigError,
     CorralError,
@@ -37,17 +37,6 @@ logger = logging.getLogger("corral.ingress")
 
 _BEAMS = 5
 """faster-whisper's and OpenAI's own number of candidates."""
-
-
-@dataclass(frozen=True, slots=True)
-class WhisperSettings:
-    """The model that hears files for requests that name it."""
-
-    id: str
-    model: str
-    """A folder or a repository, as faster-whisper has it."""
-    threads: int
-    keep_alive_s: float
 
 
 class HearingOrder(msgspec.Struct, array_like=True, frozen=True):
@@ -96,7 +85,7 @@ class Recognizer:
     """Whisper's process, which is started by the first order and ends when nobody has asked it for long.
     Event loop only. Windows are heard one after the other, those of different clients in turn."""
 
-    def __init__(self, settings: WhisperSettings) -> None:
+    def __init__(self, settings: WhisperConfig) -> None:
         self.id, self._settings = settings.id, settings
         self._turns = FairSemaphore(1)
         self._process: subprocess.Popen[bytes] | None = None
@@ -135,7 +124,7 @@ class Recognizer:
             self.close()
             raise EngineUnavailableError("The process that hears files was lost.") from error
         finally:
-            loop, keep_alive_s = asyncio.get_running_loop(), self._settings.keep_alive_s
+            loop, keep_alive_s = asyncio.get_running_loop(), self._settings.keep_alive
             self._ending = loop.call_later(keep_alive_s, self.close)
 
     async def _start(self) -> None:
@@ -158,7 +147,7 @@ class Recognizer:
             self._ending.cancel()
 
 
-def _started(settings: WhisperSettings) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _started(settings: WhisperConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A process for the model, and the socket to it."""
     own, theirs = socket.socketpair()
     with theirs:

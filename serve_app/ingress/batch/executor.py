@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve_app.config.schema import BatchConfig
 from serve_app.errors import CorralError, EngineClosedError, QueueFullError
 from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.access.auth import BATCH_LINE
@@ -24,7 +25,7 @@ from serve_app.ingress.batch import preparation
 from serve_app.ingress.batch.journal import EXPIRED, MOST_ERRORS, BatchJournal, LineResult, line_of
 from serve_app.ingress.batch.objects import LineError
 from serve_app.ingress.batch.preparation import BatchLine
-from serve_app.ingress.batch.store import BatchOptions, BatchStore, ClaimedBatch, is_full
+from serve_app.ingress.batch.store import BatchStore, ClaimedBatch, is_full
 from serve_app.ingress.batch.window import BatchPace, LineWindow
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.workers.pool import Workers
@@ -53,6 +54,8 @@ _FLUSH_S = 0.25
 _BUSY = (429, 503)
 _FINAL = (501,)
 """Statuses of 500 and more that another try does not change."""
+_LEASE_S = 15.0
+"""A process that dies keeps others from its batches for so long at most."""
 MOST_UPLOADS, MOST_UPLOADS_EACH = 32, 4
 UPLOAD_S = 3600.0
 _FORM_BYTES = 64 * 2**10
@@ -124,23 +127,24 @@ class BatchExecutor:
     """The work on batches of one ingress. Event loop only; what touches a disk runs in threads."""
 
     def __init__(
-        self, app: ASGIApp, options: BatchOptions, workers: Workers, accounts: KeyAccounts | None
+        self, app: ASGIApp, config: BatchConfig, workers: Workers, accounts: KeyAccounts | None
     ) -> None:
         """`app` is asked for lines. `workers` read the files. `accounts` are those who have keys. Raises
         OSError for a folder that cannot be used."""
+        assert config.folder is not None
         self.app = app
-        self.store = BatchStore(options.folder, options.limits)
+        self.store = BatchStore(config.folder.expanduser(), config)
         self.workers = workers
         self.uploads = BodyReader(
             BodyLimits(
                 MOST_UPLOADS,
                 max_each=MOST_UPLOADS_EACH,
-                max_bytes=options.limits.max_file_bytes + _FORM_BYTES,
+                max_bytes=(config.max_file_mib << 20) + _FORM_BYTES,
                 timeout_s=UPLOAD_S,
             )
         )
         self._accounts = accounts
-        self._most_lines, self._lease_s = options.max_concurrency, options.lease_s
+        self._most_lines, self._lease_s = config.max_concurrency, _LEASE_S
         self._holder = uuid.uuid4().hex
         self._working: dict[str, asyncio.Task[None]] = {}
         self._woken = asyncio.Event()

@@ -148,7 +148,7 @@ async def _received(request: Request, batches: BatchExecutor, arriving: Path) ->
     """The form, whose file is on the disk. Raises CorralError."""
     store, buffer = batches.store, bytearray()
     content_type = request.headers.get("content-type", "")
-    form = UploadForm(content_type, buffer.extend, store.limits.max_file_bytes)
+    form = UploadForm(content_type, buffer.extend, store.limits.max_file_mib << 20)
 
     async def take(piece: bytes) -> None:
         form.feed(piece)

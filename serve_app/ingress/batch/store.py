@@ -17,10 +17,11 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from serve_app.config.schema import BatchConfig
 from serve_app.errors import InvalidRequestError, ObjectNotFoundError, RateLimitError
 from serve_app.ingress.batch.objects import (
     ENDED,
@@ -56,42 +57,14 @@ MOST_ATTEMPTS = 10
 """The most times that a batch is claimed without getting any further. Then it has failed."""
 _BACK_OFF_S, _MOST_BACK_OFF_S = 5.0, 300.0
 """The pauses after a batch's first failed attempt, which double, and the longest."""
+MOST_ENDED = 1000
+"""Batches of one key that have ended and are kept. The oldest are forgotten."""
 STRAY_S = 7200.0
 """The age at which files that no row names are removed. None takes so long to arrive."""
 
 
 _LEAST_FREE_BYTES = 2**20
 """The free bytes on the disk that SQLite needs to open its journal."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    """The limits of one key, unless they say otherwise."""
-
-    max_file_bytes: int = 200 << 20
-    max_files: int = 1000
-    max_bytes: int = 4 << 30
-    max_lines: int = 200_000
-    max_batches: int = 100
-    """The batches that have not ended."""
-    max_ended_batches: int = 1000
-    """The batches that have ended. The oldest are forgotten."""
-    keep_s: float = 30 * 86400.0
-    """The longest that files are kept after they have come, and batches after they have ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchOptions:
-    """The folder of files and batches, and their limits."""
-
-    folder: Path
-    limits: BatchLimits = field(default_factory=BatchLimits)
-    max_concurrency: int = 256
-    """Lines that are asked for at once."""
-    lease_s: float = 15.0
-    """A process that dies keeps others from its batches for so long at most."""
-    is_encrypted: bool = False
-    """Whether the folder must be on an encrypted file system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +113,12 @@ class BatchStore:
     def __init__(
         self,
         folder: Path,
-        limits: BatchLimits = BatchLimits(),
+        limits: BatchConfig = BatchConfig(),  # noqa: B008
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Makes the folder, private to this user, if it is not there. Raises OSError."""
         self.limits = limits
+        self._max_bytes, self._keep_s = limits.max_total_mib << 20, limits.keep_days * 86400.0
         self.folder = folder
         self._clock = clock
         for subfolder in (folder, folder / "files", folder / "runs", folder / "arriving"):
@@ -175,10 +149,10 @@ class BatchStore:
         n_files, n_bytes = db.execute(
             "SELECT COUNT(*), COALESCE(SUM(n_bytes), 0) FROM files WHERE owner = ?", (owner,)
         ).fetchone()
-        if n_files >= self.limits.max_files or n_bytes + n_new > self.limits.max_bytes:
+        if n_files >= self.limits.max_files or n_bytes + n_new > self._max_bytes:
             raise RateLimitError(
                 f"You have {n_files} files of {n_bytes} bytes. The limit is {self.limits.max_files} files "
-                f"of {self.limits.max_bytes} bytes together. Delete some.",
+                f"of {self._max_bytes} bytes together. Delete some.",
                 60,
             )
 
@@ -187,7 +161,7 @@ class BatchStore:
     ) -> FileObject:
         """Take a file in, which is moved. Raises RateLimitError if the key may not have it."""
         file_id, n_bytes, now = f"file-{uuid.uuid4().hex}", arrived.stat().st_size, self._clock()
-        expires = now + min(expires_s or self.limits.keep_s, self.limits.keep_s)
+        expires = now + min(expires_s or self._keep_s, self._keep_s)
         with self._transaction() as db:
             self._check_room(db, owner, n_bytes)
             db.execute(
@@ -237,7 +211,7 @@ class BatchStore:
                 "DELETE FROM batches WHERE ended < ? OR id IN (SELECT id FROM (SELECT id, ROW_NUMBER() "
                 "OVER (PARTITION BY owner ORDER BY ended DESC) AS n FROM batches WHERE ended NOT NULL) "
                 "WHERE n > ?)",
-                (now - self.limits.keep_s, self.limits.max_ended_batches),
+                (now - self._keep_s, MOST_ENDED),
             )
             named = {row["id"] for row in db.execute("SELECT id FROM files")}
             live = f"SELECT id FROM batches WHERE status NOT IN {ENDED}"
@@ -405,7 +379,7 @@ class BatchStore:
                 for path in made.values():
                     path.unlink(missing_ok=True)
                 return
-            expires = now + min(row["keep_s"] or self.limits.keep_s, self.limits.keep_s)
+            expires = now + min(row["keep_s"] or self._keep_s, self._keep_s)
             for kind, path in made.items():
                 file_id = f"file-{batch_id.removeprefix('batch_')}-{kind}"
                 db.execute(

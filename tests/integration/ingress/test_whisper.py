@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.config.schema import IngressConfig, WhisperConfig
 from serve_app.ingress.api import build_api
-from serve_app.ingress.audio.recognizer import WhisperSettings
 from tests.unit.ingress.audio.test_transcriptions import LONG, ask
 from tests.unit.ingress.harness import events
 from tests.unit.ingress.media.test_sounds import wav
@@ -46,7 +46,7 @@ class WhisperModel:
 
 @asynccontextmanager
 async def api(model: str = "tiny") -> AsyncIterator[httpx.AsyncClient]:
-    app = build_api({}, whisper=WhisperSettings("whisper-1", model, 1, 60.0))
+    app = build_api({}, IngressConfig(whisper=WhisperConfig(model=model, keep_alive=60)))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from serve_app.config.schema import BatchConfig, IngressConfig
 from serve_app.ingress.api import build_api
-from serve_app.ingress.batch.store import BatchOptions
 from serve_app.ingress.model_registry import ServedModel
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
@@ -32,7 +32,7 @@ async def client(
         name: ServedModel(name, N_CTX_SLOT, tokenizer, engine=engine)  # type: ignore[arg-type]
         for name in ("first", "org/second")
     }
-    api = build_api(models, batches=BatchOptions(tmp_path / "batches"))
+    api = build_api(models, IngressConfig(batch=BatchConfig(folder=tmp_path / "batches")))
     transport = httpx.ASGITransport(api, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client

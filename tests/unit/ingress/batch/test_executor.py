@@ -21,7 +21,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from serve_app.config.schema import IngressConfig
+from serve_app.config.schema import BatchConfig, IngressConfig
 from serve_app.errors import DecodeError, InvalidRequestError, QueueFullError
 from serve_app.ingress.api import build_api
 from serve_app.ingress.batch import executor as executors
@@ -29,7 +29,7 @@ from serve_app.ingress.batch import preparation
 from serve_app.ingress.batch import store as stores
 from serve_app.ingress.batch.journal import BatchJournal
 from serve_app.ingress.batch.objects import BatchRequest
-from serve_app.ingress.batch.store import BatchLimits, BatchOptions, BatchStore
+from serve_app.ingress.batch.store import BatchStore
 from serve_app.ingress.http.dependencies import InProcess
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ServedModel
@@ -94,17 +94,24 @@ class CountingEngine(ScriptedEngine):
 class Server:
     """The API with a folder, and as many processes that work by it as a test likes."""
 
-    def __init__(self, folder: Path, limits: BatchLimits | None = None, **access: Any) -> None:
+    def __init__(self, folder: Path, **access: Any) -> None:
         self.folder = folder
         self.engine = CountingEngine()
         model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=self.engine)  # type: ignore[arg-type]
         self.models = {"m": model}
-        self.options = BatchOptions(folder / "batches", limits or BatchLimits(), 16, lease_s=1.0)
-        self.access = IngressConfig(**access)
+        self.store_folder = folder / "batches"
+        batch = BatchConfig(folder=self.store_folder, max_concurrency=16)
+        self.access = IngressConfig(batch=batch, **access)
         self.workers: Workers | None = None
 
+    def limit(self, **limits: int) -> None:
+        batch = self.access.batch.model_copy(update=limits)
+        self.access = self.access.model_copy(update={"batch": batch})
+
     def api(self) -> FastAPI:
-        return build_api(self.models, self.access, self.workers, batches=self.options)
+        api = build_api(self.models, self.access, self.workers)
+        api.state.batches._lease_s = 1.0
+        return api
 
     @asynccontextmanager
     async def process(self, key: str = "any") -> AsyncIterator[openai.AsyncOpenAI]:
@@ -188,7 +195,7 @@ async def test_openais_own_client(server: Server) -> None:
 
 
 async def test_lines_that_begin_alike_are_asked_together(server: Server) -> None:
-    server.options = BatchOptions(server.folder / "batches", max_concurrency=1)
+    server.limit(max_concurrency=1)
     async with server.process() as client:
         lines = [line(str(i), body(f"{'ab'[i % 2]}{i:02}")) for i in range(20)]
         batch = await ended(client, await begin(client, lines))
@@ -245,7 +252,8 @@ async def test_a_full_server_is_asked_again(server: Server) -> None:
 async def test_a_wrong_file(
     tmp_path: Path, lines: Sequence[object] | bytes, code: str, number: int | None
 ) -> None:
-    server = Server(tmp_path, BatchLimits(max_lines=3))
+    server = Server(tmp_path)
+    server.limit(max_lines=3)
     async with server.process() as client:
         batch = await ended(client, await begin(client, lines))
         assert batch.status == "failed"
@@ -318,7 +326,7 @@ async def test_another_process_goes_on_and_computes_only_what_was_not_written(
         batch_id = await begin(client, [line(name, body(name)) for name in names])
         await until(lambda: server.engine.n_running == 8)
         server.engine.held.set()
-        store = BatchStore(server.options.folder)
+        store = BatchStore(server.store_folder)
         await until(lambda: store.batch("", batch_id).request_counts.completed > 8)
         server.engine.held.clear()
     server.engine.held.set()
@@ -400,7 +408,7 @@ async def test_a_key_that_is_gone(tmp_path: Path) -> None:
         batch_id = await begin(client, [line("q")])
     file.write_text(KEYS.replace("name: a", "name: z"))
     async with server.process("b" * 20):
-        store = BatchStore(server.options.folder)
+        store = BatchStore(server.store_folder)
         await until(lambda: store.batch("a", batch_id).status == "completed")
     assert store.batch("a", batch_id).request_counts.failed == 1
     assert server.engine.seen == []
@@ -422,20 +430,20 @@ async def test_files(server: Server) -> None:
             await client.files.content(ids[1])
         with pytest.raises(openai.BadRequestError):
             await client.files.create(file=("x", b"x"), purpose="fine-tune")
-    assert len(list((server.options.folder / "files").iterdir())) == 4
-    assert not list(server.options.folder.glob("arriving-*"))
+    assert len(list((server.store_folder / "files").iterdir())) == 4
+    assert not list(server.store_folder.glob("arriving-*"))
 
 
 async def test_a_key_has_only_so_much(tmp_path: Path) -> None:
-    limits = BatchLimits(max_file_bytes=1000, max_files=2, max_bytes=1500, max_batches=1)
-    server = Server(tmp_path, limits)
+    server, mib = Server(tmp_path), 1 << 20
+    server.limit(max_file_mib=2, max_files=2, max_total_mib=3, max_batches=1)
     async with server.client(server.api()) as client:
         with pytest.raises(openai.APIStatusError) as large:
-            await upload(client, b"x" * 1001)
+            await upload(client, b"x" * (2 * mib + 1))
         assert large.value.status_code == 413
-        first = await upload(client, b"x" * 1000)
+        first = await upload(client, b"x" * 2 * mib)
         with pytest.raises(openai.RateLimitError):
-            await upload(client, b"x" * 501)
+            await upload(client, b"x" * (mib + 1))
         await upload(client, b"x")
         with pytest.raises(openai.RateLimitError):
             await upload(client, b"x")
@@ -571,7 +579,7 @@ async def test_cancelling_and_deadlines_come_before_reading(
         assert (await client.batches.cancel(cancelled)).status == "cancelled"
         monkeypatch.undo()
         monkeypatch.setattr(BatchJournal, "next_chunk", unread)
-        with sqlite3.connect(server.options.folder / "batches.sqlite") as db:
+        with sqlite3.connect(server.store_folder / "batches.sqlite") as db:
             db.execute("UPDATE batches SET deadline = 0 WHERE id = ?", (late,))
         db.close()
         assert (await ended(client, late)).status == "expired"
@@ -628,7 +636,7 @@ async def test_slow_uploads_leave_room_for_others(server: Server) -> None:
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
-    assert not list((server.options.folder / "arriving").iterdir())
+    assert not list((server.store_folder / "arriving").iterdir())
 
 
 async def stuck_upload(api: FastAPI, address: str) -> int:
@@ -670,9 +678,10 @@ async def test_errors_of_a_batch_stay_small(server: Server) -> None:
         assert len(batch.errors.model_dump_json()) < 64_000
 
 
-def test_batches_and_strays_are_removed(tmp_path: Path) -> None:
+def test_batches_and_strays_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "MOST_ENDED", 2)
     now = time.time()
-    store = BatchStore(tmp_path, BatchLimits(max_ended_batches=2), clock=lambda: now)
+    store = BatchStore(tmp_path, clock=lambda: now)
     (tmp_path / "arrived").write_bytes(b"x")
     file = store.add_file("", tmp_path / "arrived", "a", "batch")
     request = BatchRequest(input_file_id=file.id, endpoint=CHAT, completion_window="2d")
@@ -746,7 +755,7 @@ def fill(path: Path) -> None:
 async def test_a_call_that_waits_for_room_is_cancelled_also_while_the_room_closes(
     tmp_path: Path,
 ) -> None:
-    room, calls = executors.DiskRoom(BatchStore(tmp_path, BatchLimits())), []
+    room, calls = executors.DiskRoom(BatchStore(tmp_path)), []
 
     def write() -> None:
         calls.append("write")
