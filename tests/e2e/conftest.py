@@ -209,11 +209,11 @@ def starts() -> Iterator[Callable[..., Corral]]:
             models: list[dict[str, Any]],
             *,
             one_machine: bool = False,
+            local: bool = False,
             import_path: str = servers.BUILD,
         ) -> Corral:
-            started.append(
-                Corral(directory, models, one_machine=one_machine, import_path=import_path)
-            )
+            how = {"one_machine": one_machine, "local": local}
+            started.append(Corral(directory, models, import_path=import_path, **how))
             return started[-1]
 
         try:
@@ -259,14 +259,13 @@ def corral(gguf: Path, without_ray: bool) -> Iterator[Corral]:
 
 
 @pytest.fixture(scope="session")
-def readers_server(without_ray: bool) -> Iterator[Corral]:
-    """The server that readers of the documents have: the built-in model, with a folder for batches."""
+def readers_server() -> Iterator[Corral]:
+    """The server that readers of the documents have: without Ray, the built-in model, with a folder for
+    batches."""
     served = [model(None, "corral-demo", n_slots=4, n_ctx_slot=2048)]
     with short_folder() as directory:
         batch = {"folder": str(directory / "batches")}
-        with stopped_at_the_end(
-            Corral(directory, served, one_machine=True, local=without_ray, batch=batch)
-        ) as server:
+        with stopped_at_the_end(Corral(directory, served, local=True, batch=batch)) as server:
             yield server
 
 

@@ -34,11 +34,11 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as the package `build` does: the source package first, and the wheel from that alone."""
-    folder = tmp_path_factory.mktemp("build")
-    run(sys.executable, "-m", "venv", "tools", cwd=folder)
-    python = folder / "tools/bin/python"
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with what builds and installs wheels."""
+    folder = tmp_path_factory.mktemp("tools")
+    run(sys.executable, "-m", "venv", ".", cwd=folder)
+    python = folder / "bin/python"
     wanted = [
         str(python),
         "-m",
@@ -54,6 +54,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if "Failed to establish a new connection" in installed.stderr:
         pytest.skip("no package index, which has the tool that builds")
     assert installed.returncode == 0, installed.stderr
+    return python
+
+
+@pytest.fixture(scope="module")
+def wheel(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as the package `build` does: the source package first, and the wheel from that alone."""
+    folder = tmp_path_factory.mktemp("build")
     run("git", "clone", "-q", ROOT, folder / "clone", cwd=folder)
     source = run(python, "-c", BUILD, "build_sdist", folder, cwd=folder / "clone")
     with tarfile.open(folder / source) as archive:
@@ -76,16 +83,17 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
     assert files == set(tracked.stdout.splitlines())
 
 
-def test_corral_serve_of_the_wheel_answers(wheel: Path, folder: Path) -> None:
+def test_corral_serve_of_the_wheel_answers(python: Path, wheel: Path, folder: Path) -> None:
     """The environment has the other packages of this one, and not the checkout."""
-    run(sys.executable, "-m", "venv", "env", cwd=folder)
+    run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=folder)
     packages = folder / "env/lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (packages / "others.pth").write_text(
         "\n".join(path for path in sys.path if path.endswith("site-packages"))
     )
-    python = folder / "env/bin/python"
-    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel, cwd=folder)
-    where = run(python, "-c", "import serve_app; print(serve_app.__file__)", cwd=folder)
+    own = folder / "env/bin/python"
+    pip = python, "-m", "pip", "--python", own
+    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=folder)
+    where = run(own, "-c", "import serve_app; print(serve_app.__file__)", cwd=folder)
     assert where.startswith(str(packages))
     corral = folder / "env/bin/corral"
     started = Started(folder, "--slots", "2", command=(str(corral),))

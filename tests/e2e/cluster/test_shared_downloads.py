@@ -33,6 +33,7 @@ NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100_000_000}
 TIMEOUT_S = 180
 MOST = 1.1
 """So many times a file's bytes may leave the hub."""
+pytestmark = pytest.mark.long
 
 
 def fetch(folder: Path, token: str | None = None, hub: str | None = None) -> tuple[str, Stage]:
@@ -130,7 +131,6 @@ def test_two_nodes_download_once_and_a_third_has_it_from_them(nodes: Nodes) -> N
     assert sum(nodes.hub.n_bytes.values()) - before == 1  # whether it may have it
 
 
-@pytest.mark.long
 def test_nobody_gets_from_other_nodes_what_the_hub_refuses(nodes: Nodes) -> None:
     nodes.add()
     nodes.hub.token = "secret"
@@ -142,7 +142,6 @@ def test_nobody_gets_from_other_nodes_what_the_hub_refuses(nodes: Nodes) -> None
     assert stage.from_origin_bytes == 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("dies", ["nobody", "a node", "the first process", "a process"])
 def test_four_nodes_download_once_whoever_dies(nodes: Nodes, dies: str) -> None:
     for _ in range(3):
@@ -166,7 +165,6 @@ def test_four_nodes_download_once_whoever_dies(nodes: Nodes, dies: str) -> None:
     assert nodes.sent <= MOST
 
 
-@pytest.mark.long
 def test_a_node_without_a_way_to_the_hub_has_all_from_others(nodes: Nodes) -> None:
     nodes.add()
     nowhere = f"http://127.0.0.1:{free_port()}"
@@ -178,7 +176,6 @@ def test_a_node_without_a_way_to_the_hub_has_all_from_others(nodes: Nodes) -> No
     assert nodes.sent <= MOST
 
 
-@pytest.mark.long
 def test_a_node_that_died_later_has_nothing(nodes: Nodes) -> None:
     """What the cluster's head knows of it is old."""
     second = nodes.add()
@@ -188,7 +185,6 @@ def test_a_node_that_died_later_has_nothing(nodes: Nodes) -> None:
     assert stage.from_origin_bytes == len(nodes.content)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_four_nodes_serve_after_one_download(nodes: Nodes, tmp_path: Path) -> None:
     """With replicas, an ingress that reads the vocabulary, and the application that is built."""

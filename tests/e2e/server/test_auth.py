@@ -226,7 +226,7 @@ def test_an_answer_has_its_forecast_and_an_impossible_deadline_is_refused(guarde
 
 def test_a_deadline_behind_others_is_refused_with_the_time_when_it_fits(guarded: Corral) -> None:
     """The only slot has a long prompt of another client: alone, the request would be in time."""
-    long = {"prompt": "y" * 30000, "max_tokens": 32, "ignore_eos": True, "stream": True}
+    long = {"prompt": "y" * 12000, "max_tokens": 32, "ignore_eos": True, "stream": True}
     body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
     with guarded.http.stream("POST", "/v1/completions", json=long):
         refused = guarded.http.post(

@@ -91,7 +91,7 @@ CHAT = {"messages": [{"role": "user", "content": "What is the capital of Portuga
 @pytest.mark.timeout(180)
 def test_locust_has_batches_answered(server: Corral, client: openai.OpenAI, tmp_path: Path) -> None:
     locust = [sys.executable, "-m", "locust", "-f", "loadtests/batch/locustfile.py", "--headless"]
-    how = ["-u", "2", "-r", "2", "-t", "7s", "--lines", "10", "--line-tokens", "4"]
+    how = ["-u", "2", "-r", "2", "-t", "5s", "--lines", "10", "--line-tokens", "4"]
     files = ["--poll", "0.2", "--csv", str(tmp_path / "locust")]
     done = subprocess.run(
         processes.with_default_signals(*locust, *how, *files, "--host", server.url),

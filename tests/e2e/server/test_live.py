@@ -15,7 +15,7 @@ from tests.unit.ingress.dashboard.test_snapshot import merged
 
 Boards = Iterator[dict[str, Any]]
 _ENDLESS = {"max_tokens": 200_000, "ignore_eos": True, "context_shift": True}
-_QUIET_S = 3.0
+_QUIET_S = 1.5
 
 
 @contextmanager

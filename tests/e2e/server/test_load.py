@@ -32,7 +32,7 @@ def test_locust_headless_measures_streams(corral: Corral, tmp_path: Path) -> Non
         "-r",
         "6",
         "-t",
-        "7s",
+        "5s",
         "--think",
         "0.2",
         "--model",
@@ -82,7 +82,7 @@ def test_an_open_loop_sends_as_many_as_it_should(corral: Corral) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", ["overload", pytest.param("vanish", marks=pytest.mark.long)])
 def test_the_books_balance(corral: Corral, name: str) -> None:
-    load = chaos.load_of(name, capacity=6, seconds=6, model="demo")
+    load = chaos.load_of(name, capacity=6, seconds=4, model="demo")
     result = chaos.run(Target(corral.url), name, load)
     assert chaos.problems(name, result) == [], chaos.verdict(name, result)
     refused = [o for o in result.outcomes if o.end == REFUSED]

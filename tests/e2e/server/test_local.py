@@ -22,7 +22,7 @@ from tests.integration.store import hub_server
 from tests.integration.store.hub_server import Hub
 from tools.random_models.adapter import write_random_adapter
 
-N_STREAMS = 16
+N_STREAMS = 8
 RESTART_S = 60
 
 
@@ -70,7 +70,7 @@ def test_no_process_has_loaded_ray(server: Corral) -> None:
 
 
 def test_streams_go_on_when_the_engine_is_killed(server: Corral) -> None:
-    streams = Streams(server, N_STREAMS, 1000)
+    streams = Streams(server, N_STREAMS, 600)
     with ThreadPoolExecutor(N_STREAMS) as pool:
         alone = list(pool.map(streams.alone, streams.numbers))
         reading = [pool.submit(streams.read, number) for number in streams.numbers]

@@ -22,7 +22,7 @@ def server(
 ) -> Corral:
     path = tmp_path_factory.mktemp("model") / "long.gguf"
     write_random_gguf(path, SHAPE, "q8_0")
-    server = start_for_module([model(path, "long")], one_machine=True)
+    server = start_for_module([model(path, "long")], local=True)
     server.wait_ready()
     return server
 

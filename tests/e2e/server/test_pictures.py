@@ -49,7 +49,7 @@ WHAT = "What is in this picture?"
 
 @pytest.fixture(scope="module")
 def seeing(
-    start_for_module: Callable[[list[dict[str, Any]]], Corral],
+    start_for_module: Callable[..., Corral],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Corral:
     """A server of three models: two with random projectors, one of which hears, and the built-in one."""
@@ -60,7 +60,7 @@ def seeing(
         path: Path = folder / f"{name}.gguf"
         write_random_projector(path, shape, Tokenizer(BUILTIN_MODEL).model.n_embd)
         models.insert(0, model(None, name, **size) | {"projector": {"path": str(path)}})
-    corral = start_for_module(models)
+    corral = start_for_module(models, local=True)
     corral.wait_ready()
     return corral
 
@@ -281,12 +281,12 @@ def test_files_that_are_no_sound_are_refused_within_a_second(seeing: Corral) -> 
 
 
 def test_a_long_file_is_heard_to_its_end_and_ends_with_its_client(seeing: Corral) -> None:
-    minutes = speech(*((20.5, 0.1), (0.5, 0.001)) * 20)
+    minutes = speech(*((20.5, 0.1), (0.5, 0.001)) * 6)
     form: Any = {"files": {"file": ("a.wav", minutes)}, "timeout": 120}
     fields = {"model": "hearing", "max_tokens": "1", "response_format": "verbose_json"}
     answer = seeing.http.post("/v1/audio/transcriptions", data=fields, **form).json()
-    assert (answer["duration"], answer["segments"][-1]["end"]) == (420.0, 420.0)
-    assert len(answer["segments"]) == 20
+    assert (answer["duration"], answer["segments"][-1]["end"]) == (126.0, 126.0)
+    assert len(answer["segments"]) == 6
     fields = {"model": "hearing", "stream": "true", "seed": "1", "temperature": "1"}
     url = "/v1/audio/transcriptions"
     with seeing.http.stream("POST", url, data=fields, **form) as response:
