@@ -58,6 +58,7 @@ test-ui: $(DEV)  ## Tests of the page in a real browser: Debian's Chromium, inst
 
 test-long: $(DEV)  ## What `test` leaves out, as it takes longer.
 	$(BIN)/pytest -m long tests/integration tests/unit
+	$(BIN)/pytest -m "not long" --hypothesis-profile=explore tests/unit/channel tests/unit/engine tests/unit/prompt
 	$(BIN)/pytest -m long tests/e2e
 	$(BIN)/pytest -m "not long" --without-ray tests/e2e/clients tests/e2e/server
 

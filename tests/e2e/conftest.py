@@ -212,9 +212,11 @@ def starts() -> Iterator[Callable[..., Corral]]:
             local: bool = False,
             import_path: str = servers.BUILD,
         ) -> Corral:
-            how = {"one_machine": one_machine, "local": local}
-            started.append(Corral(directory, models, import_path=import_path, **how))
-            return started[-1]
+            server = Corral(
+                directory, models, one_machine=one_machine, local=local, import_path=import_path
+            )
+            started.append(server)
+            return server
 
         try:
             yield start_one
