@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.core.result import Ok
+from schemathesis.python.asgi import shutdown_lifespans
 
 from serve_app.config.schema import IngressConfig
 from serve_app.engine import Engine, EngineOptions
@@ -105,6 +106,7 @@ def served(path: str | os.PathLike[str]) -> Iterator[FastAPI]:
         model = ServedModel("m", N_CTX_SLOT, Tokenizer(path), engine=LocalClient(engine))
         yield build_api({"m": model}, IngressConfig(allow_anonymous=True, anonymous_admin=True))
     finally:
+        shutdown_lifespans()  # else the process waits at its end, where no thread is started any more
         engine.close(timeout_s=0)
 
 

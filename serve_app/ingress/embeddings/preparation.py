@@ -395,7 +395,7 @@ class ComputedVectors:
         end = body.index(b"\n")
         form, count, length = _HEADS.decode(body[:end])
         vectors = np.frombuffer(body, np.float32, offset=end + 1).reshape(count, length)
-        return form, vectors[:, : form.dimensions]
+        return form, np.ascontiguousarray(vectors[:, : form.dimensions])
 
 
 _HEADS = msgspec.json.Decoder(tuple[ComputedVectors, int, int])

@@ -254,7 +254,9 @@ async def test_vectors_as_text_embeddings_inference_gives_them(client: httpx.Asy
     assert (await client.post("/embed", json={"inputs": "ab", "normalize": False})).json() == [
         [98, 2, 0]
     ]
-    body = {"inputs": ["ab", "c"], "dimensions": 2}
+    body: dict[str, Any] = {"inputs": ["ab", "c"], "dimensions": 2}
+    plain = await client.post("/embed", json=body | {"normalize": False})
+    assert plain.json() == [[98, 2], [99, 1]]
     vectors = (await client.post("/embed", json=body)).json()
     assert np.linalg.norm(vectors, axis=1) == pytest.approx([1, 1])
     assert [len(one) for one in vectors] == [2, 2]
