@@ -43,7 +43,7 @@ FLUSH_S = 0.25
 """The longest that a count waits to be written."""
 _PAUSE_S = 1.0
 """The time between two tries to write on a disk that fails."""
-_BUSY_S = 10.0
+_BUSY_S, _RETRY_S = 10.0, 0.01
 """The longest wait for other ingresses' transactions, which take a millisecond."""
 _RENEW_S = 2.0
 """The time between renewals of the leases of running requests."""
@@ -359,7 +359,7 @@ class Ledger:
         self._closing = weakref.finalize(self, db.close)
         mount = None if self.folder is None else mount_of(self.folder)
         if mount is not None and mount.kind in _OF_ONE_MACHINE:
-            db.execute("PRAGMA journal_mode = WAL")
+            _use_wal(db)
         db.execute("PRAGMA synchronous = NORMAL")
         with transaction(db):
             for statement in _SCHEMA.split(";"):
@@ -399,6 +399,20 @@ def _result(function: Callable[[sqlite3.Connection], T], db: sqlite3.Connection)
         return function(db)
     except CorralError as error:
         return error
+
+
+def _use_wal(db: sqlite3.Connection) -> None:
+    """Have the file written ahead. SQLite does not wait where two processes change a new file's mode: it
+    says at once that the file is locked. Raises sqlite3.Error."""
+    until = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= until:
+                raise
+        time.sleep(_RETRY_S)
 
 
 def _make_private(path: Path) -> None:
