@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import time
 
-from serve_app.engine import (
-    CorralError,
-    Engine,
-    GenerationRequest,
-    TokenStream,
-    Usage,
-)
+from serve_app.engine import CorralError, Engine, GenerationRequest, TokenStream, Usage
 
 
 async def arrivals(outcome: TokenStream | CorralError) -> tuple[list[float], Usage]:

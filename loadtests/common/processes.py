@@ -93,11 +93,7 @@ def within(timeout_s: float, condition: Callable[[], bool], every_s: float = 0.1
     return True
 
 
-def run_tool(
-    command: Sequence[str | Path],
-    log: Path,
-    environment: dict[str, str],
-) -> int:
+def run_tool(command: Sequence[str | Path], log: Path, environment: dict[str, str]) -> int:
     """Run a program of this Python's environment to its end; what it prints goes to the log. Gives its exit
     status."""
     name, *arguments = command

@@ -47,17 +47,8 @@ _MODEL, _N_TOKENS = "model", 33
 
 def entry(model: Path, sizes: Sizes) -> dict[str, Any]:
     """The model in Corral's configuration: on demand, and never idle for long enough by itself."""
-    engine = {
-        "n_slots": sizes.n_slots,
-        "n_ctx_slot": sizes.n_ctx_slot,
-        "threads": sizes.threads,
-    }
-    return {
-        "id": _MODEL,
-        "source": {"path": str(model)},
-        "engine": engine,
-        "keep_alive": "12h",
-    }
+    engine = {"n_slots": sizes.n_slots, "n_ctx_slot": sizes.n_ctx_slot, "threads": sizes.threads}
+    return {"id": _MODEL, "source": {"path": str(model)}, "engine": engine, "keep_alive": "12h"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,13 +37,7 @@ import numpy as np
 from PIL import Image
 
 from loadtests.common.comparing import ratio_spread
-from loadtests.common.servers import (
-    Server,
-    exit_on_sigterm,
-    is_healthy,
-    running,
-    serve_run,
-)
+from loadtests.common.servers import Server, exit_on_sigterm, is_healthy, running, serve_run
 from loadtests.compare import llama_server
 from serve_app.measure.benchmark import (
     BenchmarkError,

@@ -93,11 +93,7 @@ def expect(
 
 
 def start(
-    side: str,
-    model: Path,
-    sizes: Sizes,
-    server: Path,
-    engine: Mapping[str, Any] = NO_SETTINGS,
+    side: str, model: Path, sizes: Sizes, server: Path, engine: Mapping[str, Any] = NO_SETTINGS
 ) -> AbstractContextManager[Server]:
     """That side's server, which runs inside the `with` block; one that runs already is left as it is.
     `model` and `server`, which is llama-server, are absolute paths; `engine` are further settings of

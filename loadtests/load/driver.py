@@ -157,10 +157,7 @@ def drive(target: Target, load: Load, strikes: Strikes = ()) -> Result:
 
 
 def _observe(
-    target: Target,
-    load: Load,
-    locust: subprocess.Popen[bytes],
-    strikes: Strikes,
+    target: Target, load: Load, locust: subprocess.Popen[bytes], strikes: Strikes
 ) -> list[Sample]:
     """Look at the server until Locust ends. Raises LoadError if it does not."""
     samples: list[Sample] = []

@@ -53,12 +53,7 @@ class Stopped(Exception):  # noqa: N818
 
 
 def run(
-    options: ServeOptions,
-    config: Path | None,
-    console: Console,
-    *,
-    cluster: bool,
-    verbose: bool,
+    options: ServeOptions, config: Path | None, console: Console, *, cluster: bool, verbose: bool
 ) -> int:
     """Serve until Ctrl-C or SIGTERM; the exit status. `cluster` has Ray Serve do it, whatever the
     configuration asks for. Raises ConfigError for what cannot be served."""

@@ -10,12 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from serve_app.channel.handle import ReplicaHandle
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import AdapterConfig
-from serve_app.errors import (
-    ConfigError,
-    CorralError,
-    EngineUnavailableError,
-    InvalidRequestError,
-)
+from serve_app.errors import ConfigError, CorralError, EngineUnavailableError, InvalidRequestError
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.store import models as store

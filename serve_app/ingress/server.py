@@ -117,10 +117,7 @@ class IngressServer:
         for model in models:
             self._files[model.name] = await asyncio.to_thread(_file, model)
         self._workers = WorkerPool(
-            list(self._files.values()),
-            WORKER_MODULES,
-            opened,
-            keeps_texts=settings.keeps_texts,
+            list(self._files.values()), WORKER_MODULES, opened, keeps_texts=settings.keeps_texts
         )
         self._listener = Listener(place.node_id, place.host, reports.HERE.connection)
         reports.HERE.address = await self._listener.address()

@@ -23,15 +23,7 @@ from numpy.typing import NDArray
 
 from serve_app.errors import CacheFullError, ConfigError, DecodeCancelledError, DecodeError
 from serve_app.llama import library
-from serve_app.llama.formats import (
-    CacheLayout,
-    CacheType,
-    Row,
-    State,
-    Threads,
-    ggml_type,
-    n_bytes,
-)
+from serve_app.llama.formats import CacheLayout, CacheType, Row, State, Threads, ggml_type, n_bytes
 from serve_app.llama.model import Model
 from serve_app.llama.sampling import cuts
 from serve_app.llama.stored_weights import StoredWeights

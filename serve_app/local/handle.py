@@ -16,12 +16,7 @@ from typing import Any
 
 from serve_app.channel.protocol import Address
 from serve_app.config.resolved import ResolvedModel
-from serve_app.errors import (
-    ConfigError,
-    CorralError,
-    EngineClosedError,
-    EngineFailedError,
-)
+from serve_app.errors import ConfigError, CorralError, EngineClosedError, EngineFailedError
 from serve_app.heap import HUGE_PAGES
 from serve_app.local.calls import Connection
 from serve_app.store.shared_entries import fetching_replicas

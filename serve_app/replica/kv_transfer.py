@@ -70,9 +70,7 @@ class KVTransfer:
         await self._bounded(self._push, TransferTally("Sent", "to"))
 
     async def _bounded(
-        self,
-        work: Callable[[ReplicaHandle, TransferTally], Awaitable[None]],
-        tally: TransferTally,
+        self, work: Callable[[ReplicaHandle, TransferTally], Awaitable[None]], tally: TransferTally
     ) -> None:
         if not self._prefixes.budget_bytes or self._peers is None:
             return

@@ -72,11 +72,7 @@ def _adjusting(
     entries = (llama_cpp.llama_logit_bias * len(bias))(*bias)
     yield llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(bias), entries)
     yield llama_cpp.llama_sampler_init_penalties(
-        n_vocab,
-        window,
-        params.repeat_penalty,
-        params.frequency_penalty,
-        params.presence_penalty,
+        n_vocab, window, params.repeat_penalty, params.frequency_penalty, params.presence_penalty
     )
 
 

@@ -40,10 +40,7 @@ GENERATING: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": HI, "logprobs": True, "top_logprobs": 2}),
     ("/v1/chat/completions", {"messages": HI, "response_format": {"type": "json_object"}}),
     ("/v1/chat/completions", {"messages": HI, "model": "gpt-4o-mini", "timings_per_token": True}),
-    (
-        "/v1/chat/completions",
-        {"messages": [*HI, {"role": "assistant", "content": "The capital"}]},
-    ),
+    ("/v1/chat/completions", {"messages": [*HI, {"role": "assistant", "content": "The capital"}]}),
     ("/v1/messages", {"messages": HI, "max_tokens": 64}),
     ("/v1/responses", {"input": "Hello", "max_output_tokens": 64}),
 ]

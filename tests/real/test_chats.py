@@ -78,10 +78,7 @@ def by_responses(server: Server, question: str) -> str:
 def by_messages(server: Server, question: str) -> str:
     client = Anthropic(base_url=server.url, api_key="none", max_retries=0)
     message = client.messages.create(
-        model="smollm2",
-        messages=messages(question),
-        max_tokens=200,
-        extra_body={"temperature": 0},
+        model="smollm2", messages=messages(question), max_tokens=200, extra_body={"temperature": 0}
     )
     assert message.stop_reason == "end_turn"
     return "".join(block.text for block in message.content if block.type == "text")
@@ -103,14 +100,7 @@ def by_llama_servers_routes(server: Server, question: str) -> str:
     return str(answer["content"])
 
 
-PROTOCOLS = [
-    by_chat,
-    by_stream,
-    by_responses,
-    by_messages,
-    by_ollama,
-    by_llama_servers_routes,
-]
+PROTOCOLS = [by_chat, by_stream, by_responses, by_messages, by_ollama, by_llama_servers_routes]
 
 
 @pytest.mark.parametrize("ask", PROTOCOLS, ids=lambda ask: ask.__name__)

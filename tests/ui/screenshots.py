@@ -26,9 +26,7 @@ def main() -> None:
         browser = launch(playwright)
         for name, scheme, take in (("chat", "light", chat), ("live", "dark", live)):
             page = browser.new_page(
-                base_url=server.url,
-                viewport={"width": 1200, "height": 760},
-                color_scheme=scheme,
+                base_url=server.url, viewport={"width": 1200, "height": 760}, color_scheme=scheme
             )
             take(server, page, folder / f"{name}.png")
         browser.close()

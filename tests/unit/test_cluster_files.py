@@ -233,7 +233,7 @@ def test_haproxy_listens_where_clients_come_also_by_ipv6(tmp_path: Path) -> None
         subprocess.run([START / "haproxy", "-f", config], env=os.environ | hosts, check=True)
     lines = [line.strip() for line in config.read_text().splitlines()]
     assert [line for line in lines if line.startswith("bind")] == [
-        *("bind 127.0.0.1:4000", "bind ::1:8000", "bind 127.0.0.1:4001"),
+        *("bind 127.0.0.1:4000", "bind ::1:8000", "bind 127.0.0.1:4001")
     ]
 
 

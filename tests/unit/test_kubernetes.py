@@ -83,7 +83,7 @@ def as_pod(template: Document) -> Document:
 def test_the_base_needs_nothing_but_kuberay() -> None:
     documents = render(FOLDER / "base")
     assert {one["kind"] for one in documents} <= {
-        *("RayService", "NetworkPolicy", "PodDisruptionBudget"),
+        *("RayService", "NetworkPolicy", "PodDisruptionBudget")
     }
     for pod in pods(documents):
         models, keys = pod["spec"]["volumes"]

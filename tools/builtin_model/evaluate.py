@@ -273,11 +273,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tokenizer = Tokenizer(arguments.model)
     options = EngineOptions(
-        8,
-        N_CTX_SLOT,
-        arguments.threads,
-        max_waiting=arguments.cases,
-        backend=arguments.backend,
+        8, N_CTX_SLOT, arguments.threads, max_waiting=arguments.cases, backend=arguments.backend
     )
     engine = Engine.load(arguments.model, options)
     failed = False

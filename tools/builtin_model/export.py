@@ -11,12 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
-from tools.gguf_file import (
-    ARCHITECTURE,
-    ModelShape,
-    add_hyperparameters,
-    add_tokenizer,
-)
+from tools.gguf_file import ARCHITECTURE, ModelShape, add_hyperparameters, add_tokenizer
 
 Weights = Mapping[str, NDArray[np.float32]]
 

@@ -19,10 +19,7 @@ N_STREAMS, N_VOCAB = 2, 2000
 FIELDS: dict[str, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
     "empty repetitions": (
         "Groups without a character that repeat 13,000,000 times.",
-        lambda: [
-            {"regex": "(?:){13000000}x"},
-            {"grammar": 'root ::= ""{13000000} "x"'},
-        ],
+        lambda: [{"regex": "(?:){13000000}x"}, {"grammar": 'root ::= ""{13000000} "x"'}],
     ),
     "DRY breakers": (
         "16 breakers that are in most tokens, behind a long prompt, for 32 answers.",

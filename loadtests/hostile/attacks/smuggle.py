@@ -210,12 +210,7 @@ ATTACKS = tuple(
             "Others notice nothing.",
             _pipelined,
         ),
-        (
-            "crumbs",
-            "Bodies of 10,000 chunks of a byte each.",
-            "Read like others.",
-            _crumbs,
-        ),
+        ("crumbs", "Bodies of 10,000 chunks of a byte each.", "Read like others.", _crumbs),
         (
             "packed bodies",
             "512 MiB of blanks, packed to 500 KB.",

@@ -108,12 +108,7 @@ class LoadClient:
         return FAILED, reader.error_code or "no [DONE]", 0.0
 
     def _read(
-        self,
-        response: HTTPSocketPoolResponse,
-        ask: Ask,
-        kind: str,
-        start: float,
-        reader: Reader,
+        self, response: HTTPSocketPoolResponse, ask: Ask, kind: str, start: float, reader: Reader
     ) -> None:
         last = None
         while line := response.readline(b"\n"):

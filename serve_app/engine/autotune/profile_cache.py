@@ -78,10 +78,7 @@ def save(folder: Path | None, name: str, choice: object) -> None:
 
 
 def remembered(
-    folder: Path | None,
-    name: str,
-    kind: type[_Choice],
-    measure: Callable[[], tuple[_Choice, bool]],
+    folder: Path | None, name: str, kind: type[_Choice], measure: Callable[[], tuple[_Choice, bool]]
 ) -> _Choice:
     """The choice that was kept under that name, or else a measured one, which is kept if it is good for
     later starts. Of several processes of this node that ask at once, one measures."""

@@ -31,13 +31,7 @@ from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
 from serve_app.llama import library
 from serve_app.llama.model import Model, files_of, fingerprint_of
-from serve_app.openvino.convert import (
-    converted_models,
-    converted_of,
-    name_of,
-    unserved,
-    versions,
-)
+from serve_app.openvino.convert import converted_models, converted_of, name_of, unserved, versions
 from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
 from serve_app.openvino.gguf_model import UnreadableError
 from serve_app.progress import Report, Stage

@@ -19,14 +19,7 @@ from serve_app import progress
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.backends.base import (
-    CacheTraits,
-    EmbeddingShape,
-    MemoryUse,
-    Row,
-    Setup,
-    State,
-)
+from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse, Row, Setup, State
 from serve_app.engine.backends.draft_model import LlamaDraft, OwnLayers, open_draft
 from serve_app.engine.backends.mode_chooser import ModeChooser
 from serve_app.engine.backends.state_layout import Layout, converted

@@ -20,14 +20,7 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import PAGED
-from serve_app.engine.autotune.profiler import (
-    DEPTH,
-    ROOM,
-    Depth,
-    Profiler,
-    in_turns,
-    paged_depth,
-)
+from serve_app.engine.autotune.profiler import DEPTH, ROOM, Depth, Profiler, in_turns, paged_depth
 from serve_app.engine.backends.base import (
     Backend,
     CacheTraits,

@@ -18,10 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from serve_app.config.keys import ApiKey
 from serve_app.config.sources import describe_errors
-from serve_app.errors import (
-    AuthenticationError,
-    ConfigError,
-)
+from serve_app.errors import AuthenticationError, ConfigError
 from serve_app.ingress.access.created_keys import CreatedKeys
 from serve_app.ingress.http.request_context import Clock
 from serve_app.ingress.usage.accounts import KeyAccount

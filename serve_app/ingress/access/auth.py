@@ -26,13 +26,7 @@ from serve_app.errors import (
 )
 from serve_app.ingress.access.addresses import is_within, network_of
 from serve_app.ingress.access.api_keys import KeyAccounts
-from serve_app.ingress.access.bodies import (
-    BodyLimits,
-    BodyReader,
-    is_streamed,
-    is_unread,
-    replay,
-)
+from serve_app.ingress.access.bodies import BodyLimits, BodyReader, is_streamed, is_unread, replay
 from serve_app.ingress.access.network import NetworkPolicy
 from serve_app.ingress.access.turnstile import OpenRequests, Turnstile
 from serve_app.ingress.http import errors, request_context
@@ -119,9 +113,7 @@ class AccessMiddleware:
                         held.callback(observed.ended)
                     if self._ledger is not None:
                         caller.counter = self._ledger.counter(
-                            caller.key_name,
-                            scope["path"],
-                            batch=caller.is_batch_line,
+                            caller.key_name, scope["path"], batch=caller.is_batch_line
                         )
                         caller.later = self._ledger.later
                     if line is None:

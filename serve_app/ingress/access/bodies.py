@@ -16,12 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
 from serve_app.config.schema import IngressConfig
-from serve_app.errors import (
-    BodyEndedError,
-    RateLimitError,
-    RequestTooLargeError,
-    SlowRequestError,
-)
+from serve_app.errors import BodyEndedError, RateLimitError, RequestTooLargeError, SlowRequestError
 from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 
 BODY_TIMEOUT_S = 60.0

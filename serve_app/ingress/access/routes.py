@@ -35,9 +35,7 @@ async def list_keys(accounts: Accounts) -> dict[str, Any]:
 
 @ROUTER.post("/v1/keys")
 async def create_key(
-    request: Request,
-    accounts: Accounts,
-    key: Annotated[ApiKey, prepared(created_keys.new_key)],
+    request: Request, accounts: Accounts, key: Annotated[ApiKey, prepared(created_keys.new_key)]
 ) -> dict[str, Any]:
     """Make an API key. Only this answer has its secret. For operators."""
     ledger, created = _writable(request, accounts)

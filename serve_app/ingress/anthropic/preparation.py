@@ -135,8 +135,7 @@ class CountTokensRequest(RequestModel):
         forced = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
         if self.thinks and forced:
             raise InvalidRequestError(
-                "'thinking' is not supported together with a forced tool call.",
-                "thinking",
+                "'thinking' is not supported together with a forced tool call.", "thinking"
             )
         return self
 

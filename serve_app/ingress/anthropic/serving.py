@@ -122,11 +122,7 @@ class MessageAnswer(ProtocolAnswer):
         return [*before, self._end(ended)]
 
     def _start(self, block: Json) -> Json:
-        return {
-            "type": "content_block_start",
-            "index": len(self._blocks),
-            "content_block": block,
-        }
+        return {"type": "content_block_start", "index": len(self._blocks), "content_block": block}
 
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": len(self._blocks), "delta": delta}

@@ -22,12 +22,7 @@ import msgspec
 import numpy as np
 
 from serve_app.config.schema import WhisperConfig
-from serve_app.errors import (
-    ConfigError,
-    CorralError,
-    EngineUnavailableError,
-    InvalidRequestError,
-)
+from serve_app.errors import ConfigError, CorralError, EngineUnavailableError, InvalidRequestError
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 from serve_app.ingress.workers.pool import NICENESS

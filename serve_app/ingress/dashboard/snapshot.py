@@ -248,10 +248,7 @@ def _quantiles(latencies: Iterable[Mapping[str, Mapping[float, int]]]) -> Json:
         for kind, counts in one.items():
             summed[kind].update(counts)
     return {
-        kind.removesuffix("_s"): [
-            *(_quantile(counts, q) for q in _QUANTILES),
-            counts.total(),
-        ]
+        kind.removesuffix("_s"): [*(_quantile(counts, q) for q in _QUANTILES), counts.total()]
         for kind, counts in summed.items()
     }
 

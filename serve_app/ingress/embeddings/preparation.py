@@ -248,11 +248,7 @@ def tei_embed(models: Models, body: bytes) -> TextsToEmbed:
 
 
 def to_embed(
-    model: ModelInfo,
-    prompts: Sequence[str | Mixed | MediaPrompt],
-    field: str,
-    *,
-    cut: bool = False,
+    model: ModelInfo, prompts: Sequence[str | Mixed | MediaPrompt], field: str, *, cut: bool = False
 ) -> TextsToEmbed:
     """The prompts with the tokens that the model wants around them. Raises CorralError."""
     media: list[Medium] = []

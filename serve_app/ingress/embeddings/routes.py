@@ -22,12 +22,7 @@ from serve_app.ingress.embeddings.preparation import (
     usage,
 )
 from serve_app.ingress.http import request_context
-from serve_app.ingress.http.dependencies import (
-    BodiesArgument,
-    ModelsArgument,
-    prepared,
-    written,
-)
+from serve_app.ingress.http.dependencies import BodiesArgument, ModelsArgument, prepared, written
 from serve_app.ingress.http.sse import Json
 from serve_app.ingress.model_registry import ServedModel, family, find
 from serve_app.ingress.workers.wire import Piece

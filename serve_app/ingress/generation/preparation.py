@@ -24,11 +24,7 @@ MAX_TEXT_CHARS = 3 * 2**18
 
 
 def tokenize_checked(
-    model: ModelInfo,
-    field: str,
-    n_chars: int,
-    encode: Callable[..., tuple[int, ...]],
-    *args: Any,
+    model: ModelInfo, field: str, n_chars: int, encode: Callable[..., tuple[int, ...]], *args: Any
 ) -> tuple[int, ...]:
     """The tokens that `encode` makes of these arguments, which have so many characters. Raises
     PromptTooLongError for more than can fit, before they are tokenized."""
@@ -352,11 +348,7 @@ def chat_text(model: ModelInfo, body: ChatRequest) -> str:
 
 
 def _rendered(
-    model: ModelInfo,
-    body: ChatRequest,
-    turns: Conversation,
-    prefill: str,
-    render: Callable[..., T],
+    model: ModelInfo, body: ChatRequest, turns: Conversation, prefill: str, render: Callable[..., T]
 ) -> T:
     # Templates may leave out all but the contents.
     n_chars = sum(len(turn.text) for turn in turns) + len(prefill)

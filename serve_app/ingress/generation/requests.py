@@ -153,13 +153,7 @@ class GenerationParams(RequestModel):
     model_config = ConfigDict(json_schema_extra=_describe)
 
     INERT: ClassVar[frozenset[str]] = frozenset(
-        {
-            "store",
-            "prediction",
-            "prompt_cache_key",
-            "safety_identifier",
-            "guided_decoding_backend",
-        }
+        {"store", "prediction", "prompt_cache_key", "safety_identifier", "guided_decoding_backend"}
     )
 
     model: str | None = None
@@ -404,8 +398,7 @@ class ResponseFormat(RequestModel):
     def _check(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
             raise InvalidRequestError(
-                "The type \"json_schema\" needs 'json_schema'.",
-                "response_format",
+                "The type \"json_schema\" needs 'json_schema'.", "response_format"
             )
         return self
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    field_validator,
-)
+from pydantic import Field, field_validator
 
 from serve_app.errors import InvalidRequestError, MediaError
 from serve_app.ingress.http.request_model import RequestModel
@@ -46,8 +43,7 @@ def refuse_media(parts: object, field: str, takes: Set[str] = frozenset()) -> No
         if kind is not None and name not in takes:
             error = MediaError if kind in _MEDIA else InvalidRequestError
             raise error(
-                f"{kind} input is not supported: a message has a part of the type {name!r}.",
-                field,
+                f"{kind} input is not supported: a message has a part of the type {name!r}.", field
             )
 
 

@@ -12,11 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from serve_app.errors import (
-    CorralError,
-    InvalidRequestError,
-    QueueFullError,
-)
+from serve_app.errors import CorralError, InvalidRequestError, QueueFullError
 from serve_app.ingress.http import request_context, request_model
 from serve_app.logs import ClientText
 

@@ -300,8 +300,7 @@ class Caller:
             least = priority if self.is_operator else 0
         if priority < least:
             raise PermissionDeniedError(
-                f"priority: {priority} is too low. You may send {least} or more.",
-                "priority",
+                f"priority: {priority} is too low. You may send {least} or more.", "priority"
             )
 
 

@@ -19,12 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from serve_app.errors import EngineUnavailableError, InvalidRequestError, NotSupportedError
 from serve_app.ingress.generation.answers import EventAnswer
 from serve_app.ingress.http import request_context
-from serve_app.ingress.http.dependencies import (
-    ModelsArgument,
-    operators_only,
-    prepared,
-    written,
-)
+from serve_app.ingress.http.dependencies import ModelsArgument, operators_only, prepared, written
 from serve_app.ingress.http.sse import EventStream
 from serve_app.ingress.llama_server import metrics as llama_metrics
 from serve_app.ingress.llama_server import preparation, serving
@@ -83,12 +78,7 @@ async def act_on_slot(
         "restore": {"n_restored": done.n_tokens, "n_read": done.n_bytes},
     }
     timings = {f"{action}_ms": 1000 * done.seconds}
-    return {
-        "id_slot": id_slot,
-        "filename": filename,
-        **counts[action],
-        "timings": timings,
-    }
+    return {"id_slot": id_slot, "filename": filename, **counts[action], "timings": timings}
 
 
 @ROUTER.get("/lora-adapters")
@@ -105,8 +95,7 @@ async def lora_adapters(models: ModelsArgument, model: str | None = None) -> lis
 
 @ROUTER.post("/lora-adapters", dependencies=[operators_only("What is done to adapters")])
 async def change_lora_adapters(
-    models: ModelsArgument,
-    change: Annotated[AdapterChange | None, prepared(preparation.adapters)],
+    models: ModelsArgument, change: Annotated[AdapterChange | None, prepared(preparation.adapters)]
 ) -> dict[str, bool]:
     """Load one more adapter, or unload one. Or set scales, as at llama-server: only to 0, as each
     request says what it has. For operators."""
@@ -144,8 +133,7 @@ async def unload_model(
 
 @ROUTER.post("/models", dependencies=[_LOADING])
 async def download_model(
-    control: ModelControlArgument,
-    name: Annotated[str | None, prepared(preparation.named_model)],
+    control: ModelControlArgument, name: Annotated[str | None, prepared(preparation.named_model)]
 ) -> dict[str, bool]:
     """Begin to download a model of a hub, which is served then. For operators."""
     if name is None:

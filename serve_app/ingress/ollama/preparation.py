@@ -20,11 +20,7 @@ from serve_app.ingress.embeddings.preparation import (
     to_embed,
 )
 from serve_app.ingress.generation import preparation
-from serve_app.ingress.generation.preparation import (
-    Chat,
-    refuse_unknown_tokens,
-    tokenize_checked,
-)
+from serve_app.ingress.generation.preparation import Chat, refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.generation.requests import GenerationParams, TranslatedChat
 from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.model_registry import ModelInfo, Models, find, full_name
@@ -146,10 +142,7 @@ def _check_thinking(model: ModelInfo, request: OllamaRequest) -> None:
 
 
 def _last_turns(
-    model: ModelInfo,
-    request: OllamaRequest,
-    translated: TranslatedChat,
-    turns: Sequence[Turn],
+    model: ModelInfo, request: OllamaRequest, translated: TranslatedChat, turns: Sequence[Turn]
 ) -> TranslatedChat:
     """The request without its oldest turns, so that there is room for it and an answer: from a turn of the
     user's on, and what the system said before that. Raises PromptTooLongError if not even the last one

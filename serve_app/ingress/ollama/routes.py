@@ -30,11 +30,7 @@ from serve_app.ingress.http.dependencies import (
 from serve_app.ingress.model_control import ModelControlArgument
 from serve_app.ingress.model_registry import ServedModel, find, full_name
 from serve_app.ingress.ollama import catalogue, preparation, serving
-from serve_app.ingress.ollama.preparation import (
-    ModelChange,
-    OllamaGeneration,
-    OllamaLoad,
-)
+from serve_app.ingress.ollama.preparation import ModelChange, OllamaGeneration, OllamaLoad
 from serve_app.ingress.ollama.serving import Kind, OllamaAnswer, PullLines
 
 ROUTER = APIRouter()

@@ -10,13 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from serve_app.ingress.model_registry import (
-    ServedModel,
-    chosen,
-    families,
-    find,
-    present_shares,
-)
+from serve_app.ingress.model_registry import ServedModel, chosen, families, find, present_shares
 
 
 class InputTokens(BaseModel):

@@ -16,13 +16,7 @@ from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.http.dependencies import ModelsArgument, prepared
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai import preparation
-from serve_app.ingress.openai.answers import (
-    InputTokens,
-    ModelCard,
-    ModelList,
-    card_of,
-    model_cards,
-)
+from serve_app.ingress.openai.answers import InputTokens, ModelCard, ModelList, card_of, model_cards
 from serve_app.ingress.openai.preparation import PreparedCompletion
 from serve_app.ingress.openai.serving import Answer, Choice
 
@@ -41,13 +35,7 @@ async def completions(
     piece = model.tokenizer.piece if completion.logprobs else None
     echoed = plan.sampling.prompt_logprobs
     choices = [
-        Choice(
-            i * n + j,
-            "text",
-            piece,
-            echo=echo,
-            prompt=plan.prompts[i] if echoed else (),
-        )
+        Choice(i * n + j, "text", piece, echo=echo, prompt=plan.prompts[i] if echoed else ())
         for i, echo in enumerate(completion.echoes)
         for j in range(n)
     ]
@@ -58,9 +46,7 @@ async def completions(
 @ROUTER.post("/v1/chat/completions", response_model=None)
 @ROUTER.post("/chat/completions", response_model=None)
 async def chat_completions(
-    request: Request,
-    models: ModelsArgument,
-    chat: Annotated[Chat, prepared(preparation.chat)],
+    request: Request, models: ModelsArgument, chat: Annotated[Chat, prepared(preparation.chat)]
 ) -> Response:
     """Answer a chat through the model's own template; `stream` sends server-sent events."""
     plan = chat.generation

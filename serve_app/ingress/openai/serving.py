@@ -14,12 +14,7 @@ from serve_app.ingress.generation.answers import ProtocolAnswer
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.http import sse
 from serve_app.ingress.openai import logprobs
-from serve_app.ingress.openai.timings import (
-    Running,
-    llama_timings,
-    prompt_progress,
-    timings,
-)
+from serve_app.ingress.openai.timings import Running, llama_timings, prompt_progress, timings
 from serve_app.ingress.openai.tools import input_of
 from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tokenizer import Tokenizer

@@ -138,10 +138,7 @@ ROUTES = {
     "detokenize": Route(d.Content, DetokenizeRequest, {"tokens": [65, 66]}),
     "apply_template": Route(d.Prompt, ChatCompletionRequest, {"messages": [_ASKED]}),
     "ollama_chat": Route(
-        d.OllamaChat,
-        OllamaChatRequest,
-        {"messages": [_ASKED], "stream": False},
-        line=d.OllamaChat,
+        d.OllamaChat, OllamaChatRequest, {"messages": [_ASKED], "stream": False}, line=d.OllamaChat
     ),
     "ollama_generate": Route(
         d.OllamaCompletion,
@@ -167,7 +164,7 @@ ROUTES = {
                 "expires_after[seconds]": {"type": "integer", "minimum": 3600},
             },
             "required": ["file", "purpose"],
-        },
+        }
     ),
     "transcribe": Route(d.Transcription, form=_SPEECH, streams=True, texts=_SUBTITLES),
     "translate": Route(d.Transcription, form=_SPEECH, streams=True, texts=_SUBTITLES),

@@ -104,12 +104,7 @@ class ResponsesRequest(RequestModel):
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset({"conversation", "prompt"})
     INERT: ClassVar[frozenset[str]] = frozenset(
-        {
-            "client_metadata",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "safety_identifier",
-        }
+        {"client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
     )
 
     model: str | None = None

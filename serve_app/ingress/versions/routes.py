@@ -18,8 +18,7 @@ ROUTER = APIRouter(dependencies=[operators_only("What versions answer")])
 
 @ROUTER.post("/models/weights")
 async def change_weights(
-    request: Request,
-    change: Annotated[WeightsRequest, prepared(preparation.weights)],
+    request: Request, change: Annotated[WeightsRequest, prepared(preparation.weights)]
 ) -> VersionList:
     """Give versions of a model so many percent of its requests. For operators."""
     await _control(request, change.model).change(change.model, change.weights)
@@ -28,8 +27,7 @@ async def change_weights(
 
 @ROUTER.post("/models/rollback")
 async def roll_back(
-    request: Request,
-    model: Annotated[str, prepared(preparation.rollback)],
+    request: Request, model: Annotated[str, prepared(preparation.rollback)]
 ) -> VersionList:
     """Give all requests of a model to the version that had all before. For operators."""
     await _control(request, model).roll_back(model)

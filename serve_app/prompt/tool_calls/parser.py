@@ -6,13 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from serve_app.prompt.tool_calls.calls import (
-    CallPiece,
-    Function,
-    Reasoning,
-    ToolCall,
-    call_of,
-)
+from serve_app.prompt.tool_calls.calls import CallPiece, Function, Reasoning, ToolCall, call_of
 from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, TextReader, overlap
 
 Part = str | Reasoning | ToolCall | CallPiece

@@ -26,11 +26,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))
 with socket.create_server(("127.0.0.1", 0)) as free:
     PORT = free.getsockname()[1]
 OWN = f"http://127.0.0.1:{PORT}"
-SERVERS = {
-    "OLLAMA_BASE_URL": URL,
-    "OPENAI_API_BASE_URL": f"{URL}/v1",
-    "OPENAI_API_KEY": "none",
-}
+SERVERS = {"OLLAMA_BASE_URL": URL, "OPENAI_API_BASE_URL": f"{URL}/v1", "OPENAI_API_KEY": "none"}
 # Its tools take 10,000 tokens of each prompt, and titles as much as an answer.
 SMALL = {
     "DEFAULT_MODEL_METADATA": json.dumps({"capabilities": {"builtin_tools": False}}),

@@ -49,10 +49,7 @@ SIZES = {
     "head_dim": 32,
     "max_position_embeddings": 4096,
 }
-WRITTEN = {
-    "qwen3": ("fp16", []),
-    "llama": ("int4", ["--group-size", "32", "--ratio", "1.0"]),
-}
+WRITTEN = {"qwen3": ("fp16", []), "llama": ("int4", ["--group-size", "32", "--ratio", "1.0"])}
 LEFT_OUT = ("openvino_tokenizer", "openvino_detokenizer", "openvino_config")
 
 

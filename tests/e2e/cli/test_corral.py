@@ -89,7 +89,7 @@ def test_the_start_is_said_in_a_few_lines(server: Started) -> None:
     assert f"{server.url} answers; models are still loading." in lines
     summary = lines[next(i for i, line in enumerate(lines) if line.startswith("Address")) :]
     assert [line.partition(" ")[0] for line in summary if not line.startswith(" ")] == [
-        *("Address", "Page", "Model", "Logs", "Ctrl-C"),
+        *("Address", "Page", "Model", "Logs", "Ctrl-C")
     ]
     assert summary[0] == f"Address   {server.url}/v1"
     assert summary[1].startswith("          Only for this machine.")

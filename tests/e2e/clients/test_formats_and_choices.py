@@ -91,12 +91,7 @@ def test_what_is_no_schema_is_refused_by_name(client: openai.OpenAI) -> None:
 
 def test_several_answers(client: openai.OpenAI, corral: Corral) -> None:
     answer = client.chat.completions.create(
-        model="big",
-        messages=ASK,
-        n=4,
-        seed=7,
-        temperature=1.5,
-        max_tokens=12,
+        model="big", messages=ASK, n=4, seed=7, temperature=1.5, max_tokens=12
     )
     texts = [choice.message.content for choice in answer.choices]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
@@ -104,11 +99,7 @@ def test_several_answers(client: openai.OpenAI, corral: Corral) -> None:
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 48
     again = client.chat.completions.create(
-        model="big",
-        messages=ASK,
-        seed=9,
-        temperature=1.5,
-        max_tokens=12,
+        model="big", messages=ASK, seed=9, temperature=1.5, max_tokens=12
     )
     assert again.choices[0].message.content == texts[2]
 

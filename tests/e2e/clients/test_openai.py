@@ -32,10 +32,7 @@ def test_models(client: openai.OpenAI) -> None:
 
 def test_chat_whole_and_streamed_are_the_same(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(
-        model="big",
-        messages=[{"role": "user", "content": "Hello"}],
-        max_tokens=24,
-        temperature=0,
+        model="big", messages=[{"role": "user", "content": "Hello"}], max_tokens=24, temperature=0
     )
     chunks = list(
         client.chat.completions.create(

@@ -80,10 +80,7 @@ def test_a_tool_is_called_and_its_result_told(client: openai.OpenAI, stream: boo
     assert (call.type, call.name, call.status) == ("function_call", "get_weather", "completed")
     assert json.loads(call.arguments) == {"city": "Lisbon"}
     result = json.dumps({"temperature": 19, "condition": "sunny"})
-    turns += [
-        call,
-        {"type": "function_call_output", "call_id": call.call_id, "output": result},
-    ]
+    turns += [call, {"type": "function_call_output", "call_id": call.call_id, "output": result}]
     told = client.responses.create(input=turns, **fields)
     assert told.output_text == "It is sunny in Lisbon, at 19 degrees."
 

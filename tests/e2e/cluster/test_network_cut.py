@@ -148,10 +148,7 @@ def config(directory: Path, gguf: Path) -> Path:
         "name": "corral",
         "route_prefix": "/",
         "import_path": "serve_app.app:build",
-        "args": {
-            "models": [served],
-            "ingress": {"allow_anonymous": True, "deployment": door},
-        },
+        "args": {"models": [served], "ingress": {"allow_anonymous": True, "deployment": door}},
     }
     http = {"proxy_location": "HeadOnly", "http_options": {"host": "0.0.0.0", "port": PORT}}
     path = directory / "serve_config.yaml"

@@ -15,14 +15,7 @@ import pytest
 import yaml
 
 from serve_app.ingress.usage.telemetry import ENDPOINTS
-from tests.e2e.conftest import (
-    Corral,
-    model,
-    settings,
-    short_folder,
-    stopped_at_the_end,
-    wait_until,
-)
+from tests.e2e.conftest import Corral, model, settings, short_folder, stopped_at_the_end, wait_until
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"
 CAL = "cal-secret-0123456789"

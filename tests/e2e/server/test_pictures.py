@@ -49,8 +49,7 @@ WHAT = "What is in this picture?"
 
 @pytest.fixture(scope="module")
 def seeing(
-    start_for_module: Callable[..., Corral],
-    tmp_path_factory: pytest.TempPathFactory,
+    start_for_module: Callable[..., Corral], tmp_path_factory: pytest.TempPathFactory
 ) -> Corral:
     """A server of three models: two with random projectors, one of which hears, and the built-in one."""
     folder, size = tmp_path_factory.mktemp("projectors"), {"n_slots": 2, "n_ctx_slot": 1024}
@@ -80,10 +79,7 @@ def ask(corral: Corral, name: str, picture: str, words: str, *, n: int = 8) -> A
         {"type": "text", "text": words},
     ]
     return client.chat.completions.create(
-        model=name,
-        messages=[{"role": "user", "content": content}],
-        temperature=0,
-        max_tokens=n,
+        model=name, messages=[{"role": "user", "content": content}], temperature=0, max_tokens=n
     )
 
 
@@ -264,11 +260,7 @@ def test_openai_s_client_has_files_transcribed_in_all_formats(seeing: Corral) ->
 
 def test_files_that_are_no_sound_are_refused_within_a_second(seeing: Corral) -> None:
     client = openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none", max_retries=0)
-    bad = {
-        "none of WAV": b"hello" * 2**20,
-        "8000.0 seconds": of_rate(1),
-        "cut off": SPEECH[:-1000],
-    }
+    bad = {"none of WAV": b"hello" * 2**20, "8000.0 seconds": of_rate(1), "cut off": SPEECH[:-1000]}
     for why, data in bad.items():
         began = time.monotonic()
         with pytest.raises(openai.BadRequestError, match=why):

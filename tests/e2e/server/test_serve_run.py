@@ -12,13 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import (
-    START_TIMEOUT_S,
-    Corral,
-    model,
-    sse,
-    wait_until,
-)
+from tests.e2e.conftest import START_TIMEOUT_S, Corral, model, sse, wait_until
 
 
 def curl(*arguments: str) -> str:

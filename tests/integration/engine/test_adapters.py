@@ -114,8 +114,7 @@ def test_sixteen_streams_are_what_each_is_alone(engine: Engine) -> None:
         for i, pair in enumerate(pairs)
     ]
     together = told(
-        engine,
-        *(asked(engine, f"together-{i}", *pair, f"new-{i}") for i, pair in enumerate(pairs)),
+        engine, *(asked(engine, f"together-{i}", *pair, f"new-{i}") for i, pair in enumerate(pairs))
     )
     assert [one.text for one in together] == alone
     assert {one.n_cached for one in together} == {0}

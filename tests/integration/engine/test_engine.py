@@ -135,9 +135,7 @@ async def test_interleaved_prompts_say_what_they_say_alone(engine: Engine) -> No
     assert len(alone[0].token_ids) == 24
 
 
-async def test_sixteen_over_four_slots_say_what_they_say_alone(
-    load: Callable[..., Engine],
-) -> None:
+async def test_sixteen_over_four_slots_say_what_they_say_alone(load: Callable[..., Engine]) -> None:
     prompts = [f"{LONG[: 20 * (i % 5)]}Tell me about number {i}" for i in range(16)]
     engine = load(max_waiting=12)
     together = await ask_all(engine, *((prompt, GREEDY) for prompt in prompts))

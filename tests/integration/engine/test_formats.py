@@ -74,12 +74,7 @@ def k_quants(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logits(model: Model, n_rows: int, stored_from: int | None = None) -> NDArray[np.float32]:
     """The logits behind a prompt of so many tokens."""
     options = ContextOptions(
-        n_seq_max=1,
-        n_ctx_slot=256,
-        n_batch=64,
-        threads=1,
-        flash_attn=True,
-        stored_from=stored_from,
+        n_seq_max=1, n_ctx_slot=256, n_batch=64, threads=1, flash_attn=True, stored_from=stored_from
     )
     with closing(Context(model, options)) as context:
         context.decode([(1 + i, i, 0, i == n_rows - 1) for i in range(n_rows)])

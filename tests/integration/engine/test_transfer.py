@@ -93,9 +93,7 @@ async def test_the_answer_is_the_same(path: Path, mode: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("mode", [{}, openvino()])
 async def test_a_damaged_state_is_refused(
-    path: Path,
-    damage: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
-    mode: dict[str, Any],
+    path: Path, damage: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]], mode: dict[str, Any]
 ) -> None:
     payload, n_shared = await sent(path, **mode)
     async with opened(path, **mode) as fresh:

@@ -15,12 +15,7 @@ import llama_cpp
 import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.errors import (
-    CorralError,
-    EngineClosedError,
-    InvalidRequestError,
-    QueueFullError,
-)
+from serve_app.errors import CorralError, EngineClosedError, InvalidRequestError, QueueFullError
 from serve_app.ingress.model_registry import ModelFile, ModelInfo
 from serve_app.ingress.workers import pool as pool_module
 from serve_app.ingress.workers import wire
@@ -129,9 +124,7 @@ async def test_memory_is_bounded(pool: WorkerPool) -> None:
         await pool.run("a", work.take_memory, b"")
 
 
-async def test_answers_that_cannot_be_packed_are_told_and_cost_no_worker(
-    pool: WorkerPool,
-) -> None:
+async def test_answers_that_cannot_be_packed_are_told_and_cost_no_worker(pool: WorkerPool) -> None:
     first = await pool.run("a", work.pid, b"")
     with pytest.raises(InvalidRequestError, match="memory"):
         await pool.run("a", work.answer_at_length, b"")

@@ -38,10 +38,7 @@ _U8 = replace(_OPTIONS, cache_type_k="q8_0", cache_type_v="q8_0")
 _N_TOKENS, _N_SEEN = 100, 16
 _LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 _YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
-_WINDOW = {
-    "attention.sliding_window": 24,
-    "attention.sliding_window_pattern": [True, False],
-}
+_WINDOW = {"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, False]}
 _GRANITE = {
     "logit_scale": 8.0,
     "residual_scale": 0.22,

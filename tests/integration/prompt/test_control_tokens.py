@@ -53,9 +53,7 @@ def test_no_control_token_comes_from_a_user(tokenizer: Tokenizer, controls: set[
     ids=["text", "nested", "key", "json"],
 )
 def test_nor_from_template_kwargs(
-    controls: set[int],
-    extra: Callable[[str], dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    controls: set[int], extra: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = """{{ bos_token }}<|im_start|>{{ messages[0].content }}
 {% if written %}{{ note | tojson(ensure_ascii=true) }}{% else %}{{ note }}{% endif %}"""

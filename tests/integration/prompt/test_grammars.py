@@ -224,12 +224,7 @@ def test_texts_of_random_schemas_validate(
     async def run() -> None:
         answers = await asyncio.gather(
             *(
-                say(
-                    engine,
-                    grammars.from_json_schema(schema, "json_schema"),
-                    str(i),
-                    seed=seed + i,
-                )
+                say(engine, grammars.from_json_schema(schema, "json_schema"), str(i), seed=seed + i)
                 for i, schema in enumerate(schemas)
             )
         )

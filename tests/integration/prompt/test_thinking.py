@@ -135,10 +135,7 @@ async def test_earlier_reasoning_is_the_templates_business(
         counts.append(counted.input_tokens)
     before = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     after = "Hello.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    texts = [
-        f"{before}<think>\nHm.\n</think>\n\n{after}",
-        f"{before}{after}\n</think>\n\n",
-    ]
+    texts = [f"{before}<think>\nHm.\n</think>\n\n{after}", f"{before}{after}\n</think>\n\n"]
     assert counts == [len(model.tokenizer.tokenize(text, True, True)) for text in texts]
 
 

@@ -121,10 +121,7 @@ def test_what_a_node_does_not_give_comes_from_the_hub(
 
 
 def test_what_is_damaged_is_downloaded_without_other_nodes(
-    hub: Hub,
-    downloads: DownloadsConfig,
-    neighbour: Neighbour,
-    caplog: pytest.LogCaptureFixture,
+    hub: Hub, downloads: DownloadsConfig, neighbour: Neighbour, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = neighbour.content
     neighbour.content = right[:-1] + bytes([right[-1] ^ 1])

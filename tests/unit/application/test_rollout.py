@@ -47,12 +47,7 @@ def test_a_version_is_added_and_taken_away_without_a_change_of_the_others() -> N
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"engine": ENGINE | {"n_slots": 2}},
-        {"defaults": {"max_tokens": 5}},
-    ],
-    ids=str,
+    "change", [{"engine": ENGINE | {"n_slots": 2}}, {"defaults": {"max_tokens": 5}}], ids=str
 )
 def test_engines_are_replaced_if_they_change(change: dict[str, Any]) -> None:
     assert deployments(entry())["engine-m"] != deployments(entry(**change))["engine-m"]

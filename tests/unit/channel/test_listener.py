@@ -17,15 +17,7 @@ from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channels
 from serve_app.errors import ChannelBrokenError
 from serve_app.types import Accepted
-from tests.unit.channel.harness import (
-    ELSEWHERE,
-    HERE,
-    PATIENCE_S,
-    last,
-    listening,
-    read,
-    settle,
-)
+from tests.unit.channel.harness import ELSEWHERE, HERE, PATIENCE_S, last, listening, read, settle
 
 
 async def stranger(address: Address) -> socket.socket:

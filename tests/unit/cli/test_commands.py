@@ -234,10 +234,7 @@ def test_chat_answers_one_prompt(told: Told) -> None:
     assert headers["Authorization"] == "Bearer secret"
     assert body == {
         "model": "first",
-        "messages": [
-            {"role": "system", "content": "Be kind."},
-            {"role": "user", "content": "Hi"},
-        ],
+        "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_tokens": 9,
@@ -312,7 +309,7 @@ def test_ps_and_stats_are_tables_of_what_live_tells(told: Told) -> None:
     told.stream("/v1/live", view, later)
     header, row, missing = output("ps", "--url", told.url).splitlines()
     assert header.split() == [
-        *("model", "replica", "state", "slots", "context", "threads", "cores", "node"),
+        *("model", "replica", "state", "slots", "context", "threads", "cores", "node")
     ]
     assert row.split() == ["m", "r1", "up", "2/8", "4,096", "4", "0-2,", "5", "01234567"]
     assert missing.split() == ["n", "1", "starting"]
@@ -486,12 +483,7 @@ def test_keys_are_made_listed_and_revoked(told: Told) -> None:
     _, _, sent = told.asked.pop()
     assert sent.pop("expires") > "2026"
     labels = {"team": "x"}
-    assert sent == {
-        "name": "ben",
-        "tokens_per_minute": 60,
-        "models": ["a", "b*"],
-        "labels": labels,
-    }
+    assert sent == {"name": "ben", "tokens_per_minute": 60, "models": ["a", "b*"], "labels": labels}
     told.json("/v1/keys/a%2Bb/rotate", {"key": "sk-2"})
     assert output("keys", "rotate", "a+b", "--url", told.url) == "sk-2\n"
     told.json("/v1/keys/ben", {"deleted": True})

@@ -225,10 +225,7 @@ def options_on_epyc(deployment: dict[str, Any], **engine: Any) -> dict[str, Any]
     ],
 )
 def test_a_replica_for_each_numa_node(
-    deployment: dict[str, Any],
-    engine: dict[str, Any],
-    replicas: tuple[int, int],
-    num_cpus: float,
+    deployment: dict[str, Any], engine: dict[str, Any], replicas: tuple[int, int], num_cpus: float
 ) -> None:
     options = options_on_epyc(deployment, **engine)
     scaling = options["autoscaling_config"]

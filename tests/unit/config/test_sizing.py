@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from serve_app.config.schema import EngineConfig
-from serve_app.config.sizing import (
-    ModelNeeds,
-    bounded,
-    fitting_replicas,
-    resolve,
-    shares_of_memory,
-)
+from serve_app.config.sizing import ModelNeeds, bounded, fitting_replicas, resolve, shares_of_memory
 from serve_app.errors import ConfigError
 
 GIB = 2**30

@@ -277,11 +277,7 @@ def measured_layouts(monkeypatch: pytest.MonkeyPatch) -> Layouts:
 
 @pytest.mark.parametrize(("as_stored_s", "repack"), [(1.5, False), (1.95, True), (3.0, True)])
 def test_weights_stay_as_they_are_stored_where_that_is_faster(
-    measured_layouts: Layouts,
-    model: Path,
-    options: EngineOptions,
-    as_stored_s: float,
-    repack: bool,
+    measured_layouts: Layouts, model: Path, options: EngineOptions, as_stored_s: float, repack: bool
 ) -> None:
     measured_layouts.as_stored_s = as_stored_s
     choice = layouts.chosen_layout(model, options, nowhere)

@@ -71,10 +71,7 @@ async def test_what_a_request_says_counts(
     ("messages", "prompt"),
     [
         ([{"role": "user", "content": "a"}], "system:Be short.|user:a"),
-        (
-            [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}],
-            "system:b|user:a",
-        ),
+        ([{"role": "system", "content": "b"}, {"role": "user", "content": "a"}], "system:b|user:a"),
     ],
 )
 async def test_chats_without_a_system_prompt_get_the_models(

@@ -197,8 +197,7 @@ async def client_of(ingress: Ingress | None) -> AsyncIterator[httpx.AsyncClient]
     models = alone if ingress is None else ingress.models
     api = build_api(models, versions=None if ingress is None else ingress.control)
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(api, raise_app_exceptions=False),
-        base_url="http://127.0.0.1",
+        transport=httpx.ASGITransport(api, raise_app_exceptions=False), base_url="http://127.0.0.1"
     ) as client:
         yield client
 

@@ -44,9 +44,7 @@ def sampler(params: SamplingParams, logits: NDArray[np.float32] = LOGITS) -> Seq
     context: Any = SimpleNamespace(
         n_ctx_slot=16,
         model=SimpleNamespace(
-            n_vocab=len(logits),
-            eog_tokens=(),
-            history=Histories(None, len(logits), list).history,
+            n_vocab=len(logits), eog_tokens=(), history=Histories(None, len(logits), list).history
         ),
         logits=lambda _row: logits,
         pick=pick,

@@ -10,11 +10,7 @@ import pytest
 from serve_app.measure.outcomes import parse
 
 DONE = b"data: [DONE]\n\n"
-USAGE = {
-    "prompt_tokens": 7,
-    "completion_tokens": 3,
-    "prompt_tokens_details": {"cached_tokens": 2},
-}
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
 
 
 def event(body: dict[str, Any]) -> bytes:

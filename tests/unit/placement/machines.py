@@ -22,9 +22,7 @@ def topology(cores: Iterable[tuple[tuple[int, ...], int | None]]) -> Topology:
 
 
 def write(
-    root: Path,
-    cores: Iterable[tuple[tuple[int, ...], int | None]],
-    online: str | None = None,
+    root: Path, cores: Iterable[tuple[tuple[int, ...], int | None]], online: str | None = None
 ) -> Path:
     """A /sys that tells of these cores; nodes that are None are not told."""
     system = root / "sys/devices/system"

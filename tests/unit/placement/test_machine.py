@@ -67,8 +67,7 @@ def test_a_node_without_cpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpus", "text"),
-    [([], ""), ([3], "3"), ([0, 1], "0, 1"), ([4, 0, 1, 2, 8, 9], "0-2, 4, 8, 9")],
+    ("cpus", "text"), [([], ""), ([3], "3"), ([0, 1], "0, 1"), ([4, 0, 1, 2, 8, 9], "0-2, 4, 8, 9")]
 )
 def test_lists_of_cpus(cpus: list[int], text: str) -> None:
     assert list_cpus(cpus) == text

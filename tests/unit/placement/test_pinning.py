@@ -15,20 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.placement.machine import Topology, read
-from serve_app.placement.pinning import (
-    CorePinning,
-    choose,
-    default_folder,
-    pin,
-    take,
-)
-from tests.unit.placement.machines import (
-    FOUR_NODES,
-    LAPTOP,
-    TWO_SOCKETS,
-    topology,
-    write,
-)
+from serve_app.placement.pinning import CorePinning, choose, default_folder, pin, take
+from tests.unit.placement.machines import FOUR_NODES, LAPTOP, TWO_SOCKETS, topology, write
 
 
 def release(*places: CorePinning) -> None:

@@ -141,10 +141,7 @@ def test_nodes_with_memory_only_have_no_replica(tmp_path: Path) -> None:
     ],
 )
 def test_physical_cores_of_reserved_cpus(
-    tmp_path: Path,
-    cores: list[tuple[tuple[int, ...], int | None]],
-    reserved: float,
-    expected: int,
+    tmp_path: Path, cores: list[tuple[tuple[int, ...], int | None]], reserved: float, expected: int
 ) -> None:
     assert plan.n_cores(machine(tmp_path, cores), reserved) == expected
 

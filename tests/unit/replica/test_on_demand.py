@@ -60,10 +60,7 @@ async def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     async def start(name: str = "m") -> Any:
         made = Replica()
         await made.start(
-            SimpleNamespace(
-                id=name,
-                on_demand=OnDemandSettings(3600.0, 2.0, 1, has_peers=False),
-            ),
+            SimpleNamespace(id=name, on_demand=OnDemandSettings(3600.0, 2.0, 1, has_peers=False)),
             ReplicaPlace("app", "engines", "replica", "node", tmp_path / "loaded"),
         )
         return made

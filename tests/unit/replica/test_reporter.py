@@ -113,10 +113,7 @@ def test_an_engine_that_rests_has_nothing_new_to_say() -> None:
 
 
 def test_pressure_counts_only_the_cells_of_running_requests() -> None:
-    slots = (
-        SlotStats(0, "decode", "a", 30, 20, 10),
-        SlotStats(1, "idle", None, 60, 0, 0),
-    )
+    slots = (SlotStats(0, "decode", "a", 30, 20, 10), SlotStats(1, "idle", None, 60, 0, 0))
     stats = stats_with(
         n_slots=2, n_ctx_slot=64, n_ctx=32, running=1, waiting=0, backlog_s=0.0, slots=slots
     )

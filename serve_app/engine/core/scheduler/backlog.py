@@ -74,10 +74,7 @@ class Forecast:
     """The correction of forecasts of ends."""
 
     def expected(
-        self,
-        sequence: Sequence,
-        live: Mapping[str, int],
-        arrived: Iterable[Sequence],
+        self, sequence: Sequence, live: Mapping[str, int], arrived: Iterable[Sequence]
     ) -> Expected:
         """The forecast for a sequence of a client behind all that `live` and `arrived` have: see `wait_s`.
         A sequence in the background waits for all others besides."""

@@ -401,12 +401,7 @@ class Scheduler:
         return turns
 
     def _chunk(
-        self,
-        n_rows: int,
-        n_beside: int,
-        depth: float,
-        within_s: float,
-        beside_s: float,
+        self, n_rows: int, n_beside: int, depth: float, within_s: float, beside_s: float
     ) -> int:
         """How many next rows of a prompt fit into a step of `within_s` whose rest takes `beside_s`."""
         return self.costs.chunk(

@@ -17,13 +17,7 @@ from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, Reasoning, ToolCall
 from serve_app.prompt.tool_calls.format import ToolFormat
 from serve_app.prompt.tool_calls.parser import CallParser, Previous, TaggedCall
-from serve_app.prompt.tool_calls.reader import (
-    BLANKS,
-    Reading,
-    TextReader,
-    decode,
-    overlap,
-)
+from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader, decode, overlap
 
 
 class ChannelParser(CallParser):

@@ -174,22 +174,14 @@ FORMATS = (
         (r"<\|tool_call\|>", r"<\|/tool_call\|>"),
         Markup(("<|tool_call|>", "<|/tool_call|>"), '", "arguments": ', JsonObject()),
     ),
-    of_markup(
-        "firefunction",
-        (r" functools\[",),
-        _LIST(section=(" functools[", "]")),
-    ),
+    of_markup("firefunction", (r" functools\[",), _LIST(section=(" functools[", "]"))),
     of_markup(
         "granite",
         (r"<\|tool_call\|> followed by a JSON list",),
         _LIST(section=(f"{_GRANITE_OPEN}[", "]")),
         message=_granite_message,
     ),
-    of_markup(
-        "nemotron",
-        ("<TOOLCALL>",),
-        _LIST(section=("<TOOLCALL>[", "]</TOOLCALL>")),
-    ),
+    of_markup("nemotron", ("<TOOLCALL>",), _LIST(section=("<TOOLCALL>[", "]</TOOLCALL>"))),
     of_markup(
         "functionary",
         ("<function=", "</function>", r"<\|python_tag\|>"),
@@ -234,10 +226,7 @@ FORMATS = (
         rules=_llama3_rules,
     ),
     of_markup(
-        "mistral-list",
-        (r"\[TOOL_CALLS\]",),
-        _LIST(section=(f"{MISTRAL_OPEN}[", "]")),
-        **_MISTRAL,
+        "mistral-list", (r"\[TOOL_CALLS\]",), _LIST(section=(f"{MISTRAL_OPEN}[", "]")), **_MISTRAL
     ),
     of_markup(
         "mistral-named",

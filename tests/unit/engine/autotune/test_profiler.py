@@ -259,11 +259,7 @@ class UnifiedMachine(Machine):
 
 def deep_measured(machine: Machine, n_slots: int, limit_s: float = 60) -> Depth:
     made = DeepProfiler(
-        machine,
-        n_slots=n_slots,
-        depth=DEPTH,
-        n_batch=machine.n_batch,
-        clocks=clocks_of(machine),
+        machine, n_slots=n_slots, depth=DEPTH, n_batch=machine.n_batch, clocks=clocks_of(machine)
     )
     in_turns([made], limit_s / 2)
     made.rest(limit_s / 2)

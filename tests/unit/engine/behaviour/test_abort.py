@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine import (
-    FinishReason,
-)
+from serve_app.engine import FinishReason
 from serve_app.engine.core.command_queue import CommandQueue, QueueCapacity
 from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.sequence import Sequence as EngineSequence

@@ -6,10 +6,7 @@ import asyncio
 
 import pytest
 
-from serve_app.engine import (
-    CorralError,
-    TokenStream,
-)
+from serve_app.engine import CorralError, TokenStream
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.loop import DecoderLoop
@@ -93,16 +90,7 @@ def test_prompts_that_do_not_fit_go_one_by_one() -> None:
     start_together(loop, *(request(name, name * 10, max_tokens=1) for name in "abc"))
     loop.close(PATIENCE_S)
     rows = [[row[2] for row in batch] for batch in backend.batches]
-    assert rows == [
-        [0] * 4,
-        [0] * 4,
-        [0, 0, 1, 1],
-        [1] * 4,
-        [1] * 4,
-        [2] * 4,
-        [2] * 4,
-        [2] * 2,
-    ]
+    assert rows == [[0] * 4, [0] * 4, [0, 0, 1, 1], [1] * 4, [1] * 4, [2] * 4, [2] * 4, [2] * 2]
 
 
 async def test_submit_many_enters_one_step_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,15 +16,7 @@ from serve_app.engine.core import loop
 from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.behaviour.test_pictures import GOOD, N_SEEN, asked, seeing
-from tests.unit.engine.harness import (
-    continuation,
-    endless,
-    options,
-    request,
-    running,
-    start,
-    until,
-)
+from tests.unit.engine.harness import continuation, endless, options, request, running, start, until
 
 # With one kind of attention, a split cache would be known to be no slower with prompts of their own.
 SPLIT, UNIFIED = Mode(False, False), Mode(True, True)

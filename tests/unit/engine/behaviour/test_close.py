@@ -7,12 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from serve_app.engine import (
-    Engine,
-    EngineClosedError,
-    EngineFailedError,
-    FinishReason,
-)
+from serve_app.engine import Engine, EngineClosedError, EngineFailedError, FinishReason
 from tests.unit.engine.harness import (
     PATIENCE_S,
     SteppedBackend,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine import (
-    FinishReason,
-)
+from serve_app.engine import FinishReason
 from serve_app.engine.metrics.stats import TokenStats
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (

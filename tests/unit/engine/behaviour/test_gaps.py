@@ -77,8 +77,7 @@ def test_answers_are_the_same(
     sizes = options(6, n_ctx_slot=n_ctx_slot, max_waiting=12, cache_ram_bytes=cache_ram_bytes)
     with running(backend, sizes) as engine:
         inboxes = start(
-            engine,
-            *(request(str(i), text, max_tokens=n) for i, (text, n) in enumerate(prompts)),
+            engine, *(request(str(i), text, max_tokens=n) for i, (text, n) in enumerate(prompts))
         )
         for inbox, (text, max_tokens) in zip(inboxes, prompts, strict=True):
             inbox.wait()

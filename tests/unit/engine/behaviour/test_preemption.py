@@ -50,8 +50,7 @@ def test_every_answer_is_as_if_it_had_been_alone(
     sizes = options(4, n_ctx_slot=48, max_waiting=8, cache_ram_bytes=cache_ram_bytes)
     with running(backend, sizes) as engine:
         inboxes = start(
-            engine,
-            *(request(str(i), text, max_tokens=n) for i, (text, n) in enumerate(prompts)),
+            engine, *(request(str(i), text, max_tokens=n) for i, (text, n) in enumerate(prompts))
         )
         for inbox, (text, max_tokens) in zip(inboxes, prompts, strict=True):
             assert inbox.wait().reason == FinishReason.LENGTH
@@ -153,8 +152,7 @@ def both_slots_of_one_client(
     sizes = options(2, n_ctx_slot=64, cache_ram_bytes=100_000, max_stall_s=max_stall_s)
     loop = DecoderLoop(lambda: backend, sizes, make_guests)
     inboxes = start_together(
-        loop,
-        *(replace(request(name, name * 20, max_tokens=30), client="a") for name in ("a", "b")),
+        loop, *(replace(request(name, name * 20, max_tokens=30), client="a") for name in ("a", "b"))
     )
     for _ in range(4):
         backend.wait_for_batch()

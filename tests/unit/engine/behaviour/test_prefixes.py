@@ -7,10 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from serve_app.engine import (
-    ConfigError,
-    DecodeError,
-)
+from serve_app.engine import ConfigError, DecodeError
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.engine import make_guests

@@ -6,14 +6,7 @@ from dataclasses import replace
 
 from serve_app.engine import GenerationRequest
 from serve_app.types import FinishReason, PromptProgress
-from tests.unit.engine.harness import (
-    Inbox,
-    WatchedBackend,
-    answers,
-    ask,
-    request,
-    running,
-)
+from tests.unit.engine.harness import Inbox, WatchedBackend, answers, ask, request, running
 
 LONG = "a text of which only some rows are computed in each of the steps\n"[-50:]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from serve_app.engine import (
-    TokenStream,
-)
+from serve_app.engine import TokenStream
 from tests.unit.engine.harness import (
     SteppedBackend,
     WatchedBackend,

@@ -39,11 +39,7 @@ def filled(taken: str, running: str = "", *, n_places: int = 6, n_extra: int = 1
         pytest.param("a0 a1 a2 b0 b1 c0", "", "c", (True, "a2"), id="of who has most"),
         pytest.param("a0 a1 a2 a3 b0 b1", "a3 a2", "c", (True, "a1"), id="only who waits"),
         pytest.param(
-            "a0 a1 a2 a3 b0 b1",
-            "a0 a1 a2 a3",
-            "c",
-            (True, "b1"),
-            id="of the next greedy",
+            "a0 a1 a2 a3 b0 b1", "a0 a1 a2 a3", "c", (True, "b1"), id="of the next greedy"
         ),
         pytest.param("a0 a1 a2 a3 a4 a5", "a0 a1 a2 a3 a4 a5", "b", ACCEPTED, id="an extra place"),
         pytest.param(

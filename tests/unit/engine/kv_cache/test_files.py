@@ -241,10 +241,7 @@ def flip(at: int) -> Callable[[bytes], bytes]:
     ],
 )
 def test_a_damaged_file_is_refused_with_one_line_and_left_alone(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    damage: Callable[[bytes], bytes],
-    why: str,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes], why: str
 ) -> None:
     path, _ = keep(tmp_path, "a chat", "b chat")
     damaged = damage(path.read_bytes())

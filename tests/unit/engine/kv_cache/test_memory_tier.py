@@ -11,15 +11,7 @@ from serve_app.engine.backends.base import State
 from serve_app.engine.kv_cache.memory_tier import MemoryTier
 from serve_app.errors import DecodeCancelledError
 from tests.doubles.backend import FakeBackend
-from tests.unit.engine.harness import (
-    ask,
-    continuation,
-    endless,
-    options,
-    request,
-    running,
-    until,
-)
+from tests.unit.engine.harness import ask, continuation, endless, options, request, running, until
 
 
 def tokens(text: str) -> list[int]:

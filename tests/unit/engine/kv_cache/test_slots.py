@@ -183,9 +183,7 @@ MINE, THEIRS = "mine", "theirs"
     ],
 )
 def test_slots_of_other_cache_groups_hold_nothing(
-    groups: list[str],
-    held: list[list[int] | Sequence],
-    expected: tuple[int, int, int | None] | int,
+    groups: list[str], held: list[list[int] | Sequence], expected: tuple[int, int, int | None] | int
 ) -> None:
     slots = SlotTable(len(groups), min_copy=3)
     for age, (slot, group, one) in enumerate(zip(slots.slots, groups, held, strict=True)):

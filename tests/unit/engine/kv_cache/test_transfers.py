@@ -70,10 +70,7 @@ def test_packing() -> None:
 
 def test_what_prompts_have_in_common_counts_once() -> None:
     prompts = [prompt(2), prompt(3), prompt(4), prompt(5, 6), prompt(5, 7)]
-    assert begun(prompts) == {
-        prompt(): (5, len(prompt(2))),
-        prompt(5): (2, len(prompt(5, 6))),
-    }
+    assert begun(prompts) == {prompt(): (5, len(prompt(2))), prompt(5): (2, len(prompt(5, 6)))}
 
 
 def test_a_prompt_that_came_once_counts_for_who_leaves() -> None:

@@ -11,12 +11,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from serve_app.errors import BodyEndedError, RequestTooLargeError, SlowRequestError
-from serve_app.ingress.access.bodies import (
-    BODY_TIMEOUT_S,
-    BodyLimits,
-    BodyReader,
-    replay,
-)
+from serve_app.ingress.access.bodies import BODY_TIMEOUT_S, BodyLimits, BodyReader, replay
 from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 
 Task = asyncio.Task[list[bytes] | None]

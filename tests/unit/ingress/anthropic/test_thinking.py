@@ -134,10 +134,7 @@ async def test_reasoning_of_earlier_turns(
         {"type": "text", "text": "Hello."},
     ]
     body = asked(**fields)
-    body["messages"] += [
-        {"role": "assistant", "content": turn},
-        {"role": "user", "content": "Bye"},
-    ]
+    body["messages"] += [{"role": "assistant", "content": turn}, {"role": "user", "content": "Bye"}]
     response = await client.post("/v1/messages", json=body)
     assert response.status_code == 200, response.text
     assert bytes(engine.requests[0].prompt).decode() == prompt

@@ -147,11 +147,7 @@ async def test_a_stream_has_deltas_and_the_whole_text(
     *deltas, done, last = events(await ask(hearing, LONG, stream="true"))
     assert [one["delta"] for one in deltas] == ["One.", " Three."]
     assert {one["type"] for one in deltas} == {"transcript.text.delta"}
-    assert (done["type"], done["text"], last) == (
-        "transcript.text.done",
-        "One. Three.",
-        "[DONE]",
-    )
+    assert (done["type"], done["text"], last) == ("transcript.text.done", "One. Three.", "[DONE]")
 
 
 async def test_silence_has_no_text_and_asks_no_engine(

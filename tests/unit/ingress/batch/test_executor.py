@@ -394,9 +394,7 @@ async def test_keys_see_their_own_only(tmp_path: Path) -> None:
 
 async def begin_with(client: openai.AsyncOpenAI, file_id: str) -> Any:
     return await client.batches.create(
-        input_file_id=file_id,
-        endpoint=CHAT,
-        completion_window="24h",
+        input_file_id=file_id, endpoint=CHAT, completion_window="24h"
     )
 
 

@@ -46,11 +46,7 @@ async def test_one_text(client: httpx.AsyncClient, engine: ScriptedEngine) -> No
 
 @pytest.mark.parametrize(
     ("given", "texts"),
-    [
-        (["ab", "c"], ((97, 98), (99,))),
-        ([5, 6], ((5, 6),)),
-        ([[5, 6], [7]], ((5, 6), (7,))),
-    ],
+    [(["ab", "c"], ((97, 98), (99,))), ([5, 6], ((5, 6),)), ([[5, 6], [7]], ((5, 6), (7,)))],
     ids=repr,
 )
 async def test_every_form_of_input(
@@ -196,10 +192,7 @@ async def test_what_llama_servers_route_refuses(
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v1/reranking", "/rerank", "/reranking"])
 async def test_documents_come_by_score(
-    client: httpx.AsyncClient,
-    engine: ScriptedEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr(ByteTokenizer, "reranks", True)
     body = {"query": "q", "documents": ["b", "d", "a", "d"]}

@@ -12,14 +12,7 @@ from serve_app.prompt import grammars
 from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.tool_calls import GENERIC, ToolFormat
 from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
-from tests.unit.ingress.harness import (
-    END,
-    ByteTokenizer,
-    ScriptedEngine,
-    chat,
-    events,
-    takes,
-)
+from tests.unit.ingress.harness import END, ByteTokenizer, ScriptedEngine, chat, events, takes
 from tests.unit.prompt.tool_calls.formats import EXAMPLE_CALLS, EXAMPLES, TOOLS, every_format
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

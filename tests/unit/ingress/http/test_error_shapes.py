@@ -37,11 +37,7 @@ def check(answer: httpx.Response, path: str, status: int, param: str | None = No
 
 
 def check_body(
-    body: dict[str, Any],
-    path: str,
-    status: int,
-    param: str | None = None,
-    code: str | None = None,
+    body: dict[str, Any], path: str, status: int, param: str | None = None, code: str | None = None
 ) -> str:
     if path.startswith("/api/"):  # Ollama's
         assert body.keys() == {"error"}

@@ -239,12 +239,7 @@ class Stream:
 @pytest.mark.parametrize(("path", "body", "ping"), STREAMS)
 @pytest.mark.parametrize(("asked", "interval_s"), [({}, DEFAULT_S), ({"sse_ping_interval": 2}, 2)])
 async def test_every_stream_has_its_headers_when_it_is_accepted_and_pings(
-    clock: Clock,
-    path: str,
-    body: dict[str, Any],
-    ping: str,
-    asked: dict[str, Any],
-    interval_s: int,
+    clock: Clock, path: str, body: dict[str, Any], ping: str, asked: dict[str, Any], interval_s: int
 ) -> None:
     engine, token, end = ScriptedEngine(), asyncio.Event(), asyncio.Event()
     engine.script = [token, HELLO[0], end, *HELLO[1:]]

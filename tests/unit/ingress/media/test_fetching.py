@@ -18,11 +18,7 @@ from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import InvalidRequestError, PicturesWantedError
 from serve_app.ingress.http.dependencies import Bodies, InProcess
 from serve_app.ingress.media.decoder import MediaDecoder
-from serve_app.ingress.media.fetching import (
-    MAX_FILE_BYTES,
-    Fetcher,
-    is_public,
-)
+from serve_app.ingress.media.fetching import MAX_FILE_BYTES, Fetcher, is_public
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.openai import preparation
 from serve_app.prompt.tokenizer import Tokenizer

@@ -87,10 +87,7 @@ def of_responses(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
 def of_anthropic(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     """The same."""
     parts = [
-        {
-            "type": "image",
-            "source": {"type": "base64", "media_type": "image/png", "data": b64(one)},
-        }
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": b64(one)}}
         for one in files
     ]
     content = [*parts, {"type": "text", "text": "What?"}]
@@ -128,14 +125,7 @@ def of_embeddings(models: Mapping[str, ModelInfo], **fields: Any) -> TextsToEmbe
 
 
 Ask = Callable[..., Generation]
-ASKS = [
-    of_openai,
-    of_responses,
-    of_anthropic,
-    of_ollama_chat,
-    of_ollama_generate,
-    of_llama_server,
-]
+ASKS = [of_openai, of_responses, of_anthropic, of_ollama_chat, of_ollama_generate, of_llama_server]
 
 
 @pytest.mark.parametrize("ask", ASKS)

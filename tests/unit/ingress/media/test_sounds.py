@@ -86,10 +86,7 @@ def test_sounds_stand_in_the_prompt_in_their_order(ask: Any) -> None:
     found = ask(HEARING, wav(0.5), wav(0.25))
     prompt = found.prompt
     assert prompt.count(MEDIUM) == 2
-    assert [one.size for one in found.request.media] == [
-        (SAMPLE_RATE // 2,),
-        (SAMPLE_RATE // 4,),
-    ]
+    assert [one.size for one in found.request.media] == [(SAMPLE_RATE // 2,), (SAMPLE_RATE // 4,)]
     assert len({one.key for one in found.request.media}) == 2
 
 

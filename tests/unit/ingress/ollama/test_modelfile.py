@@ -30,11 +30,7 @@ LICENSE MIT'''
 def test_a_modelfile_has_the_fields_of_a_request() -> None:
     assert fields_of(MODELFILE) == {
         "from": "owner/name:Q8_0",
-        "parameters": {
-            "temperature": 0.5,
-            "num_ctx": 4096,
-            "stop": ["<|end|>", "Observation:"],
-        },
+        "parameters": {"temperature": 0.5, "num_ctx": 4096, "stop": ["<|end|>", "Observation:"]},
         "system": "You are Mario.\n# no comment\nFROM the Mushroom Kingdom.",
         "template": "{{ messages }}",
         "adapters": {"adapter-1": "owner/lora:F16"},

@@ -11,14 +11,7 @@ import pytest
 from serve_app.errors import DecodeError, EngineUnavailableError, QueueFullError
 from serve_app.ingress.ollama.protocol import OllamaMessage
 from serve_app.prompt import normaliser
-from serve_app.types import (
-    FinishReason,
-    SequenceEnd,
-    Timings,
-    TokenDelta,
-    TokenLogprobs,
-    Usage,
-)
+from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, TokenLogprobs, Usage
 from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ByteTokenizer, ScriptedEngine, ndjson
 
 END = SequenceEnd(

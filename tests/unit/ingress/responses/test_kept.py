@@ -528,11 +528,7 @@ async def test_where_none_is_kept(engine: ScriptedEngine, access: IngressConfig)
 
 async def test_noise_hides_the_sizes_of_pieces(first: Ingress) -> None:
     async with first.client() as client:
-        asked = {
-            "input": "Hi",
-            "stream": True,
-            "stream_options": {"include_obfuscation": True},
-        }
+        asked = {"input": "Hi", "stream": True, "stream_options": {"include_obfuscation": True}}
         events = named_events(await client.post("/v1/responses", json=asked))
         again = await client.get(
             f"/v1/responses/{events[0]['response']['id']}",

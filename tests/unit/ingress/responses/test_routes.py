@@ -10,14 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from serve_app.errors import DecodeError, QueueFullError
-from serve_app.types import (
-    FinishReason,
-    PromptProgress,
-    SequenceEnd,
-    Timings,
-    TokenDelta,
-    Usage,
-)
+from serve_app.types import FinishReason, PromptProgress, SequenceEnd, Timings, TokenDelta, Usage
 from tests.unit.ingress.generation.test_tools import CALL, script
 from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ScriptedEngine, named_events
 

@@ -76,11 +76,7 @@ async def test_a_log_is_read_from_any_place(store: Store) -> None:
     for since, expected in ((0, "xyz"), (1, "yz"), (2, "z"), (3, "")):
         found = await store.find("a", "ann", since)
         assert found is not None
-        assert (found.stored_request, found.n_entries, found.has_ended) == (
-            b"request",
-            4,
-            True,
-        )
+        assert (found.stored_request, found.n_entries, found.has_ended) == (b"request", 4, True)
         texts = [e.delta.text for e in entries(found, since) if e.delta is not None]
         assert "".join(texts) == expected
 
@@ -178,11 +174,7 @@ async def test_another_ingress_goes_on_when_one_is_silent(store: Store, clock: C
     clock.now += LEASE_S
     found = await store.adopt()
     assert found is not None
-    assert (found.stored_request, entries(found), found.turn) == (
-        b"request",
-        [said("x")],
-        1,
-    )
+    assert (found.stored_request, entries(found), found.turn) == (b"request", [said("x")], 1)
     assert found.owner == ANN
     assert await store.adopt() is None, "there can be one only"
     later = [append("a", said("?"), first=1), append("a", said("y"), first=1, turn=1)]

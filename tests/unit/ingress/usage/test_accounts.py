@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 
 from serve_app.config.keys import ApiKey
-from serve_app.errors import (
-    KeyLimitError,
-    NoRoomError,
-    PermissionDeniedError,
-    RateLimitError,
-)
+from serve_app.errors import KeyLimitError, NoRoomError, PermissionDeniedError, RateLimitError
 from serve_app.ingress.http.request_context import RETRY_S, Caller
 from serve_app.ingress.usage import ledger as ledgers
 from serve_app.ingress.usage.accounts import FORGIVEN_S, KeyAccount, Reservation

@@ -20,12 +20,7 @@ from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.usage.ledger import Ledger
 from serve_app.types import TokenDelta
-from tests.unit.ingress.harness import (
-    N_CTX_SLOT,
-    ByteTokenizer,
-    ScriptedEngine,
-    chat,
-)
+from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine, chat
 
 KEYS = {name: f"{name}-secret-0123456789" for name in ("ana", "ben", "op")}
 
@@ -165,9 +160,7 @@ async def test_each_of_several_answers_is_a_request(
     assert result["input_cached_tokens"] == told["prompt_tokens_details"]["cached_tokens"] == 6
 
 
-async def test_a_client_sees_its_own_usage_and_operators_see_all(
-    server: httpx.AsyncClient,
-) -> None:
+async def test_a_client_sees_its_own_usage_and_operators_see_all(server: httpx.AsyncClient) -> None:
     for name, n in (("ana", 1), ("ben", 2)):
         for _ in range(n):
             await server.post("/v1/completions", json={"prompt": "x"}, headers=by(name))

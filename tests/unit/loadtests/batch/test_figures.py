@@ -8,11 +8,7 @@ from loadtests.batch import native
 from loadtests.batch.__main__ import report
 from loadtests.batch.figures import Turn, Window, covered_s, used_of_left
 
-TURNS = (
-    Turn(1.0, 2.0, (1.5, 1.6, 2.0)),
-    Turn(1.8, 3.0, (2.5, 2.6, 3.0)),
-    Turn(9.0, 10.0, ()),
-)
+TURNS = (Turn(1.0, 2.0, (1.5, 1.6, 2.0)), Turn(1.8, 3.0, (2.5, 2.6, 3.0)), Turn(9.0, 10.0, ()))
 
 
 def test_seconds_that_overlap_count_once() -> None:

@@ -67,10 +67,7 @@ def test_the_table_and_the_plot(settings: Settings) -> None:
         return Burst((*[GOOD] * n_good, REFUSED), 10.0, 0.1)
 
     rounds = [
-        {
-            CORRAL: {1.0: burst(10), 2.0: burst(ours)},
-            LLAMA_SERVER: {1.0: burst(10), 2.0: burst(5)},
-        }
+        {CORRAL: {1.0: burst(10), 2.0: burst(ours)}, LLAMA_SERVER: {1.0: burst(10), 2.0: burst(5)}}
         for ours in (15, 20)
     ]
     assert goodput(burst(15), settings) == 1.5

@@ -266,9 +266,7 @@ def test_prompts_get_what_the_stall_budget_leaves(
 ) -> None:
     streams = [streaming(slot) for slot in range(n_streams)]
     made = stalling(
-        max_stall_s,
-        *streams,
-        *(running(n_streams + i, n) for i, n in enumerate(prompts)),
+        max_stall_s, *streams, *(running(n_streams + i, n) for i, n in enumerate(prompts))
     )
     rows = [1] * n_streams + expected
     assert served(made.schedule(NOW)) == list(enumerate(rows))
@@ -353,10 +351,7 @@ def test_a_burst_gets_its_first_tokens_together() -> None:
         plans.append(made.schedule(NOW))
         carry_out(plans[-1])
     # The first three but for their last tokens, as the last one is still to be computed; then all of that.
-    assert [served(plan) for plan in plans] == [
-        [(0, 99), (1, 99), (2, 56)],
-        [(2, 44), (3, 100)],
-    ]
+    assert [served(plan) for plan in plans] == [[(0, 99), (1, 99), (2, 56)], [(2, 44), (3, 100)]]
     carry_out(made.schedule(NOW))
     assert [one.n_generated for one in made.running] == [1, 1, 2, 2]
 

@@ -11,15 +11,7 @@ import pytest
 
 from tools.builtin_model.pictures.drawing import draw, fitted, flawed
 from tools.builtin_model.pictures.questions import WORDINGS, described, questions
-from tools.builtin_model.pictures.scenes import (
-    COLOURS,
-    MOST,
-    SHAPES,
-    Scene,
-    Thing,
-    mirrored,
-    scene,
-)
+from tools.builtin_model.pictures.scenes import COLOURS, MOST, SHAPES, Scene, Thing, mirrored, scene
 
 Image = pytest.importorskip("PIL.Image")
 
