@@ -147,7 +147,7 @@ class PendingCommands:
 
 _NOTHING = PendingCommands()
 # The longest wait for the next request of a burst: as part of the time to the last one's first token.
-_BURST_PART, _MOST_BURST_S = 0.05, 0.02
+_BURST_PART, _MOST_BURST_S = 0.1, 0.02
 
 
 class CommandQueue:
