@@ -297,6 +297,7 @@ def model_defaults(configured: DefaultsConfig) -> ModelDefaults:
         configured.reasoning_budget_message,
         configured.reasoning_format,
         tuple(configured.adapters),
+        configured.prompts,
     )
 
 

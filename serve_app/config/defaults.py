@@ -25,6 +25,8 @@ class ModelDefaults:
     reasoning_format: str | None = None
     adapters: tuple[str, ...] = ()
     """Adapters of requests that name none."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Instructions before texts that become vectors, by their names."""
 
     def over(self, recommended: Mapping[str, Any]) -> ModelDefaults:
         """The defaults before the sampling parameters that the model's file recommends."""

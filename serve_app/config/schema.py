@@ -287,6 +287,9 @@ class DefaultsConfig(Section):
     """`none` leaves reasoning and its tags in the content. Default: `auto`."""
     adapters: list[str] = []
     """The LoRA adapters of requests that name none, by their ids. Default: none."""
+    prompts: dict[str, str] = {}
+    """Instructions before texts that become vectors, by the names that requests give as `prompt_name` or
+    `input_type`, such as `query: "query: "`. Default: none."""
 
     @model_validator(mode="after")
     def _one_template(self) -> DefaultsConfig:

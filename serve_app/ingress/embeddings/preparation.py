@@ -59,6 +59,10 @@ class EmbeddingsRequest(RequestModel):
     """Only the first so many numbers, of length 1 again: for models that are made for it."""
     truncate: bool = False
     """Jina's: whether texts that are too long are cut, and not refused."""
+    prompt_name: str | None = None
+    """Sentence Transformers': the instruction before each text, of the model's `defaults.prompts`."""
+    input_type: str | None = None
+    """Cohere's: the same. A name that the model does not have is ignored."""
     user: str | None = None
     """The user whose texts these are, without API keys: the engine is shared fairly among clients."""
 
@@ -102,6 +106,8 @@ class TeiEmbedRequest(RequestModel):
     truncate: bool = False
     """Whether texts that are too long are cut, and not refused."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    prompt_name: str | None = None
+    """The instruction before each text, of the model's `defaults.prompts`."""
     model: str | None = None
 
 
@@ -221,7 +227,8 @@ def _embeddings(models: Models, body: bytes, check: Callable[[ModelInfo], None])
         message = f"dimensions: this model's embeddings have {n_embd}."
         raise InvalidRequestError(message, "dimensions")
     if request.messages is None:
-        made = to_embed(model, request.texts, "input", cut=request.truncate)
+        prompt = _prompt(model, request.prompt_name, request.input_type)
+        made = to_embed(model, request.texts, "input", prompt, cut=request.truncate)
     else:
         chat = ChatCompletionRequest(
             messages=request.messages, add_generation_prompt=False, continue_final_message=False
@@ -243,14 +250,32 @@ def tei_embed(models: Models, body: bytes) -> TextsToEmbed:
     model = find(models, request.model)
     check_makes_embeddings(model)
     inputs = [request.inputs] if isinstance(request.inputs, str) else [*request.inputs]
-    made = to_embed(model, inputs, "inputs", cut=request.truncate)
+    prompt = _prompt(model, request.prompt_name)
+    made = to_embed(model, inputs, "inputs", prompt, cut=request.truncate)
     return replace(made, norm=2 if request.normalize else -1, dimensions=request.dimensions)
 
 
+def _prompt(model: ModelInfo, name: str | None, hint: str | None = None) -> str:
+    """The instruction of that name. Raises InvalidRequestError for an unknown name, but not for a hint."""
+    known = model.defaults.prompts
+    if name is not None and name not in known:
+        names = ", ".join(known) or "none"
+        raise InvalidRequestError(
+            f"The model {model.id!r} has no prompt {name!r}. It has: {names}.", "prompt_name"
+        )
+    return known.get(name or hint or "", "")
+
+
 def to_embed(
-    model: ModelInfo, prompts: Sequence[str | Mixed | MediaPrompt], field: str, *, cut: bool = False
+    model: ModelInfo,
+    prompts: Sequence[str | Mixed | MediaPrompt],
+    field: str,
+    instruction: str = "",
+    *,
+    cut: bool = False,
 ) -> TextsToEmbed:
-    """The prompts with the tokens that the model wants around them. Raises CorralError."""
+    """The prompts with the tokens that the model wants around them. The instruction comes before each one
+    that is a text. Raises CorralError."""
     media: list[Medium] = []
     texts: list[tuple[int, ...]] = []
     for prompt in prompts:
@@ -259,7 +284,7 @@ def to_embed(
             media += own
         elif isinstance(prompt, str):
             refuse_huge(field, len(prompt))
-            tokens = model.tokenizer.encode_for_embedding(prompt)
+            tokens = model.tokenizer.encode_for_embedding(instruction + prompt)
         else:
             tokens = mixed_tokens(model, prompt, field)
         texts.append(tokens)

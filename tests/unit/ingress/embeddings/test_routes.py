@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from serve_app.errors import QueueFullError
+from serve_app.config.defaults import ModelDefaults
+from serve_app.errors import InvalidRequestError, QueueFullError
 from serve_app.ingress.embeddings import preparation
+from serve_app.ingress.model_registry import ModelInfo
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 
@@ -253,6 +256,32 @@ async def test_vectors_as_text_embeddings_inference_gives_them(client: httpx.Asy
     vectors = (await client.post("/embed", json=body)).json()
     assert np.linalg.norm(vectors, axis=1) == pytest.approx([1, 1])
     assert [len(one) for one in vectors] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "body", "text"),
+    [
+        (preparation.embeddings, {"input": "a", "prompt_name": "query"}, b"q: a"),
+        (preparation.embeddings, {"input": "a", "input_type": "query"}, b"q: a"),
+        (preparation.embeddings, {"input": "a", "input_type": "search_query"}, b"a"),
+        (preparation.embeddings, {"input": "a"}, b"a"),
+        (preparation.embeddings, {"input": [97], "prompt_name": "query"}, b"a"),
+        (preparation.tei_embed, {"inputs": "a", "prompt_name": "query"}, b"q: a"),
+        (preparation.tei_embed, {"inputs": "a", "prompt_name": "other"}, None),
+        (preparation.embeddings, {"input": "a", "prompt_name": "other"}, None),
+    ],
+)
+def test_the_models_instructions_stand_before_texts(
+    prepare: Any, body: dict[str, Any], text: bytes | None
+) -> None:
+    tokenizer: Any = ByteTokenizer()
+    defaults = ModelDefaults(prompts={"query": "q: "})
+    models: Any = {"m": ModelInfo("m", N_CTX_SLOT, tokenizer, defaults=defaults)}
+    if text is None:
+        with pytest.raises(InvalidRequestError, match=r"no prompt 'other'\. It has: query"):
+            prepare(models, json.dumps(body).encode())
+    else:
+        assert prepare(models, json.dumps(body).encode()).texts == (tuple(text),)
 
 
 @pytest.mark.parametrize(
