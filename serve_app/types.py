@@ -156,8 +156,8 @@ class GenerationRequest:
     """The first tokens of the answer, which other replicas began: their text is delivered."""
     n_failovers: int = 0
     """The number of replicas that began the request and could not end it."""
-    failed_over_s: float = 0.0
-    """The seconds that the request spent with these replicas."""
+    failovers_s: tuple[float, ...] = ()
+    """The seconds that the request spent with each of these replicas, as far as they are known."""
     n_discard: int = 0
     """Tokens that a context shift drops; 0: half of what it may."""
     n_cache_reuse: int = 0
@@ -236,8 +236,8 @@ class Timings:
     n_preemptions: int = 0
     mean_batch: float = 0.0
     """Sequences that were computed together with this one, itself among them, on average."""
-    failed_over_s: float = 0.0
-    """The time before all that, with replicas that began the request and could not end it."""
+    failovers_s: tuple[float, ...] = ()
+    """The times before all that, with each replica that began the request and could not end it."""
     n_failovers: int = 0
     n_resumed: int = 0
     """The generated tokens that are from these replicas."""
@@ -247,6 +247,10 @@ class Timings:
     """The decoder's seconds that were charged to the request: its share of each batch, and its samplers."""
     joules: float | None = None
     """The energy of these seconds; None where it is not measured."""
+
+    @property
+    def failed_over_s(self) -> float:
+        return sum(self.failovers_s)
 
     @property
     def first_token_s(self) -> float:

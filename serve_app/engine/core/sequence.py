@@ -393,7 +393,7 @@ class Sequence:
             usage=Usage(self.n_prompt, self.n_generated, min(self.n_cached, self.n_prompt)),
             timings=replace(
                 self.trace.end(self.spent_s),
-                failed_over_s=self.request.failed_over_s,
+                failovers_s=self.request.failovers_s,
                 n_failovers=self.request.n_failovers,
                 n_resumed=len(self.request.generated),
             ),

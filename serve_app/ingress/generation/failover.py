@@ -46,6 +46,7 @@ async def unbroken(
     first, tokens, is_accepted = request, list(request.generated), False
     began = progressed = time.monotonic()
     n_failovers = n_failed = n_lost = 0
+    failovers_s: list[float] = []
     while True:
         try:
             async with aclosing(attempt(request)) as items:
@@ -77,7 +78,8 @@ async def unbroken(
         )
         await asyncio.sleep(pause_s)
         n_failovers += 1
-        request = continued(first, tuple(tokens), n_failovers, time.monotonic() - began)
+        failovers_s.append(time.monotonic() - began - sum(failovers_s))
+        request = continued(first, tuple(tokens), n_failovers, tuple(failovers_s))
 
 
 async def retried(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ...] = PAUSES_S) -> T:
@@ -92,7 +94,7 @@ async def retried(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ..
 
 
 def continued(
-    request: GenerationRequest, tokens: tuple[int, ...], n: int, failed_over_s: float = 0.0
+    request: GenerationRequest, tokens: tuple[int, ...], n: int, failovers_s: tuple[float, ...] = ()
 ) -> GenerationRequest:
     """The request of the `n`th one that continues behind these tokens. It has an id of its own: the last
     one may linger where it was. A seeded draw is another one, as the same numbers again would favour the
@@ -108,5 +110,5 @@ def continued(
         sampling=sampling,
         generated=tokens,
         n_failovers=n,
-        failed_over_s=failed_over_s,
+        failovers_s=failovers_s,
     )

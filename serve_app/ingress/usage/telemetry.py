@@ -239,7 +239,7 @@ class ObservedRequest:
         _, _, end, prepared = self._answers[-1]
         timings = end.timings
         engine_s = [
-            *([("failover", timings.failed_over_s)] if timings.n_failovers else []),
+            *(("failover", seconds) for seconds in timings.failovers_s),
             *(("queue", timings.queue_s), ("prefill", timings.prefill_s)),
             ("decode", timings.decode_s),
         ]

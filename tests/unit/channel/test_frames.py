@@ -31,7 +31,8 @@ LOGPROBS = (
     TokenLogprobs(-math.inf, ((7, 0.0), (8, -math.inf))),
     TokenLogprobs(0.0, ()),
 )
-TIMINGS = Timings(0.1, 0.2, 0.3, 0.04, 0.05, 2, 3.5, 1.25, 1, 17, ((3, 0.5), (0, 0.0), (1, 12.0)))
+GAPS = ((3, 0.5), (0, 0.0), (1, 12.0))
+TIMINGS = Timings(0.1, 0.2, 0.3, 0.04, 0.05, 2, 3.5, (1.25, 0.5), 2, 17, GAPS)
 
 
 def ended(reason: FinishReason, error: CorralError | None = None) -> TokenDelta:

@@ -24,7 +24,7 @@ from tests.unit.engine.harness import (
 def rest_of(whole: Inbox, asked: GenerationRequest, n_tokens: int) -> GenerationRequest:
     """What the next engine is asked for when so many tokens of the whole answer were delivered."""
     generated = tuple(whole.token_ids[:n_tokens])
-    return replace(asked, id="rest", generated=generated, n_failovers=1, failed_over_s=2.5)
+    return replace(asked, id="rest", generated=generated, n_failovers=1, failovers_s=(2.5,))
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ async def test_what_was_asked_for_stays_but_seeds_move_on() -> None:
     first, second = replicas.asked
     assert (first.sampling.seed, second.sampling.seed) == (7, 11)
     assert second.sampling.max_tokens == 50
-    assert (second.prompt, second.failed_over_s > 0) == ((1,), True)
+    assert (second.prompt, len(second.failovers_s), second.failovers_s[0] > 0) == ((1,), 1, True)
 
 
 @pytest.mark.parametrize(("n_lost", "n_asked"), [(0, 1), (3, 4), (9, 4)])

@@ -31,6 +31,7 @@ from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 STAGES = ["receive", "prepare", "queue", "prefill", "decode", "send"]
+ORDER = [*STAGES[:2], "failover", *STAGES[2:]]
 
 
 @pytest.fixture
@@ -56,9 +57,9 @@ def client(
     return made
 
 
-def end(**timings: float) -> TokenDelta:
-    times = {"queue_s": 0.0, "prefill_s": 0.0, "decode_s": 0.0} | timings
-    return TokenDelta("", (2,), SequenceEnd(FinishReason.STOP, Usage(5, 2, 3), Timings(**times)))  # type: ignore[arg-type]
+def end(**timings: Any) -> TokenDelta:
+    times: dict[str, Any] = {"queue_s": 0.0, "prefill_s": 0.0, "decode_s": 0.0} | timings
+    return TokenDelta("", (2,), SequenceEnd(FinishReason.STOP, Usage(5, 2, 3), Timings(**times)))
 
 
 def tree(spans: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpan]]:
@@ -67,9 +68,7 @@ def tree(spans: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpan]]
     (parent,) = [span for span in finished if span.name.startswith("POST ")]
     children = [span for span in finished if span is not parent]
     assert {span.parent.span_id for span in children if span.parent} == {parent.context.span_id}
-    return parent, sorted(
-        children, key=lambda span: (span.start_time or 0, STAGES.index(span.name))
-    )
+    return parent, sorted(children, key=lambda span: (span.start_time or 0, ORDER.index(span.name)))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -131,6 +130,18 @@ async def test_spans_grow_though_the_clock_is_set_back(
         await http.post("/v1/chat/completions", json=chat())
     _, children = tree(spans)
     assert all((span.start_time or 0) <= (span.end_time or 0) for span in children)
+
+
+async def test_each_failover_has_a_span(
+    client: Callable[..., httpx.AsyncClient], engine: ScriptedEngine, spans: InMemorySpanExporter
+) -> None:
+    engine.script = [end(failovers_s=(1e-5, 2e-5), n_failovers=2)]
+    async with client() as http:
+        await http.post("/v1/chat/completions", json=chat())
+    _, children = tree(spans)
+    assert [span.name for span in children] == [*STAGES[:2], "failover", "failover", *STAGES[2:]]
+    lost = [(span.end_time or 0) - (span.start_time or 0) for span in children[2:4]]
+    assert lost == [10_000, 20_000]
 
 
 async def test_spans_stay_within_the_request_whatever_an_engine_says(
