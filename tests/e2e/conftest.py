@@ -20,6 +20,8 @@ import pytest
 import yaml
 
 from loadtests.common import processes, servers
+from tests.integration.store import hub_server
+from tests.integration.store.hub_server import Hub
 from tools.random_models.model import SHAPES, write_random_gguf
 
 ROOT = servers.ROOT
@@ -227,6 +229,13 @@ def starts() -> Iterator[Callable[..., Corral]]:
 
 start = pytest.fixture(starts, name="start")
 start_for_module = pytest.fixture(starts, name="start_for_module", scope="module")
+
+
+@pytest.fixture(scope="module")
+def hub(gguf: Path) -> Iterator[Hub]:
+    """A hub that has the tiny model."""
+    with hub_server.running(Hub({"tiny-Q8_0.gguf": gguf.read_bytes()})) as running:
+        yield running
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,12 @@ import pytest
 
 from loadtests.common import servers
 from tests.e2e.conftest import Corral, model, settings, short_folder, wait_until
-from tests.integration.store import hub_server
 from tests.integration.store.hub_server import Hub
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 PULLED, MADE = "hf.co/owner/name:Q8_0", "mario"
 PATIENCE_S = 90
 N_INGRESSES = 2
-
-
-@pytest.fixture(scope="module")
-def hub(gguf: Path) -> Iterator[Hub]:
-    with hub_server.running(Hub({"tiny-Q8_0.gguf": gguf.read_bytes()})) as running:
-        yield running
 
 
 def start(folder: Path, directory: Path) -> Corral:

@@ -18,18 +18,11 @@ import pytest
 from loadtests.common import servers
 from tests.e2e.cluster.test_failover import EXACT, Streams
 from tests.e2e.conftest import Corral, model, settings, short_folder, wait_until
-from tests.integration.store import hub_server
 from tests.integration.store.hub_server import Hub
 from tools.random_models.adapter import write_random_adapter
 
 N_STREAMS = 8
 RESTART_S = 60
-
-
-@pytest.fixture(scope="module")
-def hub(gguf: Path) -> Iterator[Hub]:
-    with hub_server.running(Hub({"tiny-Q8_0.gguf": gguf.read_bytes()})) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
