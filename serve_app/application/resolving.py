@@ -139,9 +139,8 @@ def _resolve(
         model = model.model_copy(update={"engine": engine})
     source, projector, needs = _looked_up(model, downloads)
     memory_bytes = here.memory_bytes // n_models
-    if stages > 1 and needs is not None:
-        needs = replace(needs, weight_bytes=needs.weight_bytes // stages)
     if stages > 1:
+        needs = needs and replace(needs, weight_bytes=needs.weight_bytes // stages)
         share = replace(share, n_replicas=stages, reason=f"there are {stages} stages")
     elif needs is not None:
         share = _with_room(model, share, needs, here.total_bytes // n_models)

@@ -269,9 +269,13 @@ class Scheduler:
 
     def _is_held(self, done: SequenceOf[Sequence], rest_s: float, now: float) -> bool:
         """Whether these sequences, whose prompts are done, wait for the others'."""
-        if not rest_s or len(done) >= _ENOUGH_DONE * len(self._together):
+        if not rest_s or self._are_enough(len(done)):
             return False
         return all(self._can_wait(sequence, rest_s, now) for sequence in done)
+
+    def _are_enough(self, n_done: int) -> bool:
+        """Whether streams begin when so many of all that take turns have their prompts."""
+        return n_done >= _ENOUGH_DONE * len(self._together)
 
     def _begin(self, decoding: list[Sequence]) -> bool:
         """Whether some of these have waited for their first tokens, which no prompt should delay more."""
@@ -293,7 +297,7 @@ class Scheduler:
         """Have prompts that can wait stop before their last token, unless enough are done now."""
         n_done = sum(turn.n_rows == turn.sequence.n_pending for turn in prompts)
         n_done += sum(seq.n_pending == 1 for seq in self._together)
-        if n_done >= _ENOUGH_DONE * len(self._together):
+        if self._are_enough(n_done):
             return prompts
         return [
             turn._replace(n_rows=turn.n_rows - 1)
