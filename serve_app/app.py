@@ -17,7 +17,7 @@ from serve_app.application.deployments import (
     ingress_settings,
     refuse_strangers,
 )
-from serve_app.application.model_host import ConfiguredHost, Entry
+from serve_app.application.model_host import ConfiguredHost
 from serve_app.application.resolving import resolve_all
 from serve_app.application.rollout import fingerprint
 from serve_app.config import schema
@@ -28,7 +28,7 @@ from serve_app.ingress.deployment import Ingress
 from serve_app.replica.deployment import EngineReplica, OnDemandReplica
 from serve_app.routing.serve_handle import ServeHandle
 from serve_app.store.models import added_models
-from serve_app.store.shared_entries import AddedModels, added_application
+from serve_app.store.shared_entries import AddedModels, Entry, added_application
 
 _START_S = 60.0
 """The longest wait for the process of an added model, which is loaded later."""

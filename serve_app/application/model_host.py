@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
 
 from serve_app.application.resolving import resolve_all
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import AppConfig, with_models
-
-Entry = Mapping[str, Any]
+from serve_app.store.shared_entries import Entry
 
 _SHARED = {"source", "projector", "adapters", "defaults", "engine"}
 """The parts of a model's entry that a copy of it has, too."""

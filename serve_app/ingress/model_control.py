@@ -27,12 +27,10 @@ from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.progress import Stage
 from serve_app.store import models as store
 from serve_app.store.remote import RemoteModel
-from serve_app.store.shared_entries import MOST_ADDED, AddedModels
+from serve_app.store.shared_entries import MOST_ADDED, AddedModels, Entry
 
 logger = logging.getLogger("corral.ingress")
 
-Entry = Mapping[str, Any]
-"""An entry of `models` in the configuration."""
 Started = tuple[ResolvedModel, ReplicaHandle]
 
 KEEP_ALIVE = "5m"
@@ -133,7 +131,9 @@ class ModelControl:
                 await self._remove(model_id)
             started: list[tuple[Entry, Started]] = []
             for model_id, entry in entries.items():
-                before = self._added.get(model_id, (self._left_out.get(model_id),))[0]
+                before = self._left_out.get(model_id)
+                if model_id in self._added:
+                    before, _ = self._added[model_id]
                 if before == entry:
                     continue
                 try:

@@ -40,8 +40,7 @@ from serve_app.store import shared_entries
 if TYPE_CHECKING:
     from serve_app.config.resolved import ResolvedModel
     from serve_app.config.schema import AppConfig
-    from serve_app.ingress.model_control import Entry
-    from serve_app.store.shared_entries import AddedModels
+    from serve_app.store.shared_entries import AddedModels, Entry
 
 _HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
 _DRAIN_S = 600.0

@@ -263,20 +263,23 @@ class AddedModels:
             self._folder.delete(model_id)
         for model_id, entry in entries.items():
             if kept.get(model_id) != entry:
-                self._folder.put(model_id, json.dumps(entry).encode(), overwrite=True)
+                _put(self._folder, model_id, entry)
         return entries
 
     def put(self, entry: Entry) -> None:
         """Add an entry, or replace the one with its id."""
-        value = json.dumps(entry).encode()
         if self._shared is not None:
-            shared_values().put(self._shared + entry["id"], value, overwrite=True)
-        self._folder.put(entry["id"], value, overwrite=True)
+            _put(shared_values(), self._shared + entry["id"], entry)
+        _put(self._folder, entry["id"], entry)
 
     def remove(self, model_id: str) -> None:
         if self._shared is not None:
             shared_values().delete(self._shared + model_id)
         self._folder.delete(model_id)
+
+
+def _put(values: KeyValues, key: str, entry: Entry) -> None:
+    values.put(key, json.dumps(entry).encode(), overwrite=True)
 
 
 def _entries(values: KeyValues, prefix: str) -> dict[str, Entry]:
