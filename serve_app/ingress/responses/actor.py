@@ -82,8 +82,12 @@ class RayStore:
         return self._bounds.kept_s > 0
 
     async def prepare(self) -> None:
-        if self.keeps_any and await self._found() is None:
-            await self._made()
+        """Start the actor, unless it is there. Raises nothing: who keeps a response starts it, too."""
+        try:
+            if self.keeps_any and await self._found() is None:
+                await self._made()
+        except Exception:
+            logger.exception("The store of responses cannot be started")
 
     async def put(self, *arguments: Any) -> None:
         """Keep a response, in a new actor if the last one is gone."""
@@ -104,9 +108,9 @@ class RayStore:
         return results
 
     async def find(
-        self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
+        self, response_id: str, key: str | None, first: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
-        arguments = response_id, key, since, wait_s
+        arguments = response_id, key, first, wait_s
         stored: StoredResponse | None = await self._ask("find", *arguments, wait_s=wait_s)
         return stored
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from serve_app.errors import (
@@ -37,6 +38,7 @@ from serve_app.ingress.responses.store import (
     StoredRequest,
     StoredResponse,
     packed,
+    unpacked,
 )
 from serve_app.types import GenerationRequest
 
@@ -49,9 +51,9 @@ else:
 
 logger = logging.getLogger("corral.ingress")
 
-TELL_S, ALIVE_S = 0.25, 2.0
-"""The least and the most seconds between two appends to the log of a response that nobody reads. An append
-is a sign of life."""
+TELL_S = 0.25
+"""The most seconds between two appends to the logs of the responses that are being made. An append is a
+sign of life."""
 WAIT_S = 20.0
 """The longest time that one question to the store waits for news."""
 _PAUSE_S = 1.0
@@ -63,38 +65,44 @@ class BackgroundResponse:
     """A response that this ingress makes."""
 
     def __init__(
-        self, stored_request: StoredRequest, owner: Owner, entries: list[Event], turn: int = 0
+        self,
+        stored_request: StoredRequest,
+        owner: Owner,
+        chunks: Sequence[bytes] = (),
+        turn: int = 0,
     ) -> None:
-        self.stored_request = stored_request
-        self.owner = owner
-        self.entries = entries
-        self.turn = turn
-        self.n_told = len(entries)
-        self.told_at = time.monotonic()
+        """`chunks` are the log that another ingress has made of it."""
+        self.stored_request, self.owner, self.turn = stored_request, owner, turn
+        self._chunks = list(chunks)
+        self.n_told = len(self._chunks)
+        """The chunks that the store has."""
+        self._new: list[Event] = []
+        """The events that are in no chunk yet."""
+        self._has_ended = False
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the engine refuses it with."""
         self.task: asyncio.Task[None]
         self.is_read = False
 
+    def add(self, event: Event) -> None:
+        """Add an event to the log, unless that has its last one."""
+        if not self._has_ended:
+            self._new.append(event)
+            self._has_ended = event.is_last
+
     def fail(self, error: CorralError) -> None:
         """End it, or refuse it if it has not begun."""
         if self.accepted.done():
-            self.entries.append(Event(time.time(), error=error))
+            self.add(Event(time.time(), error=error))
         else:
             self.accepted.set_exception(error)
             self.accepted.exception()  # where nobody waits for it, nobody is warned
 
-    def is_due(self, now: float) -> bool:
-        if self.task.done() or now - self.told_at >= ALIVE_S:
-            return True
-        has_news = len(self.entries) > self.n_told
-        return has_news and (self.is_read or now - self.told_at >= TELL_S)
-
     def log(self, first: int = 0) -> LogAppend:
-        new = self.entries[first:]
-        has_ended = bool(new) and new[-1].is_last
-        pack = packed(new) if new else b""
-        return LogAppend(self.stored_request.id, self.turn, first, pack, len(new), has_ended)
+        self._chunks += packed(self._new)
+        self._new.clear()
+        chunks = self._chunks[first:]
+        return LogAppend(self.stored_request.id, self.turn, first, chunks, self._has_ended)
 
 
 class BackgroundResponses:
@@ -127,7 +135,7 @@ class BackgroundResponses:
         """Make a response for this task's caller; it goes on when that one leaves. Returns when an engine
         has accepted it. Raises CorralError."""
         caller = request_context.current()
-        response = BackgroundResponse(stored_request, owner, [])
+        response = BackgroundResponse(stored_request, owner)
         response.is_read = is_read
         with ExitStack() as held:
             held.enter_context(self.open_requests.entered(caller.holder))
@@ -136,7 +144,7 @@ class BackgroundResponses:
             except ConnectionError:
                 raise EngineUnavailableError("Responses cannot be kept now.") from None
             held.enter_context(caller.handed_over())
-            self._begin(response, caller, held.pop_all())
+            self._begin(response, stored_request.request, caller, held.pop_all())
         try:
             await asyncio.shield(response.accepted)
         except BaseException:  # refused, or its client has left without its id
@@ -161,30 +169,50 @@ class BackgroundResponses:
         stored_request = StoredRequest.unpacked(stored.stored_request)
         if (silent := self._responses.get(stored_request.id)) is not None:
             silent.task.cancel()
-        logger.warning(
-            "%s continues in this ingress, after %d entries", stored_request.id, stored.n_entries
-        )
-        entries = [entry async for part in self._parts(stored) for entry in part]
-        response = BackgroundResponse(stored_request, stored.owner, entries, stored.turn)
+        logger.warning("%s continues in this ingress", stored_request.id)
+        response = BackgroundResponse(stored_request, stored.owner, stored.chunks, stored.turn)
         caller = Caller(request_id=stored_request.request.http_id, is_operator=False)
         if self.counter is not None:
             caller.counter = self.counter(stored.owner.key or "", "/v1/responses")
-        self._begin(response, caller, ExitStack())
+        events = [event async for event in self._events(stored)]
+        tokens = (event.delta.token_ids for event in events if event.delta is not None)
+        request = continued(stored_request.request, tuple(chain(*tokens)), stored.turn)
+        response.accepted.set_result(None)
+        self._begin(response, request, caller, ExitStack())
 
-    def _begin(self, response: BackgroundResponse, caller: Caller, held: ExitStack) -> None:
+    def _begin(
+        self,
+        response: BackgroundResponse,
+        request: GenerationRequest,
+        caller: Caller,
+        held: ExitStack,
+    ) -> None:
         self._responses[response.stored_request.id] = response
-        response.task = _aside(self._make(response, caller, held))
+        response.task = _aside(self._make(response, request, caller, held))
         if self._telling is None or self._telling.done():
             self._telling = _aside(self._tell_on())
 
-    async def _make(self, response: BackgroundResponse, caller: Caller, held: ExitStack) -> None:
+    async def _make(
+        self,
+        response: BackgroundResponse,
+        request: GenerationRequest,
+        caller: Caller,
+        held: ExitStack,
+    ) -> None:
         request_context.enter(caller)
         try:
             with held:
-                await self._generate(response)
+                model = find(self.models, response.stored_request.model)
+                deltas = await _started(model, request, patiently=response.turn > 0)
+                async with aclosing(deltas):
+                    if not response.accepted.done():
+                        response.accepted.set_result(None)
+                    async for _, delta in deltas:
+                        response.add(Event(time.time(), delta))
+                        if response.is_read:
+                            self._news.set()
         except asyncio.CancelledError:
-            if not (response.entries and response.entries[-1].is_last):
-                response.entries.append(Event(time.time()))
+            response.add(Event(time.time()))
         except CorralError as error:
             response.fail(error)
         except Exception:
@@ -192,22 +220,6 @@ class BackgroundResponses:
             response.fail(unexpected())
         finally:
             self._news.set()
-
-    async def _generate(self, response: BackgroundResponse) -> None:
-        model = find(self.models, response.stored_request.model)
-        request = response.stored_request.request
-        if response.turn:
-            told = (entry.delta for entry in response.entries if entry.delta is not None)
-            tokens = tuple(token for delta in told for token in delta.token_ids)
-            request = continued(request, tokens, response.turn)
-            response.accepted.set_result(None)
-        async with aclosing(await _started(model, request, patiently=response.turn > 0)) as deltas:
-            if not response.accepted.done():
-                response.accepted.set_result(None)
-            async for _, delta in deltas:
-                response.entries.append(Event(time.time(), delta))
-                if response.is_read:
-                    self._news.set()
 
     async def _tell_on(self) -> None:
         """Tell the store, as long as there are some."""
@@ -225,17 +237,18 @@ class BackgroundResponses:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _tell(self) -> None:
-        now = time.monotonic()
-        due = [response for response in self._responses.values() if response.is_due(now)]
-        appends = [response.log(response.n_told) for response in due]
-        results = await self._store.append(appends) if appends else []
-        for response, append, result in zip(due, appends, results, strict=True):
-            response.n_told, response.told_at = append.first + append.n, now
+        responses = list(self._responses.values())
+        are_made = [response.task.done() for response in responses]
+        appends = [response.log(response.n_told) for response in responses]
+        results = await self._store.append(appends)
+        for response, is_made, append, result in zip(
+            responses, are_made, appends, results, strict=True
+        ):
+            response.n_told = append.first + len(append.chunks)
             response.is_read = result is AppendResult.HURRY
             if result in (AppendResult.CANCEL, AppendResult.LEAVE):
                 response.task.cancel()
-            is_told = response.task.done() and response.n_told == len(response.entries)
-            if is_told or result is AppendResult.LEAVE:
+            if is_made or result is AppendResult.LEAVE:
                 self._responses.pop(append.id, None)
 
     async def _put_again(self) -> None:
@@ -245,7 +258,7 @@ class BackgroundResponses:
             whole = response.log()
             try:
                 await self._store.put(response.owner, response.stored_request.packed(), whole)
-                response.n_told = whole.n
+                response.n_told = len(whole.chunks)
             except ConnectionError:
                 await asyncio.sleep(_PAUSE_S)
                 return
@@ -253,36 +266,31 @@ class BackgroundResponses:
                 logger.exception("%s could not be kept again", response.stored_request.id)
 
     def prepare(self) -> None:
-        self._preparing = _aside(self._prepare())
+        """Have the store started, for a response that will be kept."""
+        self._preparing = _aside(self._store.prepare())
 
-    async def _prepare(self) -> None:
-        try:
-            await self._store.prepare()
-        except Exception:
-            logger.exception("The store of responses cannot be started")
-
-    async def keep(self, stored_request: StoredRequest, owner: Owner, entries: list[Event]) -> None:
+    async def keep(self, stored_request: StoredRequest, owner: Owner, events: list[Event]) -> None:
         """Keep a complete response. Waits a moment at most, and raises nothing: it was answered."""
-        response = BackgroundResponse(stored_request, owner, entries)
-        putting = self._putting[stored_request.id] = _aside(self._keep(response))
+        log = LogAppend(stored_request.id, 0, 0, packed(events), has_ended=True)
+        putting = _aside(self._keep(owner, stored_request.packed(), log))
+        self._putting[stored_request.id] = putting
         await asyncio.wait([putting], timeout=PUT_S)
 
-    async def _keep(self, response: BackgroundResponse) -> None:
+    async def _keep(self, owner: Owner, packed_request: bytes, log: LogAppend) -> None:
         try:
-            packed_request = response.stored_request.packed()
-            await self._store.put(response.owner, packed_request, response.log())
+            await self._store.put(owner, packed_request, log)
         except Exception as error:
-            logger.warning("%s is not kept: %s", response.stored_request.id, error)
-        self._putting.pop(response.stored_request.id, None)
+            logger.warning("%s is not kept: %s", log.id, error)
+        self._putting.pop(log.id, None)
 
     async def find(
-        self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
+        self, response_id: str, key: str | None, first: int = 0, wait_s: float = 0.0
     ) -> StoredResponse:
-        """A response of this key's, its log from that place on. Waits for so many seconds until there is
+        """A response of this key's, its log from that chunk on. Waits for so many seconds until there is
         something, or the end. Raises ResponseNotFoundError."""
         await self._settled(response_id)
         try:
-            stored = await self._store.find(response_id, key, since, wait_s)
+            stored = await self._store.find(response_id, key, first, wait_s)
         except ConnectionError:
             stored = None
         if stored is None:
@@ -296,36 +304,31 @@ class BackgroundResponses:
             await asyncio.wait([putting])
 
     async def follow(self, response_id: str, key: str | None) -> AsyncGenerator[Event]:
-        """A response's entries, up to the last one. Ends early if it is deleted."""
-        since = 0
+        """A response's events, up to the last one. Ends early if it is deleted."""
+        n_chunks = 0
         while True:
             try:
-                stored = await self.find(response_id, key, since, WAIT_S)
+                stored = await self.find(response_id, key, n_chunks, WAIT_S)
             except ResponseNotFoundError:
                 if response_id not in self._responses:
                     return
                 await asyncio.sleep(_PAUSE_S)  # the store is lost, and gets it again
                 continue
-            async for part in self._parts(stored, since):
-                for entry in part:
-                    since += 1
-                    yield entry
-            if stored.has_ended and since >= stored.n_entries:
+            async for event in self._events(stored):
+                yield event
+            n_chunks += len(stored.chunks)
+            if stored.has_ended:
                 return
 
-    async def _parts(
-        self, stored: StoredResponse, since: int = 0
-    ) -> AsyncGenerator[Sequence[Event]]:
-        """The log from that place on. Between its parts, all others on the event loop have their turn, and
-        one log is read at a time: who reads many long ones holds up no stream for longer."""
-        parts = stored.parts(since)
-        while True:
+    async def _events(self, stored: StoredResponse) -> AsyncGenerator[Event]:
+        """The events of a log. Between its chunks, all others on the event loop have their turn, and one
+        chunk is read at a time: who reads many long ones holds up no stream for longer."""
+        for chunk in stored.chunks:
             async with self._reading:
-                part = next(parts, None)
-                if part is None:
-                    return
+                events = unpacked(chunk)
                 await asyncio.sleep(0)
-            yield part
+            for event in events:
+                yield event
 
     async def cancel(self, response_id: str, key: str | None) -> None:
         """Have the making of a response end. Its log tells when it has."""

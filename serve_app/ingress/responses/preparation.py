@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
@@ -275,12 +276,12 @@ RECORD = b"\0"
 
 def record(stored: StoredResponse) -> list[bytes]:
     """The pieces of a body with the record of a response, which only workers read: it may be long."""
-    pieces = [stored.stored_request, *(pack for _, pack in stored.packs)]
+    pieces = [stored.stored_request, *stored.chunks]
     return [RECORD + b" ".join(b"%d" % len(piece) for piece in pieces) + b"\n", *pieces]
 
 
 def _record(body: bytes) -> tuple[StoredRequest, list[memoryview], bytes]:
-    """The input of a response, its packed log, and the body behind them."""
+    """The input of a response, the chunks of its log, and the body behind them."""
     start, pieces = body.index(b"\n") + 1, list[memoryview]()
     for size in map(int, body[len(RECORD) : start].split()):
         pieces.append(memoryview(body)[start : start + size])
@@ -297,27 +298,25 @@ def answer_to(models: Mapping[str, M], request: StoredRequest, **options: Any) -
 
 
 def _answered(
-    models: Models, request: StoredRequest, packs: Sequence[memoryview]
+    models: Models, request: StoredRequest, chunks: Sequence[memoryview]
 ) -> ResponseAnswer:
     answer = answer_to(models, request)
-    for pack in packs:
-        for part in unpacked(pack):
-            for entry in merged(part):
-                answer.take(entry)
+    for event in chain.from_iterable(merged(unpacked(chunk)) for chunk in chunks):
+        answer.take(event)
     return answer
 
 
 def stored(models: Models, body: bytes) -> bytes:
     """GET /v1/responses/{id}: the response whose record this is, as far as it is, as JSON."""
-    request, packs, _ = _record(body)
-    return orjson.dumps(_answered(models, request, packs).whole())
+    request, chunks, _ = _record(body)
+    return orjson.dumps(_answered(models, request, chunks).whole())
 
 
 def _conversation(models: Models, body: bytes) -> tuple[list[Any], bytes]:
     """The items of an earlier response's conversation, its output too, and the body behind its record."""
-    request, packs, rest = _record(body)
+    request, chunks, rest = _record(body)
     try:
-        answer = _answered(models, request, packs)
+        answer = _answered(models, request, chunks)
     except ResponseNotFoundError:
         raise PreviousResponseError(request.id) from None
     if answer.status in ("queued", "in_progress"):

@@ -11,7 +11,7 @@ import asyncio
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +27,8 @@ LEASE_S = 10.0
 ABANDONED_S = 120.0
 """A response that no ingress went on with for so long has failed."""
 _RETRY_S = 10
-_PART = 64
-"""The most entries that are unpacked at once."""
+_CHUNK = 64
+"""The most events of a chunk: to read so many takes about a millisecond."""
 
 
 class StoredRequest(msgspec.Struct, frozen=True):
@@ -79,26 +79,24 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
         return self.delta is None or self.delta.end is not None
 
 
-def packed(entries: Sequence[Event]) -> bytes:
-    """Pack entries for `unpacked`."""
-    parts = [entries[start : start + _PART] for start in range(0, len(entries), _PART)]
-    return msgpack.packed(parts)
+def packed(events: Sequence[Event]) -> list[bytes]:
+    """Pack events as chunks of a log."""
+    starts = range(0, len(events), _CHUNK)
+    return [msgpack.packed(events[start : start + _CHUNK]) for start in starts]
 
 
-def unpacked(pack: bytes | memoryview) -> Iterator[list[Event]]:
-    """Unpack the entries that an ingress packed, some at a time: a part takes about a millisecond."""
-    for part in msgspec.msgpack.decode(pack, type=list[msgspec.Raw]):
-        yield msgpack.decoder(list[Event]).decode(part)
+def unpacked(chunk: bytes | memoryview) -> list[Event]:
+    """The events of a chunk, which an ingress has packed."""
+    events: list[Event] = msgpack.decoder(list[Event]).decode(chunk)
+    return events
 
 
-def merged(entries: Sequence[Event]) -> list[Event]:
+def merged(events: Sequence[Event]) -> list[Event]:
     """All deltas as one, and what else is the last of them: a response is the same by these, and sooner."""
-    deltas = [entry.delta for entry in entries if entry.delta is not None]
-    events: list[Event] = []
-    if deltas:
-        text = "".join(delta.text for delta in deltas)
-        events.append(Event(entries[-1].at, TokenDelta(text, (), deltas[-1].end)))
-    return events + [entry for entry in entries[-1:] if entry.delta is None]
+    deltas = [event.delta for event in events if event.delta is not None]
+    text = "".join(delta.text for delta in deltas)
+    first = [Event(events[-1].at, TokenDelta(text, (), deltas[-1].end))] if deltas else []
+    return first + [event for event in events[-1:] if event.delta is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +128,8 @@ class LogAppend:
     turn: int
     """How many ingresses went on with it before."""
     first: int
-    """The place of the first entry."""
-    pack: bytes
-    n: int
+    """The number of the first chunk."""
+    chunks: Sequence[bytes]
     has_ended: bool
 
 
@@ -152,48 +149,37 @@ class AppendResult(enum.Enum):
 class StoredResponse:
     stored_request: bytes
     """Packed."""
-    packs: Sequence[tuple[int, bytes]]
-    """Packed entries, each pack with the place of its first one; some may be from before that place."""
-    n_entries: int
+    chunks: Sequence[bytes]
+    """The log from the chunk on that was asked for."""
     has_ended: bool
     turn: int
     owner: Owner
-
-    def parts(self, since: int = 0) -> Iterator[Sequence[Event]]:
-        """The entries from that place on, some at a time. None is empty."""
-        for first, pack in self.packs:
-            place = first
-            for part in unpacked(pack):
-                if new := part[max(0, since - place) :]:
-                    yield new
-                place += len(part)
 
 
 @dataclass
 class _ResponseLog:
     owner: Owner
     stored_request: bytes
-    packs: list[tuple[int, bytes]]
-    n_entries: int
+    chunks: list[bytes]
     has_ended: bool
+    turn: int
     touched_at: float
     progressed_at: float
-    turn: int
     is_unwanted: bool = False
     read_until: float = float("-inf")
     changes: asyncio.Event = field(default_factory=asyncio.Event)
-    n_bytes: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.stored_request) + sum(map(len, self.chunks))
 
     def changed(self) -> None:
         self.changes.set()
         self.changes = asyncio.Event()
 
-    def found(self, since: int) -> StoredResponse:
-        ends = [*(first for first, _ in self.packs[1:]), self.n_entries]
-        packs = [pack for pack, end in zip(self.packs, ends, strict=False) if end > since]
-        return StoredResponse(
-            self.stored_request, packs, self.n_entries, self.has_ended, self.turn, self.owner
-        )
+    def since(self, first: int) -> StoredResponse:
+        chunks = self.chunks[first:]
+        return StoredResponse(self.stored_request, chunks, self.has_ended, self.turn, self.owner)
 
 
 class Store:
@@ -208,8 +194,8 @@ class Store:
         self._clock = clock
         self._kept: dict[str, _ResponseLog] = {}
         """The oldest first."""
-        self._held: dict[str, dict[str, _ResponseLog]] = {}
         self._bytes: Counter[str] = Counter()
+        """The bytes of each holder's responses."""
         self._expire_at = clock()
 
     @property
@@ -226,26 +212,26 @@ class Store:
         """Keep a response, its log as far as it is. Raises RateLimitError if too many of its owner's are
         being made, KeyLimitError if it is too large."""
         self._expire()
-        n_bytes = len(stored_request) + len(log.pack)
-        if n_bytes > min(self.bounds.max_bytes_each, self.bounds.max_bytes):
-            raise KeyLimitError(f"A response of {n_bytes} bytes is too large to be kept.")
+        now, chunks = self._clock(), list(log.chunks)
+        kept = _ResponseLog(owner, stored_request, chunks, log.has_ended, log.turn, now, now)
+        if kept.n_bytes > min(self.bounds.max_bytes_each, self.bounds.max_bytes):
+            raise KeyLimitError(f"A response of {kept.n_bytes} bytes is too large to be kept.")
         if not log.has_ended:
-            self._check_running(owner)
+            self._check_running(owner.holder)
         if log.id in self._kept:
             self._forget(log.id)
-        now, packs = self._clock(), [(log.first, log.pack)] if log.n else []
-        kept = _ResponseLog(owner, stored_request, packs, log.n, log.has_ended, now, now, log.turn)
         self._kept[log.id] = kept
-        self._held.setdefault(owner.holder, {})[log.id] = kept
-        self._grow(kept, n_bytes)
+        self._bytes[owner.holder] += kept.n_bytes
+        for _ in range(len(self._of(owner.holder)) - self.bounds.max_each):
+            self._forget_oldest(owner.holder)
         self._make_room(owner.holder)
 
-    def _check_running(self, owner: Owner) -> None:
-        of_owner = [kept for kept in self._of(owner.holder) if not kept.has_ended]
-        too_large = sum(kept.n_bytes for kept in of_owner) >= self.bounds.max_bytes_each
-        if len(of_owner) >= self.bounds.max_each or too_large:
+    def _check_running(self, holder: str) -> None:
+        running = [kept for kept in self._of(holder) if not kept.has_ended]
+        too_large = sum(kept.n_bytes for kept in running) >= self.bounds.max_bytes_each
+        if len(running) >= self.bounds.max_each or too_large:
             raise RateLimitError(
-                f"You have {len(of_owner)} responses in the background, which is the limit.",
+                f"You have {len(running)} responses in the background, which is the limit.",
                 _RETRY_S,
             )
 
@@ -259,10 +245,9 @@ class Store:
         if kept is None or kept.turn != append.turn or kept.has_ended:
             return AppendResult.LEAVE
         kept.touched_at = kept.progressed_at = self._clock()
-        if append.n and append.first == kept.n_entries:
-            kept.packs.append((append.first, append.pack))
-            kept.n_entries += append.n
-            self._grow(kept, len(append.pack))
+        if append.chunks and append.first == len(kept.chunks):
+            kept.chunks += append.chunks
+            self._bytes[kept.owner.holder] += sum(map(len, append.chunks))
             kept.has_ended = append.has_ended
             kept.changed()
             self._make_room(kept.owner.holder)
@@ -272,19 +257,19 @@ class Store:
         return AppendResult.HURRY if is_read else AppendResult.GO_ON
 
     async def find(
-        self, response_id: str, key: str | None, since: int = 0, wait_s: float = 0.0
+        self, response_id: str, key: str | None, first: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
-        """A response of this key's, its log from there on. Waits so long for some, or its end."""
+        """A response of this key's, its log from that chunk on. Waits so long for more, or its end."""
         self._expire()
         kept = self._owned(response_id, key)
         if kept is not None and wait_s:
             kept.read_until = max(kept.read_until, self._clock() + wait_s)
-            if kept.n_entries <= since and not kept.has_ended:
+            if len(kept.chunks) <= first and not kept.has_ended:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await kept.changes.wait()
                 kept = self._owned(response_id, key)
-        return None if kept is None else kept.found(since)
+        return None if kept is None else kept.since(first)
 
     async def delete(self, response_id: str, key: str | None) -> bool:
         """Forget a response of this key's; its making ends. Returns whether there was one."""
@@ -309,10 +294,10 @@ class Store:
             if self._clock() - kept.progressed_at < ABANDONED_S:
                 kept.turn += 1
                 kept.touched_at = self._clock()
-                return kept.found(0)
+                return kept.since(0)
             error = EngineFailedError("No replica could continue this response.")
-            pack = packed([Event(time.time(), error=error)])
-            self._append(LogAppend(response_id, kept.turn, kept.n_entries, pack, 1, True))
+            chunks = packed([Event(time.time(), error=error)])
+            self._append(LogAppend(response_id, kept.turn, len(kept.chunks), chunks, True))
         return None
 
     def _owned(self, response_id: str, key: str | None) -> _ResponseLog | None:
@@ -321,8 +306,8 @@ class Store:
             return None
         return kept
 
-    def _of(self, holder: str) -> Iterable[_ResponseLog]:
-        return self._held.get(holder, {}).values()
+    def _of(self, holder: str) -> list[_ResponseLog]:
+        return [kept for kept in self._kept.values() if kept.owner.holder == holder]
 
     def _is_old(self, kept: _ResponseLog) -> bool:
         return kept.has_ended and self._clock() - kept.touched_at >= self.bounds.kept_s
@@ -336,36 +321,24 @@ class Store:
             if self._is_old(kept):
                 self._forget(response_id)
 
-    def _grow(self, kept: _ResponseLog, n_bytes: int) -> None:
-        kept.n_bytes += n_bytes
-        self._bytes[kept.owner.holder] += n_bytes
-
     def _forget(self, response_id: str) -> None:
         kept = self._kept.pop(response_id)
-        holder = kept.owner.holder
-        self._grow(kept, -kept.n_bytes)
-        del self._held[holder][response_id]
-        if not self._held[holder]:
-            del self._held[holder], self._bytes[holder]
+        self._bytes -= Counter({kept.owner.holder: kept.n_bytes})  # drops holders that have none
         kept.changed()
 
     def _make_room(self, holder: str) -> None:
-        """Keep the bounds, first those of this holder."""
-        bounds = self.bounds
-        while (
-            len(self._held.get(holder, ())) > bounds.max_each
-            or self._bytes[holder] > bounds.max_bytes_each
-        ) and self._forget_oldest(holder):
+        """Keep the bounds on bytes, first those of this holder."""
+        while self._bytes[holder] > self.bounds.max_bytes_each and self._forget_oldest(holder):
             pass
-        while self._bytes.total() > bounds.max_bytes:
+        while self._bytes.total() > self.bounds.max_bytes:
             by_size = (name for name, _ in self._bytes.most_common())
-            if not any(self._forget_oldest(name) for name in by_size):
+            if not any(map(self._forget_oldest, by_size)):
                 break  # all that is left is being made
 
     def _forget_oldest(self, holder: str) -> bool:
         """Forget the holder's oldest that is complete. Returns whether there was one."""
-        ended = (name for name, kept in self._held.get(holder, {}).items() if kept.has_ended)
-        oldest = next(ended, None)
-        if oldest is not None:
-            self._forget(oldest)
-        return oldest is not None
+        for response_id, kept in self._kept.items():
+            if kept.has_ended and kept.owner.holder == holder:
+                self._forget(response_id)
+                return True
+        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -540,28 +540,27 @@ async def test_noise_hides_the_sizes_of_pieces(first: Ingress) -> None:
         assert all("obfuscation" not in event for event in told if event not in pieces)
 
 
-async def test_long_logs_are_read_in_parts_one_between_turns_of_the_event_loop(
+async def test_long_logs_are_read_in_chunks_one_between_turns_of_the_event_loop(
     shared: Store, engine: ScriptedEngine, access: IngressConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams have their turns while logs of megabytes are read, whoever reads how many."""
-    monkeypatch.setattr(store, "_PART", 1)
+    monkeypatch.setattr(store, "_CHUNK", 1)
     engine.script = [TokenDelta(character, (1,)) for character in "long" * 50] + HELLO[-1:]
     maker, other = (Ingress(shared, engine, access) for _ in range(2))
     response = await posted(maker)
     turns, read_at, unpacked = itertools.count(), list[int](), store.unpacked
     turn = 0
 
-    def noted(pack: bytes) -> Iterator[Sequence[Event]]:
-        for part in unpacked(pack):
-            read_at.append(turn)
-            yield part
+    def noted(chunk: bytes) -> list[Event]:
+        read_at.append(turn)
+        return unpacked(chunk)
 
     async def take_turns() -> None:
         nonlocal turn
         for turn in turns:  # noqa: B007
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(store, "unpacked", noted)
+    monkeypatch.setattr(background, "unpacked", noted)
     taking = asyncio.create_task(take_turns())
     asked = (got(other, response["id"], stream=True) for _ in range(2))
     streams = [named_events(answer) for answer in await asyncio.gather(*asked)]
