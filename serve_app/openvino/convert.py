@@ -1,6 +1,8 @@
 """Converts GGUF files to OpenVINO's format, once for each content.
 
-    python -m serve_app.openvino.convert FOLDER STAGE STAGES GGUF...
+    python -m serve_app.openvino.convert FOLDER STAGE STAGES FIRST END GGUF...
+
+FIRST and END bound the layers of the stage; END 0 leaves them to `divided`.
 
 The model, or the part of it that a stage computes, is in memory meanwhile, so this runs in a process of its
 own. Converted models lie in a folder with a bound: the least recently used go first.
@@ -28,7 +30,8 @@ from typing import TYPE_CHECKING
 from serve_app.errors import ConfigError
 from serve_app.folders import GIB, PART, BoundedFolder, cache_folder, sync
 from serve_app.openvino.architectures import ARCHITECTURES
-from serve_app.openvino.gguf_model import WHOLE, GgufModel, ModelPart, UnreadableError, readable
+from serve_app.openvino.gguf_model import GgufModel, UnreadableError, readable
+from serve_app.openvino.parts import WHOLE, ModelPart
 from serve_app.progress import Report, Stage, nowhere
 
 if TYPE_CHECKING:
@@ -87,7 +90,7 @@ def finish(part: Path) -> None:
 _LIMIT_S = 3600.0
 _LOOK_EVERY_S, _SAY_EVERY_S = 0.3, 10.0
 _BUILDING = 0.8
-_MADE_BY = ("architectures.py", "gguf_model.py", "graph.py", "weights.py")
+_MADE_BY = ("architectures.py", "gguf_model.py", "graph.py", "parts.py", "weights.py")
 
 
 @cache
@@ -141,6 +144,8 @@ def name_of(fingerprint: bytes, part: ModelPart = WHOLE) -> str:
     """The name of a converted model, by the content of its files, or of a part of it. Raises ConfigError as
     `versions`."""
     of_part = "" if part == WHOLE else f"-{part.index + 1}-of-{part.n_parts}"
+    if part.layers is not None:
+        of_part += f"-layers-{part.layers.start}-{part.layers.stop}"
     return f"{fingerprint.hex()[:32]}-{versions().replace(', ', '-').replace(' ', '-')}{of_part}"
 
 
@@ -185,7 +190,8 @@ def _convert(
     name = files[0].name
     began = time.monotonic()
     logger.info("Converting %s for OpenVINO. This is done once.", name)
-    arguments = folder, part.index, part.n_parts, *files
+    layers = part.layers or range(0)
+    arguments = folder, part.index, part.n_parts, layers.start, layers.stop, *files
     command = [sys.executable, "-m", __name__, *map(str, arguments)]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with (
@@ -243,5 +249,10 @@ def main(folder: Path, files: Sequence[Path], part: ModelPart = WHOLE) -> None:
 
 
 if __name__ == "__main__":
-    _, made, stage, stages, *paths = sys.argv
-    main(Path(made), [Path(path) for path in paths], ModelPart(int(stage), int(stages)))
+    _, made, *numbers = sys.argv[:6]
+    stage, stages, first, end = map(int, numbers)
+    main(
+        Path(made),
+        [Path(path) for path in sys.argv[6:]],
+        ModelPart(stage, stages, range(first, end) if end else None),
+    )

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from serve_app.errors import ConfigError
 from serve_app.openvino.architectures import ARCHITECTURES, Architecture
+from serve_app.openvino.parts import WHOLE, ModelPart, ModelShape, StageNode, divided
 from serve_app.openvino.weights import is_quantised, is_rounded, n_bytes
 
 
@@ -87,40 +88,6 @@ class Rotary:
         return self._n_turned * math.log(turns) / (2 * math.log(self.base))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelPart:
-    """A part of a model, which is divided by layers. A stage computes a part."""
-
-    index: int = 0
-    n_parts: int = 1
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the part makes hidden states of tokens."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the part makes logits of hidden states."""
-        return self.index == self.n_parts - 1
-
-    def layers(self, layer_bytes: Sequence[int], output_bytes: int) -> range:
-        """The part's layers, of layers with so many bytes each. All parts read about as many bytes for a
-        token, those of the output included. Raises ConfigError if there are more parts than layers."""
-        n_layers, total = len(layer_bytes), sum(layer_bytes) + output_bytes
-        if n_layers < self.n_parts:
-            raise ConfigError(
-                f"it has {n_layers} layers, which are too few for {self.n_parts} stages"
-            )
-        bytes_before, cuts = np.cumsum([0, *layer_bytes]), [0]
-        for i in range(1, self.n_parts):
-            possible = np.arange(cuts[-1] + 1, n_layers - self.n_parts + i + 1)
-            distances = np.abs(bytes_before[possible] - total * i / self.n_parts)
-            cuts.append(int(possible[distances.argmin()]))
-        return range(cuts[self.index], [*cuts, n_layers][self.index + 1])
-
-
-WHOLE = ModelPart()
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -185,16 +152,12 @@ class GgufModel:
         """Have the tensors of this part only."""
         if self.kind.encodes:
             raise ConfigError("it is an encoder, which cannot be computed in stages")
-        output = "output.weight" if self.has("output.weight") else "token_embd.weight"
-        n_bytes: Counter[str] = Counter()
-        for name, tensor in self._tensors.items():
-            n_bytes[_block(name) or name] += tensor.data.nbytes
-        layer_bytes = [n_bytes[f"blk.{i}"] for i in self.layers]
-        self.layers = self.part.layers(layer_bytes, n_bytes[output])
+        part = self.part
+        self.layers = part.layers or divided(self.shape, [StageNode()] * part.n_parts)[part.index]
         blocks = {f"blk.{i}" for i in self.layers}
         elsewhere = set() if self.part.is_first else {"token_embd.weight"}
         if self.part.is_last:
-            elsewhere -= {output}
+            elsewhere -= {self._output}
         else:
             elsewhere |= {"output.weight", "output.bias", "output_norm.weight"}
         self._tensors = {
@@ -202,6 +165,32 @@ class GgufModel:
             for name, tensor in self._tensors.items()
             if name not in elsewhere and (_block(name) is None or _block(name) in blocks)
         }
+
+    @property
+    def _output(self) -> str:
+        """The name of the output's matrix."""
+        return "output.weight" if self.has("output.weight") else "token_embd.weight"
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes by which a decoder is divided. Raises ConfigError if they cannot be read."""
+        sizes, experts = Counter[str](), Counter[str]()
+        for name, tensor in self._tensors.items():
+            counter = experts if "_exps." in name else sizes
+            counter[_block(name) or name] += _converted_bytes(tensor)
+        blocks = [f"blk.{i}" for i in self.layers]
+        n_head = self.count("attention.head_count")
+        token_bytes = 2 * self.head_size * self.count("attention.head_count_kv", n_head) * 2
+        return ModelShape(
+            tuple(sizes[block] for block in blocks),
+            tuple(experts[block] for block in blocks),
+            self.count("expert_used_count", 0) / max(1, self.count("expert_count", 0)),
+            sizes["token_embd.weight"],
+            sizes[self._output],
+            (token_bytes,) * len(blocks),
+            self.count("embedding_length"),
+            self._tensors["token_embd.weight"].data.shape[0],
+        )
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of the architecture's key."""
@@ -314,11 +303,7 @@ class GgufModel:
     @property
     def converted_bytes(self) -> int:
         """The size of the model when it is converted, at most; its vectors are left out."""
-        return sum(
-            n_bytes(one.kind, one.n_weights, has_wide_zeros=one.data.ndim > 2)  # of experts
-            for one in self.tensors
-            if one.data.ndim > 1
-        )
+        return sum(map(_converted_bytes, self.tensors))
 
     @property
     def rounded(self) -> list[str]:
@@ -329,6 +314,12 @@ class GgufModel:
     def vector(self, name: str) -> NDArray[np.float32]:
         """A tensor of one dimension."""
         return self.take(name).data.astype(np.float32)
+
+
+def _converted_bytes(tensor: Tensor) -> int:
+    if tensor.data.ndim == 1:
+        return 0
+    return n_bytes(tensor.kind, tensor.n_weights, has_wide_zeros=tensor.data.ndim > 2)  # of experts
 
 
 def _block(name: str) -> str | None:

@@ -21,7 +21,8 @@ from openvino import opset13 as op
 from openvino.utils.node_factory import NodeFactory
 
 from serve_app.errors import ConfigError
-from serve_app.openvino.gguf_model import WHOLE, GgufModel, ModelPart, Rotary, Tensor
+from serve_app.openvino.gguf_model import GgufModel, Rotary, Tensor
+from serve_app.openvino.parts import WHOLE, ModelPart
 from serve_app.openvino.weights import GROUP, Quantised, floats, is_quantised, quantised
 
 HIDDEN = "hidden_states"

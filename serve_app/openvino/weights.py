@@ -29,6 +29,8 @@ Bytes = NDArray[np.uint8]
 
 _PLAIN = (Kind.F32, Kind.F16)
 _OF_FOUR_BITS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K)
+# A group has a scale of 16 bits, and nothing else.
+_OF_HALF_SCALES = (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0)
 # Weights that a thread unpacks at once: what caches of processors have room for.
 _AT_ONCE = 2**19
 _MOST = 127
@@ -65,7 +67,8 @@ def n_bytes(kind: Kind, n_weights: int, has_wide_zeros: bool) -> int:
     if not is_quantised(kind):
         return n_weights * (2 if kind is Kind.F16 else 4)
     n_codes = GROUP // 2 if kind in _OF_FOUR_BITS else GROUP
-    return n_weights // GROUP * (n_codes + (8 if has_wide_zeros else 6))
+    n_others = 2 if kind in _OF_HALF_SCALES else 8 if has_wide_zeros else 6
+    return n_weights // GROUP * (n_codes + n_others)
 
 
 def is_quantised(kind: Kind) -> bool:

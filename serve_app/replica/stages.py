@@ -12,7 +12,7 @@ from serve_app.channel.protocol import Address
 from serve_app.engine import Engine
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import EngineFailedError
-from serve_app.openvino.gguf_model import ModelPart
+from serve_app.openvino.parts import ModelPart
 from serve_app.progress import Report
 from serve_app.replica.place import Gang, ReplicaPlace
 from serve_app.stages.chain import StageChain

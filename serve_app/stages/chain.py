@@ -26,8 +26,8 @@ import msgspec
 from serve_app.channel import protocol
 from serve_app.channel.protocol import CONNECT_S, Address
 from serve_app.errors import DecodeCancelledError, DecodeError, EngineFailedError
-from serve_app.openvino.gguf_model import ModelPart
 from serve_app.openvino.paged.model import Operation, PagedModel, Values
+from serve_app.openvino.parts import ModelPart
 from serve_app.stages.frames import Frame, arrays_of, body_of, frame_of, values_of
 
 logger = logging.getLogger("corral.stages")

@@ -42,11 +42,11 @@ from serve_app.openvino.convert import converted_of, unserved, versions
 from serve_app.openvino.encoder import Encoder
 from serve_app.openvino.exported.files import WEIGHTS, is_graph
 from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_file
-from serve_app.openvino.gguf_model import WHOLE
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType, check_cache_type
 from serve_app.openvino.paged.context import PagedContext
 from serve_app.openvino.paged.model import Layers, PagedModel, PagedOptions
+from serve_app.openvino.parts import WHOLE
 from serve_app.progress import Report, Stage
 from serve_app.prompt.chat_template import delimiters
 from serve_app.sampling import SamplingParams

@@ -17,9 +17,10 @@ from tests.integration.openvino.random_models import Made
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
 from serve_app.openvino import convert
-from serve_app.openvino.gguf_model import ModelPart, readable
+from serve_app.openvino.gguf_model import readable
 from serve_app.openvino.paged.context import PagedContext
 from serve_app.openvino.paged.model import Operation, PagedModel, PagedOptions, Values
+from serve_app.openvino.parts import ModelPart
 
 _OPTIONS = PagedOptions(
     n_sequences=3, n_ctx_slot=256, n_blocks=24, threads=1, n_texts=2, n_text_blocks=8

@@ -1,0 +1,135 @@
+"""How a model is divided by layers into parts, one for each stage, and what a part reads and holds. Pure.
+
+A pass reads the weights of each layer once. Of experts, a pass of `r` rows reads those that some row is
+sent to. If each row chooses `k` of `E` experts at random, that is a part of `1 - (1 - k/E)^r` of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from serve_app.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """A part of a model, which is divided by layers. A stage computes a part."""
+
+    index: int = 0
+    n_parts: int = 1
+    layers: range | None = None
+    """The layers of the part. None: all nodes count as equal, and `divided` says it."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the part makes hidden states of tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the part makes logits of hidden states."""
+        return self.index == self.n_parts - 1
+
+
+WHOLE = ModelPart()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model that decide how it is divided, in bytes as they are when it is converted."""
+
+    layer_bytes: tuple[int, ...]
+    """Bytes of each layer's weights but its experts."""
+    expert_bytes: tuple[int, ...]
+    """Bytes of all experts of each layer."""
+    chosen_experts: float
+    """The part of a layer's experts that a row is sent to."""
+    embedding_bytes: int
+    output_bytes: int
+    """Bytes of the output's matrix, which may be that of the embeddings."""
+    token_bytes: tuple[int, ...]
+    """Bytes of a token's keys and values in each layer, as 16-bit numbers."""
+    width: int
+    """The numbers of a hidden state."""
+    n_vocab: int
+
+    def read_bytes(self, n_rows: int) -> list[float]:
+        """Bytes of each layer's weights that a pass of so many rows reads, and of the output at the end."""
+        part = 1 - (1 - self.chosen_experts) ** n_rows
+        layers = zip(self.layer_bytes, self.expert_bytes, strict=True)
+        return [*(dense + part * experts for dense, experts in layers), self.output_bytes]
+
+    def weight_bytes(self, layers: range) -> int:
+        """Bytes of the weights of a part with these layers."""
+        sizes = [a + b for a, b in zip(self.layer_bytes, self.expert_bytes, strict=True)]
+        ends = self.embedding_bytes * (layers.start == 0)
+        return sum(sizes[layers.start : layers.stop]) + ends + self._output_of(layers)
+
+    def _output_of(self, layers: range) -> int:
+        return self.output_bytes * (layers.stop == len(self.layer_bytes))
+
+    def memory_bytes(self, layers: range, n_tokens: int) -> int:
+        """Bytes of a part with these layers whose cache has room for so many tokens."""
+        cache = sum(self.token_bytes[layers.start : layers.stop]) * n_tokens
+        return self.weight_bytes(layers) + cache
+
+
+@dataclass(frozen=True, slots=True)
+class StageNode:
+    """A node as a stage's place."""
+
+    bytes_per_s: float = 1.0
+    """The weights that passes read in a second; only ratios count."""
+    memory_bytes: float = math.inf
+    """The memory for weights and cache."""
+
+
+def divided(
+    shape: ModelShape,
+    nodes: Sequence[StageNode],
+    *,
+    n_rows: int = 1,
+    sampled: float = 1.0,
+    n_tokens: int = 0,
+) -> list[range]:
+    """The layers of each stage, so that the slowest one takes as little time as is possible: a pipeline is
+    as fast as its slowest stage. `n_rows` are those of a pass, and `sampled` is the part of the time for
+    rows whose logits are wanted, for which the output is computed. Caches have room for `n_tokens`.
+
+    Each stage has a layer at least. Of divisions that are as fast, one whose stages differ least, and whose
+    last stages have few layers: they send logits, too. Raises ConfigError if there are too few layers, or
+    too little memory. Source: the chains-on-chains partitioning problem (Pinar and Aykanat, "Fast optimal
+    load balancing algorithms for 1D partitioning", 2004), by dynamic programming.
+    """
+    n_layers = len(shape.layer_bytes)
+    if n_layers < len(nodes):
+        raise ConfigError(f"it has {n_layers} layers, which are too few for {len(nodes)} stages")
+    *layers, output = shape.read_bytes(n_rows)
+    layers[-1] += sampled * output
+    before = [0.0, *accumulate(layers)]
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
+    """The slowest stage's seconds, the sum of all squares and the cuts, by the layers that are divided."""
+    for i, node in enumerate(nodes):
+        more: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for end in range(i + 1, n_layers - len(nodes) + i + 2):
+            for begin, (slowest, squares, cuts) in reversed(best.items()):
+                if (
+                    begin >= end
+                    or shape.memory_bytes(range(begin, end), n_tokens) > node.memory_bytes
+                ):
+                    continue
+                seconds = (before[end] - before[begin]) / node.bytes_per_s
+                division = max(slowest, seconds), squares + seconds**2, (*cuts, end)
+                if end not in more or division[:2] < more[end][:2]:
+                    more[end] = division
+        best = more
+    if n_layers not in best:
+        least = shape.memory_bytes(range(n_layers), n_tokens)
+        raise ConfigError(
+            f"its layers with their caches take {least / 2**30:.1f} GiB, for which the memory of "
+            f"{len(nodes)} stages has no room"
+        )
+    return [range(*cut) for cut in pairwise(best[n_layers][2])]
