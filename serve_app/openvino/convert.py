@@ -31,7 +31,7 @@ from serve_app.errors import ConfigError
 from serve_app.folders import GIB, PART, BoundedFolder, cache_folder, sync
 from serve_app.openvino.architectures import ARCHITECTURES
 from serve_app.openvino.gguf_model import GgufModel, UnreadableError, readable
-from serve_app.openvino.parts import WHOLE, ModelPart
+from serve_app.openvino.parts import WHOLE, ModelPart, ModelShape
 from serve_app.progress import Report, Stage, nowhere
 
 if TYPE_CHECKING:
@@ -169,6 +169,14 @@ def converted(
         report(Stage("converting"))  # elsewhere
         time.sleep(_LOOK_EVERY_S)
     return models.of(name)
+
+
+def shape_of(files: Sequence[Path]) -> ModelShape:
+    """The sizes by which the model in these files is divided. Raises ConfigError if it cannot be."""
+    try:
+        return readable(files).shape
+    except ConfigError as error:
+        raise ConfigError(f"{files[0].name} cannot be computed in stages: {error}.") from None
 
 
 def _checked(files: Sequence[Path], part: ModelPart) -> GgufModel:

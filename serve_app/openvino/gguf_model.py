@@ -150,8 +150,6 @@ class GgufModel:
 
     def _keep_part(self) -> None:
         """Have the tensors of this part only."""
-        if self.kind.encodes:
-            raise ConfigError("it is an encoder, which cannot be computed in stages")
         part = self.part
         self.layers = part.layers or divided(self.shape, [StageNode()] * part.n_parts)[part.index]
         blocks = {f"blk.{i}" for i in self.layers}
@@ -173,7 +171,9 @@ class GgufModel:
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes by which a decoder is divided. Raises ConfigError if they cannot be read."""
+        """The sizes by which a decoder is divided. Raises ConfigError for an encoder."""
+        if self.kind.encodes:
+            raise ConfigError("it is an encoder, which cannot be computed in stages")
         sizes, experts = Counter[str](), Counter[str]()
         for name, tensor in self._tensors.items():
             counter = experts if "_exps." in name else sizes

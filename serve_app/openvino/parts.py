@@ -56,11 +56,14 @@ class ModelShape:
     """The numbers of a hidden state."""
     n_vocab: int
 
-    def read_bytes(self, n_rows: int) -> list[float]:
-        """Bytes of each layer's weights that a pass of so many rows reads, and of the output at the end."""
+    def read_bytes(self, n_rows: float = 1, sampled: float = 1.0) -> list[float]:
+        """Bytes of each layer's weights that a pass of so many rows reads. The last layer has the output,
+        too, which counts for the part `sampled` of the time: in which logits of all rows are wanted."""
         part = 1 - (1 - self.chosen_experts) ** n_rows
         layers = zip(self.layer_bytes, self.expert_bytes, strict=True)
-        return [*(dense + part * experts for dense, experts in layers), self.output_bytes]
+        read = [dense + part * experts for dense, experts in layers]
+        read[-1] += sampled * self.output_bytes
+        return read
 
     def weight_bytes(self, layers: range) -> int:
         """Bytes of the weights of a part with these layers."""
@@ -91,13 +94,12 @@ def divided(
     shape: ModelShape,
     nodes: Sequence[StageNode],
     *,
-    n_rows: int = 1,
-    sampled: float = 1.0,
+    read: Sequence[float] | None = None,
     n_tokens: int = 0,
 ) -> list[range]:
     """The layers of each stage, so that the slowest one takes as little time as is possible: a pipeline is
-    as fast as its slowest stage. `n_rows` are those of a pass, and `sampled` is the part of the time for
-    rows whose logits are wanted, for which the output is computed. Caches have room for `n_tokens`.
+    as fast as its slowest stage. `read` has the bytes that a pass reads of each layer, by default a pass of
+    one row. Caches have room for `n_tokens`.
 
     Each stage has a layer at least. Of divisions that are as fast, one whose stages differ least, and whose
     last stages have few layers: they send logits, too. Raises ConfigError if there are too few layers, or
@@ -107,9 +109,7 @@ def divided(
     n_layers = len(shape.layer_bytes)
     if n_layers < len(nodes):
         raise ConfigError(f"it has {n_layers} layers, which are too few for {len(nodes)} stages")
-    *layers, output = shape.read_bytes(n_rows)
-    layers[-1] += sampled * output
-    before = [0.0, *accumulate(layers)]
+    before = [0.0, *accumulate(read or shape.read_bytes())]
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     """The slowest stage's seconds, the sum of all squares and the cuts, by the layers that are divided."""
     for i, node in enumerate(nodes):

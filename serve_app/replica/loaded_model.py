@@ -36,7 +36,7 @@ from serve_app.replica.batching import Batcher
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.place import ReplicaPlace
 from serve_app.replica.reporting import ReplicaMetrics, Reporting, pressure
-from serve_app.replica.stages import chain_of, forget_address, load_stage
+from serve_app.replica.stages import ReplicaStage
 from serve_app.store.encryption import check_encrypted
 from serve_app.store.models import n_bytes
 from serve_app.store.shared_entries import LoadedAdapters, progress_told
@@ -101,16 +101,14 @@ class LoadedModel:
         )
         self._channels = Channels(place.node_id, place.replica_id)
         self._closing.callback(self._channels.close)
-        self._chain = None
+        self._stage = None
         async with progress_told(*whose) as tell:
             load = partial(Engine.load, path, options, tell)
             if place.gang is not None:
-                self._chain = chain_of(place, place.gang)
-                self._closing.callback(self._chain.close)
-                load = partial(load_stage, path, options, self._chain, tell)
+                self._stage = ReplicaStage(place, place.gang)
+                self._closing.callback(self._stage.chain.close)
+                load = partial(self._stage.load, path, options, tell)
             self._engine = await _in_new_thread(load)
-        if place.gang is not None:
-            await asyncio.to_thread(forget_address, place.gang)
         self._closing.push_async_callback(asyncio.to_thread, self._engine.close, timeout_s=0)
         self._vocabulary_key = self._engine.vocabulary_key
         self._engine.on_delivered(self._channels.flush)
@@ -235,7 +233,7 @@ class LoadedModel:
             numa_node=self._cpus.pinning.numa_node,
             placement=f"{self._cpus.pinning.report}; {self._sizing}",
             latencies=self._engine.latencies(),
-            stage=None if self._chain is None else dataclasses.asdict(self._chain.counts),
+            stage=None if self._stage is None else dataclasses.asdict(self._stage.chain.counts),
         )
 
     async def media_tokens(self, sizes: Sequence[Size]) -> int | CorralError:
@@ -307,8 +305,8 @@ class LoadedModel:
         """Serve asks every few seconds. Ends the process if the engine failed or hangs."""
         try:
             self._engine.check_health()
-            if self._chain is not None:
-                self._chain.check_health()
+            if self._stage is not None:
+                self._stage.check_health()
         except EngineFailedError as error:
             _end_process(error)
         throttled = self._throttling.look(throttled_s(), cpu_quota(), time.monotonic())

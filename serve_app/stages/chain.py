@@ -26,6 +26,7 @@ import msgspec
 from serve_app.channel import protocol
 from serve_app.channel.protocol import CONNECT_S, Address
 from serve_app.errors import DecodeCancelledError, DecodeError, EngineFailedError
+from serve_app.openvino.paged.compiling import SAMPLED
 from serve_app.openvino.paged.model import Operation, PagedModel, Values
 from serve_app.openvino.parts import ModelPart
 from serve_app.stages.frames import Frame, arrays_of, body_of, frame_of, values_of
@@ -57,10 +58,27 @@ class StageCounts:
     """The bytes of keys and values of these layers, for the engines of all stages."""
     operations: int = 0
     computed_s: float = 0.0
+    passes: int = 0
+    rows: int = 0
+    """The rows of all passes, which all stages compute."""
+    passes_s: float = 0.0
+    sampled_s: float = 0.0
+    """The part of `passes_s` for rows whose logits were wanted."""
     idle_s: float = 0.0
     """The time without an operation to carry out."""
     sent_bytes: int = 0
     """The bytes of all frames to other processes."""
+
+    def count(self, frame: Frame, seconds: float) -> None:
+        """Count an operation that was carried out."""
+        self.operations += 1
+        self.computed_s += seconds
+        if frame.operation == "compute":
+            n_rows, n_sampled = (frame.arrays[name].shape[0] for name in ("position_ids", SAMPLED))
+            self.passes += 1
+            self.rows += n_rows
+            self.passes_s += seconds
+            self.sampled_s += seconds * n_sampled / n_rows
 
 
 class StageChain:
@@ -203,8 +221,7 @@ class StageChain:
                 counts.idle_s += began - ended
                 target, result = self._carried_out(model, frame)
                 ended = time.monotonic()
-                counts.operations += 1
-                counts.computed_s += ended - began
+                counts.count(frame, ended - began)
                 self._send(target, result)
         except EngineFailedError:
             pass  # `run` raises it

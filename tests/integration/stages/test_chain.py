@@ -7,13 +7,17 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.channel.protocol import Address
 from serve_app.engine import Engine, EngineOptions
+from serve_app.engine.autotune import profile_cache
 from serve_app.errors import ConfigError, EngineClosedError, EngineFailedError
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest, TokenDelta
@@ -22,7 +26,12 @@ pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
 from serve_app.engine.backends.openvino import OpenVinoBackend
 from serve_app.openvino.parts import ModelPart
+from serve_app.progress import nowhere
+from serve_app.replica import stages as replica_stages
+from serve_app.replica.place import Gang, ReplicaPlace
+from serve_app.replica.stages import ReplicaStage, StageSpeed
 from serve_app.stages.chain import StageChain
+from serve_app.store.shared_entries import FolderValues
 
 _OPTIONS = EngineOptions(4, 256, 1, n_batch=64, profile_limit_s=0, backend="openvino")
 _HOST = "127.0.0.1"
@@ -158,6 +167,38 @@ def test_a_stage_that_cannot_be_made_is_no_engine() -> None:
     finally:
         for chain in chains:
             chain.close()
+
+
+def test_layers_are_divided_by_speeds_that_are_kept_and_speeds_are_kept_anew(
+    whole: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {tmp_path / str(i): StageSpeed((0, 6), 1.0 + 2 * i, 4.0, 1.0) for i in range(2)}
+    monkeypatch.setattr(profile_cache, "load", lambda folder, name, kind: kept[folder])
+    monkeypatch.setattr(replica_stages, "shared_values", lambda: FolderValues(tmp_path))
+    monkeypatch.setattr(replica_stages, "_MEASURED_S", 0.0)
+
+    def loaded(i: int) -> tuple[ReplicaStage, Engine]:
+        gang = Gang("gang", i, 2, _HOST)
+        stage = ReplicaStage(ReplicaPlace("", "", "", f"node {i}", tmp_path, gang=gang), gang)
+        options = replace(_OPTIONS, profile_folder=tmp_path / str(i))
+        return stage, stage.load(BUILTIN_MODEL, options, nowhere)
+
+    with ThreadPoolExecutor(2) as pool:
+        stages = list(pool.map(loaded, range(2)))
+        answers = [started(engine, _TEXTS[0], 24) for _, engine in stages]
+        assert [answer.result(_LIMIT_S) for answer in answers] == [whole[0]] * 2
+        for stage, _ in stages:
+            stage.check_health()
+        list(pool.map(lambda stage: stage[1].close(0), stages))
+    assert [stage.chain.counts.n_layers for stage, _ in stages] == [1, 5]
+    assert not [*tmp_path.glob("stages*")], "nothing is left of the meeting"
+    speeds = [
+        msgspec.json.decode(file.read_bytes(), type=StageSpeed)
+        for folder in kept
+        for file in folder.iterdir()
+    ]
+    assert [speed.layers for speed in speeds] == [(0, 1), (1, 6)]
+    assert all(speed.bytes_per_s > 1e6 and 0 < speed.sampled <= 1 for speed in speeds)
 
 
 def test_a_stranger_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12, 64, 1000)
 EXPERTS = replace(SHAPE, layer_bytes=(2,) * 12, expert_bytes=(80,) * 12, chosen_experts=1 / 8)
 
 
-def ends(shape: ModelShape, *nodes: StageNode, **conditions: float) -> list[int]:
-    parts = divided(shape, nodes, **conditions)  # type: ignore[arg-type]
+def ends(shape: ModelShape, *nodes: StageNode, **conditions: Any) -> list[int]:
+    parts = divided(shape, nodes, **conditions)
     assert [i for part in parts for i in part] == list(range(12)), "each layer once, and in order"
     return [part.stop for part in parts]
 
@@ -27,7 +28,9 @@ EQUAL = StageNode()
     [
         pytest.param([EQUAL], {}, [12], id="one has everything"),
         pytest.param([EQUAL] * 2, {}, [8, 12], id="the output counts as three layers"),
-        pytest.param([EQUAL] * 2, {"sampled": 0.0}, [6, 12], id="prompts need no output"),
+        pytest.param(
+            [EQUAL] * 2, {"read": SHAPE.read_bytes(1, 0.0)}, [6, 12], id="prompts need no output"
+        ),
         pytest.param([EQUAL] * 3, {}, [5, 10, 12], id="three"),
         pytest.param([StageNode(3), EQUAL], {}, [11, 12], id="a fast node first"),
         pytest.param([EQUAL, StageNode(2)], {}, [5, 12], id="a fast node last"),
@@ -36,7 +39,7 @@ EQUAL = StageNode()
     ],
 )
 def test_the_slowest_stage_takes_as_little_time_as_possible(
-    nodes: list[StageNode], conditions: dict[str, float], expected: list[int]
+    nodes: list[StageNode], conditions: dict[str, Any], expected: list[int]
 ) -> None:
     assert ends(SHAPE, *nodes, **conditions) == expected
 
@@ -44,8 +47,8 @@ def test_the_slowest_stage_takes_as_little_time_as_possible(
 def test_many_rows_read_more_experts_and_the_output_weighs_less() -> None:
     assert EXPERTS.read_bytes(1)[0] == pytest.approx(2 + 80 / 8)
     assert EXPERTS.read_bytes(16)[0] == pytest.approx(2 + 80 * (1 - (7 / 8) ** 16))
-    assert ends(EXPERTS, EQUAL, EQUAL, n_rows=1) == [7, 12]
-    assert ends(EXPERTS, EQUAL, EQUAL, n_rows=64) == [6, 12]
+    assert ends(EXPERTS, EQUAL, EQUAL, read=EXPERTS.read_bytes(1)) == [7, 12]
+    assert ends(EXPERTS, EQUAL, EQUAL, read=EXPERTS.read_bytes(64)) == [6, 12]
 
 
 def test_weights_and_cache_of_a_part_are_counted() -> None:
