@@ -369,8 +369,8 @@ class Context:
         is being computed; or, with False, have them compute again."""
         self._cancelled[0] = bytes([cancelled])
 
-    def logits(self, row: int) -> NDArray[np.float32]:
-        """The logits of a row of the last batch that asked for them: a view, until the next `decode`."""
+    def logits(self, row: int, n_highest: int | None = None) -> NDArray[np.float32]:
+        """All logits of a row of the last batch that asked for them: a view, until the next `decode`."""
         pointer = _logits_of_row(self.pointer, row)
         address = ctypes.addressof(pointer.contents)
         if address not in self._views:

@@ -21,6 +21,9 @@ from serve_app.llama.sampling.chain import Chain
 from serve_app.sampling import ReasoningBudget, SamplingParams
 from serve_app.types import Sampled, TokenLogprobs
 
+_MOST_HIGHEST = 1024
+"""To move more of the highest logits is hardly less work than to move all."""
+
 
 class SequenceSampler:
     """Picks one sequence's tokens: logit bias, penalties, then greedy, or top_n_sigma, top_k,
@@ -42,6 +45,13 @@ class SequenceSampler:
         self._n_top = params.logprobs
         self._adjustments = Adjustments(context, params, prompt)
         self._chain = Chain(params, context.model)
+        self._n_highest: int | None = None
+        """The number of the highest logits that all tokens depend on; None for all, or many."""
+        n_highest, n_lowered = self._chain.n_highest, self._adjustments.n_lowered
+        is_free = constraint is None and params.logprobs is None
+        if is_free and n_highest is not None and n_lowered is not None:
+            n = n_highest + n_lowered
+            self._n_highest = n if n <= _MOST_HIGHEST else None
         self._reasoning = (
             None
             if params.reasoning is None
@@ -81,14 +91,15 @@ class SequenceSampler:
     def _pick(self, row: int) -> int:
         if self._constraint is None and not self._adjustments:
             return self._draw(row)
-        with self._adjustments.made(self._context.logits(row)):
+        logits = self._context.logits(row, self._n_highest)
+        with self._adjustments.made(logits):
             return self._pick_within(self._constraint, row) if self._constraint else self._draw(row)
 
     def _draw(self, row: int) -> int:
         """A token by the row's logits as they stand."""
         if self._chain.whole:
             return self._chain.pick_of_row(self._context, row)
-        return self._chain.pick(self._context.logits(row))
+        return self._chain.pick(self._context.logits(row, self._n_highest))
 
     def _pick_within(self, constraint: Constraint, row: int) -> int:
         """A token that the constraint allows, picked as llama-server does. Mostly the token that would be

@@ -30,6 +30,7 @@ from serve_app.openvino.paged.compiling import SAMPLED
 from serve_app.openvino.paged.model import Operation, PagedModel, Values
 from serve_app.openvino.parts import ModelPart
 from serve_app.stages.frames import Frame, arrays_of, body_of, frame_of, values_of
+from serve_app.stages.logits import highest_of, rows_of
 
 logger = logging.getLogger("corral.stages")
 
@@ -158,7 +159,7 @@ class StageChain:
             self._raise_failure()
         if result.error:
             raise DecodeError(result.error)
-        return values_of(result.arrays)
+        return rows_of(values_of(result.arrays))
 
     def cancel(self, cancelled: bool) -> None:
         """Any thread: have every pass end early for the engine, or wait for passes again with False. The
@@ -238,7 +239,8 @@ class StageChain:
             self._n_left += 1
         else:
             try:
-                arrays = arrays_of(model.run(frame.operation, values_of(frame.arrays)))
+                values = values_of(frame.arrays)
+                arrays = arrays_of(highest_of(model.run(frame.operation, values), values))
             except DecodeError as failure:
                 arrays, error = {}, str(failure)
         is_result = self.part.is_last or bool(error)

@@ -43,6 +43,12 @@ class Adjustments:
         """Whether any token is concerned yet."""
         return bool(self._bias) or self._tokens.size > 0
 
+    @property
+    def n_lowered(self) -> int | None:
+        """The number of tokens whose logits are lowered. None if some are raised, or it changes with the
+        text."""
+        return None if self._by_history is not None else self._bias.n_lowered
+
     @contextmanager
     def made(self, logits: Logits) -> Iterator[None]:
         """The logits are changed in their place, and as they were at the end."""
@@ -94,6 +100,10 @@ class _Bias:
 
     def __bool__(self) -> bool:
         return not self._is_empty
+
+    @property
+    def n_lowered(self) -> int | None:
+        return None if (self._values > 0).any() else self._values.size
 
     @contextmanager
     def added(self, logits: Logits) -> Iterator[None]:

@@ -32,9 +32,9 @@ class LogitsSource(Protocol):
     def n_ctx_slot(self) -> int:
         """Tokens of a sequence, at most."""
 
-    def logits(self, row: int) -> NDArray[np.float32]:
-        """The logits of a row of the last batch, by token id; see `serve_app.llama.context.Context.logits`.
-        Samplers change them in their place."""
+    def logits(self, row: int, n_highest: int | None = None) -> NDArray[np.float32]:
+        """The logits of a row of the last batch, by token id, which samplers change in their place. Only
+        the `n_highest` need be there, if that is not None: a context may have -inf for others."""
 
     def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
         """The token that llama.cpp's samplers pick by them; see `serve_app.llama.context.Context.pick`."""

@@ -52,6 +52,8 @@ class Chain:
         needs_logits = self._orders or self._remembers or self._n_top is not None
         self.whole = self._cut is cuts.none and not needs_logits
         """Whether nothing is cut: `pick_of_row` is the sooner one then."""
+        self.n_highest = 1 if self._is_greedy else _n_highest(self._cut)
+        """The number of the highest logits that a pick depends on; None for all."""
         self._first = _chain(links[:n_cut])
         self._others = _chain(links[n_cut:])
         self._room = Room(_FEW)
@@ -151,6 +153,13 @@ def _parts(
     if first == "min_p" and not is_unusual:
         return partial(cuts.min_p, share=share), links, 0
     return cuts.none, links, 0
+
+
+def _n_highest(cut: Callable[[Logits], Cut | None]) -> int | None:
+    if not isinstance(cut, partial) or cut.func is not cuts.top_k or cut.keywords["whole"]:
+        return None
+    n_likeliest: int = cut.keywords["k"]
+    return n_likeliest + 1  # which shows whether it has the same logit
 
 
 def _as_float(share: float) -> float:

@@ -98,6 +98,15 @@ def highest(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
     return _sorted(logits, tokens, n)
 
 
+def highest_distinct(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
+    """The n highest logits and their tokens, as `highest` gives them. None if two are equal: which of them
+    llama.cpp puts first depends on all other logits."""
+    likeliest = highest(logits, n)
+    if likeliest is None or (likeliest[1][1:] == likeliest[1][:-1]).any():
+        return None
+    return likeliest
+
+
 def _partitioned(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
     """The n highest logits and their tokens, as `highest` gives them."""
     if not math.isfinite(logits.max()):

@@ -15,7 +15,7 @@ from serve_app.llama.sampling.candidates import Candidates
 from serve_app.openvino.graph import TOKENS
 from serve_app.openvino.paged import compiling, shifts
 from serve_app.openvino.paged.blocks import BLOCK, BlockTables
-from serve_app.openvino.paged.model import Layers, Operation, PagedOptions, Values
+from serve_app.openvino.paged.model import HIGHEST, Layers, Operation, PagedOptions, Values
 
 _LENGTH = 8
 
@@ -42,8 +42,10 @@ class PagedContext:
         texts = range(first + n_blocks, first + n_blocks + options.n_text_blocks)
         self._tables = BlockTables(options.n_sequences, range(first, first + n_blocks))
         self._texts = BlockTables(options.n_texts, texts)
-        self._outputs: dict[int, int] = {}
-        self._logits: NDArray[np.float32] = np.empty((0, model.n_vocab), np.float32)
+        self._rows: Sequence[Row] = ()
+        self._logits: dict[int, NDArray[np.float32]] = {}
+        self._n_highest: dict[int, int] = {}
+        """The number of the highest logits that each sequence's sampler asked for; without it, all."""
         self.cancel, self.close = layers.cancel, layers.close
 
     @property
@@ -65,9 +67,9 @@ class PagedContext:
         """Compute a forward pass; blocks for its length, without the GIL. Raises CacheFullError, and
         changes nothing, if there are no blocks for the rows; DecodeCancelledError after `cancel(True)`, and
         another DecodeError if they cannot be computed: the cache is then as it was."""
-        self._logits, self._outputs = self._pass(
-            rows, self._tables, compiling.SAMPLED, compiling.LOGITS
-        )
+        logits, outputs = self._pass(rows, self._tables, compiling.SAMPLED, compiling.LOGITS)
+        self._rows = rows
+        self._logits = {row: logits[at] for row, at in outputs.items()}
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """A vector for each row, from a pass over texts. Text 0 is kept until a row at position 0 begins
@@ -119,6 +121,10 @@ class PagedContext:
         }
         if copies:
             inputs["copies"] = np.array(copies, np.int64)
+        if chosen == compiling.SAMPLED:
+            wanting = [rows[order[at]] for at in wanted]
+            n_highest = [self._n_highest.get(row[2], 0) if row[3] else 1 for row in wanting]
+            inputs[HIGHEST] = np.array(n_highest, np.int32)
         try:
             values = self.layers.run(operation, inputs)[output]
         except BaseException:
@@ -127,10 +133,26 @@ class PagedContext:
             raise
         return values, {order[at]: n for n, at in enumerate(wanted)}
 
-    def logits(self, row: int) -> NDArray[np.float32]:
-        """The logits of a row of the last batch that asked for them: a view, until the next `decode`."""
-        found: NDArray[np.float32] = self._logits[self._outputs[row]]
-        return found
+    def logits(self, row: int, n_highest: int | None = None) -> NDArray[np.float32]:
+        """The logits of a row of the last batch that asked for them: a view, until the next `decode`. The
+        layers may have told the highest only, as many as a sampler of this sequence wanted before. If that
+        is too few, the sequence's rows are computed anew. Raises as `decode`."""
+        sequence = self._rows[row][2]
+        n_told = self._n_highest.pop(sequence, None)
+        if n_highest is not None:
+            self._n_highest[sequence] = n_highest
+        if n_told is not None and (n_highest is None or n_highest > n_told):
+            self._compute_again(row)
+        return self._logits[row]
+
+    def _compute_again(self, first: int) -> None:
+        """Compute the rows of the last batch from `first` on that are of the same sequence."""
+        sequence = self._rows[first][2]
+        places = [i for i in range(first, len(self._rows)) if self._rows[i][2] == sequence]
+        rows = [self._rows[i] for i in places]
+        self._tables.truncate(sequence, rows[0][1])
+        logits, outputs = self._pass(rows, self._tables, compiling.SAMPLED, compiling.LOGITS)
+        self._logits |= {places[row]: logits[at] for row, at in outputs.items()}
 
     def pick(self, sampler: Any, row: int) -> int:
         """The token that a chain of llama.cpp's samplers picks by that row's logits."""

@@ -24,6 +24,9 @@ from serve_app.openvino.paged.blocks import BLOCK
 _ALIGNMENT = 64
 Operation = Literal["describe", "warm_up", "compute", "fill", "shift", "save", "restore"]
 Values = dict[str, NDArray[Any]]
+HIGHEST = "n_highest"
+"""How many of the highest logits are wanted of each row, for layers elsewhere; 0 for all. Fewer need not be
+left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

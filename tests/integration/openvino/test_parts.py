@@ -21,6 +21,7 @@ from serve_app.openvino.gguf_model import readable
 from serve_app.openvino.paged.context import PagedContext
 from serve_app.openvino.paged.model import Operation, PagedModel, PagedOptions, Values
 from serve_app.openvino.parts import ModelPart
+from serve_app.stages.logits import highest_of, rows_of
 
 _OPTIONS = PagedOptions(
     n_sequences=3, n_ctx_slot=256, n_blocks=24, threads=1, n_texts=2, n_text_blocks=8
@@ -40,9 +41,10 @@ class InTurns:
         self._parts = parts
 
     def run(self, operation: Operation, values: Values) -> Values:
+        inputs = values
         for part in self._parts:
             values = part.run(operation, values)
-        return values
+        return rows_of(highest_of(values, inputs))
 
     def cancel(self, cancelled: bool) -> None:
         for part in self._parts:
@@ -111,6 +113,28 @@ def test_parts_compute_what_the_whole_model_does(name: str, n_parts: int, tmp_pa
     n_vocab = whole.model.n_vocab
     first, second = (a[: 9 * n_vocab].reshape(9, -1).argmax(-1) for a in (expected, found))
     assert (first == second).all()
+
+
+def test_logits_that_were_left_out_are_computed_when_a_sampler_needs_them(tmp_path: Path) -> None:
+    path = MODELS["qwen3-tied"].write(tmp_path / "model.gguf")
+
+    def decode(first: int, *tokens: int) -> None:
+        rows = [(token, first + i, slot, True) for slot in (0, 1) for i, token in enumerate(tokens)]
+        whole.decode(rows)
+        parts.decode(rows)
+
+    with context(path, 1, tmp_path) as whole, context(path, 2, tmp_path) as parts:
+        decode(0, 7, 8, 9)
+        for row in range(6):
+            assert np.isfinite(parts.logits(row, 2)).all(), "nobody knows yet how many are needed"
+        decode(3, 10, 11)
+        for row, n_highest, n_told in ((0, 2, 2), (1, 1, 2), (2, 2, 2), (3, None, 512)):
+            logits, expected = parts.logits(row, n_highest), whole.logits(row)
+            assert np.isfinite(logits).sum() == n_told
+            highest = np.argsort(-expected)[:n_told]
+            assert np.allclose(logits[highest], expected[highest], atol=0.02)
+        decode(5, 12)
+        assert [np.isfinite(parts.logits(row, 1)).sum() for row in (0, 1)] == [1, 512]
 
 
 def test_a_part_reads_its_own_tensors_and_converts_no_others(tmp_path: Path) -> None:

@@ -119,14 +119,27 @@ class Row:
     n: int
     eog_tokens: tuple[int, ...] = ()
     values: Logits = field(default_factory=lambda: np.empty(0, np.float32))
+    told: tuple[Logits, Logits] | None = None
+    """All logits, and those that the sampler got instead."""
 
     @property
     def context(self) -> Any:
         history = Histories(None, self.n, list).history
         model = SimpleNamespace(n_vocab=self.n, eog_tokens=self.eog_tokens, history=history)
         return SimpleNamespace(
-            n_ctx_slot=N_CTX_SLOT, model=model, logits=lambda _row: self.values, pick=self.pick
+            n_ctx_slot=N_CTX_SLOT, model=model, logits=self.logits, pick=self.pick
         )
+
+    def logits(self, _row: int, n_highest: int | None = None) -> Logits:
+        """No more than the sampler needs."""
+        highest = None if n_highest is None else cuts.highest_distinct(self.values, n_highest)
+        if highest is None:
+            return self.values
+        if self.told is None or self.told[0] is not self.values:
+            told = np.full(self.n, -np.inf, np.float32)
+            told[highest[0]] = highest[1]
+            self.told = self.values, told
+        return self.told[1]
 
     def pick(self, sampler: Any, _row: int) -> int:
         """As llama.cpp does it with the logits of its context."""

@@ -46,7 +46,7 @@ def sampler(params: SamplingParams, logits: NDArray[np.float32] = LOGITS) -> Seq
         model=SimpleNamespace(
             n_vocab=len(logits), eog_tokens=(), history=Histories(None, len(logits), list).history
         ),
-        logits=lambda _row: logits,
+        logits=lambda _row, _n=None: logits,
         pick=pick,
     )
     allowed: Any = Everything()
