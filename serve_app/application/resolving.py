@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from serve_app.application import rollout
 from serve_app.config import sizing
@@ -37,7 +39,9 @@ from serve_app.errors import ConfigError
 from serve_app.ingress.generation.sampling_fields import given
 from serve_app.llama.model import Model
 from serve_app.llama.vision.senses import why_unusable
+from serve_app.openvino.convert import shape_of
 from serve_app.openvino.exported.files import ONLY_GGUF, ONLY_OPENVINO
+from serve_app.openvino.parts import StageNode, fewest_stages
 from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
@@ -134,8 +138,11 @@ def names_its_share(model: ModelConfig) -> bool:
 def _resolve(
     model: ModelConfig, share: Share, here: Machine, n_models: int, downloads: DownloadsConfig
 ) -> ResolvedModel:
-    if (stages := model.engine.stages) > 1:
-        engine = model.engine.model_copy(update={"backend": "openvino"})
+    stages = model.engine.stages
+    if stages == "auto":
+        stages = _fewest_stages(model, here.memory_bytes // n_models, downloads)
+    if stages > 1:
+        engine = model.engine.model_copy(update={"backend": "openvino", "stages": stages})
         model = model.model_copy(update={"engine": engine})
     source, projector, needs = _looked_up(model, downloads)
     memory_bytes = here.memory_bytes // n_models
@@ -181,6 +188,39 @@ def _resolve(
         if model.keep_alive is None
         else OnDemandSettings(model.keep_alive, reserved, n_together, has_peers=has_peers),
     )
+
+
+def _fewest_stages(model: ModelConfig, memory_bytes: int, downloads: DownloadsConfig) -> int:
+    """The fewest stages that hold a model with the caches of all their engines, each on a node of its own:
+    the smallest node of Ray, or a machine with so much memory if Ray does not run. Raises ConfigError."""
+    source = store.pinned(model.source, downloads)
+    if store.is_in_openvinos_format(source):
+        raise ConfigError(ONLY_GGUF)
+    opened = Model(_vocabulary(source, downloads), vocab_only=True)
+    reserved = model.deployment.ray_actor_options.num_cpus
+    shape, nodes = shape_of(opened.files), _memory_of_nodes(reserved or 1) or [memory_bytes]
+    node = StageNode(memory_bytes=min(nodes) - sizing.PROCESS_BYTES)
+    _, n_tokens = sizing.fewest_tokens(model.engine, opened.n_ctx_train)
+    stages = fewest_stages(shape, node, n_tokens)
+    try:
+        model.check_stages(stages)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if stages > len(nodes):
+        logger.warning(
+            "Model %s needs %d nodes with %.1f GiB of memory, and there are %d.",
+            *(model.id, stages, min(nodes) / 2**30, len(nodes)),
+        )
+    return stages
+
+
+def _memory_of_nodes(num_cpus: float) -> list[float]:
+    """The bytes of memory of each node of Ray with so many CPUs; none if Ray does not run."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return []
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [each["memory"] for each in resources if each.get("CPU", 0) >= num_cpus]
 
 
 def _with_room(model: ModelConfig, share: Share, needs: ModelNeeds, total_bytes: int) -> Share:
@@ -247,7 +287,7 @@ def _looked_up(
         source = store.pinned(model.source, downloads)
         if model.engine.backend == "llama.cpp" and store.is_in_openvinos_format(source):
             raise ConfigError(ONLY_OPENVINO)
-        if model.engine.stages > 1 and store.is_in_openvinos_format(source):
+        if model.engine.stages != 1 and store.is_in_openvinos_format(source):
             raise ConfigError(ONLY_GGUF)
         opened = _opened(model, source, downloads)
         needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)

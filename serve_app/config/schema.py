@@ -156,9 +156,10 @@ class EngineConfig(Section):
     """The kernels that compute the model. `openvino` is faster for several sequences at once, slower
     for a single one, and has fewer features: see [OpenVINO](openvino.md). `auto` measures both at
     the first start, and takes the faster one for the slots."""
-    stages: PositiveInt = 1
+    stages: PositiveInt | Literal["auto"] = 1
     """Replicas that [compute the model together](deploy/cluster.md#a-model-in-stages), each a part of its
-    layers, with OpenVINO's kernels: for a model that is too large for one machine."""
+    layers, with OpenVINO's kernels: for a model that is too large for one machine. `auto` takes as few as
+    have room for it, by the memory of Ray's nodes."""
     load_mode: LoadMode = "auto"
     """How the weights come into memory. `mlock` keeps them in RAM; `none` reads them instead of mapping
     the file."""
@@ -341,9 +342,13 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _can_have_stages(self) -> ModelConfig:
-        n_stages, engine, deployment = self.engine.stages, self.engine, self.deployment
-        if n_stages == 1:
-            return self
+        if self.engine.stages != 1:
+            self.check_stages(1 if self.engine.stages == "auto" else self.engine.stages)
+        return self
+
+    def check_stages(self, n_stages: int) -> None:
+        """Raises ValueError if something does not go with so many stages."""
+        engine, deployment = self.engine, self.deployment
         scaling = deployment.autoscaling_config
         refused = {
             "engine.backend: llama.cpp": engine.backend == "llama.cpp",
@@ -365,8 +370,8 @@ class ModelConfig(Section):
             ),
         }
         if names := [name for name, is_set in refused.items() if is_set]:
-            raise ValueError(f"engine.stages: {n_stages} does not go with {names[0]}")
-        return self
+            n = f" ({n_stages})" if engine.stages == "auto" and n_stages > 1 else ""
+            raise ValueError(f"engine.stages: {engine.stages}{n} does not go with {names[0]}")
 
     @model_validator(mode="after")
     def _has_its_adapters(self) -> ModelConfig:

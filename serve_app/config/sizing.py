@@ -21,8 +21,8 @@ _SLOTS_PER_CORE = 4
 _KV_SHARE_OF_MEMORY = 0.5
 _CACHE_RAM_SHARE_OF_MEMORY = 1 / 8
 _CHECKPOINT_SHARE_OF_MEMORY = 1 / 16
-# What a replica needs beside weights and cache, at least: Python, Ray and compute buffers.
-_PROCESS_BYTES = 2**29
+PROCESS_BYTES = 2**29
+"""The memory of a replica beside weights and cache, at least: Python, Ray and compute buffers."""
 # GGUF's numbers of file types whose matrices llama.cpp computes with as they are mapped: F32, F16, BF16.
 # Most quantised ones it packs anew at the start, into memory of the process.
 _MAPPED_FILE_TYPES = ("0", "1", "32")
@@ -142,13 +142,19 @@ class CacheNeeds:
 def fitting_replicas(config: EngineConfig, needs: ModelNeeds, most: int, memory_bytes: int) -> int:
     """How many of `most` replicas so much memory has room for, each with the slots and the tokens that the
     configuration says, or the fewest that it should have; at least 1."""
-    n_slots = (config.n_slots or _MIN_DEFAULT_SLOTS) + len(config.system_prompts)
-    n_ctx_slot = config.n_ctx_slot or min(needs.n_ctx_train, _MIN_DEFAULT_CTX)
-    cache = CacheNeeds.of(config, needs)
-    cache_bytes = cache.n_bytes(n_slots, config.n_ctx or n_slots * n_ctx_slot)
+    n_slots, n_tokens = fewest_tokens(config, needs.n_ctx_train)
+    cache_bytes = CacheNeeds.of(config, needs).n_bytes(n_slots, n_tokens)
     shared = needs.shared_bytes(config.load_mode)
-    each = needs.weight_bytes - shared + cache_bytes + _PROCESS_BYTES
+    each = needs.weight_bytes - shared + cache_bytes + PROCESS_BYTES
     return max(1, min(most, int((memory_bytes - shared) // each)))
+
+
+def fewest_tokens(config: EngineConfig, n_ctx_train: int) -> tuple[int, int]:
+    """The slots, and the tokens of all of them together, that the configuration says, or the fewest that a
+    replica should have."""
+    n_slots = (config.n_slots or _MIN_DEFAULT_SLOTS) + len(config.system_prompts)
+    n_ctx_slot = config.n_ctx_slot or min(n_ctx_train, _MIN_DEFAULT_CTX)
+    return n_slots, config.n_ctx or n_slots * n_ctx_slot
 
 
 def resolve(

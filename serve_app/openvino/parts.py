@@ -133,3 +133,17 @@ def divided(
             f"{len(nodes)} stages has no room"
         )
     return [range(*cut) for cut in pairwise(best[n_layers][2])]
+
+
+def fewest_stages(shape: ModelShape, node: StageNode, n_tokens: int) -> int:
+    """The fewest stages on such nodes that hold a model. Each of them has an engine, whose cache has room
+    for `n_tokens`. Raises ConfigError if as many as there are layers do not."""
+    for n in range(1, len(shape.layer_bytes) + 1):
+        try:
+            divided(shape, [node] * n, n_tokens=n * n_tokens)
+        except ConfigError:
+            if n == len(shape.layer_bytes):
+                raise
+        else:
+            return n
+    raise ConfigError("it has no layers")

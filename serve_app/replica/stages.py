@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from serve_app.config.sizing import PROCESS_BYTES
 from serve_app.engine import Engine
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.options import EngineOptions
@@ -26,14 +27,12 @@ from serve_app.store.shared_entries import shared_values
 
 logger = logging.getLogger("corral.stages")
 
-PROCESS_BYTES = 2**29
-"""The memory of a process beside weights and cache."""
 _MEET_EVERY_S, _MEET_S = 0.2, 3600.0
 """How often a stage looks for the others, and how long. They may have to download and convert the model.
 Serve ends all of them if one fails."""
 _MEASURED_S = 2.0
 """The time that passes take until they tell a node's speed."""
-_WORTH_DIVIDING_ANEW = 1.05
+_WORTH_DIVIDING_ANEW = 1.03
 """A new division must be so much faster than the one before, because parts are converted anew for it."""
 
 _Value = TypeVar("_Value")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serve_app.app import build
+from serve_app.application import resolving
 from serve_app.application.resolving import resolve
 from serve_app.config.schema import ModelConfig, parse
+from serve_app.config.sizing import PROCESS_BYTES
 from serve_app.errors import ConfigError
 from serve_app.placement.machine import Machine
 from tests.unit.placement.machines import topology
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`look_back_period_s`:FutureWarni
 HERE = Machine(topology(((i,), 0) for i in range(8)), None, 2**34, 2**34)
 
 
-def entry(stages: int = 2, **more: Any) -> dict[str, Any]:
+def entry(stages: int | str = 2, **more: Any) -> dict[str, Any]:
     engine = {"stages": stages, "threads": 1} | more.pop("engine", {})
     return {"id": "m", "source": {"builtin": True}, "engine": engine} | more
 
@@ -59,6 +62,25 @@ def test_each_replica_has_its_part_of_the_weights() -> None:
 def test_what_does_not_go_with_stages_is_named(more: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=rf"engine\.stages: 2 does not go with .*{named}"):
         parse({"models": [entry(**more)]})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stages"), [((2**40,), 1), ((PROCESS_BYTES + 5 * 2**20, 2**40), 3)], ids=str
+)
+def test_auto_is_the_fewest_stages_that_the_smallest_node_has_room_for(
+    nodes: Sequence[float], stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The built-in model has 5.5 MiB, and 2 MiB of cache for each engine."""
+    monkeypatch.setattr(resolving, "_memory_of_nodes", lambda num_cpus: nodes)
+    engine = {"n_slots": 4, "n_ctx_slot": 170}
+    configured = ModelConfig.model_validate(entry("auto", projector=None, engine=engine))
+    (model,) = resolve([configured], HERE)
+    assert model.stages == stages
+    assert model.options.backend == ("auto" if stages == 1 else "openvino")
+    replicas = {"deployment": {"num_replicas": 4}, "engine": engine}
+    if stages == 3:
+        with pytest.raises(ConfigError, match=r"auto \(3\) does not go with .* no multiple"):
+            resolve([ModelConfig.model_validate(entry("auto", **replicas))], HERE)
 
 
 def test_whole_gangs_are_added_and_removed() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serve_app.errors import ConfigError
-from serve_app.openvino.parts import ModelShape, StageNode, divided
+from serve_app.openvino.parts import ModelShape, StageNode, divided, fewest_stages
 
 SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12, 64, 1000)
 EXPERTS = replace(SHAPE, layer_bytes=(2,) * 12, expert_bytes=(80,) * 12, chosen_experts=1 / 8)
@@ -67,3 +67,27 @@ def test_weights_and_cache_of_a_part_are_counted() -> None:
 def test_a_division_that_is_not_possible_is_refused(nodes: list[StageNode], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         divided(SHAPE, nodes)
+
+
+@pytest.mark.parametrize(
+    ("memory", "n_tokens", "expected"),
+    [
+        (180, 0, 1),
+        (179, 0, 2),
+        (90, 0, 2),
+        (89, 0, 3),
+        (204, 2, 1),
+        (203, 2, 2),
+        (119, 2, 2),
+        (40, 0, 5),
+    ],
+)
+def test_the_fewest_stages_hold_weights_and_the_caches_of_all_engines(
+    memory: int, n_tokens: int, expected: int
+) -> None:
+    assert fewest_stages(SHAPE, StageNode(memory_bytes=memory), n_tokens) == expected
+
+
+def test_a_layer_that_no_node_holds_is_refused() -> None:
+    with pytest.raises(ConfigError, match="memory of 12 stages has no room"):
+        fewest_stages(SHAPE, StageNode(memory_bytes=39), 0)

@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
+from serve_app.config.sizing import PROCESS_BYTES
 from serve_app.errors import ConfigError
 from serve_app.openvino.parts import ModelShape
-from serve_app.replica.stages import PROCESS_BYTES, StageReport, StageSpeed, planned
+from serve_app.replica.stages import StageReport, StageSpeed, planned
 
 SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12, 64, 1000)
 BY_BYTES = [8, 12]
