@@ -7,10 +7,11 @@ import logging
 import sqlite3
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -50,7 +51,7 @@ _RENEW_S, _COUNT_S = 2.0, 1.0
 _PAGE = 64
 """Lines that are looked up together."""
 _FLUSH_S = 0.25
-"""The time that an answer waits for others to be written with."""
+"""The longest that an answer waits for others to be written with."""
 _BUSY = (429, 503)
 _FINAL = (501,)
 """Statuses of 500 and more that another try does not change."""
@@ -71,10 +72,8 @@ class DiskRoom:
 
     Event loop only."""
 
-    def __init__(self, store: BatchStore) -> None:
-        self._store = store
-        self._n_waiting = 0
-        """Calls that found the disk full, and are made again."""
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._has_room, self._closed = asyncio.Event(), asyncio.Event()
         self._has_room.set()
 
@@ -91,35 +90,25 @@ class DiskRoom:
     ) -> T:
         """The function's result, in a thread. While the disk is full, it is called again and again: a call
         that fails must have changed nothing."""
-        run = asyncio.get_running_loop().run_in_executor
-        with ExitStack() as waiting:
-            is_waiting = False
+        run, is_waiting = asyncio.get_running_loop().run_in_executor, False
+        try:
             while True:
                 try:
                     return await run(thread, function, *arguments)
                 except (OSError, sqlite3.Error) as error:
-                    if self._closed.is_set() or not is_full(error, self._store.folder):
+                    if self._closed.is_set() or not is_full(error, self._folder):
                         raise
-                if not is_waiting:
-                    is_waiting = True
-                    waiting.enter_context(self._waiting())
+                is_waiting = True
+                if self._has_room.is_set():
+                    logger.error("Batches wait: the disk of %s is full.", self._folder)
+                    self._has_room.clear()
                 # Unlike `wait_for`, a timeout never swallows a cancellation that comes with the event.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_ROOM_S):
                         await self._closed.wait()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        if not self._n_waiting:
-            logger.error("Batches wait: the disk of %s is full.", self._store.folder)
-            self._has_room.clear()
-        self._n_waiting += 1
-        try:
-            yield
         finally:
-            self._n_waiting -= 1
-            if not self._n_waiting:
-                logger.info("Batches go on: the disk of %s has room.", self._store.folder)
+            if is_waiting and not self._has_room.is_set():
+                logger.info("Batches go on: the disk of %s has room.", self._folder)
                 self._has_room.set()
 
 
@@ -152,7 +141,7 @@ class BatchExecutor:
     @asynccontextmanager
     async def running(self, _: object = None) -> AsyncIterator[None]:
         """Work on batches while the application is there."""
-        self.window, self.room = LineWindow(self._most_lines), DiskRoom(self.store)
+        self.window, self.room = LineWindow(self._most_lines), DiskRoom(self.store.folder)
         looking = asyncio.create_task(self._look())
         try:
             yield
@@ -254,7 +243,8 @@ class BatchExecution:
         self._batch = batch
         self._thread = thread
         self._status = batch.status
-        self._results: asyncio.Queue[LineResult | None] = asyncio.Queue()
+        self._results: list[LineResult] = []
+        """The results that are not written yet."""
         self._counted = 0.0
         self._pace = BatchPace(time.time(), batch.deadline, 0)
         self._patient_until = 0.0
@@ -355,25 +345,19 @@ class BatchExecution:
         n_lines, *n_ended = await self._do(self._journal.counts)
         self._pace = BatchPace(time.time(), self._batch.deadline, n_lines - sum(n_ended))
         asking = asyncio.create_task(self._ask_all())
-        writing = asyncio.create_task(self._write())
         try:
-            while not asking.done():
+            while not (await asyncio.wait([asking], timeout=_FLUSH_S))[0]:
+                await self._write()
                 if end := self._end():
                     return end
-                both: list[asyncio.Future[Any]] = [asking, writing]
-                done, _ = await asyncio.wait(
-                    both, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done:
-                    task.result()
+            asking.result()
             return "completed"
         finally:
             asking.cancel()
             await asyncio.wait([asking])
             if not asking.cancelled():
                 asking.exception()  # was raised above, or is that it was cancelled
-            self._results.put_nowait(None)
-            await writing
+            await self._write()
 
     async def _ask_all(self) -> None:
         asking: set[asyncio.Task[None]] = set()
@@ -390,7 +374,8 @@ class BatchExecution:
                 last = page[-1]
 
     async def _ask(self, line: BatchLine) -> None:
-        self._results.put_nowait(await self._result(line))
+        result = await self._result(line)
+        self._results.append(result)
         self._pace.answered(1, time.time())
 
     def _is_promoted(self) -> bool:
@@ -428,17 +413,9 @@ class BatchExecution:
         return LineResult(line.n, status < 400, result)
 
     async def _write(self) -> None:
-        """Write results as they come, until None comes."""
-        results: list[LineResult | None] = []
-        while None not in results:
-            results = [await self._results.get()]
-            if results != [None]:
-                await asyncio.sleep(_FLUSH_S)
-            while not self._results.empty():
-                results.append(self._results.get_nowait())
-            await self._do(
-                self._journal.write, [result for result in results if result is not None]
-            )
+        results, self._results = self._results, []
+        if results:
+            await self._do(self._journal.write, results)
             if time.monotonic() > self._counted + _COUNT_S:
                 await self._count()
 

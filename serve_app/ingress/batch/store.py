@@ -17,9 +17,8 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from serve_app.config.schema import BatchConfig
 from serve_app.errors import InvalidRequestError, ObjectNotFoundError, RateLimitError
@@ -67,8 +66,7 @@ _LEAST_FREE_BYTES = 2**20
 """The free bytes on the disk that SQLite needs to open its journal."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimedBatch:
+class ClaimedBatch(NamedTuple):
     """A batch, as its executor knows it."""
 
     id: str
@@ -77,7 +75,6 @@ class ClaimedBatch:
     input_file_id: str
     status: str
     deadline: float
-    keep_s: float | None
 
 
 def is_full(error: Exception, folder: Path) -> bool:
@@ -317,7 +314,7 @@ class BatchStore:
                     "WHERE id = ?",
                     (holder, now + lease_s, row["id"]),
                 )
-        return [_claimed(row) for row in claimed]
+        return [ClaimedBatch(*(row[name] for name in ClaimedBatch._fields)) for row in claimed]
 
     def renew(self, holder: str, batch_id: str, lease_s: float) -> str | None:
         """Keep the batch. Returns its status, or None if it is another holder's, or gone."""
@@ -455,41 +452,18 @@ def _move(db: sqlite3.Connection, batch_id: str, status: str, now: float) -> Non
     )
 
 
-def _claimed(row: sqlite3.Row) -> ClaimedBatch:
-    names = ("id", "owner", "endpoint", "input_file_id", "status", "deadline", "keep_s")
-    return ClaimedBatch(*(row[name] for name in names))
-
-
 def _file(row: sqlite3.Row) -> FileObject:
-    expires = row["expires"]
-    return FileObject(
-        id=row["id"],
-        bytes=row["n_bytes"],
-        created_at=int(row["created"]),
-        expires_at=None if expires is None else int(expires),
-        filename=row["filename"],
-        purpose=row["purpose"],
-    )
+    created, expires = row["created"], row["expires"]
+    times = {"created_at": int(created), "expires_at": None if expires is None else int(expires)}
+    return FileObject.model_validate(dict(row) | times | {"bytes": row["n_bytes"]})
 
 
 def _batch(row: sqlite3.Row) -> BatchObject:
-    times: dict[str, Any] = json.loads(row["times"])
-    times.pop("validating_at", None)
-    errors, metadata = row["errors"], row["metadata"]
-    return BatchObject(
-        id=row["id"],
-        endpoint=row["endpoint"],
-        errors=None if errors is None else LineErrors.model_validate_json(errors),
-        input_file_id=row["input_file_id"],
-        completion_window=row["completion_window"],
-        status=row["status"],
-        output_file_id=row["output_file_id"],
-        error_file_id=row["error_file_id"],
-        created_at=int(row["created"]),
-        expires_at=int(row["deadline"]),
-        request_counts=RequestCounts(
-            total=row["total"], completed=row["completed"], failed=row["failed"]
-        ),
-        metadata=None if metadata is None else json.loads(metadata),
-        **times,
-    )
+    errors, metadata, times = row["errors"], row["metadata"], json.loads(row["times"])
+    times |= {"created_at": int(row["created"]), "expires_at": int(row["deadline"])}
+    fields = {
+        "errors": None if errors is None else LineErrors.model_validate_json(errors),
+        "metadata": None if metadata is None else json.loads(metadata),
+        "request_counts": {name: row[name] for name in RequestCounts.model_fields},
+    }
+    return BatchObject.model_validate(dict(row) | times | fields)

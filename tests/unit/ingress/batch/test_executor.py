@@ -753,7 +753,7 @@ def fill(path: Path) -> None:
 async def test_a_call_that_waits_for_room_is_cancelled_also_while_the_room_closes(
     tmp_path: Path,
 ) -> None:
-    room, calls = executors.DiskRoom(BatchStore(tmp_path)), []
+    room, calls = executors.DiskRoom(tmp_path), []
 
     def write() -> None:
         calls.append("write")
@@ -761,7 +761,7 @@ async def test_a_call_that_waits_for_room_is_cancelled_also_while_the_room_close
             raise OSError(errno.ENOSPC, "no space")
 
     writing = asyncio.create_task(room.do(write))
-    await until(lambda: room._n_waiting == 1)
+    await until(lambda: not room._has_room.is_set())
     room.close()
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
