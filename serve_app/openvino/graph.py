@@ -508,11 +508,23 @@ def _times(values: Node, tensor: Tensor, rows: NDArray[np.intp] | None) -> Node:
     if not is_quantised(tensor.kind):
         return op.matmul(values, _plain(floats(data, tensor.kind)), False, True)
     matrix = quantised(data, tensor.kind)
-    product = op.matmul(values, _whole(matrix, None, data.shape[:1]), False, True)
-    if matrix.offsets is None:
-        return product
-    sums = op.reduce_sum(op.reshape(values, _ints(0, 0, -1, GROUP), True), _ints(3), False)
-    return op.add(product, op.matmul(sums, _rest(matrix.offsets), False, True))
+    if matrix.offsets is not None:
+        n_groups = matrix.codes.shape[1]
+        matrix = matrix.with_sums()
+        values = _with_sums(values, n_groups, matrix.codes.shape[1])
+    return op.matmul(values, _whole(matrix, None, data.shape[:1]), False, True)
+
+
+def _with_sums(values: Node, n_groups: int, n_groups_with_sums: int) -> Node:
+    """The values, and behind them the sum of each of their groups, and zeros up to whole groups."""
+    # Sums over three dimensions take half the time of sums over four.
+    sums = op.reduce_sum(op.reshape(values, _ints(0, -1, GROUP), True), _ints(2), False)
+    sums = op.reshape(sums, _ints(0, -1, n_groups), True)
+    n_zeros = (n_groups_with_sums - n_groups) * GROUP - n_groups
+    if n_zeros:
+        zero = op.constant(np.float32(0))
+        sums = op.pad(sums, _ints(0, 0, 0), _ints(0, 0, n_zeros), "constant", zero)
+    return op.concat([values, sums], -1)
 
 
 def _rows(tensor: Tensor) -> Node:
@@ -574,11 +586,3 @@ def _codes(matrix: Quantised, shape: tuple[int, ...]) -> Node:
         (pairs[:, 0] | pairs[:, 1] << 4).reshape(tensor.data.shape).view(tensor.data.dtype)
     )
     return op.constant(tensor, shared_memory=False)
-
-
-def _rest(offsets: NDArray[np.float32]) -> Node:
-    """The rest of offsets, less than half a weight's step, as bytes with a scale for each row."""
-    scales = np.abs(offsets).max(axis=1, keepdims=True) / np.float32(127)
-    codes = np.rint(np.divide(offsets, scales, out=np.zeros_like(offsets), where=scales != 0))
-    weights = op.convert(op.constant(codes.astype(np.int8)), np.float32)
-    return op.multiply(weights, op.constant(scales))

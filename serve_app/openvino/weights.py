@@ -56,6 +56,28 @@ class Quantised:
             weights += self.offsets[..., None]
         return weights.reshape(len(weights), -1).astype(np.float32)
 
+    def with_sums(self) -> Quantised:
+        """The matrix with a column for each group in place of its offset, and zeros up to whole groups.
+        What it is multiplied by has the sums of the groups there. Offsets are rounded to the codes' bits:
+        4 or 8. An offset is at most half a weight's step."""
+        assert self.offsets is not None
+        n_rows, n_groups = self.offsets.shape
+        columns = np.zeros((n_rows, -(-n_groups // GROUP), GROUP), np.float32)
+        columns.reshape(n_rows, -1)[:, :n_groups] = self.offsets
+        most, zero = (7, 8) if self.bits == 4 else (_MOST, 0)
+        # Kernels keep scales with 16 bits where that is exact.
+        scales = (np.abs(columns).max(axis=-1) / most).astype(np.float16).astype(np.float32)
+        codes = _codes(columns, scales) + np.int8(zero)
+        zeros = None
+        if self.zeros is not None:
+            zeros = np.concatenate([self.zeros, np.full(scales.shape, zero, np.uint8)], axis=1)
+        return Quantised(
+            np.concatenate([self.codes, codes], axis=1),
+            self.bits,
+            np.concatenate([self.scales, scales], axis=1),
+            zeros,
+        )
+
 
 def is_rounded(kind: Kind) -> bool:
     """Whether `quantised` rounds to 8 bits: fewer than 32 share a scale, or there is a table."""

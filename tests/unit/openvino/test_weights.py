@@ -8,7 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-from serve_app.openvino.weights import is_rounded, quantised
+from serve_app.openvino.weights import GROUP, is_rounded, quantised
 
 _HALVES = {
     Kind.Q4_0: (0,),
@@ -70,3 +70,21 @@ def test_rows_of_equal_weights_have_no_steps() -> None:
     weights = np.full((2, 64), -0.5, np.float32)
     found = quantised(gguf.quantize(weights, Kind.Q4_1), Kind.Q4_1)
     np.testing.assert_array_equal(found.weights(), weights)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_1])
+def test_a_product_with_sums_is_one_with_offsets(kind: Kind) -> None:
+    rng = np.random.default_rng(1)
+    weights, values = rng.normal(0, 1, (5, 256)).astype(np.float32), rng.normal(0, 1, 256)
+    matrix = quantised(gguf.quantize(weights, kind), kind)
+    sums = np.zeros(GROUP)
+    sums[: 256 // GROUP] = values.reshape(-1, GROUP).sum(axis=1)
+    with_sums = matrix.with_sums()
+    product = with_sums.weights() @ np.concatenate([values, sums])
+    assert with_sums.offsets is None
+    assert matrix.offsets is not None
+    steps = 14 if kind is Kind.Q4_1 else 254  # of the largest offset, on either side of 0
+    error = np.abs(matrix.offsets).max() / steps * np.abs(sums).sum()
+    np.testing.assert_allclose(product, matrix.weights() @ values, rtol=0, atol=1.001 * error)
+    assert (with_sums.codes >= (0 if kind is Kind.Q4_1 else -128)).all()
+    assert (with_sums.codes <= (15 if kind is Kind.Q4_1 else 127)).all()
