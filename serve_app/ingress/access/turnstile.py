@@ -8,8 +8,9 @@ Models for Packet Networks", IEEE/ACM Transactions on Networking 3(4), 1995.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,22 +20,30 @@ from serve_app.errors import RateLimitError
 Clock = Callable[[], float]
 
 WINDOW_S = 1.0
-"""The seconds for which senders' requests are counted."""
+"""The time in which the count of a sender's requests decays to a third."""
 FEW = 10
-"""A sender of no more requests in that time is never slowed down."""
+"""A sender with a count of no more is never slowed down."""
 MOST_PAUSE_S = 0.05
 """A sender that is slowed down still begins one request in this time."""
-_LOOK_S = MOST_PAUSE_S / 10
-"""The seconds between two looks whether senders that are slowed down may go on."""
+LOOK_S = MOST_PAUSE_S / 10
+"""The time between two looks whether a sender that is slowed down may go on."""
+_FORGOTTEN = 0.01
+"""A sender with a smaller count is forgotten."""
 
 
 @dataclass(slots=True)
 class _Sender:
     """Somebody whose requests wait, or began lately."""
 
-    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """The turn of the sender's requests, which begin in order."""
+    count: float = 0.0
     began: float = 0.0
     began_cpu: float = 0.0
+
+    def count_at(self, now: float) -> float:
+        """The requests that began lately, of which the newest count most."""
+        return self.count * math.exp((self.began - now) / WINDOW_S)
 
 
 class Turnstile:
@@ -50,85 +59,43 @@ class Turnstile:
         self._clock = clock
         self._cpu = cpu
         self._senders: dict[str, _Sender] = {}
-        self._began: tuple[Counter[str], Counter[str]] = Counter(), Counter()
-        """Requests of each sender that began in this window, and in the one before."""
-        self._window_end = clock() + WINDOW_S
-        self._next: asyncio.Handle | None = None
-        """The callback that lets the next request begin: it is set if one began in this turn, or waits."""
+        self._forget_at = clock()
+        self._turn = asyncio.Lock()
+        """The turn of the loop in which a request begins."""
 
-    async def turn(self, sender: str) -> None:
-        """Returns when a request of this sender may begin."""
-        self._slide()
-        known = self._senders.setdefault(sender, _Sender())
-        if self._next is None and self._may_begin(sender, known):
-            self._begin(sender, known)
-            self._schedule(0.0)
-            return
-        future = asyncio.get_running_loop().create_future()
-        known.waiting.append(future)
-        if self._next is None:
-            self._schedule(_LOOK_S)
-        await future
+    async def turn(self, name: str) -> None:
+        """Returns when a request of the sender with this name may begin."""
+        self._forget()
+        sender = self._senders.setdefault(name, _Sender())
+        async with sender.turn:
+            while not self._may_begin(sender):  # noqa: ASYNC110  # nothing tells when there is time
+                await asyncio.sleep(LOOK_S)
+            async with self._turn:
+                now = self._clock()
+                sender.count = sender.count_at(now) + 1
+                sender.began, sender.began_cpu = now, self._cpu()
+                await asyncio.sleep(0)
 
-    def _schedule(self, pause_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._next = (
-            loop.call_later(pause_s, self._let_one_begin)
-            if pause_s
-            else loop.call_soon(self._let_one_begin)
-        )
-
-    def _let_one_begin(self) -> None:
-        self._next = None
-        self._slide()
-        waiting = [entry for entry in self._senders.items() if _waits(entry[1].waiting)]
-        for sender, known in waiting:
-            if self._may_begin(sender, known):
-                self._begin(sender, known)
-                known.waiting.popleft().set_result(None)
-                self._senders[sender] = self._senders.pop(sender)  # the others go first
-                self._schedule(0.0)
-                return
-        if waiting:
-            self._schedule(_LOOK_S)
-
-    def _begin(self, sender: str, known: _Sender) -> None:
-        known.began, known.began_cpu = self._clock(), self._cpu()
-        self._began[0][sender] += 1
-
-    def _may_begin(self, sender: str, known: _Sender) -> bool:
-        if not self._has_more_than_its_share(sender):
-            return True
-        passed_s = self._clock() - known.began
-        return passed_s > min(MOST_PAUSE_S, 2 * (self._cpu() - known.began_cpu))
-
-    def _has_more_than_its_share(self, sender: str) -> bool:
-        began = self._began[0][sender] + self._began[1][sender]
-        if began <= FEW:
-            return False
-        senders = self._began[0].keys() | self._began[1].keys() | {sender}
-        total = self._began[0].total() + self._began[1].total()
-        return len(senders) * began > total
-
-    def _slide(self) -> None:
+    def _may_begin(self, sender: _Sender) -> bool:
         now = self._clock()
-        if now < self._window_end:
-            return
-        before = self._began[0] if now < self._window_end + WINDOW_S else Counter[str]()
-        self._began = Counter(), before
-        self._window_end = now + WINDOW_S
-        self._senders = {
-            sender: known
-            for sender, known in self._senders.items()
-            if _waits(known.waiting) or sender in before
-        }
+        count = sender.count_at(now)
+        if count <= FEW:
+            return True
+        total = sum(other.count_at(now) for other in self._senders.values())
+        if len(self._senders) * count <= total:
+            return True
+        return now - sender.began > min(MOST_PAUSE_S, 2 * (self._cpu() - sender.began_cpu))
 
-
-def _waits(futures: deque[asyncio.Future[None]]) -> bool:
-    """Whether anybody is left of those who came; those who left go."""
-    while futures and futures[0].done():
-        futures.popleft()
-    return bool(futures)
+    def _forget(self) -> None:
+        """Forget senders that have not asked for long; seldom, as that looks at all."""
+        now = self._clock()
+        if now >= self._forget_at:
+            self._forget_at = now + WINDOW_S
+            self._senders = {
+                name: sender
+                for name, sender in self._senders.items()
+                if sender.turn.locked() or sender.count_at(now) > _FORGOTTEN
+            }
 
 
 _TIMES_FREE = 4
