@@ -7,6 +7,9 @@ percentile is within its bound and nothing was refused or failed. Each number of
 --seconds: where two loads are close, so are their verdicts. With several configurations, each is started,
 measured and stopped in turn, and the one that holds the most is named. Percentiles are those of ttft, itl
 and e2e at p50, p95 and p99. Progress goes to stderr. CORRAL_API_KEY is the key to ask with.
+
+`corral capacity plan` tells what nodes would serve that compute one model in stages, and has a help of its
+own.
 """
 
 from __future__ import annotations
@@ -324,6 +327,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["plan"]:
+        from serve_app.measure import plan
+
+        plan.main(argv[1:])
+        return
     args = parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # stops the server, too
     load = UserLoad(args.seconds, args.mix, args.think, args.seed, args.model)

@@ -145,7 +145,7 @@ class GgufModel:
         self.kind: Architecture = ARCHITECTURES[self.architecture]
         self.part = part
         self.layers = range(self.count("block_count"))
-        if part.n_parts > 1:
+        if part != WHOLE:
             self._keep_part()
 
     def _keep_part(self) -> None:

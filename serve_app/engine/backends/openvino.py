@@ -46,7 +46,7 @@ from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType, check_cache_type
 from serve_app.openvino.paged.context import PagedContext
 from serve_app.openvino.paged.model import Layers, PagedModel, PagedOptions
-from serve_app.openvino.parts import WHOLE
+from serve_app.openvino.parts import WHOLE, ModelPart
 from serve_app.progress import Report, Stage
 from serve_app.prompt.chat_template import delimiters
 from serve_app.sampling import SamplingParams
@@ -237,25 +237,7 @@ class OpenVinoBackend:
             return kept
         report(Stage("measuring", limit_s=options.profile_limit_s))
         threads = Threads.alike(options.threads, None) if self._n_stages == 1 else None
-        began, clocks = time.perf_counter(), Clocks(threads)
-        clocks.begin()
-        profiler = Profiler(
-            self._context,
-            n_slots=options.n_slots,
-            n_ctx_slot=options.n_ctx_share,
-            n_batch=options.n_batch,
-        )
-        in_turns([profiler], _ESSENTIAL * options.profile_limit_s)
-        n_tokens = min(DEPTH, options.n_ctx_share - ROOM, self._context.n_tokens - ROOM)
-        n_tokens, deep_s = n_tokens // BLOCK * BLOCK, _DEEP * options.profile_limit_s
-        depth = Depth()
-        if n_tokens > 0:
-            depth = paged_depth(self._context, profiler.profile, n_tokens, deep_s)
-        profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
-        took_s, share = clocks.end(options.n_batch)
-        logger.info("Measured batches in %.1f s.", took_s)
-        profile = depth.added_to(profiler.profile, unified=False)
-        profile = replace(profile, share=share)
+        profile = profile_of(self._context, options, threads)
         self.keep(profile)
         return profile
 
@@ -290,9 +272,32 @@ class OpenVinoBackend:
             self.draft.close()
 
 
-def small_context(model: Model, options: EngineOptions, n_ctx_slot: int) -> PagedContext:
-    """A context that is only profiled, of a model that is converted. Raises ConfigError."""
-    path = converted_of(model, options.max_converted_bytes, progress.nowhere)
+def profile_of(context: PagedContext, options: EngineOptions, threads: Threads | None) -> Profile:
+    """The times of batches, measured in `options.profile_limit_s`. Leaves the cache empty. `threads` are
+    those that compute here, if they do."""
+    began, clocks = time.perf_counter(), Clocks(threads)
+    clocks.begin()
+    profiler = Profiler(
+        context, n_slots=options.n_slots, n_ctx_slot=options.n_ctx_share, n_batch=options.n_batch
+    )
+    in_turns([profiler], _ESSENTIAL * options.profile_limit_s)
+    n_tokens = min(DEPTH, options.n_ctx_share - ROOM, context.n_tokens - ROOM)
+    n_tokens, deep_s = n_tokens // BLOCK * BLOCK, _DEEP * options.profile_limit_s
+    depth = Depth()
+    if n_tokens > 0:
+        depth = paged_depth(context, profiler.profile, n_tokens, deep_s)
+    profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
+    took_s, share = clocks.end(options.n_batch)
+    logger.info("Measured batches in %.1f s.", took_s)
+    return replace(depth.added_to(profiler.profile, unified=False), share=share)
+
+
+def small_context(
+    model: Model, options: EngineOptions, n_ctx_slot: int, part: ModelPart = WHOLE
+) -> PagedContext:
+    """A context that is only profiled, of a model that is converted, or of some of its layers. Raises
+    ConfigError."""
+    path = converted_of(model, options.max_converted_bytes, progress.nowhere, part)
     paged = PagedOptions(
         n_sequences=options.n_slots,
         n_ctx_slot=options.n_ctx_slot,

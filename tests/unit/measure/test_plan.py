@@ -1,0 +1,79 @@
+"""A plan of stages: what nodes with so much memory hold and serve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("openvino", reason="corral[openvino] is not installed")
+
+from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.config.sizing import PROCESS_BYTES
+from serve_app.engine.autotune.cost_model import Profile
+from serve_app.errors import ConfigError
+from serve_app.measure import capacity
+from serve_app.measure.pipeline import MeasuredLayers
+from serve_app.measure.plan import PlanLoad, Planned, planned
+from serve_app.openvino.parts import ModelShape
+
+MIB = 2**20
+SHAPE = ModelShape((10 * MIB,) * 12, (0,) * 12, 0.0, 30 * MIB, 30 * MIB, (100,) * 12, 64, 1000)
+TIMES = MeasuredLayers(SHAPE, Profile({1: 0.1, 8: 0.15}, {16: 0.2, 512: 4.0}))
+LOAD = PlanLoad(8, 100, 50, 20.0, {"ttft_p95_s": 5.0, "itl_p95_ms": 500.0}, 2**17)
+
+
+_SHORT = ("--think", "1", "--max-tokens", "4", "--slo", "ttft_p95=50ms")
+
+
+def plan(nodes: int, stages: int, memory_mib: int = 400, network: float = 1.0) -> Planned:
+    return planned(
+        SHAPE,
+        TIMES,
+        LOAD,
+        nodes=nodes,
+        stages=stages,
+        memory_bytes=memory_mib * MIB + PROCESS_BYTES,
+        network_gbit=network,
+    )
+
+
+def test_chains_multiply_and_longer_ones_hold_more() -> None:
+    one, two, chain = plan(1, 1), plan(2, 1), plan(2, 2)
+    assert (two.slots, two.chains, two.context) == (16, 2, one.context)
+    assert two.tokens_per_s == 2 * one.tokens_per_s
+    assert two.users == 2 * one.users > 0
+    assert (chain.slots, chain.chains, chain.layers) == (16, 1, (8, 4))
+    assert plan(2, 2, 200).context > plan(1, 1, 200).context, "weights leave more of each node"
+    assert 1.5 < chain.tokens_per_s / one.tokens_per_s < 2
+    assert chain.user_tokens_per_s < one.user_tokens_per_s
+
+
+def test_a_slow_network_is_felt() -> None:
+    assert plan(2, 2, network=0.0001).first_token_s > 2 * plan(2, 2).first_token_s
+
+
+def test_a_model_without_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match="memory of 2 stages has no room"):
+        plan(2, 2, memory_mib=90)
+
+
+def test_the_command_prints_a_table_and_writes_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times, figures = tmp_path / "times.json", tmp_path / "plan.json"
+    times.write_bytes(msgspec.json.encode(TIMES))
+    words = ["plan", str(BUILTIN_MODEL), "--times", str(times), "--json", str(figures)]
+    capacity.main([*words, "--nodes", "1,2", "--network", "1,10", "--memory", "1", *_SHORT])
+    plans = json.loads(figures.read_text())
+    assert [(each["nodes"], each["network_gbit"]) for each in plans] == [
+        *((1, 1), (1, 10)),
+        *((2, 1), (2, 10)),
+    ]
+    assert plans[0].keys() == asdict(plan(1, 1)).keys()
+    assert capsys.readouterr().out.count("\n") == 2 + len(plans)
+    with pytest.raises(SystemExit, match="has no room"):
+        capacity.main([*words, "--memory", "0.5"])
