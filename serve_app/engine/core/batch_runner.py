@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from serve_app.engine.autotune.clocks import Clocks
@@ -20,20 +21,32 @@ from serve_app.types import Adapters, Sampled
 
 logger = logging.getLogger("corral.engine")
 
+# Passes follow each other as long as they end in so many seconds: what surrounds a pass takes as long as a
+# pass of a tiny model, and nobody sees whether tokens come one by one so fast.
+_AHEAD_S = 0.005
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class BatchResult:
     """The outcome of one batch: an error, or the sampled tokens of each chunk."""
 
     batch: Batch
     error: DecodeError | None = None
     """The reason why nothing was computed: see `Backend.decode`."""
-    sampled: SequenceOf[list[Sampled] | CorralError] = ()
+    sampled: list[list[Sampled] | CorralError] = field(default_factory=list)
     """The tokens of each chunk, or the reason why none could be picked: no other sequence ends for it."""
+    first_s: float = 0.0
+    """Seconds of the first pass, without sampling; `decode_s` are those of all."""
+    n_passes: int = 1
+    """The passes that were begun: the first, and those over the tokens that the pass before brought."""
     decode_s: float = 0.0
     sample_s: float = 0.0
     share: float | None = None
     """The part of their time that the threads had, if the costs can be learned from this batch."""
+
+
+Stream = tuple[Chunk, int, list[Sampled]]
+"""A decoding sequence's chunk, its row in the batch, and what was sampled behind it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,37 +67,87 @@ class BatchRunner:
         setup = self._backend.setup
         self._clocks = Clocks(setup.threads if setup.spins else None)
 
-    def run(self, batch: Batch) -> BatchResult:
-        """Decode a batch, and sample behind it. Raises what `Backend.decode` raises if it is broken."""
+    def run(self, batch: Batch, *, ahead: bool = False) -> BatchResult:
+        """Decode a batch, and sample behind it. Raises what `Backend.decode` raises if it is broken.
+
+        With `ahead`, short passes over the sampled tokens follow, if the batch has nothing but one token
+        of each stream: vLLM calls that multi-step scheduling.
+        """
         began, has_pending_copy = time.monotonic(), bool(self._backend.slots_with_pending_copy)
         self._clocks.begin()
-        try:
-            switches = self.use_adapters(batch.adapters)
-            self._decode(batch)
-        except DecodeError as error:
-            if isinstance(error, DecodeCancelledError):
-                self._charge(batch, time.monotonic() - began)
-            return BatchResult(batch, error)
-        decoded, (_, share) = time.monotonic(), self._clocks.end(len(batch.rows))
-        is_usual = not (has_pending_copy or switches or any(chunk.scored for chunk in batch.chunks))
-        self._charge(batch, decoded - began)
-        sampled = [self._sample(chunk) for chunk in batch.chunks]
-        sample_s = time.monotonic() - decoded
-        return BatchResult(
-            batch, None, sampled, decoded - began, sample_s, share if is_usual else None
+        with self._computing(batch):
+            try:
+                switches = self.use_adapters(batch.adapters)
+                self._decode(batch)
+            except DecodeError as error:
+                if isinstance(error, DecodeCancelledError):
+                    self._charge(batch, time.monotonic() - began)
+                return BatchResult(batch, error)
+            decoded, (_, share) = time.monotonic(), self._clocks.end(len(batch.rows))
+            is_usual = not (
+                has_pending_copy or switches or any(chunk.scored for chunk in batch.chunks)
+            )
+            result = BatchResult(batch, None, share=share if is_usual else None)
+            result.first_s = result.decode_s = decoded - began
+            result.sampled = [self._sample(chunk) for chunk in batch.chunks]
+            result.sample_s = time.monotonic() - decoded
+            if ahead and self._costs and (streams := _streams(result)):
+                self._run_ahead(result, streams, began + _AHEAD_S)
+        self._charge(batch, result.decode_s)
+        return result
+
+    def _run_ahead(self, result: BatchResult, streams: list[Stream], until: float) -> None:
+        """Add passes over the newest tokens, as long as the next one should end by `until`, all streams go
+        on, and no other thread wants anything. A pass that fails is left to the next step."""
+        batch, rows, now = result.batch, list(result.batch.rows), time.monotonic()
+        pass_s = max(result.decode_s, self._forecast_s(batch)) + result.sample_s
+        while now + pass_s <= until and self._go_on(streams):
+            for _, row, sampled in streams:
+                _, position, slot_id, _ = rows[row]
+                rows[row] = (sampled[-1].token, position + 1, slot_id, True)
+            result.n_passes += 1
+            began = now
+            try:
+                self._decode(replace(batch, rows=rows))
+            except DecodeError:
+                return
+            decoded = time.monotonic()
+            for chunk, _, sampled in streams:
+                if isinstance(behind := self._sample(chunk), CorralError):
+                    return
+                sampled += behind
+            now = time.monotonic()
+            result.decode_s += decoded - began
+            result.sample_s += now - decoded
+            pass_s = now - began
+
+    def _go_on(self, streams: list[Stream]) -> bool:
+        """Whether nobody waits, and each stream has another token to compute, and room behind it."""
+        is_eog = self._backend.vocabulary.is_eog
+        return not self._command_queue.has_come and all(
+            chunk.sequence.draft_room >= len(sampled)
+            and not (sampled[-1].complete or is_eog(sampled[-1].token))
+            for chunk, _, sampled in streams
         )
 
-    def _decode(self, batch: Batch) -> None:
+    def _forecast_s(self, batch: Batch) -> float:
         depth = self._costs.attended(batch.depth, batch.n_cells)
+        return self._costs.batch_s(len(batch.rows), depth)
+
+    @contextmanager
+    def _computing(self, batch: Batch) -> Iterator[None]:
+        with (
+            self._progress.computing(partial(self._forecast_s, batch)),
+            self._command_queue.computing([chunk.sequence for chunk in batch.chunks]),
+        ):
+            yield
+
+    def _decode(self, batch: Batch) -> None:
         try:
-            with (
-                self._progress.computing(partial(self._costs.batch_s, len(batch.rows), depth)),
-                self._command_queue.computing([chunk.sequence for chunk in batch.chunks]),
-            ):
-                if batch.span is None:
-                    self._backend.decode(batch.rows)
-                else:
-                    batch.span.decode(self._backend, batch.rows)
+            if batch.span is None:
+                self._backend.decode(batch.rows)
+            else:
+                batch.span.decode(self._backend, batch.rows)
         finally:
             for slot_id, end in batch.fillers:
                 self._backend.truncate(slot_id, end)
@@ -105,7 +168,7 @@ class BatchRunner:
 
     def learn(self, result: BatchResult) -> None:
         """Learn what a batch took. Its tokens need not wait for that."""
-        batch, seconds, share = result.batch, result.decode_s, result.share
+        batch, seconds, share = result.batch, result.first_s, result.share
         if share is None:
             return
         depth = self._costs.attended(batch.depth, batch.n_cells)
@@ -124,6 +187,17 @@ class BatchRunner:
         if not (chunk.scored or isinstance(sampled, CorralError)):
             chunk.sequence.sampling_cost.observe(len(sampled), seconds)
         return sampled
+
+
+def _streams(result: BatchResult) -> list[Stream]:
+    """The streams of a batch that has nothing but their newest tokens; empty for other batches."""
+    streams = [
+        (chunk, chunk.sample_row, sampled)
+        for chunk, sampled in zip(result.batch.chunks, result.sampled, strict=True)
+        if chunk.n_rows == 1 and chunk.sample_row is not None and not chunk.draft
+        if chunk.sequence.n_generated and not isinstance(sampled, CorralError)
+    ]
+    return streams if len(streams) == len(result.batch.chunks) else []
 
 
 def sample(chunk: Chunk) -> list[Sampled] | CorralError:

@@ -345,10 +345,15 @@ class CommandQueue:
             self._pending.deadline = min(deadline, self._pending.deadline or math.inf)
             self._changed.notify()
 
+    @property
+    def has_come(self) -> bool:
+        """Decoder thread: whether `take` has something."""
+        return bool(self._pending)
+
     def take(self, wait_s: float | None) -> PendingCommands:
         """Decoder thread: take what has come; sleep until something has, `wait_s` at most (None: ever).
         A burst that ends a sleep is taken as a whole."""
-        if wait_s == 0.0 and not self._pending:  # what comes now comes with the next step
+        if wait_s == 0.0 and not self.has_come:  # what comes now comes with the next step
             return _NOTHING
         with self._changed:
             if wait_s != 0.0 and self._changed.wait_for(lambda: self._pending, wait_s):

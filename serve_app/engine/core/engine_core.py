@@ -91,6 +91,8 @@ class EngineCore:
             backend, self.cache, self.scheduler, self.queue, self.budget, self.counts, outbox
         )
         self.runner = BatchRunner(backend, costs, progress, command_queue, self.queue)
+        self._runs_ahead = backend.draft is None and backend.traits.n_rewind >= options.n_batch
+        """Whether tokens can be computed before anybody has looked at the tokens before them."""
         self._postprocessor = Postprocessor(
             options,
             backend.vocabulary,
@@ -122,7 +124,7 @@ class EngineCore:
             guest.before_schedule(self)
         batches, results = self._schedule(), list[BatchResult]()
         for batch in batches:
-            results.append(self.runner.run(batch))  # decode and sample
+            results.append(self.runner.run(batch, ahead=self._runs_ahead and len(batches) == 1))
             if not self._postprocess(results[-1]):
                 break
         computed_s = self.budget.elapsed_s

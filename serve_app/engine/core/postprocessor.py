@@ -73,22 +73,22 @@ class Postprocessor:
 
     def apply(self, result: BatchResult) -> None:
         """Give each sequence of a batch that was computed its part of the result."""
-        self._counts.batches += 1
-        self._counts.busy_slots += len(result.batch.chunks)
+        self._counts.batches += result.n_passes
+        self._counts.busy_slots += result.n_passes * len(result.batch.chunks)
         self._counts.decode_s += result.decode_s
         self._counts.sample_s += result.sample_s
         for chunk, sampled in zip(result.batch.chunks, result.sampled, strict=True):
             if isinstance(sampled, CorralError):
                 self.end(chunk, sampled)
             else:
-                self._advance(chunk, sampled)
+                self._advance(chunk, sampled, result.n_passes)
 
     def end(self, chunk: Chunk, error: CorralError) -> None:
         """End a sequence that cannot go on, and drop its rows of the batch."""
         self._cache.drop_rows(chunk.sequence)
         self._outbox.end(chunk.sequence, FinishReason.ERROR, error)
 
-    def _advance(self, chunk: Chunk, sampled: list[Sampled]) -> None:
+    def _advance(self, chunk: Chunk, sampled: list[Sampled], n_passes: int) -> None:
         sequence = chunk.sequence
         sequence.advance(chunk.n_rows)
         if sequence.state is SequenceState.PREFILL:
@@ -97,11 +97,11 @@ class Postprocessor:
             if (progress := sequence.progress()) is not None:
                 self._outbox.put(sequence, progress)
         if sampled:
-            self._accept(chunk, sampled)
+            self._accept(chunk, sampled, n_passes)
         elif not sequence.n_pending:
             self._outbox.put(sequence, sequence.stop_at_prompt())
 
-    def _accept(self, chunk: Chunk, sampled: list[Sampled]) -> None:
+    def _accept(self, chunk: Chunk, sampled: list[Sampled], n_passes: int) -> None:
         sequence, n_ctx_slot = chunk.sequence, self._options.n_ctx_slot
         n_before = sequence.n_generated
         delta = sequence.accept(sampled, self._vocabulary, n_ctx_slot)
@@ -111,6 +111,11 @@ class Postprocessor:
             self._latencies.add("itl_s" if n_before else "ttft_s", sequence.trace.gap_s)
         if chunk.draft:
             self._check_draft(chunk, n_taken, len(sampled) - 1)
+        elif n_passes > 1:
+            n_fed = min(n_taken, len(sampled) - 1)
+            sequence.advance(n_fed)
+            if n_fed < n_passes - 1:
+                self._cache.drop_rows(sequence)
         self._outbox.put(sequence, delta)
         if (
             len(sequence.tokens) >= n_ctx_slot

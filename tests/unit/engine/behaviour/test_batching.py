@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -13,19 +15,22 @@ from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.engine import make_guests
-from serve_app.types import Accepted
+from serve_app.types import Accepted, FinishReason
 from tests.unit.engine.harness import (
     PATIENCE_S,
+    Inbox,
     WatchedBackend,
     ask,
     assert_only_own_tokens_were_fed,
     continuation,
+    endless,
     options,
     read,
     request,
     running,
     start,
     start_together,
+    submit,
 )
 
 
@@ -131,3 +136,83 @@ def test_a_long_prompt_keeps_to_the_stall_budget() -> None:
     # Batches take next to nothing here, and that is learned.
     assert loop.stats().costs.step_time["decode_ms"][1] < 10
     assert loop.stats().costs.step_time["prefill_ms"][8] < 10
+
+
+QUICK = Profile(dict.fromkeys((1, 2, 4), 1e-5), {8: 1e-5, 16: 1e-5})
+"""Passes that take less than what surrounds them."""
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes follow each other however slow this machine is."""
+    monkeypatch.setattr("serve_app.engine.core.batch_runner._AHEAD_S", PATIENCE_S)
+
+
+def quick(**kind: Any) -> WatchedBackend:
+    backend = WatchedBackend(n_slots=3, **kind)
+    backend.profile = QUICK
+    return backend
+
+
+@pytest.mark.usefixtures("ahead")
+def test_quick_passes_follow_each_other_in_one_step() -> None:
+    """As far as all go on: each has what it would have alone, and each end is told at once."""
+    backend = quick()
+    with running(backend, options(3, speculate=False)) as engine:
+        backend.hold()
+        inboxes = start(
+            engine, *(request(name, name * 3, max_tokens=n) for name, n in (("a", 20), ("b", 30)))
+        )
+        backend.resume()
+        for inbox, name, n in zip(inboxes, "ab", (20, 30), strict=True):
+            inbox.wait()
+            assert inbox.token_ids == continuation(name.encode() * 3, n)
+            assert len(inbox.deltas) <= 6
+        stats = engine.stats()
+        assert [slot.n_past for slot in stats.slots] == list(map(len, backend.slots))
+        assert stats.timing.steps < stats.timing.batches == len(backend.batches)
+    assert_only_own_tokens_were_fed(backend)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_a_pass_that_fails_is_computed_again_and_ends_one_sequence() -> None:
+    said = continuation(b"aaa", 20)
+    backend = quick(fail_on=(said[9],))
+    other = next(name for name in "bcdefgh" if said[9] not in continuation(name.encode() * 3, 20))
+    with running(backend, options(3, speculate=False)) as engine:
+        backend.hold()
+        bad, good = start(engine, *(request(n, n * 3, max_tokens=20) for n in ("a", other)))
+        backend.resume()
+        assert (bad.wait().reason, good.wait().reason) == (FinishReason.ERROR, FinishReason.LENGTH)
+    assert bad.token_ids == said[: said.index(said[9]) + 1]
+    assert good.token_ids == continuation(other.encode() * 3, 20)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_tokens_behind_a_stop_string_are_dropped() -> None:
+    said = bytes(continuation(b"abc", 40)).decode()
+    backend = quick()
+    with running(backend, options(3, speculate=False)) as engine:
+        inbox = ask(engine, request("a", "abc", max_tokens=40, stop=(said[9:12],)))
+        assert (inbox.text, inbox.end.reason) == (said[:9], FinishReason.STOP)
+        assert inbox.token_ids == list(said[:12].encode())
+        assert inbox.end.usage.completion_tokens == 12
+        assert engine.stats().slots[0].n_past == len(backend.slots[0]) == 3 + 12
+
+
+@pytest.mark.usefixtures("ahead")
+def test_passes_do_not_follow_each_other_when_somebody_comes() -> None:
+    second = Inbox()
+
+    def script(tokens: Sequence[int]) -> int:
+        if len(tokens) == 12 and bytes(tokens[:3]) == b"abc":
+            submit(engine, request("second", "xyz", max_tokens=2), second)
+        return endless(tokens)
+
+    backend = quick(script=script)
+    with running(backend, options(3, speculate=False)) as engine:
+        ask(engine, request("first", "abc", max_tokens=30))
+        second.wait()
+    came = next(i for i, batch in enumerate(backend.batches) if batch[-1][2] == 1)
+    assert [row[1] for row in backend.batches[came - 1]] == [12]  # of the step that begins both
+    assert_only_own_tokens_were_fed(backend)
