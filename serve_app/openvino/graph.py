@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import openvino
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 from openvino import opset13 as op
 from openvino.utils.node_factory import NodeFactory
@@ -40,6 +41,10 @@ _CLAMP, _GATE_SLOPE = np.float32(7), 1.702
 _FACTORY = NodeFactory("opset13")  # its function for attention knows no sinks
 
 Node = Any
+_Rows = tuple[str, NDArray[np.intp] | slice]
+"""The name of a matrix, and some of its rows."""
+_ALL = slice(None)
+_NONE = np.empty(0, np.float32)
 
 
 class LayerNotes(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -195,12 +200,11 @@ class _Graph:
         if not kind.gated:
             inner = self._activated(self._product(f"{block}ffn_up", hidden))
             return self._product(f"{block}ffn_down", inner)
+        matrices: list[_Rows] = [(f"{block}ffn_gate", _ALL), (f"{block}ffn_up", _ALL)]
         if kind.gate_in_up:
             n_ff = self._model.count("feed_forward_length")
-            gate = self._product(f"{block}ffn_up", hidden, np.arange(n_ff))
-            up = self._product(f"{block}ffn_up", hidden, np.arange(n_ff, 2 * n_ff))
-        else:
-            gate, up = (self._product(f"{block}ffn_{name}", hidden) for name in ("gate", "up"))
+            matrices = [(f"{block}ffn_up", slice(n_ff)), (f"{block}ffn_up", slice(n_ff, None))]
+        gate, up = self._products(hidden, matrices)
         return self._product(f"{block}ffn_down", op.multiply(self._activated(gate), up))
 
     def _activated(self, values: Node) -> Node:
@@ -243,16 +247,15 @@ class _Graph:
         return op.add(product, op.constant(self._model.vector(f"{name}.bias")[:, None]))
 
     def _with_shared(self, block: str, hidden: Node, added: Node) -> Node:
-        gate, up = (self._product(f"{block}ffn_{name}_shexp", hidden) for name in ("gate", "up"))
+        matrices: list[_Rows] = [(f"{block}ffn_{name}_shexp", _ALL) for name in ("gate", "up")]
+        gate, up = self._products(hidden, matrices)
         inner = self._product(f"{block}ffn_down_shexp", op.multiply(op.swish(gate), up))
         share = op.constant(self._model.vector(f"{block}ffn_gate_inp_shexp.weight")[:, None])
         return op.add(added, op.multiply(inner, op.sigmoid(op.matmul(hidden, share, False, False))))
 
     def _attention(self, block: str, index: int, notes: LayerNotes, hidden: Node) -> Node:
         n, n_kv, head = self._n_head, self._n_head_kv, self._head
-        query = self._heads(block, "q", hidden, n, self._order)
-        key = self._heads(block, "k", hidden, n_kv, self._order)
-        value = self._heads(block, "v", hidden, n_kv, np.arange(head))
+        query, key, value = self._heads(block, hidden)
         if notes.frequencies is not None:
             turns = self._turns[notes.frequencies]
             query, key = self._turned(query, turns), self._turned(key, turns)
@@ -289,26 +292,30 @@ class _Graph:
             size = model.count("embedding_length") // self._n_head
         return scale or 1 / math.sqrt(size)
 
-    def _heads(
-        self, block: str, name: str, hidden: Node, n_heads: int, order: NDArray[np.intp]
-    ) -> Node:
-        """Queries, keys or values; `order` is that of a head's dimensions."""
-        head, stem = self._head, f"{block}attn_{name}"
-        rows = (np.arange(n_heads)[:, None] * head + order).reshape(-1)
+    def _heads(self, block: str, hidden: Node) -> list[Node]:
+        """Queries, keys and values, by head."""
+        head, kinds = self._head, "qkv"
+        sizes = (self._n_head, self._n_head_kv, self._n_head_kv)
+        orders = (self._order, self._order, np.arange(head))
+        rows = [
+            (np.arange(n)[:, None] * head + order).reshape(-1)
+            for n, order in zip(sizes, orders, strict=True)
+        ]
+        matrices: list[_Rows] = [(f"{block}attn_{kinds[i]}", rows[i]) for i in range(3)]
         if self._model.has(f"{block}attn_qkv.weight"):
-            n_before = {"q": 0, "k": self._n_head, "v": self._n_head + self._n_head_kv}[name]
-            flat = self._product(f"{block}attn_qkv", hidden, n_before * head + rows)
-        else:
-            flat = self._product(stem, hidden, rows)
-        weights = None
-        if self._model.has(f"{stem}_norm.weight"):
-            weights = self._model.vector(f"{stem}_norm.weight")
-        if weights is not None and len(weights) > head:
-            flat = self._normed(flat, weights[rows])
-        heads = op.reshape(flat, _ints(0, 0, n_heads, head), True)
-        if weights is not None and len(weights) == head:
-            heads = self._normed(heads, weights[order])
-        return op.transpose(heads, op.constant(np.array([0, 2, 1, 3], np.int32)))
+            starts = np.cumsum([0, *sizes]) * head
+            matrices = [(f"{block}attn_qkv", starts[i] + rows[i]) for i in range(3)]
+        heads = []
+        for i, flat in enumerate(self._products(hidden, matrices)):
+            name = f"{block}attn_{kinds[i]}_norm.weight"
+            weights = self._model.vector(name) if self._model.has(name) else _NONE
+            if len(weights) > head:
+                flat = self._normed(flat, weights[rows[i]])
+            values = op.reshape(flat, _ints(0, 0, sizes[i], head), True)
+            if len(weights) == head:
+                values = self._normed(values, weights[orders[i]])
+            heads.append(op.transpose(values, op.constant(np.array([0, 2, 1, 3], np.int32))))
+        return heads
 
     def _turned(self, heads: Node, turns: _Turns) -> Node:
         half, end, step, axis = _ints(self._head // 2), _ints(2**63 - 1), _ints(1), _ints(3)
@@ -359,13 +366,35 @@ class _Graph:
         normed = op.multiply(values, op.divide(op.constant(np.float32(1)), root))
         return op.multiply(normed, op.constant(weights))
 
-    def _product(self, name: str, values: Node, rows: NDArray[np.intp] | None = None) -> Node:
-        """The product with rows of the matrix of that name, and of its bias if it has one."""
-        product = _times(values, self._model.take(f"{name}.weight"), rows)
-        if self._model.has(f"{name}.bias"):
-            bias = self._model.vector(f"{name}.bias")
-            product = op.add(product, op.constant(bias if rows is None else bias[rows]))
+    def _product(self, name: str, values: Node) -> Node:
+        """The product with the matrix of that name, and its bias if it has one."""
+        (product,) = self._products(values, [(name, _ALL)])
         return product
+
+    def _products(self, values: Node, matrices: Sequence[_Rows]) -> list[Node]:
+        """The products with rows of the matrices of these names, and their biases. Matrices of one format
+        are one product, as each product takes some time besides that of its weights."""
+        tensors = [self._model.take(f"{name}.weight") for name, _ in matrices]
+        by_kind: dict[GGMLQuantizationType, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            by_kind.setdefault(tensor.kind, []).append(i)
+        products: dict[int, Node] = {}
+        for kind, places in by_kind.items():
+            weights = [tensors[i].data[matrices[i][1]] for i in places]
+            product = _times(values, np.concatenate(weights), kind)
+            lengths = list(map(len, weights))
+            biases = [self._bias(*matrices[i], n) for i, n in zip(places, lengths, strict=True)]
+            if any(bias.any() for bias in biases):
+                product = op.add(product, op.constant(np.concatenate(biases)))
+            parts = [product]
+            if len(places) > 1:
+                parts = op.variadic_split(product, _int(-1), _ints(*lengths)).outputs()
+            products |= zip(places, parts, strict=True)
+        return [products[i] for i in range(len(matrices))]
+
+    def _bias(self, name: str, rows: NDArray[np.intp] | slice, n: int) -> NDArray[np.float32]:
+        has_bias = self._model.has(f"{name}.bias")
+        return self._model.vector(f"{name}.bias")[rows] if has_bias else np.zeros(n, np.float32)
 
 
 class _Decoder(_Graph):
@@ -411,7 +440,7 @@ class _Decoder(_Graph):
         if model.has("output.weight"):
             logits = self._product("output", hidden)
         else:
-            logits = _times(hidden, model.take("token_embd.weight"), None)
+            logits = self._product("token_embd", hidden)
         if self._kind.scaled:
             logits = _scaled(logits, 1 / model.value("logit_scale", 1.0))
         if cap := model.value("final_logit_softcapping", 0.0):
@@ -502,12 +531,11 @@ def _int(value: int) -> Node:
     return op.constant(np.int64(value))
 
 
-def _times(values: Node, tensor: Tensor, rows: NDArray[np.intp] | None) -> Node:
-    """The product with a matrix, or with some of its rows."""
-    data = tensor.data if rows is None else tensor.data[rows]
-    if not is_quantised(tensor.kind):
-        return op.matmul(values, _plain(floats(data, tensor.kind)), False, True)
-    matrix = quantised(data, tensor.kind)
+def _times(values: Node, data: NDArray[Any], kind: GGMLQuantizationType) -> Node:
+    """The product with a matrix."""
+    if not is_quantised(kind):
+        return op.matmul(values, _plain(floats(data, kind)), False, True)
+    matrix = quantised(data, kind)
     if matrix.offsets is not None:
         n_groups = matrix.codes.shape[1]
         matrix = matrix.with_sums()
