@@ -36,22 +36,25 @@ class MeasuredLayers:
         self, shape: ModelShape, layers: range, depth: int = 0
     ) -> Callable[[int, int], float]:
         """The seconds of a pass through these layers of a model, by its decode and prefill rows, behind
-        `depth` tokens. They are to what was measured as the bytes that are read. Of a prompt's rows, one
-        has logits."""
-        costs = CostModel(self.profile)
+        `depth` tokens. They are to what was measured as the bytes that are read. The output is computed of
+        decode rows, and of one row of a prompt."""
+        costs, is_last = CostModel(self.profile), layers.stop == len(shape.layer_bytes)
 
-        def share(n_rows: int, sampled: float) -> float:
-            read = shape.read_bytes(n_rows, sampled)[layers.start : layers.stop]
-            return sum(read) / sum(self.shape.read_bytes(n_rows, sampled))
+        def output_s(n_rows: int) -> float:
+            part = self.shape.output_bytes / sum(self.shape.read_bytes(n_rows))
+            return part * costs.decode_s(n_rows)
 
         @cache
         def seconds(n_decode: int, n_prefill: int) -> float:
-            total = 0.0
-            if n_decode:
-                total += share(n_decode, 1.0) * costs.decode_s(n_decode, depth)
+            n_rows, n_sampled = n_decode + n_prefill, n_decode or 1
             if n_prefill:
-                total += share(n_prefill, 1 / n_prefill) * costs.prefill_s(n_prefill, depth / 2)
-            return total
+                layers_s = costs.prefill_s(n_rows, depth / 2) - output_s(1)
+            else:
+                layers_s = costs.decode_s(n_rows, depth) - output_s(n_rows)
+            read = shape.read_bytes(n_rows, 0.0)[layers.start : layers.stop]
+            layers_s *= sum(read) / sum(self.shape.read_bytes(n_rows, 0.0))
+            of_output = shape.output_bytes / self.shape.output_bytes * is_last
+            return layers_s + of_output * output_s(n_sampled)
 
         return seconds
 
