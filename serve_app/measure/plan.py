@@ -3,10 +3,10 @@
     corral capacity plan MODEL.gguf --nodes 3,4 --memory 64 --network 1,10
 
 The times of some layers and of the output are measured on this machine, which the nodes are taken to be
-like, and kept in FILE. This machine needs no memory for the whole model. Each chain has as few stages as
-hold the model, and there are as many chains as nodes are enough for; with --one-chain, all nodes are one.
-Layers are divided as a first start does it. All else is simulated: engines, passes through all stages, and
-the network between them.
+like, and kept in FILE. A FILE of a smaller model with such weights will do, too: times are to each other as
+bytes. This machine needs no memory for the whole model. There are as many chains as nodes are enough for,
+which are as long as nodes are left; with --one-chain, all nodes are one. Layers are divided as a first
+start does it. All else is simulated: engines, passes through all stages, and the network between them.
 
 Tokens/s are those of all slots, and of a single user. Users are those who ask as --prompt-tokens,
 --max-tokens and --think say, and get what --slo says. A Markdown table goes to stdout.
@@ -237,7 +237,7 @@ def main(argv: Sequence[str]) -> None:
                 times,
                 load,
                 nodes=nodes,
-                stages=nodes if args.one_chain else fewest,
+                stages=nodes if args.one_chain else nodes // (nodes // fewest),
                 memory_bytes=args.memory * 2**30,
                 network_gbit=network,
             )
