@@ -84,7 +84,7 @@ class RayStore:
     async def prepare(self) -> None:
         """Start the actor, unless it is there. Raises nothing: who keeps a response starts it, too."""
         try:
-            if self.keeps_any and await self._found() is None:
+            if self.keeps_any:
                 await self._made()
         except Exception:
             logger.exception("The store of responses cannot be started")
@@ -95,10 +95,10 @@ class RayStore:
             return
         for pause_s in _RETRY_S:
             with suppress(ConnectionError):
-                await self._call(await self._found() or await self._made(), "put", *arguments)
+                await self._call(await self._made(), "put", *arguments)
                 return
             await asyncio.sleep(pause_s)
-        await self._call(await self._found() or await self._made(), "put", *arguments)
+        await self._call(await self._made(), "put", *arguments)
 
     async def append(self, appends: Sequence[LogAppend]) -> list[AppendResult]:
         actor = await self._found()
@@ -143,21 +143,19 @@ class RayStore:
         return answer
 
     async def _found(self) -> Any:
-        if self._actor is None:
-            async with self._finding:
-                if self._actor is None:
-                    with suppress(ValueError):
-                        named = asyncio.to_thread(ray.get_actor, self._name, _NAMESPACE)
-                        self._actor = await named
+        """The actor; None if there is none."""
+        async with self._finding:
+            if self._actor is None:
+                with suppress(ValueError):
+                    self._actor = await asyncio.to_thread(ray.get_actor, self._name, _NAMESPACE)
         return self._actor
 
     async def _made(self) -> Any:
         """The actor, started if it must be; with this ingress's bounds."""
         async with self._finding:
             if self._actor is None:
-                actor = await asyncio.to_thread(self._make)
-                actor.be.remote(self._bounds)
-                self._actor = actor
+                self._actor = await asyncio.to_thread(self._make)
+                self._actor.be.remote(self._bounds)
         return self._actor
 
     def _make(self) -> Any:
