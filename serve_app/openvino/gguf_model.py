@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from serve_app.errors import ConfigError
 from serve_app.openvino.architectures import ARCHITECTURES, Architecture
 from serve_app.openvino.parts import WHOLE, ModelPart, ModelShape, StageNode, divided
-from serve_app.openvino.weights import is_quantised, is_rounded, n_bytes
+from serve_app.openvino.weights import floats, is_quantised, is_rounded, n_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class GgufModel:
         part = self.part
         self.layers = part.layers or divided(self.shape, [StageNode()] * part.n_parts)[part.index]
         blocks = {f"blk.{i}" for i in self.layers}
-        elsewhere = set() if self.part.is_first else {"token_embd.weight"}
+        elsewhere = set() if part.is_whole else {"token_embd.weight"}  # see `EmbeddingRows`
         if self.part.is_last:
             elsewhere -= {self._output}
         else:
@@ -320,6 +320,18 @@ def _converted_bytes(tensor: Tensor) -> int:
     if tensor.data.ndim == 1:
         return 0
     return n_bytes(tensor.kind, tensor.n_weights, has_wide_zeros=tensor.data.ndim > 2)  # of experts
+
+
+class EmbeddingRows:
+    """The rows of a model's matrix of embeddings. The matrix stays in the file: a pass needs few rows."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        matrix = GgufModel(files).take("token_embd.weight")
+        self._data, self._kind = matrix.data, matrix.kind
+
+    def of(self, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
+        """The rows of these tokens."""
+        return floats(self._data[tokens], self._kind).astype(np.float32)
 
 
 def _block(name: str) -> str | None:

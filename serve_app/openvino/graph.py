@@ -28,7 +28,8 @@ from serve_app.openvino.weights import GROUP, Quantised, floats, is_quantised, q
 
 HIDDEN = "hidden_states"
 TOKENS, EMBEDS = "input_ids", "inputs_embeds"
-"""Inputs of decoders: tokens, or for a part that is not the first, hidden states of the part before it."""
+"""Inputs of decoders: tokens, or for a part of a model, hidden states of the part before it, or the rows of
+tokens in the matrix of embeddings."""
 VECTORS = "vectors"
 MASK, WINDOW_MASK = "mask", "window_mask"
 """Inputs of encoders: what is added to the scores of attention, for two tokens of each group."""
@@ -401,7 +402,7 @@ class _Decoder(_Graph):
     """A decoder's graph, with the keys and values that it keeps as its state."""
 
     def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
-        if model.part.is_first:
+        if model.part.is_whole:
             inputs = {TOKENS: op.parameter([-1, -1], np.int64, name=TOKENS)}
         else:
             shape = [-1, -1, model.count("embedding_length")]
@@ -416,7 +417,7 @@ class _Decoder(_Graph):
 
     def build(self) -> openvino.Model:
         part, notes = self._model.part, self._notes()
-        hidden = self._first() if part.is_first else self._inputs[EMBEDS]
+        hidden = self._first() if part.index == 0 else self._inputs[EMBEDS]
         hidden = self._layers(notes, hidden)
         result = op.result(self._logits(hidden) if part.is_last else hidden)
         result.output(0).set_names({"logits" if part.is_last else HIDDEN})
@@ -425,11 +426,14 @@ class _Decoder(_Graph):
         return graph
 
     def _first(self) -> Node:
-        """The hidden states of tokens before the first layer."""
+        """The hidden states before the first layer."""
         model, kind = self._model, self._kind
         width = model.count("embedding_length")
         scale = model.value("embedding_scale", 1.0) if kind.scaled else 1.0
-        embedded = self._embedded(model.take("token_embd.weight"))
+        if model.part.is_whole:
+            embedded = self._embedded(model.take("token_embd.weight"))
+        else:
+            embedded = self._inputs[EMBEDS]
         return _scaled(embedded, math.sqrt(width) if kind.normed_embeddings else scale)
 
     def _logits(self, hidden: Node) -> Node:

@@ -24,9 +24,14 @@ class ModelPart:
     """The layers of the part. None: all nodes count as equal, and `divided` says it."""
 
     @property
-    def is_first(self) -> bool:
-        """Whether the part makes hidden states of tokens."""
-        return self.index == 0
+    def is_whole(self) -> bool:
+        """Whether the part is the model."""
+        return self.n_parts == 1
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Whether the part begins with rows of the embeddings' matrix, which is not in its graph."""
+        return self.index == 0 and not self.is_whole
 
     @property
     def is_last(self) -> bool:

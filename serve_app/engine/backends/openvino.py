@@ -42,6 +42,7 @@ from serve_app.openvino.convert import converted_of, unserved, versions
 from serve_app.openvino.encoder import Encoder
 from serve_app.openvino.exported.files import WEIGHTS, is_graph
 from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_file
+from serve_app.openvino.gguf_model import EmbeddingRows
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType, check_cache_type
 from serve_app.openvino.paged.context import PagedContext
@@ -198,7 +199,8 @@ class OpenVinoBackend:
             layers = PagedModel(path, model.n_vocab, paged)
         else:
             paged = replace(paged, context=chain.part.index, n_contexts=chain.part.n_parts)
-            chain.open(partial(PagedModel, path, model.n_vocab, paged))
+            embeddings = EmbeddingRows(model.files) if chain.part.reads_embeddings else None
+            chain.open(partial(PagedModel, path, model.n_vocab, paged, embeddings))
             layers = chain
         self._context = context = PagedContext(layers, model, paged)
         context.warm_up()

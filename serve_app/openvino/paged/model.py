@@ -17,6 +17,7 @@ import openvino
 from numpy.typing import NDArray
 
 from serve_app.errors import ConfigError, DecodeCancelledError, DecodeError
+from serve_app.openvino.gguf_model import EmbeddingRows
 from serve_app.openvino.graph import EMBEDS, HIDDEN, TOKENS
 from serve_app.openvino.paged import compiling, shifts
 from serve_app.openvino.paged.blocks import BLOCK
@@ -64,7 +65,15 @@ class PagedModel:
     """Compiled layers and their cache. Only one thread, always the same, may use it; any may call `cancel`.
     Raises ConfigError if the model cannot be compiled."""
 
-    def __init__(self, path: Path, n_vocab: int, options: PagedOptions) -> None:
+    def __init__(
+        self,
+        path: Path,
+        n_vocab: int,
+        options: PagedOptions,
+        embeddings: EmbeddingRows | None = None,
+    ) -> None:
+        """`embeddings` are for the first of several parts."""
+        self._embeddings = embeddings
         self._weights = path.with_suffix(".bin")
         self.weights_bytes = self._weights.stat().st_size
         graph = compiling.read(path, options.frequencies, n_vocab)  # which has the file mapped
@@ -143,6 +152,8 @@ class PagedModel:
         request = self._request
         assert request is not None
         inputs = {name: array for name, array in values.items() if name in self._inputs}
+        if self._embeddings is not None:
+            inputs[EMBEDS] = self._embeddings.of(values[TOKENS])
         try:
             compiling.infer(request, inputs)
         except DecodeError:
