@@ -34,7 +34,15 @@ from serve_app.config.sources import (
     ModelSource,
     ProjectorSource,
 )
-from serve_app.engine.backends.draft_model import N_CTX, check_draft, check_own_layers, slot_bytes
+from serve_app.engine.backends.draft_model import (
+    N_CTX,
+    N_EAGLE_LAYERS,
+    check_draft,
+    check_own_layers,
+    check_target,
+    slot_bytes,
+    states_bytes,
+)
 from serve_app.errors import ConfigError
 from serve_app.ingress.generation.sampling_fields import given
 from serve_app.llama.model import Model
@@ -441,6 +449,7 @@ def _with_draft(
 ) -> ModelNeeds:
     """The target's needs, with its draft model's. Raises ConfigError for a draft that cannot propose for
     it."""
+    check_target(target)
     if model.engine.draft is not None and model.engine.draft.own_layers:
         check_own_layers(target)
         return replace(needs, draft_bytes=slot_bytes(target, N_CTX))
@@ -458,7 +467,9 @@ def _with_draft(
             raise
         return needs
     check_draft(target, draft)
-    return needs.with_draft(ModelNeeds.of(draft), N_CTX)
+    needs = needs.with_draft(ModelNeeds.of(draft), N_CTX)
+    n_states = states_bytes(target, N_EAGLE_LAYERS) if draft.is_eagle else 0
+    return replace(needs, draft_bytes=needs.draft_bytes + n_states)
 
 
 def _vocabulary(source: ModelSource, downloads: DownloadsConfig) -> Path:

@@ -49,6 +49,15 @@ _POOLINGS: dict[Pooling, int] = {
 }
 _sample_of_few = library.brief(llama_cpp.llama_sampler_sample)
 _logits_of_row = library.brief(llama_cpp.llama_get_logits_ith)
+# Functions of llama-ext.h, which have C++ names.
+_tell_layer = library.function(
+    "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
+    *(None, llama_cpp.llama_context_p_ctypes, ctypes.c_uint32, ctypes.c_bool),
+)
+_states_of_layer = library.function(
+    "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
+    *(ctypes.POINTER(ctypes.c_float), llama_cpp.llama_context_p_ctypes, ctypes.c_uint32),
+)
 _COMPUTE_BUFFER = re.compile(r"compute buffer size = +([\d.]+) MiB")
 
 
@@ -122,7 +131,10 @@ class ContextOptions:
     cache_type_v: CacheType = "f16"
     pooling: Pooling | None = None
     """The pooling of a context that makes embeddings; every row must want them."""
-    tells_hidden: bool = False
+    hidden_layers: tuple[int, ...] = ()
+    """The layers whose input `hidden` tells; the number of layers stands for the last one's output."""
+    other: Context | None = None
+    """A context of the model whose embeddings and output the model shares, if it has none."""
     n_rs_seq: int = 0
     """Past states of recurrent layers that each sequence keeps, if `Model.can_roll_back`."""
     stored_from: int | None = None
@@ -145,9 +157,12 @@ class Context:
     """
 
     _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_DEFAULT
+    _TELLS_ALL = True
+    """Whether the hidden states of all rows are told, and not only of rows that want logits."""
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
         self.model, self._options = model, options
+        self.pointer: Any = None
         self.n_ctx_slot, self._n_batch = options.n_ctx_slot, options.n_batch
         self._n_ctx_share = options.n_ctx_share or options.n_ctx_slot
         self._stored_from = options.stored_from or sys.maxsize
@@ -165,6 +180,8 @@ class Context:
         params.swa_full = False
         params.no_perf = True
         params.ctx_type = self._KIND
+        if options.other is not None:
+            params.ctx_other = options.other.pointer
         if options.pooling is not None:
             params.embeddings = True
             params.pooling_type = _POOLINGS[options.pooling]
@@ -197,8 +214,11 @@ class Context:
             int(float(found[1]) * 2**20) for found in map(_COMPUTE_BUFFER.search, lines) if found
         )
         """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
-        if self._options.tells_hidden:
-            llama_cpp_ext.llama_set_embeddings_nextn(self.pointer, True, False)
+        for layer in self._options.hidden_layers:
+            if layer == self.model.n_layer:
+                llama_cpp_ext.llama_set_embeddings_nextn(self.pointer, True, not self._TELLS_ALL)
+            else:
+                _tell_layer(self.pointer, layer, True)
         self._measure_cache(lines)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
@@ -315,7 +335,7 @@ class Context:
         n_positions = n_rows * self.model.n_dimensions
         if not 0 < n_rows <= self._n_batch or len(positions) != n_positions:
             raise DecodeError(f"A batch of {n_rows} embeddings at {len(positions)} positions.")
-        batch, _kept = _batch_of(seq_id, embeddings, positions, wants=self._params.embeddings)
+        batch, _kept = batch_of(seq_id, embeddings, positions, wants=self._params.embeddings)
         try:
             if not causal:
                 llama_cpp.llama_set_causal_attn(self.pointer, False)
@@ -378,10 +398,23 @@ class Context:
         return self._views[address]
 
     def hidden(self, n_rows: int) -> NDArray[np.float32]:
-        """The last hidden states of the `n_rows` rows of the last decoded batch, which a model's own
-        prediction layers are fed. Only with `tells_hidden`. A view, good until the next `decode`."""
-        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.pointer)
-        return np.ctypeslib.as_array(pointer, shape=(n_rows, self.model.n_embd))
+        """The hidden states of the `n_rows` rows of the last decoded batch at the places that
+        `hidden_layers` names, side by side. Good until the next `decode`."""
+        pointers = [
+            llama_cpp_ext.llama_get_embeddings_nextn(self.pointer)
+            if layer == self.model.n_layer
+            else _states_of_layer(self.pointer, layer)
+            for layer in self._options.hidden_layers
+        ]
+        shape = (n_rows, self.n_hidden // len(pointers))
+        states = [np.ctypeslib.as_array(pointer, shape=shape) for pointer in pointers]
+        return states[0] if len(states) == 1 else np.concatenate(states, 1)
+
+    @property
+    def n_hidden(self) -> int:
+        """The numbers that `hidden` has for each row."""
+        width = int(llama_cpp.llama_model_n_embd_out(self.model.pointer))
+        return width * len(self._options.hidden_layers)
 
     def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
         """The token that a chain of llama.cpp's samplers picks by the logits of a row of the last decoded
@@ -559,7 +592,7 @@ def _padded(n_tokens: int) -> int:
     return -(-n_tokens // _CELL_PADDING) * _CELL_PADDING
 
 
-def _batch_of(
+def batch_of(
     seq_id: int, embeddings: NDArray[np.float32], positions: NDArray[np.int32], *, wants: bool
 ) -> tuple[llama_cpp.llama_batch, object]:
     """Embeddings of one sequence as a batch that wants results of all rows or of none, and what must be

@@ -48,12 +48,23 @@ _POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
 # Source: llama.cpp, `llm_arch_supports_rs_rollback`.
 _ROLLED_BACK = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
 _ROLLED_BACK_SLOWLY = frozenset(
-    {"bailingmoe3", "glm5-next", "kimi-k3", "qwen35", "qwen35moe", "qwen4exp"}
+    {"bailingmoe3", "deepseek4", "glm5-next", "kimi-k3", "qwen35", "qwen35moe", "qwen4exp"}
 )
 # Kinds of rotary positions with a row and a column (M-RoPE).
 _SEVERAL_DIMENSIONS = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
 # More than names of metadata have.
 _NAME_BYTES = 256
+
+EAGLE = "eagle3"
+# Functions of llama-ext.h, which have C++ names.
+_target_layers = library.function(
+    "_Z28llama_model_target_layer_idsPK11llama_model",
+    *(ctypes.POINTER(ctypes.c_int32), llama_cpp.llama_model_p_ctypes),
+)
+_n_target_layers = library.function(
+    "_Z30llama_model_target_layer_ids_nPK11llama_model",
+    *(ctypes.c_uint32, llama_cpp.llama_model_p_ctypes),
+)
 
 _is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
 
@@ -144,9 +155,13 @@ class Model:
         """The weights as the file has them, once a context computes batches of many rows over them."""
         # Not at exit: a decoder thread may still be running then.
         weakref.finalize(self, llama_cpp.llama_model_free, pointer).atexit = False
-        if llama_cpp.llama_model_has_encoder(pointer):  # as T5, whose decoder sees no prompt itself
+        self.architecture = self.meta("general.architecture") or ""
+        self.is_eagle = self.architecture == EAGLE
+        """Whether it is no model, but a head that guesses by another model's hidden states."""
+        if llama_cpp.llama_model_has_encoder(pointer) and not self.is_eagle:
+            # T5's decoder sees no prompt itself.
             raise ConfigError(
-                f"{self.path} is of the architecture {self.meta('general.architecture')}, with an encoder "
+                f"{self.path} is of the architecture {self.architecture}, with an encoder "
                 "for prompts: Corral serves models that are a decoder alone, or BERT's kind for embeddings."
             )
         self._vocab = llama_cpp.llama_model_get_vocab(pointer)
@@ -189,7 +204,6 @@ class Model:
         return default if value is None else int(value)
 
     def _read_metadata(self) -> None:
-        self.architecture = self.meta("general.architecture") or ""
         self.n_bytes = int(self.meta(N_BYTES) or llama_cpp.llama_model_size(self.pointer))
         """Bytes of its weights."""
         self.n_params = int(self.meta(N_PARAMS) or llama_cpp.llama_model_n_params(self.pointer))
@@ -265,6 +279,11 @@ class Model:
             return list(found)[:n_layer] if isinstance(found, list) else [heads] * n_layer
         every = self.meta_int("full_attention_interval", 1)
         return [heads if i % every == every - 1 else 0 for i in range(n_layer)]
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """The layers of another model whose input a head reads. Not with `vocab_only`."""
+        return tuple(_target_layers(self.pointer)[: _n_target_layers(self.pointer)])
 
     @property
     def n_cache_layers(self) -> int:

@@ -31,7 +31,7 @@ _USAGE_WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 _OBJECT_BYTES = 32
 
 
-class _Tensor(ctypes.Structure):
+class GgmlTensor(ctypes.Structure):
     """llama.cpp's `ggml_tensor`."""
 
     _fields_ = (
@@ -52,7 +52,7 @@ class _Tensor(ctypes.Structure):
     )
 
 
-class _GgufParams(ctypes.Structure):
+class GgufParams(ctypes.Structure):
     """llama.cpp's `gguf_init_params`: no tensors are made."""
 
     _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
@@ -73,7 +73,7 @@ class StoredWeights:
 
     def __init__(self, model: Model) -> None:
         if library.function("ggml_tensor_overhead", ctypes.c_size_t)() != (
-            _OBJECT_BYTES + ctypes.sizeof(_Tensor)
+            _OBJECT_BYTES + ctypes.sizeof(GgmlTensor)
         ):
             raise ConfigError(
                 "This llama.cpp has tensors of another kind: weights have one layout."
@@ -112,8 +112,8 @@ class StoredWeights:
             buffer, _USAGE_WEIGHTS
         )
         pointer, index = ctypes.c_void_p, ctypes.c_int64
-        read = library.function("gguf_init_from_file", pointer, ctypes.c_char_p, _GgufParams)
-        header = read(os.fsencode(path), _GgufParams(True, None))
+        read = library.function("gguf_init_from_file", pointer, ctypes.c_char_p, GgufParams)
+        header = read(os.fsencode(path), GgufParams(True, None))
         name = library.function("gguf_get_tensor_name", ctypes.c_char_p, pointer, index)
         size, offset = (
             library.function(f"gguf_get_tensor_{number}", ctypes.c_size_t, pointer, index)
@@ -126,14 +126,14 @@ class StoredWeights:
         library.function("gguf_free", None, pointer)(header)
 
 
-def _repacked(model: Model) -> list[_Tensor]:
+def _repacked(model: Model) -> list[GgmlTensor]:
     """The tensors that llama.cpp repacked: the graph of an aborted pass over one row shows them."""
-    repacked: dict[int, _Tensor] = {}
+    repacked: dict[int, GgmlTensor] = {}
 
     def look(node: int, _ask: bool, _user_data: object) -> bool:
-        address = _Tensor.from_address(node).src[0]
-        if address and _Tensor.from_address(address).extra:
-            repacked[address] = _Tensor.from_address(address)
+        address = GgmlTensor.from_address(node).src[0]
+        if address and GgmlTensor.from_address(address).extra:
+            repacked[address] = GgmlTensor.from_address(address)
         return False
 
     params = llama_cpp.llama_context_default_params()

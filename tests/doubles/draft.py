@@ -24,13 +24,13 @@ class FakeDraft:
         n_ctx: int = 64,
         profile: Profile = CHEAP,
         fail_on: Iterable[int] = (),
-        own_layers: bool = False,
+        reads_states: bool = False,
     ) -> None:
         self.n_ctx = n_ctx
         self.n_batch = 256
         self.profile = profile
         self.slots: list[list[int]] = [[] for _ in range(n_slots)]
-        self.own_layers = own_layers
+        self.reads_states = reads_states
         self.unknown = [0] * n_slots
         """The tokens at the beginning of each slot's text that cannot be fed."""
         self.batches: list[list[Row]] = []

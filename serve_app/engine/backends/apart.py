@@ -39,7 +39,11 @@ def apart(function: Callable[..., _Result], *arguments: object) -> _Result:
                 stdout=subprocess.DEVNULL,
                 timeout=_LIMIT_S,
                 check=False,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=os.environ
+                | {
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "GGML_NO_BACKTRACE": "1",  # one line says why llama.cpp ends the process
+                },
             )
         except subprocess.TimeoutExpired:
             raise EngineFailedError(f"A measurement took more than {_LIMIT_S:.0f} s.") from None

@@ -148,10 +148,10 @@ GUESSED = -1
 
 class DraftModel(Protocol):
     """A model that proposes tokens, with a cache of its own: a small one of the same vocabulary
-    (`serve_app.engine.backends.draft_model.LlamaDraft`), or the other model's own prediction layers
-    (`serve_app.engine.backends.draft_model.OwnLayers`)."""
+    (`serve_app.engine.backends.draft_model.LlamaDraft`), or layers that read the other model's hidden
+    states (`serve_app.engine.backends.draft_model.GuessingDraft`)."""
 
-    own_layers: bool
+    reads_states: bool
     """Whether it goes by the other model's hidden states."""
 
     def first_fed(self, seq_id: int) -> int:

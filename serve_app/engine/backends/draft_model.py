@@ -1,4 +1,4 @@
-"""The draft models of the real backend: another GGUF file, or the model's own prediction layers (MTP)."""
+"""The draft models of llama.cpp's backend: another GGUF file, or layers that read hidden states."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFReader
 
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.profiler import Profiler, in_turns
+from serve_app.engine.backends.apart import apart
 from serve_app.engine.backends.base import GUESSED, MemoryUse, Row
 from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, DecodeError, EngineFailedError
 from serve_app.llama import library
 from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.formats import Threads
+from serve_app.llama.hidden_states import (
+    EagleContext,
+    GuessingContext,
+    HiddenStates,
+    OwnLayersContext,
+    States,
+)
 from serve_app.llama.model import Model
-from serve_app.llama.own_layers import HiddenStates, OwnLayersContext, States
 
 logger = logging.getLogger("corral.engine")
 
@@ -39,7 +45,7 @@ _MOST_PADDED = 128
 class LlamaDraft:
     """Proposes tokens by a context of its own."""
 
-    own_layers = False
+    reads_states = False
 
     def __init__(
         self, model: Model, context: Context, n_vocab: int, options: EngineOptions, threads: Threads
@@ -56,13 +62,7 @@ class LlamaDraft:
     def _measure(self, options: EngineOptions, threads: Threads) -> Profile:
         if options.profile_limit_s <= 0:
             return Profile()
-        folder = options.profile_folder
-        name = profile_cache.key(
-            options,
-            draft=self._model.fingerprint().hex(),
-            own_layers=self.own_layers,
-            llama_cpp=library.version(),
-        )
+        folder, name = options.profile_folder, _kept_as(options, *self._models())
         kept = profile_cache.load(folder, name, Profile)
         if kept is not None:
             return kept
@@ -80,6 +80,9 @@ class LlamaDraft:
             profile_cache.save(folder, name, profiler.profile)
         logger.info("Measured the draft model %s.", self._model.path.name)
         return profiler.profile
+
+    def _models(self) -> tuple[Model, ...]:
+        return (self._model,)
 
     def first_fed(self, seq_id: int) -> int:
         return 0
@@ -103,18 +106,56 @@ class LlamaDraft:
         )
 
 
-def open_draft(target: Model, path: Path, options: EngineOptions, threads: Threads) -> LlamaDraft:
-    """A model of another file. Raises ConfigError if it cannot be loaded, or propose for that one."""
-    model = Model(path, load_mode=options.load_mode)
+def _kept_as(options: EngineOptions, *models: Model) -> str:
+    """The name of the profile of a draft that depends on these models."""
+    return profile_cache.key(
+        options,
+        draft="".join(model.fingerprint().hex() for model in models),
+        own_layers=options.own_layers,
+        llama_cpp=library.version(),
+    )
+
+
+def open_draft(
+    target: Model, model: Model | None, options: EngineOptions, threads: Threads
+) -> LlamaDraft | None:
+    """Make the draft that the options name, which `hidden_layers` found able. `model` is that of another
+    file."""
+    if options.own_layers:
+        sizes = replace(_context_options(options), hidden_layers=(target.n_layer,))
+        return GuessingDraft(target, target, OwnLayersContext(target, sizes), options, threads)
+    if model is None:
+        return None
+    if model.is_eagle:
+        # The engine's context may be remade, so another one lends the target's embeddings and output.
+        lender = Context(target, _ONE_ROW)
+        sizes = replace(_context_options(options), hidden_layers=(model.n_layer,), other=lender)
+        return GuessingDraft(target, model, EagleContext(model, sizes), options, threads)
+    context = Context(model, _context_options(options))
+    return LlamaDraft(model, context, min(target.n_vocab, model.n_vocab), options, threads)
+
+
+def hidden_layers(target: Model, model: Model | None, options: EngineOptions) -> tuple[int, ...]:
+    """The layers of the target whose input its draft reads; see `ContextOptions`. Raises ConfigError if the
+    draft cannot propose for the target."""
+    check_target(target)
+    if options.own_layers:
+        check_own_layers(target)
+        _try(target, target, options)
+        return (target.n_layer,)
+    if model is None:
+        return ()
     check_draft(target, model)
+    if model.is_eagle:
+        _try(target, model, options)
+        return model.target_layers
     n_ctx, _ = _sizes(options)
     if 0 < model.window < n_ctx:
         raise ConfigError(
-            f"engine.draft: {path.name} looks back on {model.window} tokens only, and could not take "
+            f"engine.draft: {model.path.name} looks back on {model.window} tokens only, and could not take "
             "back what it proposed."
         )
-    context = Context(model, _context_options(options))
-    return LlamaDraft(model, context, min(target.n_vocab, model.n_vocab), options, threads)
+    return ()
 
 
 def _context_options(options: EngineOptions) -> ContextOptions:
@@ -135,6 +176,14 @@ def _sizes(options: EngineOptions) -> tuple[int, int]:
     return max(_LEAST_CTX, min(N_CTX, options.n_ctx_slot)), max(_N_BATCH, options.n_slots)
 
 
+def check_target(target: Model) -> None:
+    """Raises ConfigError if that is a head for another model. The vocabulary is enough."""
+    if target.is_eagle:
+        raise ConfigError(
+            f"{target.path.name} is a draft for another model. Name it in engine.draft."
+        )
+
+
 def check_draft(target: Model, draft: Model) -> None:
     """Raises ConfigError if the draft cannot propose for the target. Vocabularies are enough."""
     able = (
@@ -147,6 +196,12 @@ def check_draft(target: Model, draft: Model) -> None:
                 f"engine.draft: {model.path.name} cannot take back {lack}, as its layers are recurrent "
                 "or it makes embeddings only. Leave out the draft."
             )
+    width = draft.meta_int("target_hidden_size", target.n_embd)
+    if draft.is_eagle and width != target.n_embd:
+        raise ConfigError(
+            f"engine.draft: {draft.path.name} reads hidden states of {width} numbers, and those of "
+            f"{target.path.name} have {target.n_embd}."
+        )
     if target.vocabulary_key == draft.vocabulary_key:
         return
     reason = f"it has {draft.n_vocab} tokens, and {target.path.name} {target.n_vocab}"
@@ -163,96 +218,142 @@ def check_draft(target: Model, draft: Model) -> None:
     )
 
 
-# -- the model's own prediction layers ------------------------------------------------------------
+# -- layers that read the model's hidden states ----------------------------------------------------
 
-# Architectures that take back tokens, whose prediction layers llama.cpp computes, and which tell the hidden
-# states of all rows. llama.cpp ends the process where a file of the first ones has several layers.
-_SINGLE = frozenset(
-    {"cohere2moe", "deepseek2", "deepseek32", "glm-dsa", "glm4moe", "qwen35", "qwen35moe"}
-)
-_SEVERAL = frozenset({"hy_v3"})
-_NONE = "engine.draft.own_layers: {} has no prediction layers of its own."
-_PROJECTION = "nextn.eh_proj.weight"
+_N_STATES = N_CTX // 2
+"""The last tokens of each slot whose hidden states are there."""
+
+N_EAGLE_LAYERS = 3
+"""The layers whose input an EAGLE-3 head reads."""
 
 
 def slot_bytes(target: Model, n_ctx: int) -> int:
     """The bytes of one slot: cells of one layer, and the hidden states of half as many tokens."""
     cells = sum(target.cache_elements) // max(1, target.n_cache_layers) * n_ctx
-    return 2 * cells + 4 * target.n_embd * n_ctx // 2
+    return 2 * cells + states_bytes(target, 1)
 
 
-class OwnLayers(LlamaDraft):
-    """The first of a model's own prediction layers. It is fed the model's hidden states: those of the last
-    tokens that it computed."""
+def states_bytes(target: Model, n_layers: int) -> int:
+    """The bytes of one slot's hidden states, of so many layers."""
+    return 4 * target.n_embd * n_layers * _N_STATES
 
-    own_layers = True
 
-    def __init__(self, target: Model, options: EngineOptions, threads: Threads) -> None:
-        """Raises ConfigError if that has none that could be used."""
-        check_own_layers(target)
-        if not _has_projection(target):
-            raise ConfigError(_NONE.format(target.path.name))
-        sizes = replace(_context_options(options), tells_hidden=True)
-        self._context: OwnLayersContext = OwnLayersContext(target, sizes)
+class GuessingDraft(LlamaDraft):
+    """Layers that are fed a model's hidden states of the last tokens that it computed, and their own states
+    behind a guess: the model's own prediction layers, of which the first guesses, or an EAGLE-3 head."""
+
+    reads_states = True
+
+    def __init__(
+        self,
+        target: Model,
+        model: Model,
+        context: GuessingContext,
+        options: EngineOptions,
+        threads: Threads,
+    ) -> None:
+        self._context: GuessingContext = context
         self._guessed: dict[int, States] = {}
-        self._n_slots = options.n_slots
-        self.states = HiddenStates(options.n_slots, N_CTX // 2, target.n_embd)
-        super().__init__(target, self._context, target.n_vocab, options, threads)
+        self._n_slots, self._target = options.n_slots, target
+        width = context.n_hidden
+        if model is not target:
+            width = len(model.target_layers) * target.n_embd
+        self.states = HiddenStates(options.n_slots, _N_STATES, width)
+        super().__init__(model, context, target.n_vocab, options, threads)
+
+    def _models(self) -> tuple[Model, ...]:
+        return (self._target, self._model)
 
     def first_fed(self, seq_id: int) -> int:
         return self.states.first_fed(seq_id)
 
     def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
-        fed = [
-            self._guessed[row[2]] if place == GUESSED else self.states.before(row[2], place)
-            for row, place in zip(rows, places, strict=True)
-        ]
-        self._context.decode(rows, np.stack(fed))
-        states = self._context.hidden(len(rows))
-        for (*_, seq_id, wants_logits), state in zip(rows, states, strict=True):
+        known = [i for i, place in enumerate(places) if place != GUESSED]
+        fed = np.empty((len(rows), self._context.n_hidden), np.float32)
+        if known:
+            states = np.stack([self.states.before(rows[i][2], places[i]) for i in known])
+            fed[known] = self._context.encoded(states)
+        for i, (row, place) in enumerate(zip(rows, places, strict=True)):
+            if place == GUESSED:
+                fed[i] = self._guessed[row[2]]
+        self._context.decode(rows, fed)
+        for i, (*_, seq_id, wants_logits) in enumerate(rows):
             if wants_logits:
-                self._guessed[seq_id] = state.copy()
+                self._guessed[seq_id] = self._context.state(i).copy()
 
     @property
     def memory(self) -> MemoryUse:
-        """The memory of context and states: the weights are the model's."""
+        """The memory of context and states, and of weights that are not the model's."""
         of_slot = self.states.n_bytes // self._n_slots
         held = super().memory
         return replace(
             held,
-            weights_bytes=0,
+            weights_bytes=0 if self._model is self._target else held.weights_bytes,
             cache_bytes=held.cache_bytes + self.states.n_bytes,
             cache_bytes_per_slot=held.cache_bytes_per_slot + of_slot,
         )
 
 
+_ONE_ROW = ContextOptions(n_seq_max=1, n_ctx_slot=1, n_batch=1, threads=1, flash_attn=True)
+
+
 def check_own_layers(target: Model) -> None:
     """Raises ConfigError if a model has no prediction layers of its own that could propose for it, by its
     metadata. The vocabulary is enough."""
-    name, architecture = target.path.name, target.architecture
+    name = target.path.name
     if not target.n_own_layers:
-        raise ConfigError(_NONE.format(name))
+        raise ConfigError(f"engine.draft.own_layers: {name} has no prediction layers of its own.")
     if target.is_recurrent and not target.can_roll_back:
         raise ConfigError(
             f"engine.draft.own_layers: {name} cannot take back tokens that were wrong, as its layers are "
             "recurrent. Leave out the draft."
         )
-    if architecture not in _SEVERAL | _SINGLE:
-        raise ConfigError(
-            f"engine.draft.own_layers: llama.cpp does not compute the prediction layers of {name}: it does "
-            f"so for the architectures {', '.join(sorted(_SEVERAL | _SINGLE))}."
-        )
-    if target.n_own_layers > 1 and architecture in _SINGLE:
-        raise ConfigError(
-            f"engine.draft.own_layers: {name} has {target.n_own_layers} prediction layers, of which "
-            f"llama.cpp computes one for the architecture {architecture}."
-        )
 
 
-def _has_projection(target: Model) -> bool:
-    """Some files tell of layers that were left out, without which llama.cpp would end the process."""
-    return any(
-        tensor.name.endswith(_PROJECTION)
-        for path in target.files
-        for tensor in GGUFReader(path).tensors
+def _try(target: Model, model: Model, options: EngineOptions) -> None:
+    """Raises ConfigError if llama.cpp does not compute layers that read hidden states. Some graphs end the
+    process where a file lacks tensors or has several layers, or do not tell the states. So another process
+    tries, unless there is a profile of an earlier start."""
+    kept_as = _kept_as(options, target, model)
+    if profile_cache.load(options.profile_folder, kept_as, Profile) is not None:
+        return
+    draft = None if model is target else model.path
+    try:
+        guesses = apart(guesses_by_states, target.path, draft)
+    except EngineFailedError:  # the log of that process says why
+        guesses = False
+    if guesses:
+        return
+    name, build = target.path.name, f"llama.cpp of llama-cpp-python {library.version()}"
+    if draft is None:
+        raise ConfigError(
+            f"engine.draft.own_layers: {build} does not compute the prediction layers of {name}: the file "
+            f"lacks them, or has layers that the architecture {target.architecture} does not use. Leave "
+            "out the draft."
+        )
+    raise ConfigError(
+        f"engine.draft: {build} does not tell the hidden states that {draft.name} reads of {name}. Leave "
+        "out the draft."
     )
+
+
+def guesses_by_states(path: Path, draft: Path | None) -> bool:
+    """Whether a model's own prediction layers, or the head in the file `draft`, compute a row, and logits
+    depend on the hidden states that they are fed. Ends the process where llama.cpp does."""
+    target = Model(path, repack=False, own_layers=draft is None)
+    model = target if draft is None else Model(draft, repack=False)
+    layers = (target.n_layer,) if draft is None else model.target_layers
+    source = Context(target, replace(_ONE_ROW, hidden_layers=layers))
+    sizes = replace(_ONE_ROW, hidden_layers=(model.n_layer,), other=source)
+    context = (OwnLayersContext if draft is None else EagleContext)(model, sizes)
+    logits = []
+    try:
+        source.decode([(0, 0, 0, True)])
+        states = source.hidden(1)
+        for told in (states, 1 - states):
+            context.decode([(0, 0, 0, True)], context.encoded(told))
+            logits.append(context.logits(0).copy())
+            context.truncate(0, 0)
+    except DecodeError:
+        return False
+    return bool(np.isfinite(logits).all() and (logits[0] != logits[1]).any())

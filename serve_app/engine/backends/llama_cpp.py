@@ -20,7 +20,7 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse, Row, Setup, State
-from serve_app.engine.backends.draft_model import LlamaDraft, OwnLayers, open_draft
+from serve_app.engine.backends.draft_model import GuessingDraft, hidden_layers, open_draft
 from serve_app.engine.backends.mode_chooser import ModeChooser
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
@@ -32,8 +32,8 @@ from serve_app.llama.cache_sizes import cache_sizes
 from serve_app.llama.context import Adapter, Context, ContextOptions
 from serve_app.llama.formats import Threads
 from serve_app.llama.grammars.constraint import Constraint
+from serve_app.llama.hidden_states import HiddenStates
 from serve_app.llama.model import Model
-from serve_app.llama.own_layers import HiddenStates
 from serve_app.llama.sampler import SequenceSampler
 from serve_app.llama.vision.positions import Positions, Tile
 from serve_app.progress import Report, Stage
@@ -312,6 +312,10 @@ class LlamaBackend:
         if options.n_rs_seq is None:
             options = replace(options, n_rs_seq=_n_past_states(model, options))
         self.options = options
+        draft = None
+        if options.draft is not None:
+            draft = Model(options.draft, load_mode=options.load_mode)
+        self._hidden_layers = hidden_layers(model, draft, options)
         self.n_sequences = options.n_slots + len(options.pinned)
         self.cache_types = (options.cache_type_k, options.cache_type_v)
         self.adapters = LlamaAdapters(
@@ -337,14 +341,11 @@ class LlamaBackend:
             self._context = self._open(choice.mode, options.n_ctx_slot, n_ctx)
             self.opened_s = time.perf_counter() - began
             self._context.use_threads(self.setup.threads)
-            self.draft: LlamaDraft | None = None
+            self.draft = open_draft(model, draft, options, self.setup.threads)
             self.hidden_states = HiddenStates(0, 1, 0)
-            """The hidden states of the slots; none unless the model's own layers want them."""
-            if options.own_layers:
-                self.draft = own_layers = OwnLayers(model, options, self.setup.threads)
-                self.hidden_states = own_layers.states
-            elif options.draft is not None:
-                self.draft = open_draft(model, options.draft, options, self.setup.threads)
+            """The hidden states of the slots; none unless a draft wants them."""
+            if isinstance(self.draft, GuessingDraft):
+                self.hidden_states = self.draft.states
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
         self.states = LlamaStates(self, self._context, self._positions)
@@ -386,7 +387,7 @@ class LlamaBackend:
                 n_ctx=n_ctx,
                 cache_type_k=options.cache_type_k,
                 cache_type_v=options.cache_type_v,
-                tells_hidden=options.own_layers,
+                hidden_layers=self._hidden_layers,
                 n_rs_seq=options.n_rs_seq or 0,
                 stored_from=options.stored_from,
             ),
@@ -418,7 +419,7 @@ class LlamaBackend:
 
     def decode(self, rows: Sequence[Row]) -> None:
         self._context.decode(self._positions.placed(rows))
-        if self.options.own_layers:
+        if self._hidden_layers:
             self.hidden_states.computed(rows, self._context.hidden(len(rows)))
 
     def cancel(self, cancelled: bool) -> None:

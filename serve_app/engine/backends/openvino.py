@@ -30,7 +30,7 @@ from serve_app.engine.backends.base import (
     Setup,
     State,
 )
-from serve_app.engine.backends.draft_model import LlamaDraft, open_draft
+from serve_app.engine.backends.draft_model import hidden_layers, open_draft
 from serve_app.engine.backends.llama_cpp import LlamaBackend, LlamaEmbeddings
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
@@ -214,9 +214,16 @@ class OpenVinoBackend:
         self._kept_as = profile_cache.key(options, **conditions)
         profile = self._profile(report)
         self.setup = Setup("openvino", PAGED, threads, profile, mode_reason=_REASON)
-        self.draft: LlamaDraft | None = None
+        draft = None
         if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
-            self.draft = open_draft(model, options.draft, options, threads)
+            draft = Model(options.draft, load_mode=options.load_mode)
+            if draft.is_eagle:
+                raise ConfigError(
+                    f"engine.draft: {draft.path.name} reads hidden states, which OpenVINO's backend does "
+                    "not tell. Set engine.backend: llama_cpp."
+                )
+            hidden_layers(model, draft, options)
+        self.draft = open_draft(model, draft, options, threads)
         parts = (versions(), BLOCK, options.cache_type_k)  # a state is none of llama.cpp's
         key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + context.turns).digest()
         self.states = PagedStates(context, key)

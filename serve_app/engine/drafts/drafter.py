@@ -27,15 +27,15 @@ class SlotWindow:
     A draft may be wrong, so it need not see all: a long text is fed from its last `n_fed` tokens on, and
     when the cells are full, it is fed so again. So a draft model never costs more than that at once.
 
-    With `own_layers`, what is fed of a text is the other model's hidden states. Then guesses are never the
-    text's, as they were made without these, and a window may begin anywhere, without the first tokens.
+    With `reads_states`, what is fed of a text is the other model's hidden states. Then guesses are never
+    the text's, as they were made without these, and a window may begin anywhere, without the first tokens.
     """
 
-    def __init__(self, n_ctx: int, *, own_layers: bool = False) -> None:
+    def __init__(self, n_ctx: int, *, reads_states: bool = False) -> None:
         self._n_ctx = n_ctx
         self._n_fed = n_ctx // 2
-        self._n_sink = 0 if own_layers else N_SINK
-        self._keeps_guesses = not own_layers
+        self._n_sink = 0 if reads_states else N_SINK
+        self._keeps_guesses = not reads_states
         self.cells: list[int] = []
         self.n_kept = 0
         """The tokens that are the text's."""
@@ -46,6 +46,10 @@ class SlotWindow:
         self._source: TokenArray | None = None
         self._n_skipped = 0
         """Tokens of the text behind its first ones that are left out."""
+
+    def __bool__(self) -> bool:
+        """Whether it has a text to go on with: a pass that fails empties it."""
+        return self._source is not None
 
     def owned_by(self, sequence: Sequence) -> bool:
         return self._owner == sequence.id
@@ -140,7 +144,7 @@ class Drafter:
         self._common = AcceptanceRate(_LIKELY, _NEWEST_OF_ALL, _FORGIVING_OF_ALL)
         """The rate of all sequences: what a new one is expected to have."""
         self._windows = [
-            SlotWindow(model.n_ctx, own_layers=model.own_layers) for _ in range(n_slots)
+            SlotWindow(model.n_ctx, reads_states=model.reads_states) for _ in range(n_slots)
         ]
         self._n_failed = 0
         self.spent: list[tuple[Sequence, float]] = []
@@ -193,6 +197,8 @@ class Drafter:
         """Propose the next `n_drafted` tokens of each of these sequences, by id. `begin` was told of
         them, and they are ready and ordered by slot. Returns nothing if a pass fails."""
         windows = [self._windows[one.slot_id] for one in sequences]
+        if not all(windows):
+            return {}
         rows: list[Row] = []
         places: list[int] = []
         last_rows: list[int] = []

@@ -1,4 +1,4 @@
-"""A model's own prediction layers: the same texts, and right guesses wherever its hidden states are known.
+"""Own prediction layers and EAGLE-3 heads: the same texts, and right guesses where hidden states are known.
 
 The counting model's layer is right only where it is fed the hidden state of the token before, and its own
 behind a guess.
@@ -16,7 +16,13 @@ from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import ConfigError, Engine, EngineOptions, EngineStats, SamplingParams
 from tests.integration.engine.test_draft_models import as_if_drafts_were_free, say
 from tests.integration.models.forgetful_models import write_qwen35
-from tests.integration.models.prediction_models import write_counting, write_random
+from tests.integration.models.prediction_models import (
+    KINDS,
+    write_counting,
+    write_eagle,
+    write_qwen3,
+    write_random,
+)
 
 OPTIONS = EngineOptions(
     n_slots=3,
@@ -50,13 +56,20 @@ def counting(
     engine.close()
 
 
-@pytest.fixture(scope="module", params=["glm4moe", "qwen35"])
+OTHER_KINDS = [
+    pytest.param(kind, marks=pytest.mark.long)
+    for kind in KINDS
+    if kind not in ("glm4moe", "mimo2", "qwen3next")
+]
+
+
+@pytest.fixture(scope="module", params=["glm4moe", "mimo2", "qwen35", *OTHER_KINDS])
 def anything(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("own") / f"{request.param}.gguf"
     if request.param == "qwen35":
         write_qwen35(path, n_own_layers=1)
     else:
-        write_random(path)
+        write_random(path, request.param)
     return path
 
 
@@ -127,13 +140,64 @@ def test_the_text_is_the_same(anything: Path) -> None:
 
 
 def test_files_without_them_are_refused(tmp_path: Path) -> None:
-    left_out, several = tmp_path / "left-out.gguf", tmp_path / "several.gguf"
+    left_out, several, recurrent = (
+        tmp_path / f"{name}.gguf" for name in ("left-out", "several", "recurrent")
+    )
     write_random(left_out, left_out=True)
     write_random(several, n_own_layers=2)
+    write_random(recurrent, "qwen3next")
     for path, told in (
         (BUILTIN_MODEL, r"own_layers: corral-demo-q8_0\.gguf has no prediction layers"),
-        (left_out, r"own_layers: left-out\.gguf has no prediction layers"),
-        (several, r"several\.gguf has 2 prediction layers, of which llama.cpp computes one"),
+        (
+            left_out,
+            r"does not compute the prediction layers of left-out\.gguf: the file lacks them",
+        ),
+        (several, r"does not compute the prediction layers of several\.gguf"),
+        (recurrent, r"recurrent\.gguf cannot take back tokens that were wrong"),
     ):
         with pytest.raises(ConfigError, match=told):
             Engine.load(path, replace(OPTIONS, own_layers=True))
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["counting", "random"])
+def test_an_eagle_head(counts: bool, tmp_path: Path) -> None:
+    """The head that counts is right with its first guess, behind a prefix that was copied, too."""
+    model, head = tmp_path / "model.gguf", tmp_path / "head.gguf"
+    write_qwen3(model, counts=counts)
+    write_eagle(head, counts=counts)
+    alone, drafted = Engine.load(model, OPTIONS), Engine.load(model, replace(OPTIONS, draft=head))
+    as_if_drafts_were_free(drafted)
+    begin = tuple(300 + i % 11 for i in range(200))
+    rounds = [[*PROMPTS, begin], [(*begin, 20, 30), (*begin, 21, 31)]]
+    try:
+        for prompts in rounds:
+            requests = [(prompt, GREEDY) for prompt in prompts]
+            assert say(drafted, *requests) == say(alone, *requests)
+        seeded = PROMPTS[0], SamplingParams(temperature=1.5, seed=7, max_tokens=20)
+        assert say(drafted, seeded) == say(alone, seeded)
+        stats = drafted.stats()
+        assert stats.speculation.proposed_tokens > 60
+        if counts:
+            assert (
+                stats.speculation.accepted_proposed_tokens > stats.speculation.proposed_tokens / 2
+            )
+        assert stats.memory.weights_bytes > alone.stats().memory.weights_bytes
+    finally:
+        alone.close()
+        drafted.close()
+
+
+def test_heads_that_cannot_guess_are_refused(tmp_path: Path) -> None:
+    glm, model, head, far = (tmp_path / f"{name}.gguf" for name in ("glm", "model", "head", "far"))
+    write_random(glm)
+    write_qwen3(model)
+    write_eagle(head)
+    write_eagle(far, layers=(0, 1, 40))
+    for path, draft, told in (
+        (glm, head, r"does not tell the hidden states that head\.gguf reads of glm\.gguf"),
+        (model, far, r"does not tell the hidden states that far\.gguf reads of model\.gguf"),
+        (BUILTIN_MODEL, head, r"head\.gguf reads hidden states of 64 numbers"),
+        (head, None, r"head\.gguf is a draft for another model\. Name it in engine\.draft"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            Engine.load(path, replace(OPTIONS, draft=draft))

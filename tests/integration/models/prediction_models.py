@@ -1,34 +1,148 @@
-"""Tiny models of GLM 4.5's architecture that have a prediction layer of their own."""
+"""Tiny models with prediction layers of their own, and heads that guess by a model's hidden states."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter
-from numpy.typing import NDArray
 
-from tests.integration.models.embedding_models import finish
-from tools.chat_template import CONTROL_TOKENS
-from tools.gguf_file import add_tokenizer
-from tools.random_models.model import SHAPES, vocabulary
+from tools.random_models.architectures import N_VOCAB, Weights, drawn, write_architecture
 
-N_CTX = 4096
-_N_EMBD, _N_FF, _N_EXPERT, _N_HEAD, _HEAD_DIM, _N_LAYER = 64, 64, 4, 2, 32, 2
-_N_VOCAB = SHAPES["tiny"].n_vocab
+_N_EMBD, _N_LAYER = 64, 2
+_SIZES: dict[str, Any] = {
+    "block_count": _N_LAYER + 1,
+    "nextn_predict_layers": 1,
+    "context_length": 4096,
+    "embedding_length": _N_EMBD,
+    "feed_forward_length": 128,
+    "attention.head_count": 2,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.layer_norm_epsilon": 1e-5,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_shared_count": 1,
+    "expert_feed_forward_length": 64,
+    "expert_shared_feed_forward_length": 64,
+    "expert_gating_func": 2,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.0,
+    "leading_dense_block_count": 0,
+}
+_WINDOW: dict[str, Any] = {
+    "attention.sliding_window": 128,
+    "attention.sliding_window_pattern": [True, False, True],
+}
+_LATENT: dict[str, Any] = {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 48,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 32,
+    "attention.value_length_mla": 16,
+    "attention.q_lora_rank": 32,
+    "attention.kv_lora_rank": 32,
+    "rope.dimension_count": 16,
+}
+_STATES: dict[str, Any] = {
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 64,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 4,
+    "ssm.group_count": 2,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "bailingmoe3": _SIZES
+    | _LATENT
+    | {
+        "attention.head_count_kv": [0, 1, 1],
+        "kda.gate_lower_bound": -5.0,
+        "kda.head_dim": 32,
+        "kda.safe_gate": True,
+        "rope.dimension_sections": [2, 3, 3, 0],
+        "ssm.conv_kernel": 4,
+    },
+    "cohere2moe": _SIZES | _WINDOW | {"logit_scale": 1.0},
+    "deepseek2": _SIZES | _LATENT,
+    "deepseek4": _SIZES
+    | {
+        "block_count": 5,
+        "attention.compress_ratios": [0, 0, 4, 128, 0],
+        "attention.compress_rope_freq_base": 1.6e5,
+        "attention.head_count": 8,
+        "attention.head_count_kv": 1,
+        "attention.indexer.head_count": 64,
+        "attention.indexer.key_length": 128,
+        "attention.indexer.top_k": 512,
+        "attention.key_length": 64,
+        "attention.output_group_count": 8,
+        "attention.output_lora_rank": 32,
+        "attention.q_lora_rank": 32,
+        "attention.sliding_window": 128,
+        "attention.value_length": 64,
+        "expert_gating_func": 4,
+        "hash_layer_count": 0,
+        "hyper_connection.count": 4,
+        "hyper_connection.epsilon": 1e-6,
+        "hyper_connection.sinkhorn_iterations": 2,
+        "rope.dimension_count": 32,
+        "swiglu_clamp_exp": 10.0,
+    },
+    "glm4moe": _SIZES,
+    "hy_v3": _SIZES,
+    "mimo2": _SIZES | _WINDOW,
+    "nemotron_h_moe": _SIZES
+    | _STATES
+    | {
+        "block_count": 4,
+        "attention.head_count_kv": [0, 2, 0, 2],
+        "feed_forward_length": [0, 0, 64, 64],
+    },
+    "qwen3next": _SIZES | _STATES | {"block_count": 5, "full_attention_interval": 4},
+    "step35": _SIZES | _WINDOW,
+}
+"""Metadata of architectures whose prediction layers llama.cpp computes."""
 
-Matrix = NDArray[np.float32]
 
-
-def write_random(path: Path, *, n_own_layers: int = 1, left_out: bool = False) -> None:
+def write_random(
+    path: Path, kind: str = "glm4moe", *, n_own_layers: int = 1, left_out: bool = False
+) -> None:
     """With random weights, so that its own layer is hardly ever right; `left_out` has the metadata only."""
-    rng = np.random.default_rng(0)
-    tensors = {
-        name: rng.normal(0, 0.3, shape).astype(np.float32) if len(shape) > 1 else _ones(*shape)
-        for name, shape in _shapes(n_own_layers).items()
-        if not (left_out and name.startswith(f"blk.{_N_LAYER}."))
-    }
-    _write(path, tensors, n_own_layers)
+    metadata = KINDS[kind] | {"nextn_predict_layers": n_own_layers}
+    metadata["block_count"] += n_own_layers - 1
+    own = f"blk.{metadata['block_count'] - 1}."
+
+    def change(weights: Weights) -> None:
+        if left_out:
+            for name in [name for name in weights if name.startswith(own)]:
+                del weights[name]
+        if kind == "mimo2":
+            _fuse(weights)
+        if kind == "deepseek4":  # llama.cpp only looks for them in a file
+            weights |= {
+                f"{own}nextn.{name}.weight": drawn(np.random.default_rng(1), name, shape)
+                for name, shape in (
+                    ("eh_proj", (_N_EMBD, 2 * _N_EMBD)),
+                    ("enorm", (_N_EMBD,)),
+                    ("hnorm", (_N_EMBD,)),
+                )
+            }
+
+    # Of the two likeliest tokens of mimo2 with seed 0, either may be the likelier, by rounding.
+    write_architecture(path, kind, metadata, change, seed=int(kind == "mimo2"))
+
+
+def _fuse(weights: Weights) -> None:
+    """Join the matrices of queries, keys and values."""
+    for name in [name for name in weights if name.endswith("attn_q.weight")]:
+        block = name.removesuffix("q.weight")
+        joined = np.concatenate([weights[f"{block}{part}.weight"] for part in "qkv"])
+        parts = tuple(f"{block}{part}." for part in "qkv")
+        for other in [other for other in weights if other.startswith(parts)]:
+            del weights[other]
+        weights[f"{block}qkv.weight"] = joined
 
 
 def write_counting(path: Path) -> None:
@@ -37,79 +151,64 @@ def write_counting(path: Path) -> None:
     Embeddings turn by one step from token to token. Layers add nothing; the own one turns the hidden state,
     and does not see the embedding beside it. So it is right only where it is fed the right states.
     """
-    rng = np.random.default_rng(0)
-    speeds = rng.uniform(0, 2 * np.pi, _N_EMBD // 2)
-    angles = np.outer(np.arange(-1, _N_VOCAB), speeds)
+    write_architecture(path, "glm4moe", KINDS["glm4moe"], _count)
+
+
+EAGLE: dict[str, Any] = {
+    "block_count": 1,
+    "context_length": 4096,
+    "embedding_length": _N_EMBD,
+    "feed_forward_length": 128,
+    "attention.head_count": 2,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "target_layers": [0, 1, 2],
+    "target_hidden_size": _N_EMBD,
+}
+_QWEN3: dict[str, Any] = {
+    name: value for name, value in _SIZES.items() if not name.startswith(("expert", "nextn"))
+}
+
+
+def write_qwen3(path: Path, *, counts: bool = False) -> None:
+    """A model for a head, of random weights, or one that counts, as `write_counting`'s."""
+    write_architecture(path, "qwen3", _QWEN3, _count if counts else lambda weights: None)
+
+
+def write_eagle(path: Path, *, counts: bool = False, layers: tuple[int, ...] = (0, 1, 2)) -> None:
+    """An EAGLE-3 head for those models, without embeddings and output of its own. One that `counts` is
+    right with its first guess."""
+
+    def change(weights: Weights) -> None:
+        del weights["output.weight"]
+        for name in [name for name in weights if name.endswith("rope_freqs.weight")]:
+            del weights[name]
+        if counts:
+            for name, values in weights.items():
+                if "norm" not in name:
+                    values *= 0
+            # The first of its three inputs is the embedding, which it turns by a step.
+            weights["fc.weight"][:, :_N_EMBD] = _turns()[1]
+
+    write_architecture(path, "eagle3", EAGLE | {"target_layers": list(layers)}, change)
+
+
+def _count(weights: Weights) -> None:
+    turned, step = _turns()
+    for values in weights.values():
+        values *= values.ndim == 1 and (values == 1).all()
+    weights["token_embd.weight"] = turned[1:]
+    weights["output.weight"] = turned[:-1]
+    own = f"blk.{_N_LAYER}.nextn."
+    if f"{own}eh_proj.weight" in weights:
+        weights[f"{own}eh_proj.weight"] = np.concatenate([0 * step, step], 1).astype(np.float32)
+        del weights[f"{own}shared_head_head.weight"]  # it shares the model's
+
+
+def _turns() -> tuple[Any, Any]:
+    """Points that turn by a step from token to token, from that before the first on, and the step."""
+    speeds = np.random.default_rng(0).uniform(0, 2 * np.pi, _N_EMBD // 2)
+    angles = np.outer(np.arange(-1, N_VOCAB), speeds)
     turned = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
     cos, sin = np.diag(np.cos(speeds)), np.diag(np.sin(speeds))
-    step = np.block([[cos, -sin], [sin, cos]])
-    tensors = {
-        name: np.zeros(shape, np.float32) if len(shape) > 1 else _ones(*shape)
-        for name, shape in _shapes(1).items()
-    }
-    tensors["token_embd.weight"] = turned[1:]
-    tensors["output.weight"] = turned[:-1]
-    own = f"blk.{_N_LAYER}.nextn.eh_proj.weight"
-    tensors[own] = np.concatenate([np.zeros_like(step), step], 1).astype(np.float32)
-    _write(path, tensors, 1)
-
-
-def _ones(n: int) -> Matrix:
-    return np.ones(n, np.float32)
-
-
-def _shapes(n_own_layers: int) -> dict[str, tuple[int, ...]]:
-    heads, experts = _N_HEAD * _HEAD_DIM, (_N_EXPERT, _N_FF, _N_EMBD)
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (_N_VOCAB, _N_EMBD),
-        "output_norm.weight": (_N_EMBD,),
-        "output.weight": (_N_VOCAB, _N_EMBD),
-    }
-    for layer in range(_N_LAYER + n_own_layers):
-        block: dict[str, tuple[int, ...]] = {
-            "attn_norm": (_N_EMBD,),
-            "attn_q": (heads, _N_EMBD),
-            "attn_k": (heads, _N_EMBD),
-            "attn_v": (heads, _N_EMBD),
-            "attn_output": (_N_EMBD, heads),
-            "post_attention_norm": (_N_EMBD,),
-            "ffn_gate_inp": (_N_EXPERT, _N_EMBD),
-            "ffn_gate_exps": experts,
-            "ffn_up_exps": experts,
-            "ffn_down_exps": (_N_EXPERT, _N_EMBD, _N_FF),
-            "ffn_gate_shexp": (_N_FF, _N_EMBD),
-            "ffn_up_shexp": (_N_FF, _N_EMBD),
-            "ffn_down_shexp": (_N_EMBD, _N_FF),
-        }
-        if layer >= _N_LAYER:
-            block |= {
-                "nextn.eh_proj": (_N_EMBD, 2 * _N_EMBD),
-                "nextn.enorm": (_N_EMBD,),
-                "nextn.hnorm": (_N_EMBD,),
-            }
-        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in block.items()}
-        shapes[f"blk.{layer}.exp_probs_b.bias"] = (_N_EXPERT,)
-    return shapes
-
-
-def _write(path: Path, tensors: dict[str, Matrix], n_own_layers: int) -> None:
-    tokens, merges = vocabulary(_N_VOCAB)
-    writer = GGUFWriter(path, "glm4moe")
-    writer.add_block_count(_N_LAYER + n_own_layers)
-    writer.add_nextn_predict_layers(n_own_layers)
-    writer.add_context_length(N_CTX)
-    writer.add_embedding_length(_N_EMBD)
-    writer.add_feed_forward_length(_N_FF)
-    writer.add_expert_feed_forward_length(_N_FF)
-    writer.add_expert_count(_N_EXPERT)
-    writer.add_expert_used_count(2)
-    writer.add_expert_shared_count(1)
-    writer.add_leading_dense_block_count(0)
-    writer.add_head_count(_N_HEAD)
-    writer.add_head_count_kv(_N_HEAD)
-    writer.add_key_length(_HEAD_DIM)
-    writer.add_value_length(_HEAD_DIM)
-    writer.add_rope_dimension_count(_HEAD_DIM)
-    writer.add_layer_norm_rms_eps(1e-5)
-    add_tokenizer(writer, tokens, merges, CONTROL_TOKENS)
-    finish(writer, tensors)
+    return turned, np.block([[cos, -sin], [sin, cos]])

@@ -209,7 +209,7 @@ def test_text_longer_than_the_drafts_cells() -> None:
 @pytest.mark.parametrize("n_unknown", [0, 3, 30])
 def test_own_layers_are_fed_what_is_known(n_unknown: int) -> None:
     made = backend(alphabet)
-    draft = made.draft = FakeDraft(alphabet, n_slots=1, own_layers=True)
+    draft = made.draft = FakeDraft(alphabet, n_slots=1, reads_states=True)
     draft.unknown[0] = n_unknown
     stats = run(made, 40)
     assert stats.speculation.accepted_proposed_tokens == stats.speculation.proposed_tokens > 4
@@ -219,7 +219,7 @@ def test_own_layers_are_fed_what_is_known(n_unknown: int) -> None:
 
 def test_nothing_is_proposed_where_nothing_is_known() -> None:
     made = backend(alphabet)
-    draft = made.draft = FakeDraft(alphabet, n_slots=1, own_layers=True)
+    draft = made.draft = FakeDraft(alphabet, n_slots=1, reads_states=True)
     draft.unknown[0] = 1000
     assert run(made).speculation.proposed_tokens == 0
     assert draft.batches == []

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.drafts.drafter import N_SINK, SlotWindow
+from serve_app.engine.drafts.drafter import N_SINK, Drafter, SlotWindow
+from serve_app.engine.health import Progress
+from tests.doubles.draft import FakeDraft
 from tests.unit.engine.harness import request
 
 N_CTX = 64
@@ -86,7 +88,7 @@ def window_of(n_text: int) -> list[int]:
 
 
 def test_own_layers_keep_no_guess() -> None:
-    window, one = SlotWindow(N_CTX, own_layers=True), sequence("a", list(range(10)))
+    window, one = SlotWindow(N_CTX, reads_states=True), sequence("a", list(range(10)))
     window.follow(one, ROOM)
     feed(window)
     for guess in (50, 51):
@@ -97,7 +99,7 @@ def test_own_layers_keep_no_guess() -> None:
 
 
 def test_own_layers_begin_where_the_states_are_known() -> None:
-    window, one = SlotWindow(N_CTX, own_layers=True), sequence("a", list(range(20)))
+    window, one = SlotWindow(N_CTX, reads_states=True), sequence("a", list(range(20)))
     assert window.follow(one, ROOM, 15) == 5
     assert window.tail(N_CTX) == [(i, i - 15, i) for i in range(15, 20)]
     feed(window)
@@ -135,3 +137,16 @@ def test_the_cells_are_always_of_the_text_and_never_too_many(
                 window.fed([guess % 4], guessed=True)
         assert len(window.cells) <= N_CTX
         one.tokens.extend(new)
+
+
+def test_a_pass_that_fails_leaves_nothing_to_propose_behind() -> None:
+    """To catch up and to propose are two passes of one step."""
+    drafter = Drafter(FakeDraft(len, n_slots=1, n_ctx=N_CTX, fail_on=[5]), 1, Progress())
+    one = sequence("a", list(range(30)))
+    one.slot_id = 0
+    drafter.begin([one], ROOM)
+    drafter.catch_up([one], None)
+    assert drafter.propose([one], 3) == {}
+    one.tokens[5] = 6
+    drafter.begin([one], ROOM)
+    assert drafter.propose([one], 1) == {"a": (16,)}

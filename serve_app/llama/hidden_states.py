@@ -1,4 +1,7 @@
-"""A model's own prediction layers (MTP, "next n"): they guess further tokens by its hidden states."""
+"""Layers that guess a model's further tokens by its hidden states.
+
+They are the model's own prediction layers (MTP, "next n"), or an EAGLE-3 head in a file of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from collections.abc import Sequence
 
 import llama_cpp
 import numpy as np
+from llama_cpp import llama_cpp_ext
 from numpy.typing import NDArray
 
-from serve_app.llama.context import Context
+from serve_app.errors import DecodeError
+from serve_app.llama.context import Context, batch_of
 from serve_app.llama.formats import Row
 
 States = NDArray[np.float32]
@@ -76,17 +81,72 @@ class HiddenStates:
             self._known[seq_id] = 0, 0
 
 
-class OwnLayersContext(Context):
-    """Decodes rows of tokens and, for each, the hidden state of the token before. See `Context`."""
+class GuessingContext(Context):
+    """Decodes rows of tokens and, for each, a state of the token before. See `Context`.
 
-    _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
+    The context has its number of layers as `hidden_layers`. Some of llama.cpp's graphs have states and
+    logits for all rows, others for rows that want them. So of a pass, all rows want them, or none.
+    """
+
+    _TELLS_ALL = False
+    # Rows that want logits only so that one pass is enough; encoding has logits of as many in its buffer.
+    _MOST = 16
+
+    def encoded(self, states: States) -> States:
+        """What `decode` is fed of another model's hidden states."""
+        return states
 
     def decode(self, rows: Sequence[Row], states: States | None = None) -> None:
-        """Decode rows with the hidden state of the token before each; without states, with zeros."""
+        """Decode rows with the state of the token before each; without states, with zeros."""
         if states is None:
-            states = np.zeros((len(rows), self.model.n_embd), np.float32)
+            states = np.zeros((len(rows), self.n_hidden), np.float32)
+        telling = list(range(len(rows)))
+        if len(rows) > self._MOST:
+            telling = [i for i, row in enumerate(rows) if row[3]]
+            silent = [i for i, row in enumerate(rows) if not row[3]]
+            if silent:
+                self._pass([rows[i] for i in silent], states[silent])
+        self._at = {i: n for n, i in enumerate(telling)}
+        if telling:
+            self._pass([(*rows[i][:3], True) for i in telling], states[telling])
+
+    def _pass(self, rows: Sequence[Row], states: States) -> None:
         self._batch.embd = states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         try:
             super().decode(rows)
         finally:
             self._batch.embd = None  # llama.cpp would free it with the batch
+
+    def logits(self, row: int, n_highest: int | None = None) -> NDArray[np.float32]:
+        return super().logits(self._at[row], n_highest)
+
+    def state(self, row: int) -> States:
+        """The state of a row with logits, for the token behind it. A view, until the next `decode`."""
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn_ith(self.pointer, self._at[row])
+        return np.ctypeslib.as_array(pointer, shape=(self.n_hidden,))
+
+
+class OwnLayersContext(GuessingContext):
+    """A model's own prediction layers."""
+
+    _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
+
+
+class EagleContext(GuessingContext):
+    """An EAGLE-3 head: an encoder of a model's hidden states in three places, and one layer behind it.
+
+    Sources: Li et al., "EAGLE-3", 2025; llama.cpp, models/eagle3.cpp.
+    """
+
+    def encoded(self, states: States) -> States:
+        return np.concatenate(
+            [self._encoded(states[i : i + self._MOST]) for i in range(0, len(states), self._MOST)]
+        )
+
+    def _encoded(self, states: States) -> States:
+        # llama.cpp wants positions that go on behind a sequence's cells, and computes nothing with them.
+        positions = np.arange(len(states), dtype=np.int32) + np.int32(self._n_past(0))
+        batch, _kept = batch_of(0, np.ascontiguousarray(states), positions, wants=True)
+        if llama_cpp.llama_encode(self.pointer, batch) != 0:
+            raise DecodeError(f"llama.cpp cannot encode the hidden states of {len(states)} rows.")
+        return self.hidden(len(states)).copy()

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.llama.own_layers import HiddenStates, States
+from serve_app.llama.hidden_states import HiddenStates, States
 
 N_KEPT, N_EMBD = 8, 2
 
