@@ -24,7 +24,7 @@ from serve_app.ingress.access.bodies import BodyLimits
 from serve_app.ingress.access.network import NetworkPolicy
 from serve_app.llama.model import Model
 from serve_app.placement.machine import Machine
-from tests.integration.models.prediction_models import write_random
+from tests.integration.models.prediction_models import write_eagle, write_qwen3, write_random
 from tests.unit.placement.machines import EPYC, SMALL, topology
 from tools.random_models.model import SHAPES, write_random_gguf
 
@@ -348,6 +348,23 @@ def test_a_draft_takes_of_the_models_memory() -> None:
     without, beside = (resolve([one], here)[0] for one in (free, drafted))
     assert (without.draft, beside.draft) == (None, drafted.engine.draft.source)
     assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
+
+
+def test_a_head_takes_of_the_memory_and_is_no_model(tmp_path: Path) -> None:
+    target, head = tmp_path / "model.gguf", tmp_path / "head.gguf"
+    write_qwen3(target)
+    write_eagle(head)
+    here = Machine(topology(((i,), 0) for i in range(2)), None, 2**28, 2**28)
+    without, beside = (
+        resolve([*schema.parse({"models": [model(**asked)]}).models], here)[0]
+        for asked in (
+            {"source": {"path": str(target)}},
+            {"source": {"path": str(target)}, "engine": draft_of(head)},
+        )
+    )
+    assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
+    with pytest.raises(ConfigError, match=r"head\.gguf is a draft for another model"):
+        resolve(schema.parse({"models": [model(source={"path": str(head)})]}).models, here)
 
 
 def test_own_layers_are_of_the_models_file(tmp_path: Path) -> None:
