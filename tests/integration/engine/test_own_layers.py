@@ -15,7 +15,6 @@ import pytest
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import ConfigError, Engine, EngineOptions, EngineStats, SamplingParams
 from tests.integration.engine.test_draft_models import as_if_drafts_were_free, say
-from tests.integration.models.forgetful_models import write_qwen35
 from tests.integration.models.prediction_models import (
     KINDS,
     write_counting,
@@ -59,17 +58,14 @@ def counting(
 OTHER_KINDS = [
     pytest.param(kind, marks=pytest.mark.long)
     for kind in KINDS
-    if kind not in ("glm4moe", "mimo2", "qwen3next")
+    if kind not in ("glm4moe", "mimo2", "qwen35", "qwen3next")
 ]
 
 
 @pytest.fixture(scope="module", params=["glm4moe", "mimo2", "qwen35", *OTHER_KINDS])
 def anything(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("own") / f"{request.param}.gguf"
-    if request.param == "qwen35":
-        write_qwen35(path, n_own_layers=1)
-    else:
-        write_random(path, request.param)
+    write_random(path, request.param)
     return path
 
 

@@ -106,13 +106,11 @@ def write_lfm2(path: Path) -> None:
     write_random_gguf(path, _shape("lfm2", 4, attending=(1, 3)), "f32")
 
 
-def write_qwen35(path: Path, *, n_own_layers: int = 0) -> None:
-    """Hybrid: of four layers, the last with attention, and three with a gated delta rule; and perhaps own
-    prediction layers behind them."""
+def write_qwen35(path: Path) -> None:
+    """Hybrid: of four layers, the last with attention, and three with a gated delta rule."""
     n_layer, n_conv, n_state, n_key_heads, n_value_heads = 4, 4, 16, 2, 4
     n_inner, n_mixed = n_state * n_value_heads, n_state * (2 * n_key_heads + n_value_heads)
-    writer, tensors = _begin(path, "qwen35", n_layer + n_own_layers)
-    writer.add_nextn_predict_layers(n_own_layers)
+    writer, tensors = _begin(path, "qwen35", n_layer)
     _attention(writer, _N_HEAD_KV)
     writer.add_key_length(_HEAD_DIM)
     writer.add_value_length(_HEAD_DIM)
@@ -124,15 +122,11 @@ def write_qwen35(path: Path, *, n_own_layers: int = 0) -> None:
     writer.add_ssm_group_count(n_key_heads)
     writer.add_full_attention_interval(n_layer)
     tensors.ones("output_norm.weight", _N_EMBD)
-    for i in range(n_layer + n_own_layers):
+    for i in range(n_layer):
         layer = f"blk.{i}."
         tensors.ones(layer + "attn_norm.weight", _N_EMBD)
         tensors.ones(layer + "post_attention_norm.weight", _N_EMBD)
-        if i >= n_layer:
-            tensors.draw(layer + "nextn.eh_proj.weight", _N_EMBD, 2 * _N_EMBD)
-            tensors.ones(layer + "nextn.enorm.weight", _N_EMBD)
-            tensors.ones(layer + "nextn.hnorm.weight", _N_EMBD)
-        if i + 1 >= n_layer:
+        if i + 1 == n_layer:
             _draw_attention(tensors, layer, gates=True)
         else:
             tensors.draw(layer + "attn_qkv.weight", n_mixed, _N_EMBD)

@@ -100,6 +100,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "attention.head_count_kv": [0, 2, 0, 2],
         "feed_forward_length": [0, 0, 64, 64],
     },
+    "qwen35": _SIZES
+    | _STATES
+    | {"block_count": 5, "full_attention_interval": 4, "rope.dimension_sections": [6, 5, 5, 0]},
     "qwen3next": _SIZES | _STATES | {"block_count": 5, "full_attention_interval": 4},
     "step35": _SIZES | _WINDOW,
 }
