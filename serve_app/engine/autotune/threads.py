@@ -8,11 +8,12 @@ from statistics import median
 from typing import NamedTuple, Protocol
 
 from serve_app.engine.backends.base import Row
-from serve_app.engine.options import EngineOptions
 from serve_app.llama.formats import FEW_ROWS, Threads
 
-# With no more threads than this, each of them is worth having.
+# With no more threads than this, each is worth having, unless batches are so short: threads wait for
+# each other at a hundred barriers, and longest when others compute. The ingress has the core that is left.
 _FEW_THREADS = 4
+_SHORT_S = 0.003
 # A smaller part of a batch's time is noise.
 _LEAST_GAIN = 0.05
 _MOST_ROUNDS = 5
@@ -41,10 +42,6 @@ def candidates(most: int) -> list[int]:
     return [most] if most <= _FEW_THREADS else [most, 3 * most // 4, most // 2]
 
 
-def tries_fewer(options: EngineOptions) -> bool:
-    return options.fewer_threads and len(candidates(options.threads)) > 1
-
-
 def choose(cycles: Mapping[int, Cycle]) -> int:
     """The number of threads whose cycle is the fastest, or the most threads if that gains little."""
     most, best = max(cycles), min(cycles, key=lambda n: cycles[n].both_s)
@@ -64,7 +61,7 @@ def best_threads(
     """The threads that are best, all of them if there is nothing to choose or no time for it. They are
     tried in turns in an empty cache, which is left empty. Decoder thread only."""
     tried = candidates(most)
-    if len(tried) == 1 or n_ctx_slot <= FEW_ROWS:
+    if most == 1 or n_ctx_slot <= FEW_ROWS:
         return Threads.alike(most, None)
 
     def batch_s(rows: Sequence[Row]) -> float:
@@ -83,7 +80,15 @@ def best_threads(
         )
 
     sizes = sorted({1, min(n_slots, FEW_ROWS)})
-    cycle(most, sizes[-1])  # the first one is slow
+    cycle(most, sizes[0])  # the first one is slow
+    if cycle(most, sizes[0]).batch_s < _SHORT_S:
+        short = [min(cycle(1, n).batch_s for _ in range(_MOST_ROUNDS)) for n in sizes]
+        if max(short) < _SHORT_S:
+            times = " and ".join(f"{seconds * 1e3:.1f}" for seconds in short)
+            return Threads(1, 1, most, f"1 for up to {FEW_ROWS} rows, which take {times} ms")
+    if len(tried) == 1:
+        return Threads.alike(most, None)
+    cycle(most, sizes[-1])
     n_rounds = int(limit_s / (len(tried) * len(sizes) * cycle(most, sizes[-1]).both_s))
     if not n_rounds:
         return Threads(most, most, most, "for every batch: trying others would take too long")

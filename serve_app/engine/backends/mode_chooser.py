@@ -14,7 +14,7 @@ from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode, ModeChoice
 from serve_app.engine.autotune.profiler import DEPTH, ROOM, DeepProfiler, Profiler, in_turns
-from serve_app.engine.autotune.threads import best_threads, tries_fewer
+from serve_app.engine.autotune.threads import best_threads
 from serve_app.engine.options import EngineOptions
 from serve_app.llama import library
 from serve_app.llama.context import Context
@@ -156,7 +156,7 @@ class ModeChooser:
 
     def _try_threads(self, contexts: Sequence[Context]) -> Threads | None:
         options = self._options
-        if not tries_fewer(options):
+        if not options.fewer_threads:
             return None
         threads = best_threads(
             contexts[0],

@@ -77,9 +77,19 @@ def test_what_the_change_of_threads_costs_counts() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 4])
 def test_with_few_cores_nothing_is_tried(most: int) -> None:
-    machine = Machine(crowded)
-    assert machine.run(most) == Threads.alike(most, None)
-    assert machine.n_batches == 0
+    assert Machine(crowded).run(most) == Threads.alike(most, None)
+
+
+@pytest.mark.parametrize(
+    ("row_s", "expected"), [(1e-4, (1, 1, 2)), (2.5e-4, (2, 2, 2)), (0.1, (2, 2, 2))]
+)
+def test_short_batches_have_one_thread_and_prompts_all(
+    row_s: float, expected: tuple[int, int, int]
+) -> None:
+    threads = Machine(lambda n_rows, threads: row_s * n_rows / threads).run(2)
+    assert (threads.one_row, threads.few_rows, threads.many_rows) == expected
+    if expected[0] == 1:
+        assert threads.reason == "1 for up to 16 rows, which take 0.1 and 1.6 ms"
 
 
 def test_without_time_all_threads_are_used() -> None:
