@@ -19,9 +19,10 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,40 +39,19 @@ from serve_app.openvino.parts import ModelPart, ModelShape, StageNode, divided, 
 _MEASURED_BYTES = 2**30
 """Bytes of the layers that are measured, at most: far more than processors have caches for."""
 _MOST_USERS = 1024
-_GBIT = 1e9 / 8
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What nodes with this network serve."""
-
-    nodes: int
-    network_gbit: float
-    chains: int
-    stages: int
-    layers: tuple[int, ...]
-    """The number of each stage's layers."""
-    weights_gib: float
-    """Weights of the largest stage."""
-    slots: int
-    """Requests at once in all chains."""
-    context: int
-    """Tokens of each request."""
-    tokens_per_s: float
-    user_tokens_per_s: float
-    first_token_s: float
-    """Seconds to a single user's first token."""
-    users: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlanLoad:
+    """The requests that a plan is made for."""
+
     n_slots: int
-    prompt_tokens: int
-    answer_tokens: int
-    think_s: float
-    bounds: Mapping[str, float]
+    """The requests of an engine at once."""
     n_ctx_train: int
+    one: PipelineLoad
+    """The requests of a single user."""
+    bounds: Mapping[str, float]
+    """The bounds of an SLO, as `parse_slo` gives them: of ttft and itl only."""
 
 
 def planned(
@@ -81,13 +61,15 @@ def planned(
     *,
     nodes: int,
     stages: int,
-    memory_bytes: float,
+    memory_gib: float,
     network_gbit: float,
-) -> Planned:
-    """What so many nodes serve in chains of so many stages. Raises ConfigError if memory has no room."""
-    node = StageNode(memory_bytes=memory_bytes - PROCESS_BYTES)
-    read, n_engines = shape.read_bytes(load.n_slots), stages
-    least = min(MIN_DEFAULT_CTX, load.n_ctx_train) * load.n_slots * n_engines
+) -> dict[str, Any]:
+    """The figures of so many nodes, by their names, with chains of so many stages. Raises ConfigError if
+    memory has no room."""
+    node = StageNode(memory_bytes=memory_gib * 2**30 - PROCESS_BYTES)
+    chains, n_at_once = nodes // stages, load.n_slots * stages
+    least = min(MIN_DEFAULT_CTX, load.n_ctx_train) * n_at_once
+    read = shape.read_bytes(load.n_slots)
     parts = divided(shape, [node] * stages, read=read, n_tokens=least)
     room = min(
         KV_SHARE_OF_MEMORY
@@ -95,44 +77,38 @@ def planned(
         / sum(shape.token_bytes[part.start : part.stop])
         for part in parts
     )
-    context = min(load.n_ctx_train, int(max(least, room)) // (n_engines * load.n_slots))
-    depth = load.prompt_tokens + load.answer_tokens // 2
+    depth = load.one.prompt_tokens + load.one.answer_tokens // 2
     seconds = [times.seconds_of(shape, part, depth) for part in parts]
+    network = {"row_bytes": 2 * shape.width, "bytes_per_s": network_gbit * 1e9 / 8}
 
     def served(n_users: int, think_s: float = 0.0) -> Pipeline:
-        pipeline = Pipeline(
-            seconds,
-            n_slots=load.n_slots,
-            row_bytes=2 * shape.width,
-            bytes_per_s=network_gbit * _GBIT,
-        )
-        pipeline.run(PipelineLoad(n_users, load.prompt_tokens, load.answer_tokens, think_s))
+        pipeline = Pipeline(seconds, n_slots=load.n_slots, **network)
+        pipeline.run(replace(load.one, n_users=n_users, think_s=think_s))
         return pipeline
 
     def holds(n_users: int) -> bool:
-        pipeline = served(n_users, load.think_s)
-        for name, bound in load.bounds.items():
-            kind, percent, unit = name.split("_")
-            times = pipeline.ttft_s if kind == "ttft" else pipeline.gaps_s
-            if percentile(times, int(percent[1:])) * (1000 if unit == "ms" else 1) > bound:
-                return False
-        return True
+        pipeline = served(n_users, load.one.think_s)
+        measured_s = {"ttft": pipeline.ttft_s, "itl": pipeline.gaps_s}
+        bounds = ((name.split("_"), bound) for name, bound in load.bounds.items())
+        return all(
+            percentile(measured_s[kind], int(percent[1:])) * (1000 if unit == "ms" else 1) <= bound
+            for (kind, percent, unit), bound in bounds
+        )
 
-    chains, alone, full = nodes // stages, served(1), served(load.n_slots * n_engines)
-    return Planned(
-        nodes,
-        network_gbit,
-        chains,
-        stages,
-        tuple(len(part) for part in parts),
-        max(map(shape.weight_bytes, parts)) / 2**30,
-        chains * load.n_slots * n_engines,
-        context,
-        chains * full.tokens_per_s,
-        1 / percentile(alone.gaps_s, 50),
-        percentile(alone.ttft_s, 50),
-        chains * most_users(holds, _MOST_USERS),
-    )
+    alone = served(1)
+    return {
+        "nodes": nodes,
+        "Gbit/s": network_gbit,
+        "chains": chains,
+        "layers of each stage": [len(part) for part in parts],
+        "weights of a stage, GiB": max(map(shape.weight_bytes, parts)) / 2**30,
+        "requests at once": chains * n_at_once,
+        "tokens of each": min(load.n_ctx_train, int(max(least, room)) // n_at_once),
+        "tokens/s": chains * served(n_at_once).tokens_per_s,
+        "one user, tokens/s": 1 / percentile(alone.gaps_s, 50),
+        "first token, s": percentile(alone.ttft_s, 50),
+        "users": chains * most_users(holds, _MOST_USERS),
+    }
 
 
 def measured(model: Model, shape: ModelShape, threads: int, n_slots: int) -> MeasuredLayers:
@@ -152,28 +128,23 @@ def measured(model: Model, shape: ModelShape, threads: int, n_slots: int) -> Mea
     )
 
 
-def table(plans: Sequence[Planned]) -> str:
+def table(plans: Sequence[Mapping[str, Any]]) -> str:
     """The plans as Markdown."""
-    header = (
-        *("nodes", "Gbit/s", "chains", "layers of each stage", "weights of a stage, GiB"),
-        *(
-            "requests at once",
-            "tokens of each",
-            "tokens/s",
-            "one user, tokens/s",
-            "first token, s",
-            "users",
-        ),
-    )
-    rows = [
-        (
-            *(plan.nodes, f"{plan.network_gbit:g}", plan.chains, " ".join(map(str, plan.layers))),
-            *(f"{plan.weights_gib:.1f}", plan.slots, plan.context, f"{plan.tokens_per_s:.1f}"),
-            *(f"{plan.user_tokens_per_s:.2f}", f"{plan.first_token_s:.2f}", plan.users),
-        )
-        for plan in plans
-    ]
-    return benchmark.table(header, rows)
+    rows = ([_cell(figure) for figure in plan.values()] for plan in plans)
+    return benchmark.table(list(plans[0]), rows)
+
+
+def _cell(figure: Any) -> str:
+    if isinstance(figure, list):
+        return " ".join(map(str, figure))
+    return f"{figure:.3g}" if isinstance(figure, float) else str(figure)
+
+
+def _slo(text: str) -> dict[str, float]:
+    bounds = parse_slo(text)
+    if any(name.startswith("e2e") for name in bounds):
+        raise argparse.ArgumentTypeError("A plan has ttft and itl only.")
+    return bounds
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -194,7 +165,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompt-tokens", type=bounded(1, 100_000), default=100, help="new tokens of a request")
     add("--max-tokens", type=bounded(2, 10_000), default=120, help="tokens of an answer")
     add("--think", type=float, default=60.0, help="seconds between an answer and the next request")
-    add("--slo", type=parse_slo, default="ttft_p95=10s,itl_p95=500ms", help="what users should get")
+    add("--slo", type=_slo, default="ttft_p95=10s,itl_p95=500ms", help="what users should get")
     add(
         "--threads",
         type=bounded(1, 512),
@@ -223,12 +194,10 @@ def main(argv: Sequence[str]) -> None:
             times = measured(model, shape, args.threads, args.slots)
             if args.times is not None:
                 args.times.write_bytes(msgspec.json.encode(times))
-        load = PlanLoad(
-            *(args.slots, args.prompt_tokens, args.max_tokens, args.think, args.slo),
-            model.n_ctx_train,
-        )
-        memory = StageNode(memory_bytes=args.memory * 2**30 - PROCESS_BYTES)
-        fewest = fewest_stages(shape, memory, args.slots * min(MIN_DEFAULT_CTX, load.n_ctx_train))
+        one = PipelineLoad(1, args.prompt_tokens, args.max_tokens, args.think)
+        load = PlanLoad(args.slots, model.n_ctx_train, one, args.slo)
+        node = StageNode(memory_bytes=args.memory * 2**30 - PROCESS_BYTES)
+        fewest = fewest_stages(shape, node, args.slots * min(MIN_DEFAULT_CTX, load.n_ctx_train))
         if max(args.nodes) < fewest:
             sys.exit(f"{args.model.name} needs {fewest} such nodes.")
         plans = [
@@ -238,7 +207,7 @@ def main(argv: Sequence[str]) -> None:
                 load,
                 nodes=nodes,
                 stages=nodes if args.one_chain else nodes // (nodes // fewest),
-                memory_bytes=args.memory * 2**30,
+                memory_gib=args.memory,
                 network_gbit=network,
             )
             for nodes in args.nodes
@@ -249,4 +218,4 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(str(error))
     print(table(plans))
     if args.json is not None:
-        args.json.write_text(json.dumps([asdict(plan) for plan in plans], indent=1) + "\n")
+        args.json.write_text(json.dumps(plans, indent=1) + "\n")

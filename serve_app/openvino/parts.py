@@ -107,9 +107,9 @@ def divided(
     one row. Caches have room for `n_tokens`.
 
     Each stage has a layer at least. Of divisions that are as fast, one whose stages differ least, and whose
-    last stages have few layers: they send logits, too. Raises ConfigError if there are too few layers, or
-    too little memory. Source: the chains-on-chains partitioning problem (Pinar and Aykanat, "Fast optimal
-    load balancing algorithms for 1D partitioning", 2004), by dynamic programming.
+    first stages have few layers: the first has the embeddings, too. Raises ConfigError if there are too few
+    layers, or too little memory. Source: the chains-on-chains partitioning problem (Pinar and Aykanat,
+    "Fast optimal load balancing algorithms for 1D partitioning", 2004), by dynamic programming.
     """
     n_layers = len(shape.layer_bytes)
     if n_layers < len(nodes):
@@ -120,7 +120,7 @@ def divided(
     for i, node in enumerate(nodes):
         more: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for end in range(i + 1, n_layers - len(nodes) + i + 2):
-            for begin, (slowest, squares, cuts) in reversed(best.items()):
+            for begin, (slowest, squares, cuts) in best.items():
                 if (
                     begin >= end
                     or shape.memory_bytes(range(begin, end), n_tokens) > node.memory_bytes

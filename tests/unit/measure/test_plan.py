@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,44 +16,49 @@ from serve_app.config.sizing import PROCESS_BYTES
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.errors import ConfigError
 from serve_app.measure import capacity
-from serve_app.measure.pipeline import MeasuredLayers
-from serve_app.measure.plan import PlanLoad, Planned, planned
+from serve_app.measure.pipeline import MeasuredLayers, PipelineLoad
+from serve_app.measure.plan import PlanLoad, planned
 from serve_app.openvino.parts import ModelShape
 
 MIB = 2**20
 SHAPE = ModelShape((10 * MIB,) * 12, (0,) * 12, 0.0, 30 * MIB, 30 * MIB, (100,) * 12, 64, 1000)
 TIMES = MeasuredLayers(SHAPE, Profile({1: 0.1, 8: 0.15}, {16: 0.2, 512: 4.0}))
-LOAD = PlanLoad(8, 100, 50, 20.0, {"ttft_p95_s": 5.0, "itl_p95_ms": 500.0}, 2**17)
+BOUNDS = {"ttft_p95_s": 5.0, "itl_p95_ms": 500.0}
+LOAD = PlanLoad(8, 2**17, PipelineLoad(1, 100, 50, 20.0), BOUNDS)
 
 
 _SHORT = ("--think", "1", "--max-tokens", "4", "--slo", "ttft_p95=50ms")
 
 
-def plan(nodes: int, stages: int, memory_mib: int = 400, network: float = 1.0) -> Planned:
+def plan(nodes: int, stages: int, memory_mib: int = 400, network: float = 1.0) -> dict[str, Any]:
     return planned(
         SHAPE,
         TIMES,
         LOAD,
         nodes=nodes,
         stages=stages,
-        memory_bytes=memory_mib * MIB + PROCESS_BYTES,
+        memory_gib=(memory_mib * MIB + PROCESS_BYTES) / 2**30,
         network_gbit=network,
     )
 
 
 def test_chains_multiply_and_longer_ones_hold_more() -> None:
     one, two, chain = plan(1, 1), plan(2, 1), plan(2, 2)
-    assert (two.slots, two.chains, two.context) == (16, 2, one.context)
-    assert two.tokens_per_s == 2 * one.tokens_per_s
-    assert two.users == 2 * one.users > 0
-    assert (chain.slots, chain.chains, chain.layers) == (16, 1, (8, 4))
-    assert plan(2, 2, 200).context > plan(1, 1, 200).context, "weights leave more of each node"
-    assert 1.5 < chain.tokens_per_s / one.tokens_per_s < 2
-    assert chain.user_tokens_per_s < one.user_tokens_per_s
+    assert (two["requests at once"], two["chains"]) == (16, 2)
+    assert two["tokens of each"] == one["tokens of each"]
+    assert two["tokens/s"] == 2 * one["tokens/s"]
+    assert two["users"] == 2 * one["users"] > 0
+    assert (chain["requests at once"], chain["chains"]) == (16, 1)
+    assert chain["layers of each stage"] == [7, 5]
+    tokens = [plan(n, n, 200)["tokens of each"] for n in (1, 2)]
+    assert tokens[0] < tokens[1], "weights leave more of each node"
+    assert 1.5 < chain["tokens/s"] / one["tokens/s"] < 2
+    assert chain["one user, tokens/s"] < one["one user, tokens/s"]
 
 
 def test_a_slow_network_is_felt() -> None:
-    assert plan(2, 2, network=0.0001).first_token_s > 2 * plan(2, 2).first_token_s
+    slow, fast = (plan(2, 2, network=gbit)["first token, s"] for gbit in (0.0001, 1))
+    assert slow > 2 * fast
 
 
 def test_a_model_without_room_is_refused() -> None:
@@ -69,11 +74,14 @@ def test_the_command_prints_a_table_and_writes_figures(
     words = ["plan", str(BUILTIN_MODEL), "--times", str(times), "--json", str(figures)]
     capacity.main([*words, "--nodes", "1,2", "--network", "1,10", "--memory", "1", *_SHORT])
     plans = json.loads(figures.read_text())
-    assert [(each["nodes"], each["network_gbit"]) for each in plans] == [
+    assert [(each["nodes"], each["Gbit/s"]) for each in plans] == [
         *((1, 1), (1, 10)),
         *((2, 1), (2, 10)),
     ]
-    assert plans[0].keys() == asdict(plan(1, 1)).keys()
+    assert plans[0].keys() == plan(1, 1).keys()
     assert capsys.readouterr().out.count("\n") == 2 + len(plans)
     with pytest.raises(SystemExit, match="has no room"):
         capacity.main([*words, "--memory", "0.5"])
+    with pytest.raises(SystemExit, match="2"):
+        capacity.main([*words, "--slo", "e2e_p95=1s"])
+    assert "ttft and itl only" in capsys.readouterr().err

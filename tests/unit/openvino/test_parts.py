@@ -27,7 +27,7 @@ EQUAL = StageNode()
     ("nodes", "conditions", "expected"),
     [
         pytest.param([EQUAL], {}, [12], id="one has everything"),
-        pytest.param([EQUAL] * 2, {}, [8, 12], id="the output counts as three layers"),
+        pytest.param([EQUAL] * 2, {}, [7, 12], id="the output counts as three layers"),
         pytest.param(
             [EQUAL] * 2, {"read": SHAPE.read_bytes(1, 0.0)}, [6, 12], id="prompts need no output"
         ),

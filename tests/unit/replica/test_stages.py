@@ -12,7 +12,7 @@ from serve_app.openvino.parts import ModelShape
 from serve_app.replica.stages import StageReport, StageSpeed, planned
 
 SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12, 64, 1000)
-BY_BYTES = [8, 12]
+BY_BYTES = [7, 12]
 
 
 def report(
