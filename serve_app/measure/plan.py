@@ -79,10 +79,14 @@ def planned(
     )
     depth = load.one.prompt_tokens + load.one.answer_tokens // 2
     seconds = [times.seconds_of(shape, part, depth) for part in parts]
-    network = {"row_bytes": 2 * shape.width, "bytes_per_s": network_gbit * 1e9 / 8}
 
     def served(n_users: int, think_s: float = 0.0) -> Pipeline:
-        pipeline = Pipeline(seconds, n_slots=load.n_slots, **network)
+        pipeline = Pipeline(
+            seconds,
+            n_slots=load.n_slots,
+            row_bytes=2 * shape.width,
+            bytes_per_s=network_gbit * 1e9 / 8,
+        )
         pipeline.run(replace(load.one, n_users=n_users, think_s=think_s))
         return pipeline
 

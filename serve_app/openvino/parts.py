@@ -71,13 +71,12 @@ class ModelShape:
         return read
 
     def weight_bytes(self, layers: range) -> int:
-        """Bytes of the weights of a part with these layers."""
-        sizes = [a + b for a, b in zip(self.layer_bytes, self.expert_bytes, strict=True)]
-        ends = self.embedding_bytes * (layers.start == 0)
-        return sum(sizes[layers.start : layers.stop]) + ends + self._output_of(layers)
-
-    def _output_of(self, layers: range) -> int:
-        return self.output_bytes * (layers.stop == len(self.layer_bytes))
+        """Bytes of the weights of a part with these layers. Of several parts, none has the embeddings."""
+        n_bytes = self.embedding_bytes * (len(layers) == len(self.layer_bytes))
+        n_bytes += self.output_bytes * (layers.stop == len(self.layer_bytes))
+        for sizes in (self.layer_bytes, self.expert_bytes):
+            n_bytes += sum(sizes[layers.start : layers.stop])
+        return n_bytes
 
     def memory_bytes(self, layers: range, n_tokens: int) -> int:
         """Bytes of a part with these layers whose cache has room for so many tokens."""
@@ -107,7 +106,7 @@ def divided(
     one row. Caches have room for `n_tokens`.
 
     Each stage has a layer at least. Of divisions that are as fast, one whose stages differ least, and whose
-    first stages have few layers: the first has the embeddings, too. Raises ConfigError if there are too few
+    first stages have few layers: the first looks up embeddings. Raises ConfigError if there are too few
     layers, or too little memory. Source: the chains-on-chains partitioning problem (Pinar and Aykanat,
     "Fast optimal load balancing algorithms for 1D partitioning", 2004), by dynamic programming.
     """

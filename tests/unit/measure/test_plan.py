@@ -63,7 +63,7 @@ def test_a_slow_network_is_felt() -> None:
 
 def test_a_model_without_room_is_refused() -> None:
     with pytest.raises(ConfigError, match="memory of 2 stages has no room"):
-        plan(2, 2, memory_mib=90)
+        plan(2, 2, memory_mib=60)
 
 
 def test_the_command_prints_a_table_and_writes_figures(

@@ -36,7 +36,7 @@ def report(
         pytest.param([report((0, 5)), report((5, 12))], BY_BYTES, id="much faster: changes"),
         pytest.param([report((0, 8)), report((0, 6))], BY_BYTES, id="of two divisions"),
         pytest.param([report((0, 8), 1, 0.1), report((8, 12), 1, 0.1)], [6, 12], id="prompts"),
-        pytest.param([report(memory=85, node="a"), report(memory=200)], [5, 12], id="memory"),
+        pytest.param([report(memory=55, node="a"), report(memory=200)], [5, 12], id="memory"),
     ],
 )
 def test_all_that_is_known_divides_the_layers(
