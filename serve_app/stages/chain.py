@@ -69,6 +69,8 @@ class StageCounts:
     """The time without an operation to carry out."""
     sent_bytes: int = 0
     """The bytes of all frames to other processes."""
+    sent_s: float = 0.0
+    """The time that these frames took to be packed and handed to the network."""
 
     def count(self, frame: Frame, seconds: float) -> None:
         """Count an operation that was carried out."""
@@ -254,11 +256,12 @@ class StageChain:
             self._take(frame)
             return
         self._raise_failure()
-        body = protocol.framed(body_of(frame))
-        self.counts.sent_bytes += len(body)
+        began, body = time.monotonic(), protocol.framed(body_of(frame))
         try:
             with self._sending[target]:
                 self._targets[target].sendall(body)
+                self.counts.sent_bytes += len(body)
+                self.counts.sent_s += time.monotonic() - began
         except OSError as error:
             self._fail(f"Stage {target + 1} takes nothing: {error}")
             self._raise_failure()
