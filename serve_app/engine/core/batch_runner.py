@@ -91,7 +91,8 @@ class BatchRunner:
             result.first_s = result.decode_s = decoded - began
             result.sampled = [self._sample(chunk) for chunk in batch.chunks]
             result.sample_s = time.monotonic() - decoded
-            if ahead and self._costs and (streams := _streams(result)):
+            ahead = ahead and bool(self._costs) and 2 * result.decode_s < _AHEAD_S
+            if ahead and (streams := _streams(result)):
                 self._run_ahead(result, streams, began + _AHEAD_S)
         self._charge(batch, result.decode_s)
         return result

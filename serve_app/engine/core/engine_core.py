@@ -149,7 +149,8 @@ class EngineCore:
 
     def _schedule(self) -> list[Batch]:
         ends = self.cache.table.slot_ends if self.backend.traits.fills_gaps else None
-        batches = self.scheduler.schedule(time.monotonic(), self.cache.table.n_cells, ends)
+        n_cells = self.cache.table.n_cells if self.backend.setup.mode.mixes else 0
+        batches = self.scheduler.schedule(time.monotonic(), n_cells, ends)
         for guest in self.guests:
             guest.scheduled(self, batches)
         self.counts.steps += bool(batches)
