@@ -44,7 +44,6 @@ _FACTORY = NodeFactory("opset13")  # its function for attention knows no sinks
 Node = Any
 _Rows = tuple[str, NDArray[np.intp] | slice]
 """The name of a matrix, and some of its rows."""
-_ALL = slice(None)
 _NONE = np.empty(0, np.float32)
 
 
@@ -201,11 +200,12 @@ class _Graph:
         if not kind.gated:
             inner = self._activated(self._product(f"{block}ffn_up", hidden))
             return self._product(f"{block}ffn_down", inner)
-        matrices: list[_Rows] = [(f"{block}ffn_gate", _ALL), (f"{block}ffn_up", _ALL)]
         if kind.gate_in_up:
             n_ff = self._model.count("feed_forward_length")
-            matrices = [(f"{block}ffn_up", slice(n_ff)), (f"{block}ffn_up", slice(n_ff, None))]
-        gate, up = self._products(hidden, matrices)
+            halves = slice(n_ff), slice(n_ff, None)
+            gate, up = (self._product(f"{block}ffn_up", hidden, half) for half in halves)
+        else:
+            gate, up = (self._product(f"{block}ffn_{name}", hidden) for name in ("gate", "up"))
         return self._product(f"{block}ffn_down", op.multiply(self._activated(gate), up))
 
     def _activated(self, values: Node) -> Node:
@@ -248,8 +248,7 @@ class _Graph:
         return op.add(product, op.constant(self._model.vector(f"{name}.bias")[:, None]))
 
     def _with_shared(self, block: str, hidden: Node, added: Node) -> Node:
-        matrices: list[_Rows] = [(f"{block}ffn_{name}_shexp", _ALL) for name in ("gate", "up")]
-        gate, up = self._products(hidden, matrices)
+        gate, up = (self._product(f"{block}ffn_{name}_shexp", hidden) for name in ("gate", "up"))
         inner = self._product(f"{block}ffn_down_shexp", op.multiply(op.swish(gate), up))
         share = op.constant(self._model.vector(f"{block}ffn_gate_inp_shexp.weight")[:, None])
         return op.add(added, op.multiply(inner, op.sigmoid(op.matmul(hidden, share, False, False))))
@@ -367,9 +366,9 @@ class _Graph:
         normed = op.multiply(values, op.divide(op.constant(np.float32(1)), root))
         return op.multiply(normed, op.constant(weights))
 
-    def _product(self, name: str, values: Node) -> Node:
-        """The product with the matrix of that name, and its bias if it has one."""
-        (product,) = self._products(values, [(name, _ALL)])
+    def _product(self, name: str, values: Node, rows: slice = slice(None)) -> Node:
+        """The product with rows of the matrix of that name, and its bias if it has one."""
+        (product,) = self._products(values, [(name, rows)])
         return product
 
     def _products(self, values: Node, matrices: Sequence[_Rows]) -> list[Node]:
