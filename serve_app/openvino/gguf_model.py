@@ -189,7 +189,6 @@ class GgufModel:
             sizes[self._output],
             (token_bytes,) * len(blocks),
             self.count("embedding_length"),
-            self._tensors["token_embd.weight"].data.shape[0],
         )
 
     def value(self, key: str, default: Any = None) -> Any:

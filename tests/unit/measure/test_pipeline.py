@@ -11,7 +11,7 @@ from serve_app.engine.autotune.cost_model import Profile
 from serve_app.measure.pipeline import MeasuredLayers, Pipeline, PipelineLoad
 from serve_app.openvino.parts import ModelShape
 
-SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12, 64, 1000)
+SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12, 64)
 FULL = PipelineLoad(n_users=8, prompt_tokens=1, answer_tokens=200, n_requests=1)
 
 

@@ -21,7 +21,7 @@ from serve_app.measure.plan import PlanLoad, planned
 from serve_app.openvino.parts import ModelShape
 
 MIB = 2**20
-SHAPE = ModelShape((10 * MIB,) * 12, (0,) * 12, 0.0, 30 * MIB, 30 * MIB, (100,) * 12, 64, 1000)
+SHAPE = ModelShape((10 * MIB,) * 12, (0,) * 12, 0.0, 30 * MIB, 30 * MIB, (100,) * 12, 64)
 TIMES = MeasuredLayers(SHAPE, Profile({1: 0.1, 8: 0.15}, {16: 0.2, 512: 4.0}))
 BOUNDS = {"ttft_p95_s": 5.0, "itl_p95_ms": 500.0}
 LOAD = PlanLoad(8, 2**17, PipelineLoad(1, 100, 50, 20.0), BOUNDS)
