@@ -10,7 +10,8 @@ Sides: `corral` is what `corral serve` runs, `ray` the same with --cluster, `lla
 - `serve-proxy`: `serve run` with `serve_app/start/one-machine.env`: Serve's own proxy, and Ray's dashboard;
 - `ray-defaults`: `serve run` without it;
 - `openvino`: what `corral serve` runs, with `engine.backend: openvino`; `openvino-bf16` the same with
-  `engine.cache_type_k` and `engine.cache_type_v` as `bf16`;
+  `engine.cache_type_k` and `engine.cache_type_v` as `bf16`, `openvino-w8a8` with
+  `engine.quantization: w8a8`;
 - `vllm`: vLLM's CPU build with weights as W8A8, of `python -m loadtests.compare.vllm`; `vllm-bf16` the same
   with BF16;
 - `llama-cpp-python`: `python -m llama_cpp.server`, which computes one request after the other (with

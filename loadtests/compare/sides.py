@@ -31,18 +31,19 @@ from serve_app.start.one_machine import environment_of
 
 CORRAL, RAY, LLAMA_SERVER = "corral", "ray", "llama-server"
 SERVE_PROXY, RAY_DEFAULTS = "serve-proxy", "ray-defaults"
-OPENVINO, OPENVINO_BF16 = "openvino", "openvino-bf16"
+OPENVINO, OPENVINO_BF16, OPENVINO_W8A8 = "openvino", "openvino-bf16", "openvino-w8a8"
 VLLM: Mapping[str, str] = {"vllm": "w8a8", "vllm-bf16": "bf16"}
 """Its sides, and the form of each one's weights."""
 PYTHON, PYTHON_BATCHED = "llama-cpp-python", "llama-cpp-python-batched"
-NATIVE = (CORRAL, RAY, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, OPENVINO, OPENVINO_BF16, *VLLM)
-"""Sides that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
-SIDES = (*NATIVE, PYTHON, PYTHON_BATCHED)
 _OPENVINO: dict[str, dict[str, str]] = {
     OPENVINO: {"backend": "openvino"},
     OPENVINO_BF16: {"backend": "openvino", "cache_type_k": "bf16", "cache_type_v": "bf16"},
+    OPENVINO_W8A8: {"backend": "openvino", "quantization": "w8a8"},
 }
 """Further settings of `engine`."""
+NATIVE = (CORRAL, RAY, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, *_OPENVINO, *VLLM)
+"""Sides that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
+SIDES = (*NATIVE, PYTHON, PYTHON_BATCHED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import get_args
 
 from loadtests.common.comparing import ratio_spread
+from serve_app.llama.formats import Quantization
 from serve_app.llama.model import Model
 from serve_app.measure.benchmark import (
     bounded,
@@ -109,7 +110,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def paged_context(model: Model, n_ctx: int, threads: int, cache_type: CacheType) -> PagedContext:
+def paged_context(
+    model: Model,
+    n_ctx: int,
+    threads: int,
+    cache_type: CacheType,
+    quantization: Quantization | None = None,
+) -> PagedContext:
     """OpenVINO's context for one sequence of so many tokens, warmed up. The model is converted where an
     engine would do so, and needs its vocabulary only. Raises ConfigError."""
     options = PagedOptions(
@@ -119,7 +126,9 @@ def paged_context(model: Model, n_ctx: int, threads: int, cache_type: CacheType)
         threads=threads,
         cache_type=cache_type,
     )
-    layers = PagedModel(converted_of(model, None), model.n_vocab, options)
+    layers = PagedModel(
+        converted_of(model, None, quantization=quantization), model.n_vocab, options
+    )
     context = PagedContext(layers, model, options)
     context.warm_up()
     return context

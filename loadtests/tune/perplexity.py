@@ -1,9 +1,10 @@
 """How both backends read one text: perplexity, and how often the likeliest next token is the same.
 
-    python -m loadtests.tune.perplexity --model PATH [--backends llama.cpp,openvino,openvino-bf16]
+    python -m loadtests.tune.perplexity --model PATH [--backends llama.cpp,openvino,openvino-w8a8]
         [--text FILE] [--windows 16] [--threads N]
 
-`-bf16` behind a backend's name has it keep keys and values as bf16, in place of f16.
+`-bf16` behind a backend's name has it keep keys and values as bf16, in place of f16. `openvino-w8a8` has
+`engine.quantization: w8a8`.
 
 The text is read in windows of 256 tokens, each from nothing; what counts is the second half of each. The
 default text is what every machine has: Python's own modules. The first backend is what the others are
@@ -26,22 +27,29 @@ from serve_app.measure.benchmark import bounded, choice, listed, usable_cores
 from serve_app.measure.quality import WINDOW, ReadingContext, TextReading, llama
 
 if TYPE_CHECKING:
+    from serve_app.llama.formats import Quantization
     from serve_app.openvino.paged.compiling import CacheType
     from serve_app.openvino.paged.context import PagedContext
 
 
-def paged(path: Path, threads: int, cache_type: CacheType = "f16") -> tuple[Model, PagedContext]:
+def paged(
+    path: Path,
+    threads: int,
+    cache_type: CacheType = "f16",
+    quantization: Quantization | None = None,
+) -> tuple[Model, PagedContext]:
     """The model's vocabulary and a context of OpenVINO, with keys and values of that format."""
     from loadtests.tune.paged_passes import paged_context  # needs corral[openvino]
 
     model = Model(path, vocab_only=True)
-    return model, paged_context(model, WINDOW, threads, cache_type)
+    return model, paged_context(model, WINDOW, threads, cache_type, quantization)
 
 
 KERNELS: dict[str, Callable[..., tuple[Model, Any]]] = {"llama.cpp": llama, "openvino": paged}
 BACKENDS: dict[str, ReadingContext] = {
     **KERNELS,
     **{f"{name}-bf16": partial(opened, cache_type="bf16") for name, opened in KERNELS.items()},
+    "openvino-w8a8": partial(paged, quantization="w8a8"),
 }
 
 

@@ -40,7 +40,13 @@ from serve_app.engine.options import BackendName
 from serve_app.errors import ConfigError
 from serve_app.ingress.access.addresses import is_loopback
 from serve_app.ingress.generation.sampling_fields import takes_sampling
-from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy
+from serve_app.llama.formats import (
+    CacheType,
+    EmbeddingPooling,
+    LoadMode,
+    NumaStrategy,
+    Quantization,
+)
 from serve_app.sampling import Api
 
 _HOST_NAME = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]+)$"
@@ -126,6 +132,10 @@ class EngineConfig(Section):
     cache_type_v: CacheType = "f16"
     """Format of the values in the KV cache. A quantised one needs `flash_attn`. With OpenVINO, the same as
     `cache_type_k`."""
+    quantization: Quantization | None = None
+    """How products are rounded further than in the file, with `backend: openvino`. `w8a8` has weights of 8
+    bits with a scale for each row of a matrix, and activations of 8 bits with a scale for each token: see
+    [OpenVINO](openvino.md#weights-and-activations-of-8-bits). Default: weights as in the file."""
     system_prompts: list[Annotated[str, Field(min_length=1)]] = []
     """System prompts that every replica computes when it starts and keeps, each in a slot of its own.
     Chats without tools that begin with one start from there, for every client. Default: none."""

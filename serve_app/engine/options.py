@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 from serve_app.errors import ConfigError
-from serve_app.llama.formats import CacheType, EmbeddingPooling, LoadMode, NumaStrategy, block_size
+from serve_app.llama.formats import (
+    CacheType,
+    EmbeddingPooling,
+    LoadMode,
+    NumaStrategy,
+    Quantization,
+    block_size,
+)
 
 KernelsName = Literal["llama.cpp", "openvino"]
 BackendName = Literal["auto", "llama.cpp", "openvino"]
@@ -58,6 +65,7 @@ class EngineOptions:
     many as pay and have room in half of the memory for checkpoints."""
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
+    quantization: Quantization | None = None
     load_mode: LoadMode = "auto"
     repack: bool | None = None
     """Whether llama.cpp lays the weights out anew when it loads them, for kernels of few rows; None: as is
@@ -112,6 +120,8 @@ class EngineOptions:
                 )
             if self.n_ctx < self.n_ctx_slot:
                 raise ConfigError("engine.n_ctx must not be below engine.n_ctx_slot.")
+        if self.quantization is not None and self.backend != "openvino":
+            raise ConfigError("engine.quantization needs engine.backend: openvino.")
         if self.backend == "openvino" and (names := self.unsupported_by_openvino()):
             raise ConfigError(f"engine.backend: openvino does not support {names[0]}.")
 

@@ -20,6 +20,10 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "iq4_nl", "q4_
 LoadMode = Literal["auto", "mmap", "mlock", "mmap+mlock", "none"]
 """How the weights come into memory (`--load-mode`)."""
 
+Quantization = Literal["w8a8"]
+"""How the products of layers are rounded further than in the file: weights to 8 bits with a scale for each
+row of a matrix, and activations to 8 bits with a scale for each token. The names are vLLM's."""
+
 EmbeddingPooling = Literal["none", "mean", "cls", "last", "rank"]
 """How the vectors of a text's tokens become one: not at all, their mean, the first's, the last's, a score
 (`--pooling`)."""

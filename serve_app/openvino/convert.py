@@ -1,6 +1,6 @@
 """Converts GGUF files to OpenVINO's format, once for each content.
 
-    python -m serve_app.openvino.convert FOLDER STAGE STAGES FIRST END GGUF...
+    python -m serve_app.openvino.convert FOLDER QUANTIZATION STAGE STAGES FIRST END GGUF...
 
 FIRST and END bound the layers of the stage; END 0 leaves them to `divided`.
 
@@ -35,6 +35,7 @@ from serve_app.openvino.parts import WHOLE, ModelPart, ModelShape
 from serve_app.progress import Report, Stage, nowhere
 
 if TYPE_CHECKING:
+    from serve_app.llama.formats import Quantization
     from serve_app.llama.model import Model
 
 MODEL = "openvino_model.xml"
@@ -128,11 +129,15 @@ def unserved(model: Model) -> str | None:
 
 
 def converted_of(
-    model: Model, max_bytes: int | None, report: Report = nowhere, part: ModelPart = WHOLE
+    model: Model,
+    max_bytes: int | None,
+    report: Report = nowhere,
+    part: ModelPart = WHOLE,
+    quantization: Quantization | None = None,
 ) -> Path:
     """Return the file of a converted model of this user on this node, as `converted` does."""
     models = converted_models(max_bytes)
-    return converted(model.files, model.fingerprint(), models, report, part)
+    return converted(model.files, model.fingerprint(), models, report, part, quantization)
 
 
 def converted_models(max_bytes: int | None) -> ConvertedModels:
@@ -140,13 +145,17 @@ def converted_models(max_bytes: int | None) -> ConvertedModels:
     return ConvertedModels(cache_folder() / "openvino", max_bytes)
 
 
-def name_of(fingerprint: bytes, part: ModelPart = WHOLE) -> str:
+def name_of(
+    fingerprint: bytes, part: ModelPart = WHOLE, quantization: Quantization | None = None
+) -> str:
     """The name of a converted model, by the content of its files, or of a part of it. Raises ConfigError as
     `versions`."""
     of_part = "" if part == WHOLE else f"-{part.index + 1}-of-{part.n_parts}"
     if part.layers is not None:
         of_part += f"-layers-{part.layers.start}-{part.layers.stop}"
-    return f"{fingerprint.hex()[:32]}-{versions().replace(', ', '-').replace(' ', '-')}{of_part}"
+    rounded = "" if quantization is None else f"-{quantization}"
+    made_by = versions().replace(", ", "-").replace(" ", "-")
+    return f"{fingerprint.hex()[:32]}-{made_by}{rounded}{of_part}"
 
 
 def converted(
@@ -155,16 +164,17 @@ def converted(
     models: ConvertedModels,
     report: Report = nowhere,
     part: ModelPart = WHOLE,
+    quantization: Quantization | None = None,
 ) -> Path:
     """The file of the converted model, or of a part of it, which is made if it is not there, and stays
     until this process ends. Of several processes that ask at once, one converts, and goes on if the one
     that asked for it dies. Raises ConfigError if the model cannot be converted, or has no room."""
-    name = name_of(fingerprint, part)
+    name = name_of(fingerprint, part, quantization)
     while not models.open(name):
         with models.alone(name) as lock:
             if lock is not None:
-                folder = models.make_room(name, _checked(files, part).converted_bytes)
-                _convert(files, folder, lock, report, part)
+                n_bytes = _checked(files, part).converted_bytes(quantization)
+                _convert(files, models.make_room(name, n_bytes), lock, report, part, quantization)
                 continue
         report(Stage("converting"))  # elsewhere
         time.sleep(_LOOK_EVERY_S)
@@ -192,14 +202,27 @@ def _checked(files: Sequence[Path], part: ModelPart) -> GgufModel:
 
 
 def _convert(
-    files: Sequence[Path], folder: Path, lock: int, report: Report, part: ModelPart
+    files: Sequence[Path],
+    folder: Path,
+    lock: int,
+    report: Report,
+    part: ModelPart,
+    quantization: Quantization | None,
 ) -> None:
     """Convert in another process, which has the lock, too: nobody else begins before it has ended."""
     name = files[0].name
     began = time.monotonic()
     logger.info("Converting %s for OpenVINO. This is done once.", name)
     layers = part.layers or range(0)
-    arguments = folder, part.index, part.n_parts, layers.start, layers.stop, *files
+    arguments = (
+        folder,
+        quantization or "",
+        part.index,
+        part.n_parts,
+        layers.start,
+        layers.stop,
+        *files,
+    )
     command = [sys.executable, "-m", __name__, *map(str, arguments)]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with (
@@ -240,7 +263,12 @@ def _tell(process: subprocess.Popen[str], name: str, report: Report) -> None:
             logger.info("Converting %s: %.0f%%.", name, 100 * done)
 
 
-def main(folder: Path, files: Sequence[Path], part: ModelPart = WHOLE) -> None:
+def main(
+    folder: Path,
+    files: Sequence[Path],
+    part: ModelPart = WHOLE,
+    quantization: Quantization | None = None,
+) -> None:
     """Write the model of these files, or a part of it, to that folder, and say on the standard output how
     far it is."""
     import openvino
@@ -252,15 +280,17 @@ def main(folder: Path, files: Sequence[Path], part: ModelPart = WHOLE) -> None:
         with contextlib.suppress(BrokenPipeError):
             print(f"{built * _BUILDING:.3f}", flush=True)
 
-    openvino.save_model(build(files, tell, part), folder / MODEL, compress_to_fp16=False)
+    graph = build(files, tell, part, quantization)
+    openvino.save_model(graph, folder / MODEL, compress_to_fp16=False)
     finish(folder)
 
 
 if __name__ == "__main__":
-    _, made, *numbers = sys.argv[:6]
+    _, made, rounding, *numbers = sys.argv[:7]
     stage, stages, first, end = map(int, numbers)
     main(
         Path(made),
-        [Path(path) for path in sys.argv[6:]],
+        [Path(path) for path in sys.argv[7:]],
         ModelPart(stage, stages, range(first, end) if end else None),
+        "w8a8" if rounding else None,
     )

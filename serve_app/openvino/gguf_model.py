@@ -20,6 +20,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
 from numpy.typing import NDArray
 
 from serve_app.errors import ConfigError
+from serve_app.llama.formats import Quantization
 from serve_app.openvino.architectures import ARCHITECTURES, Architecture
 from serve_app.openvino.parts import WHOLE, ModelPart, ModelShape, StageNode, divided
 from serve_app.openvino.weights import floats, is_quantised, is_rounded, n_bytes
@@ -299,10 +300,11 @@ class GgufModel:
         names = [name for name in ("rope_freqs.weight", *_LONG_ROPE) if self.has(name)]
         return [self.vector(name) for name in names]
 
-    @property
-    def converted_bytes(self) -> int:
+    def converted_bytes(self, quantization: Quantization | None = None) -> int:
         """The size of the model when it is converted, at most; its vectors are left out."""
-        return sum(map(_converted_bytes, self.tensors))
+        size = sum(map(_converted_bytes, self.tensors))
+        # Experts and embeddings stay as they are.
+        return size if quantization is None else size + sum(one.n_weights for one in self.tensors)
 
     @property
     def rounded(self) -> list[str]:

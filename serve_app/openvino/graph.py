@@ -16,15 +16,23 @@ from typing import Any
 import msgspec
 import numpy as np
 import openvino
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from openvino import opset13 as op
 from openvino.utils.node_factory import NodeFactory
 
 from serve_app.errors import ConfigError
+from serve_app.llama.formats import Quantization
 from serve_app.openvino.gguf_model import GgufModel, Rotary, Tensor
 from serve_app.openvino.parts import WHOLE, ModelPart
-from serve_app.openvino.weights import GROUP, Quantised, floats, is_quantised, quantised
+from serve_app.openvino.weights import (
+    GROUP,
+    Quantised,
+    floats,
+    is_quantised,
+    quantised,
+    rounded_rows,
+)
 
 HIDDEN = "hidden_states"
 TOKENS, EMBEDS = "input_ids", "inputs_embeds"
@@ -37,6 +45,7 @@ GROUPED, PLACES = "grouped", "places"
 """Inputs of encoders: the tokens of each group, and the place of each token in all groups."""
 FREQUENCIES, WINDOW_FREQUENCIES = "rotary_frequencies", "rotary_frequencies_of_windows"
 
+_OUTPUTS = ("output", "token_embd")
 # The clamp and the slope of gpt-oss's experts. Source: llama.cpp, `build_moe_ffn`.
 _CLAMP, _GATE_SLOPE = np.float32(7), 1.702
 _FACTORY = NodeFactory("opset13")  # its function for attention knows no sinks
@@ -82,13 +91,16 @@ _NOTES = "corral_attention"
 
 
 def build(
-    files: Sequence[Path], tell: Callable[[float], None], part: ModelPart = WHOLE
+    files: Sequence[Path],
+    tell: Callable[[float], None],
+    part: ModelPart = WHOLE,
+    quantization: Quantization | None = None,
 ) -> openvino.Model:
     """The graph of the model in these files, or of a part of it; `tell` is told now and then how much of it
     is there. Raises ConfigError for a model that it does not know, with the reason as the rest of a
     sentence."""
     model = GgufModel(files, part)
-    graph = (_Encoder if model.kind.encodes else _Decoder)(model, tell).build()
+    graph = (_Encoder if model.kind.encodes else _Decoder)(model, tell, quantization).build()
     if model.left:
         more = f" and {len(model.left) - 1} more" if len(model.left) > 1 else ""
         raise ConfigError(f"its tensor {model.left[0]}{more} would not be used")
@@ -107,9 +119,14 @@ class _Graph:
     """The graph while it is built: what decoders and encoders have in common."""
 
     def __init__(
-        self, model: GgufModel, tell: Callable[[float], None], inputs: Mapping[str, Node]
+        self,
+        model: GgufModel,
+        tell: Callable[[float], None],
+        quantization: Quantization | None,
+        inputs: Mapping[str, Node],
     ) -> None:
         self._model, self._tell = model, tell
+        self._times = _times if quantization is None else _times_rounded
         self._kind = model.kind
         self._n_head = model.count("attention.head_count")
         self._n_head_kv = model.count("attention.head_count_kv", self._n_head)
@@ -375,13 +392,16 @@ class _Graph:
         """The products with rows of the matrices of these names, and their biases. Matrices of one format
         are one product, as each product takes some time besides that of its weights."""
         tensors = [self._model.take(f"{name}.weight") for name, _ in matrices]
-        by_kind: dict[GGMLQuantizationType, list[int]] = {}
+        by_kind: dict[Kind, list[int]] = {}
         for i, tensor in enumerate(tensors):
             by_kind.setdefault(tensor.kind, []).append(i)
         products: dict[int, Node] = {}
         for kind, places in by_kind.items():
             weights = [tensors[i].data[matrices[i][1]] for i in places]
-            product = _times(values, np.concatenate(weights), kind)
+            # Logits and routers, which have 32-bit floats in files, lose most by rounding.
+            is_exact = kind is Kind.F32 or matrices[0][0] in _OUTPUTS
+            times = _times if is_exact else self._times
+            product = times(values, np.concatenate(weights), kind)
             lengths = list(map(len, weights))
             biases = [self._bias(*matrices[i], n) for i, n in zip(places, lengths, strict=True)]
             if any(bias.any() for bias in biases):
@@ -400,7 +420,9 @@ class _Graph:
 class _Decoder(_Graph):
     """A decoder's graph, with the keys and values that it keeps as its state."""
 
-    def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
+    def __init__(
+        self, model: GgufModel, tell: Callable[[float], None], quantization: Quantization | None
+    ) -> None:
         if model.part.is_whole:
             inputs = {TOKENS: op.parameter([-1, -1], np.int64, name=TOKENS)}
         else:
@@ -411,7 +433,7 @@ class _Decoder(_Graph):
             "position_ids": op.parameter([-1, -1], np.int64, name="position_ids"),
             "beam_idx": op.parameter([-1], np.int32, name="beam_idx"),
         }
-        super().__init__(model, tell, inputs)
+        super().__init__(model, tell, quantization, inputs)
         self._sinks: list[Node] = []
 
     def build(self) -> openvino.Model:
@@ -474,7 +496,9 @@ class _Encoder(_Graph):
     """An encoder's graph. Several texts are one row of tokens. Attention has them in groups, each filled up
     to the longest, and masks part the texts of a group."""
 
-    def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
+    def __init__(
+        self, model: GgufModel, tell: Callable[[float], None], quantization: Quantization | None
+    ) -> None:
         inputs = {
             "input_ids": op.parameter([-1, -1], np.int64, name="input_ids"),
             "position_ids": op.parameter([-1, -1], np.int64, name="position_ids"),
@@ -484,7 +508,7 @@ class _Encoder(_Graph):
         }
         if any(model.windows):
             inputs[WINDOW_MASK] = op.parameter([-1, 1, -1, -1], np.float32, name=WINDOW_MASK)
-        super().__init__(model, tell, inputs)
+        super().__init__(model, tell, quantization, inputs)
 
     def build(self) -> openvino.Model:
         model = self._model
@@ -534,7 +558,7 @@ def _int(value: int) -> Node:
     return op.constant(np.int64(value))
 
 
-def _times(values: Node, data: NDArray[Any], kind: GGMLQuantizationType) -> Node:
+def _times(values: Node, data: NDArray[Any], kind: Kind) -> Node:
     """The product with a matrix."""
     if not is_quantised(kind):
         return op.matmul(values, _plain(floats(data, kind)), False, True)
@@ -544,6 +568,20 @@ def _times(values: Node, data: NDArray[Any], kind: GGMLQuantizationType) -> Node
         matrix = matrix.with_sums()
         values = _with_sums(values, n_groups, matrix.codes.shape[1])
     return op.matmul(values, _whole(matrix, None, data.shape[:1]), False, True)
+
+
+def _times_rounded(values: Node, data: NDArray[Any], kind: Kind) -> Node:
+    """The product with a matrix of integers of 8 bits, as `Quantization` says.
+
+    The kernels multiply integers if the range of values is a constant. So values are divided by the
+    largest of their token first, and the product is multiplied by it."""
+    codes, scales = rounded_rows(data, kind)
+    matrix = op.multiply(op.convert(op.constant(codes), np.float32), op.constant(scales))
+    largest = op.reduce_max(op.absolute(values), _ints(-1), True)
+    largest = op.maximum(largest, op.constant(np.finfo(np.float32).tiny))
+    ends = [op.constant(np.float32(end)) for end in (-1, 1)]
+    rounded = op.fake_quantize(op.divide(values, largest), *ends, *ends, 255)
+    return op.multiply(op.matmul(rounded, matrix, False, True), largest)
 
 
 def _with_sums(values: Node, n_groups: int, n_groups_with_sums: int) -> Node:

@@ -2,7 +2,7 @@
 
 The kernels quantise activations, too, and multiply integers. They do so only if what is subtracted from the
 weights is an integer: with any other offset, they compute in floats, and prompts take twice as long. So the
-rest of an offset is a small matrix of its own, which is multiplied by sums of 32 activations:
+rest of an offset is a further column, which is multiplied by the sum of 32 activations:
 `sum(((q - z) s + r) x) = s sum((q - z) x) + r sum(x)`.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import gguf
 import numpy as np
@@ -34,6 +34,7 @@ _OF_HALF_SCALES = (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0)
 # Weights that a thread unpacks at once: what caches of processors have room for.
 _AT_ONCE = 2**19
 _MOST = 127
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,7 @@ def floats(data: NDArray[np.generic], kind: Kind) -> NDArray[np.float16] | Float
 
 def quantised(data: Bytes, kind: Kind) -> Quantised:
     """The matrix with these rows. Raises NotImplementedError for formats that gguf cannot read."""
-    block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
-    n_rows = max(1, _AT_ONCE // (data.shape[1] // n_bytes * block))
-    pieces = [data[at : at + n_rows] for at in range(0, len(data), n_rows)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy computes without the GIL
-        parts = list(pool.map(_part, pieces, repeat(kind)))
+    parts = _by_rows(_part, data, kind)
     return Quantised(
         np.concatenate([part.codes for part in parts]),
         parts[0].bits,
@@ -120,6 +117,29 @@ def quantised(data: Bytes, kind: Kind) -> Quantised:
         _joined([part.zeros for part in parts]),
         _joined([part.offsets for part in parts]),
     )
+
+
+def rounded_rows(data: NDArray[np.generic], kind: Kind) -> tuple[NDArray[np.int8], Floats]:
+    """The matrix with these rows as integers of 8 bits, and a scale for each row. Raises as `quantised`."""
+    codes, scales = zip(*_by_rows(_rounded, data, kind), strict=True)
+    return np.concatenate(codes), np.concatenate(scales)
+
+
+def _rounded(data: NDArray[Any], kind: Kind) -> tuple[NDArray[np.int8], Floats]:
+    weights = floats(data, kind).astype(np.float32)
+    scales = np.abs(weights).max(axis=1, keepdims=True) / np.float32(_MOST)
+    return _codes(weights[:, None], scales)[:, 0], scales
+
+
+def _by_rows(
+    function: Callable[[NDArray[Any], Kind], _Part], data: NDArray[Any], kind: Kind
+) -> list[_Part]:
+    """The results of a function for pieces of a matrix, computed in threads."""
+    block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    n_rows = max(1, _AT_ONCE // (data.nbytes // len(data) // n_bytes * block))
+    pieces = [data[at : at + n_rows] for at in range(0, len(data), n_rows)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy computes without the GIL
+        return list(pool.map(function, pieces, repeat(kind)))
 
 
 def _joined(parts: list[NDArray[Any] | None]) -> NDArray[Any] | None:

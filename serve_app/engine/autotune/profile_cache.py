@@ -36,7 +36,7 @@ _OPTIONS = (
         "n_batch",
     ),
     *("flash_attn", "kv_unified", "cache_type_k", "cache_type_v", "max_stall_s", "profile_limit_s"),
-    *("repack", "stored_from", "n_rs_seq"),
+    *("repack", "stored_from", "n_rs_seq", "quantization"),
 )
 _Choice = TypeVar("_Choice")
 

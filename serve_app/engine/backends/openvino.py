@@ -123,7 +123,9 @@ class EncoderBackend(LlamaBackend):
         if reason := unserved(model):
             raise ConfigError(reason)
         encoder = Encoder(
-            converted_of(model, options.max_converted_bytes, report),
+            converted_of(
+                model, options.max_converted_bytes, report, quantization=options.quantization
+            ),
             threads=options.threads,
             window=model.meta_int("attention.sliding_window", 0),
         )
@@ -173,11 +175,17 @@ class OpenVinoBackend:
         self._fingerprint = model.fingerprint()
         frequencies = None
         if is_graph(path):
+            if options.quantization is not None:
+                raise ConfigError(
+                    "engine.quantization is for GGUF files: choose it when you export a model."
+                )
             self._fingerprint = fingerprint_of([header, path, path.with_name(WEIGHTS)])
             frequencies = hyperparameters_of(path.parent).frequencies
         else:
             part = WHOLE if chain is None else chain.part
-            path = converted_of(model, options.max_converted_bytes, report, part)
+            path = converted_of(
+                model, options.max_converted_bytes, report, part, options.quantization
+            )
         report(Stage("loading"))
         n_sequences = options.n_slots + len(options.pinned)
         self._n_blocks_slot = _n_blocks(options.n_ctx_share)
@@ -224,7 +232,8 @@ class OpenVinoBackend:
                 )
             hidden_layers(model, draft, options)
         self.draft = open_draft(model, draft, options, threads)
-        parts = (versions(), BLOCK, options.cache_type_k)  # a state is none of llama.cpp's
+        # A state is none of llama.cpp's.
+        parts = (versions(), BLOCK, options.cache_type_k, options.quantization)
         key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + context.turns).digest()
         self.states = PagedStates(context, key)
         shape = EmbeddingShape(

@@ -80,7 +80,7 @@ def test_progress_is_told_and_the_size_forecast(
     assert 0 < done[0] < done[-1] <= 1
     assert "Converted model.gguf" in caplog.text
     n_bytes = made.with_suffix(".bin").stat().st_size
-    assert n_bytes * 0.8 < readable([path]).converted_bytes < n_bytes * 1.2
+    assert n_bytes * 0.8 < readable([path]).converted_bytes() < n_bytes * 1.2
 
 
 def test_of_several_that_ask_one_converts(path: Path, models: ConvertedModels) -> None:

@@ -70,7 +70,7 @@ def folder(tmp_path: Path) -> Iterator[None]:
         patch.setattr(
             convert,
             "_convert",
-            lambda files, folder, lock, report, part: convert.main(folder, files, part),
+            lambda files, folder, lock, report, *of: convert.main(folder, files, *of),
         )
         yield
 
@@ -381,3 +381,25 @@ def test_formats_that_are_rounded_are_named_in_the_log(
     with caplog.at_level(logging.INFO, "corral.engine"):
         OpenVinoBackend(path, _OPTIONS).close()
     assert "Q6_K weights with 8 bits" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("qwen3-tied", 0.996), ("llama-biases", 0.998), ("qwen3moe", 0.98)]
+)
+def test_eight_bits_for_rows_and_tokens_are_nearly_as_exact(
+    name: str, least: float, tmp_path: Path
+) -> None:
+    path = MODELS[name].write(tmp_path / "model.gguf")
+    rounded = OpenVinoBackend(path, replace(_OPTIONS, backend="openvino", quantization="w8a8"))
+    layers = rounded._context.layers
+    assert isinstance(layers, PagedModel)
+    assert layers._request is not None
+    products = {
+        str(node.get_rt_info()["primitiveType"].astype(str))
+        for node in layers._request.get_compiled_model().get_runtime_model().get_ops()
+        if node.get_rt_info()["layerType"].astype(str) == "FullyConnected"
+    }
+    assert {product.rpartition("_")[2] for product in products} <= {"i8", "f32"}  # f32: routers
+    assert any(product.endswith("i8") for product in products)
+    found, exact = logits(rounded), theirs(path)
+    assert agreement(found, exact) > least

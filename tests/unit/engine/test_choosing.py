@@ -15,7 +15,7 @@ from serve_app.engine.backends import choice as choosing
 from serve_app.engine.backends import layouts
 from serve_app.engine.backends.base import Setup
 from serve_app.engine.backends.choice import LLAMA_CPP, OPENVINO
-from serve_app.engine.options import EngineOptions, KernelsName
+from serve_app.engine.options import BackendName, EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
 from serve_app.llama.formats import Threads
 from serve_app.llama.model import fingerprint_of
@@ -214,6 +214,12 @@ def test_a_measurement_that_failed_is_tried_again(
     assert "scripted" in choice.reason
     machine.failure = None
     assert choosing.chosen(model, options).name == OPENVINO
+
+
+@pytest.mark.parametrize("backend", ["auto", LLAMA_CPP])
+def test_quantization_needs_openvino(options: EngineOptions, backend: BackendName) -> None:
+    with pytest.raises(ConfigError, match=r"needs engine\.backend: openvino"):
+        replace(options, backend=backend, quantization="w8a8")
 
 
 @pytest.mark.parametrize(
