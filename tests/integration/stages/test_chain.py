@@ -121,9 +121,11 @@ def test_engines_in_stages_write_what_one_engine_writes(whole: list[str]) -> Non
         3,
         (range(2), range(2, 5), range(5, 6)),
     )  # with which rounding changes no text
-    with engines_of(chains_of(n_stages, layers)) as engines:
+    chains = chains_of(n_stages, layers)
+    with engines_of(chains) as engines:
         answers = [started(engine, text, 24) for engine in engines for text in _TEXTS]
         assert [answer.result(_LIMIT_S) for answer in answers] == whole * n_stages
+        assert all(chain.counts.sent_s > 0 for chain in chains)
         vectors = [engine.embed([(5, 6, 7)]).result(_LIMIT_S) for engine in engines]
         assert all(abs(vectors[0] - vector).max() < 1e-3 for vector in vectors[1:])
 
