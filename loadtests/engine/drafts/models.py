@@ -14,6 +14,7 @@ DRAFT = SHAPES["0.6b"]
 TARGET = ModelShape("random-1b", 16, 2048, 8192, 32, 8, 64, _N_VOCAB, _N_CTX)
 """The layers of Llama 3.2 1B, and the draft's vocabulary."""
 TINY = SHAPES["tiny"]
+_LAST_NORMS = ("output_norm.weight", "token_embd_norm.weight")  # the second is LFM2's
 
 
 def agreeing(folder: Path, shape: ModelShape, dtype: str) -> Path:
@@ -24,7 +25,7 @@ def agreeing(folder: Path, shape: ModelShape, dtype: str) -> Path:
         return path
     part = random(folder, shape, dtype).rename(path.with_suffix(".part"))
     reader = GGUFReader(part, "r+")
-    (norm,) = (tensor for tensor in reader.tensors if tensor.name == "output_norm.weight")
+    (norm,) = (tensor for tensor in reader.tensors if tensor.name in _LAST_NORMS)
     norm.data[:] = 0
     reader.data.flush()
     part.rename(path)
