@@ -46,4 +46,4 @@ def rows_of(values: Values) -> Values:
     logits[np.repeat(np.arange(len(n_told)), n_told), values[_TOKENS]] = values[_BITS].view(
         np.float32
     )
-    return {LOGITS: logits}
+    return {LOGITS: logits, HIGHEST: n_told}

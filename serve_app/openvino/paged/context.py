@@ -44,6 +44,8 @@ class PagedContext:
         self._texts = BlockTables(options.n_texts, texts)
         self._rows: Sequence[Row] = ()
         self._logits: dict[int, NDArray[np.float32]] = {}
+        self._n_told: dict[int, int] = {}
+        """How many of the highest logits each row has; 0: all."""
         self._n_highest: dict[int, int] = {}
         """The number of the highest logits that each sequence's sampler asked for; without it, all."""
         self.cancel, self.close = layers.cancel, layers.close
@@ -67,9 +69,12 @@ class PagedContext:
         """Compute a forward pass; blocks for its length, without the GIL. Raises CacheFullError, and
         changes nothing, if there are no blocks for the rows; DecodeCancelledError after `cancel(True)`, and
         another DecodeError if they cannot be computed: the cache is then as it was."""
-        logits, outputs = self._pass(rows, self._tables, compiling.SAMPLED, compiling.LOGITS)
+        logits, outputs, n_told = self._pass(
+            rows, self._tables, compiling.SAMPLED, compiling.LOGITS
+        )
         self._rows = rows
         self._logits = {row: logits[at] for row, at in outputs.items()}
+        self._n_told = {row: n_told[at] for row, at in outputs.items()}
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """A vector for each row, from a pass over texts. Text 0 is kept until a row at position 0 begins
@@ -77,7 +82,9 @@ class PagedContext:
         if any(position == 0 and text == 0 for _, position, text, _ in rows):
             self._texts.truncate(0, 0)
         try:
-            vectors, outputs = self._pass(rows, self._texts, compiling.EMBEDDED, compiling.VECTORS)
+            vectors, outputs, _ = self._pass(
+                rows, self._texts, compiling.EMBEDDED, compiling.VECTORS
+            )
             return vectors[[outputs[i] for i in range(len(rows))]]
         finally:
             for text in {row[2] for row in rows} - {0}:
@@ -90,9 +97,10 @@ class PagedContext:
         chosen: str,
         output: str,
         operation: Operation = "compute",
-    ) -> tuple[NDArray[np.float32], dict[int, int]]:
-        """The output for the rows that want logits, which the input `chosen` names, and where in it each
-        of them is. If the rows cannot be computed, the tables are as before."""
+    ) -> tuple[NDArray[np.float32], dict[int, int], list[int]]:
+        """The output for the rows that want logits, which the input `chosen` names, where in it each of
+        them is, and how many of the highest logits each has; 0: all. If the rows cannot be computed, the
+        tables are as before."""
         by_sequence: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
             by_sequence.setdefault(row[2], []).append(i)
@@ -126,22 +134,25 @@ class PagedContext:
             n_highest = [self._n_highest.get(row[2], 0) if row[3] else 1 for row in wanting]
             inputs[HIGHEST] = np.array(n_highest, np.int32)
         try:
-            values = self.layers.run(operation, inputs)[output]
+            values = self.layers.run(operation, inputs)
         except BaseException:
             for sequence, length in before.items():
                 tables.truncate(sequence, length)
             raise
-        return values, {order[at]: n for n, at in enumerate(wanted)}
+        places = {order[at]: n for n, at in enumerate(wanted)}
+        return values[output], places, values.get(HIGHEST, np.zeros(len(wanted), int)).tolist()
 
     def logits(self, row: int, n_highest: int | None = None) -> NDArray[np.float32]:
         """The logits of a row of the last batch that asked for them: a view, until the next `decode`. The
         layers may have told the highest only, as many as a sampler of this sequence wanted before. If that
         is too few, the sequence's rows are computed anew. Raises as `decode`."""
         sequence = self._rows[row][2]
-        n_told = self._n_highest.pop(sequence, None)
-        if n_highest is not None:
+        if n_highest is None:
+            self._n_highest.pop(sequence, None)
+        else:
             self._n_highest[sequence] = n_highest
-        if n_told is not None and (n_highest is None or n_highest > n_told):
+        n_told = self._n_told[row]
+        if n_told and (n_highest is None or n_highest > n_told):
             self._compute_again(row)
         return self._logits[row]
 
@@ -151,8 +162,11 @@ class PagedContext:
         places = [i for i in range(first, len(self._rows)) if self._rows[i][2] == sequence]
         rows = [self._rows[i] for i in places]
         self._tables.truncate(sequence, rows[0][1])
-        logits, outputs = self._pass(rows, self._tables, compiling.SAMPLED, compiling.LOGITS)
+        logits, outputs, n_told = self._pass(
+            rows, self._tables, compiling.SAMPLED, compiling.LOGITS
+        )
         self._logits |= {places[row]: logits[at] for row, at in outputs.items()}
+        self._n_told |= {places[row]: n_told[at] for row, at in outputs.items()}
 
     def pick(self, sampler: Any, row: int) -> int:
         """The token that a chain of llama.cpp's samplers picks by that row's logits."""

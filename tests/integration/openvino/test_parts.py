@@ -136,6 +136,8 @@ def test_logits_that_were_left_out_are_computed_when_a_sampler_needs_them(tmp_pa
             assert np.allclose(logits[highest], expected[highest], atol=0.02)
         decode(5, 12)
         assert [np.isfinite(parts.logits(row, 1)).sum() for row in (0, 1)] == [1, 512]
+        whole.layers = InTurns([])
+        assert np.isfinite(whole.logits(0)).all(), "it has all logits, and computes nothing anew"
 
 
 def test_a_part_reads_its_own_tensors_and_converts_no_others(tmp_path: Path) -> None:
