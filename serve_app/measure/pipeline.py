@@ -19,7 +19,7 @@ from serve_app.openvino.parts import ModelShape
 
 # Bytes of what is sent for a token: the highest logits, of which samplers take 40 by default.
 _RESULT_BYTES = 400
-# The engine's own seconds between two passes, and for each token. They were measured with the 0.6B model.
+# The engine's own seconds between two passes, and for each token: estimates, near the 0.6B model's.
 _BETWEEN_S, _TOKEN_S = 0.001, 0.0002
 # Rows of a prompt in one pass, from which the largest is taken that keeps a pass within the stall budget.
 _CHUNKS = (512, 256, 128, 64, 32, 16)

@@ -60,7 +60,8 @@ class Quantised:
     def with_sums(self) -> Quantised:
         """The matrix with a column for each group in place of its offset, and zeros up to whole groups.
         What it is multiplied by has the sums of the groups there. Offsets are rounded to the codes' bits:
-        4 or 8. An offset is at most half a weight's step."""
+        4 or 8, with a scale for each 32. Mostly they are at most half a weight's step; a group of weights
+        that are alike may have a larger one, and makes the others' coarse."""
         assert self.offsets is not None
         n_rows, n_groups = self.offsets.shape
         columns = np.zeros((n_rows, -(-n_groups // GROUP), GROUP), np.float32)
