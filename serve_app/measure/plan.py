@@ -183,11 +183,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, simulate, print the table."""
     from serve_app.openvino.convert import shape_of
 
-    args = parse_args(argv)
+    args = parse_args(sys.argv[1:] if argv is None else argv)
     try:
         model = Model(args.model, vocab_only=True)
         shape = shape_of(model.files)
@@ -223,3 +223,7 @@ def main(argv: Sequence[str]) -> None:
     print(table(plans))
     if args.json is not None:
         args.json.write_text(json.dumps(plans, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

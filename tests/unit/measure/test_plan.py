@@ -15,7 +15,7 @@ from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.config.sizing import PROCESS_BYTES
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.errors import ConfigError
-from serve_app.measure import capacity
+from serve_app.measure import plan as planning
 from serve_app.measure.pipeline import MeasuredLayers, PipelineLoad
 from serve_app.measure.plan import PlanLoad, planned
 from serve_app.openvino.parts import ModelShape
@@ -71,8 +71,8 @@ def test_the_command_prints_a_table_and_writes_figures(
 ) -> None:
     times, figures = tmp_path / "times.json", tmp_path / "plan.json"
     times.write_bytes(msgspec.json.encode(TIMES))
-    words = ["plan", str(BUILTIN_MODEL), "--times", str(times), "--json", str(figures)]
-    capacity.main([*words, "--nodes", "1,2", "--network", "1,10", "--memory", "1", *_SHORT])
+    words = [str(BUILTIN_MODEL), "--times", str(times), "--json", str(figures)]
+    planning.main([*words, "--nodes", "1,2", "--network", "1,10", "--memory", "1", *_SHORT])
     plans = json.loads(figures.read_text())
     assert [(each["nodes"], each["Gbit/s"]) for each in plans] == [
         *((1, 1), (1, 10)),
@@ -81,7 +81,7 @@ def test_the_command_prints_a_table_and_writes_figures(
     assert plans[0].keys() == plan(1, 1).keys()
     assert capsys.readouterr().out.count("\n") == 2 + len(plans)
     with pytest.raises(SystemExit, match="has no room"):
-        capacity.main([*words, "--memory", "0.5"])
+        planning.main([*words, "--memory", "0.5"])
     with pytest.raises(SystemExit, match="2"):
-        capacity.main([*words, "--slo", "e2e_p95=1s"])
+        planning.main([*words, "--slo", "e2e_p95=1s"])
     assert "ttft and itl only" in capsys.readouterr().err
