@@ -12,7 +12,13 @@ import pytest
 from tests.e2e.conftest import Corral, sse, wait_until
 
 SMALL = 1  # its index among the models
-LONG = {"model": "small", "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
+LONG = {
+    "model": "small",
+    "prompt": "x",
+    "max_tokens": 200_000,
+    "ignore_eos": True,
+    "context_shift": True,
+}
 
 
 @pytest.fixture

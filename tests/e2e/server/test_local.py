@@ -169,9 +169,9 @@ def test_metrics_have_the_names_that_ray_exports(server: Corral) -> None:
 
 
 def test_a_client_that_leaves_frees_its_slot(server: Corral) -> None:
-    body = {"model": "m", "prompt": "Hello", "max_tokens": 100_000, "ignore_eos": True}
+    body = {"model": "m", "prompt": "Hello", "max_tokens": 200_000, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
-        server.http.post("/v1/completions", json=body, timeout=1.0)
+        server.http.post("/v1/completions", json=body | {"context_shift": True}, timeout=1.0)
     wait_until(lambda: server.stats()["queue"]["running"] == 0, 5, "the slot is free")
 
 
