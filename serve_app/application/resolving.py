@@ -146,14 +146,13 @@ def names_its_share(model: ModelConfig) -> bool:
 def _resolve(
     model: ModelConfig, share: Share, here: Machine, n_models: int, downloads: DownloadsConfig
 ) -> ResolvedModel:
-    stages = model.engine.stages
+    stages, memory_bytes = model.engine.stages, here.memory_bytes // n_models
     if stages == "auto":
-        stages = _fewest_stages(model, here.memory_bytes // n_models, downloads)
+        stages = _fewest_stages(model, memory_bytes, downloads)
     if stages > 1:
         engine = model.engine.model_copy(update={"backend": "openvino", "stages": stages})
         model = model.model_copy(update={"engine": engine})
     source, projector, needs = _looked_up(model, downloads)
-    memory_bytes = here.memory_bytes // n_models
     if stages > 1:
         needs = needs and replace(needs, weight_bytes=needs.weight_bytes // stages)
         share = replace(share, n_replicas=stages, reason=f"there are {stages} stages")

@@ -327,7 +327,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_args(sys.argv[1:] if argv is None else argv)
+    args = parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # stops the server, too
     load = UserLoad(args.seconds, args.mix, args.think, args.seed, args.model)
     held = []

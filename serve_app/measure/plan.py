@@ -151,7 +151,7 @@ def _slo(text: str) -> dict[str, float]:
     return bounds
 
 
-def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="corral capacity plan", description=__doc__)
     parser.formatter_class = HelpFormatter
     add = parser.add_argument
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, simulate, print the table."""
     from serve_app.openvino.convert import shape_of
 
-    args = parse_args(sys.argv[1:] if argv is None else argv)
+    args = parse_args(argv)
     try:
         model = Model(args.model, vocab_only=True)
         shape = shape_of(model.files)

@@ -69,12 +69,21 @@ class PagedContext:
         """Compute a forward pass; blocks for its length, without the GIL. Raises CacheFullError, and
         changes nothing, if there are no blocks for the rows; DecodeCancelledError after `cancel(True)`, and
         another DecodeError if they cannot be computed: the cache is then as it was."""
+        self._logits, self._n_told = self._sampled(rows, range(len(rows)))
+        self._rows = rows
+
+    def _sampled(
+        self, rows: Sequence[Row], places: Sequence[int]
+    ) -> tuple[dict[int, NDArray[np.float32]], dict[int, int]]:
+        """The logits of the rows that want them, and how many of the highest each has, by the places of
+        these rows in the batch."""
         logits, outputs, n_told = self._pass(
             rows, self._tables, compiling.SAMPLED, compiling.LOGITS
         )
-        self._rows = rows
-        self._logits = {row: logits[at] for row, at in outputs.items()}
-        self._n_told = {row: n_told[at] for row, at in outputs.items()}
+        return (
+            {places[row]: logits[at] for row, at in outputs.items()},
+            {places[row]: n_told[at] for row, at in outputs.items()},
+        )
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         """A vector for each row, from a pass over texts. Text 0 is kept until a row at position 0 begins
@@ -162,11 +171,9 @@ class PagedContext:
         places = [i for i in range(first, len(self._rows)) if self._rows[i][2] == sequence]
         rows = [self._rows[i] for i in places]
         self._tables.truncate(sequence, rows[0][1])
-        logits, outputs, n_told = self._pass(
-            rows, self._tables, compiling.SAMPLED, compiling.LOGITS
-        )
-        self._logits |= {places[row]: logits[at] for row, at in outputs.items()}
-        self._n_told |= {places[row]: n_told[at] for row, at in outputs.items()}
+        logits, n_told = self._sampled(rows, places)
+        self._logits |= logits
+        self._n_told |= n_told
 
     def pick(self, sampler: Any, row: int) -> int:
         """The token that a chain of llama.cpp's samplers picks by that row's logits."""
