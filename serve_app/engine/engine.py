@@ -172,8 +172,8 @@ class Engine(DecoderLoop):
         self, texts: Sequence[tuple[int, ...]], client: str = "", *, background: bool = False
     ) -> Future[Vectors]:
         """Vectors of a client's texts, given as tokens: float32, one row each, not normalised; of a
-        reranking model, one score each. Cancelling the future spares what was not yet computed. Raises like
-        `submit`, TextTooLongError instead of PromptTooLongError."""
+        model with a classifier, its outputs. Cancelling the future spares what was not yet computed. Raises
+        like `submit`, TextTooLongError instead of PromptTooLongError."""
         (outcome,) = self.embed_many([Texts(texts, client, background=background)])
         if isinstance(outcome, CorralError):
             raise outcome

@@ -63,7 +63,7 @@ class EngineClient(Protocol):
         media: tuple[Medium, ...] = (),
     ) -> NDArray[np.float32]:
         """A vector, not normalised, for each text of a client, given as tokens, with MEDIUM for each of
-        `media`; of a reranking model, one score each. For `background`, see GenerationRequest. Raises
+        `media`; of a model with a classifier, its outputs. For `background`, see GenerationRequest. Raises
         CorralError. Cancelling it ends the request."""
 
     @property

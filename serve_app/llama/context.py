@@ -29,7 +29,7 @@ from serve_app.llama.sampling import cuts
 from serve_app.llama.stored_weights import StoredWeights
 
 Pooling = Literal["none", "rank"]
-"""llama.cpp's pooling of a text's vectors: none, or a reranking model's score."""
+"""llama.cpp's pooling of a text's vectors: none, or the outputs of a classifier."""
 
 # A sequence of which only this part is in use is copied as a state: one copy takes as long either way.
 _FEW_CELLS = 1 / 4
@@ -429,9 +429,12 @@ class Context:
         pointer = llama_cpp.llama_get_embeddings(self.pointer)
         return np.ctypeslib.as_array(pointer, shape=(n_rows, self.model.n_embd))
 
-    def rank_score(self, seq_id: int) -> float:
-        """How relevant a reranking model finds the sequence's text; one of the last batch's sequences."""
-        return float(llama_cpp.llama_get_embeddings_seq(self.pointer, seq_id)[0])
+    def classified(self, seq_id: int) -> NDArray[np.float32]:
+        """The outputs of the model's classifier for the text of one of the last batch's sequences. A view,
+        good until the next `decode`."""
+        n_outputs = int(llama_cpp.llama_model_n_cls_out(self.model.pointer))
+        pointer = llama_cpp.llama_get_embeddings_seq(self.pointer, seq_id)
+        return np.ctypeslib.as_array(pointer, shape=(n_outputs,))
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop a sequence's cached tokens from position `n_past` on; 0 empties the sequence. Raises

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import llama_cpp
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFValueType
 from llguidance import LLMatcher, LLTokenizer
 
 from serve_app.errors import ConfigError, InvalidRequestError
@@ -23,7 +23,7 @@ from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint, LazyConstraint
 from serve_app.llama.grammars.grammar_tokenizer import grammar_tokenizer, is_delimiter
 from serve_app.llama.sampling.history import Histories, History
-from serve_app.llama.stored_weights import StoredWeights
+from serve_app.llama.stored_weights import GgufParams, StoredWeights
 from serve_app.sampling import SamplingParams, Triggers
 
 _CONTROL_KINDS = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -98,6 +98,26 @@ def _reason(lines: Sequence[str]) -> str:
 
 def _token(token: int) -> int | None:
     return None if token < 0 else int(token)
+
+
+def _texts(path: Path, key: str) -> tuple[str, ...]:
+    """The texts of an array in a file's metadata; empty if it has none. llama.cpp tells no arrays, and the
+    gguf package takes seconds for the vocabulary before them."""
+    pointer, index, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
+    read = library.function("gguf_init_from_file", pointer, text, GgufParams)
+    header = read(os.fsencode(path), GgufParams(True, None))
+    if not header:
+        return ()
+    try:
+        at = library.function("gguf_find_key", index, pointer, text)(header, key.encode())
+        kind = library.function("gguf_get_arr_type", ctypes.c_int, pointer, index)
+        if at < 0 or kind(header, at) != GGUFValueType.STRING:
+            return ()
+        n_texts = library.function("gguf_get_arr_n", ctypes.c_size_t, pointer, index)(header, at)
+        get = library.function("gguf_get_arr_str", text, pointer, index, ctypes.c_size_t)
+        return tuple(get(header, at, i).decode(errors="replace") for i in range(n_texts))
+    finally:
+        library.function("gguf_free", None, pointer)(header)
 
 
 class Model:
@@ -258,6 +278,16 @@ class Model:
     def pooling_with(self, configured: EmbeddingPooling | None) -> EmbeddingPooling:
         """The pooling that a configuration asks for; reranking models have no other than theirs."""
         return "rank" if self.pooling == "rank" else configured or self.pooling or "mean"
+
+    @functools.cached_property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of a classifier's outputs; empty for a single output without a label."""
+        return _texts(self.path, f"{self.architecture}.classifier.output_labels")
+
+    @property
+    def has_softmax(self) -> bool:
+        """Whether the outputs of its classifier are probabilities. Source: llama.cpp, `build_pooling`."""
+        return self.architecture in ("qwen3", "qwen3vl")
 
     @property
     def cache_elements(self) -> tuple[int, int]:

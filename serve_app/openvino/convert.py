@@ -35,7 +35,7 @@ from serve_app.openvino.parts import WHOLE, ModelPart, ModelShape
 from serve_app.progress import Report, Stage, nowhere
 
 if TYPE_CHECKING:
-    from serve_app.llama.formats import Quantization
+    from serve_app.llama.formats import EmbeddingPooling, Quantization
     from serve_app.llama.model import Model
 
 MODEL = "openvino_model.xml"
@@ -107,15 +107,15 @@ def versions() -> str:
     return f"openvino {found}, graph {hashlib.blake2b(code, digest_size=6).hexdigest()}"
 
 
-def unserved(model: Model) -> str | None:
-    """Why OpenVINO's backend cannot serve the model, as a sentence; None if it can, as far as metadata
-    tell."""
+def unserved(model: Model, pooling: EmbeddingPooling | None = None) -> str | None:
+    """Why OpenVINO's backend cannot serve the model with the configured pooling, as a sentence; None if it
+    can, as far as metadata tell."""
     kind = ARCHITECTURES.get(model.architecture)
     encodes = kind is not None and kind.encodes
     lacks = {
         "layers that are recurrent": model.is_recurrent,
         "attention to tokens behind": not (model.is_causal or encodes),
-        "scores instead of texts": model.pooling == "rank" and not encodes,
+        "scores instead of texts": model.pooling_with(pooling) == "rank" and not encodes,
     }
     return next(
         (

@@ -41,7 +41,7 @@ class Encoder:
         self._request: openvino.InferRequest | None = executable.create_infer_request()
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        """A vector for each row, with all rows of its text in the batch; the scores of a reranking model.
+        """A vector for each row, with all rows of its text in the batch; the outputs of a classifier.
         Raises DecodeError."""
         padding = [(0, 0, -1, False)] * (-len(rows) % _MULTIPLE)
         table = np.array([row[:3] for row in (*rows, *padding)], np.int64)

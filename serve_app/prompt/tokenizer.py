@@ -27,6 +27,8 @@ from serve_app.sampling import ReasoningBudget
 _REASONING_TOKENS = 16
 # What llama-server puts before a file for models without a token for that.
 _SNIPPET = "\n\n--- snippet ---\n\n"
+# The labels that llama.cpp's converter gives to Qwen3's rerankers.
+_RELEVANT_OR_NOT = ("yes", "no")
 # Where a reranking model's template has the texts.
 _PLACES = re.compile(r"(\{query\}|\{document\})")
 
@@ -81,6 +83,7 @@ class Tokenizer:
         """Find out now what is found out once, at the first text or chat. Processes that are forked from
         this one would each do it again: with a large vocabulary, it takes a tenth of a second."""
         self.least_tokens(0)
+        self.labels  # noqa: B018  # is cached
         self.template_caps  # noqa: B018  # is cached
 
     @property
@@ -116,9 +119,19 @@ class Tokenizer:
         return self.model.infill_tokens is not None
 
     @property
-    def reranks(self) -> bool:
-        """Whether the model tells how relevant documents are, instead of making embeddings."""
+    def has_classifier(self) -> bool:
+        """Whether the model classifies or ranks texts, instead of making embeddings."""
         return self.pooling == "rank"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of a classifier's outputs; empty for a single output without a label."""
+        return self.model.labels if self.has_classifier else ()
+
+    @property
+    def reranks(self) -> bool:
+        """Whether the first output says how relevant a document is: it is the only one, or Qwen3's."""
+        return self.has_classifier and (len(self.labels) < 2 or self.labels == _RELEVANT_OR_NOT)
 
     def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
         """The tokens for a reranking model: by its own template as in llama-server, or see

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,9 +56,15 @@ SHAPES = {
 
 
 def write_encoder(
-    path: Path, shape: EncoderShape, pooling: PoolingType, dtype: str = "f32", seed: int = 0
+    path: Path,
+    shape: EncoderShape,
+    pooling: PoolingType,
+    dtype: str = "f32",
+    seed: int = 0,
+    labels: Sequence[str] = (),
 ) -> Path:
-    """Write a model. With the pooling type `RANK`, a BERT has a classifier of one output."""
+    """Write a model. With the pooling type `RANK`, a BERT has a classifier with an output for each label,
+    or of one output without a label."""
     tokens = [*_SPECIAL, *(f"\u2581{word}" for word in _WORDS), *string.ascii_lowercase]
     tokens += [f"\u2581{i}" for i in range(shape.n_vocab - len(tokens))]
     kinds = [TokenType.CONTROL] * len(_SPECIAL)
@@ -75,6 +82,8 @@ def write_encoder(
     writer.add_causal_attention(False)
     writer.add_pooling_type(pooling)
     writer.add_token_type_count(2)
+    if labels:
+        writer.add_classifier_output_labels(labels)
     if shape.architecture != "bert":
         writer.add_rope_freq_base(160000.0 if shape.window else 1000.0)
     if shape.window:
@@ -89,7 +98,8 @@ def write_encoder(
     writer.add_sep_token_id(3)
     writer.add_mask_token_id(4)
     rng = np.random.default_rng(seed)
-    for name, sizes in _shapes(shape, len(tokens), ranks=pooling is PoolingType.RANK).items():
+    n_outputs = max(1, len(labels)) if pooling is PoolingType.RANK else 0
+    for name, sizes in _shapes(shape, len(tokens), n_outputs).items():
         scale = 0.3 * (1 if len(sizes) == 1 else sizes[-1] ** -0.5)
         offset = 1.0 if "norm.weight" in name else 0.0
         values = (offset + scale * rng.standard_normal(sizes)).astype(np.float32)
@@ -103,8 +113,8 @@ def write_encoder(
     return path
 
 
-def _shapes(shape: EncoderShape, n_tokens: int, *, ranks: bool) -> dict[str, tuple[int, ...]]:
-    """The sizes of each tensor."""
+def _shapes(shape: EncoderShape, n_tokens: int, n_outputs: int) -> dict[str, tuple[int, ...]]:
+    """The sizes of each tensor. A classifier has `n_outputs`."""
     n_embd, n_ff, kind = shape.n_embd, shape.n_ff, shape.architecture
     sizes: dict[str, tuple[int, ...]] = {"token_embd.weight": (n_tokens, n_embd)}
     if kind != "modern-bert":
@@ -133,9 +143,9 @@ def _shapes(shape: EncoderShape, n_tokens: int, *, ranks: bool) -> dict[str, tup
         sizes |= {f"{name.removesuffix('weight')}bias": sizes[name][:1] for name in products}
     if kind != "modern-bert":
         sizes |= {f"{norm}.bias": (n_embd,) for norm in norms}
-    if ranks:
+    if n_outputs:
         sizes |= {"cls.weight": (n_embd, n_embd), "cls.bias": (n_embd,)}
-        sizes |= {"cls.output.weight": (1, n_embd), "cls.output.bias": (1,)}
+        sizes |= {"cls.output.weight": (n_outputs, n_embd), "cls.output.bias": (n_outputs,)}
     return sizes
 
 
@@ -146,11 +156,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--type", choices=TYPES, default="f16")
     parser.add_argument("--pooling", choices=("mean", "cls", "rank"), default="mean")
+    parser.add_argument(
+        "--labels", nargs="*", default=(), help="of the outputs, with --pooling rank"
+    )
     parser.add_argument("--layers", type=int, help="write so many of the shape's layers")
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     shape = replace(shape, n_layer=args.layers or shape.n_layer)
-    write_encoder(args.out, shape, PoolingType[args.pooling.upper()], args.type)
+    write_encoder(args.out, shape, PoolingType[args.pooling.upper()], args.type, labels=args.labels)
 
 
 if __name__ == "__main__":

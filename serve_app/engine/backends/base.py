@@ -112,7 +112,7 @@ class EmbeddingShape:
     n_seq_max: int
     n_text: int
     pooling: EmbeddingPooling
-    """How the vectors of a text's tokens become one; `rank` for a reranking model, whose are scores."""
+    """How the vectors of a text's tokens become one; `rank` for the outputs of a classifier."""
     causal: bool
     """Whether tokens see only those before them: a text can be computed in parts, and continued."""
 
@@ -253,8 +253,8 @@ class EmbeddingSupport(Protocol):
         """Any thread. The limits of `embed`."""
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        """A vector for each row; what the batch needs is made at the first call. Of a reranking model, one
-        number: the score of the row's text up to here.
+        """A vector for each row; what the batch needs is made at the first call. Of a model with a
+        classifier, its outputs for the row's text up to here.
 
         A `seq_id` has one text, which begins at position 0. Only 0 keeps it for the next batch. Raises
         DecodeError, or ConfigError without memory for it; the texts are to be begun anew then."""

@@ -146,7 +146,7 @@ def _measured_choice(
     if model.meta_int("expert_count", 0) > 0:
         reason = "OpenVINO computes the experts of each token one by one, which makes prompts slow"
         return KernelsChoice(LLAMA_CPP, reason), True
-    if refusal := unserved(model):
+    if refusal := unserved(model, options.embedding_pooling):
         return KernelsChoice(LLAMA_CPP, refusal.strip(".")), True
     try:
         converted_of(model, options.max_converted_bytes, report)

@@ -142,8 +142,8 @@ class LlamaEmbeddings:
         # Each sequence of recurrent layers takes memory of its own.
         n_seq_max = _TEXTS_AT_ONCE if not model.is_recurrent else options.n_slots
         pooling = model.pooling_with(options.embedding_pooling)
-        if pooling == "rank" != model.pooling:
-            # Of several texts, llama.cpp finds the scores where a classifier would put them.
+        if pooling == "rank" != model.pooling and len(model.labels) < 2:
+            # Without a classifier, llama.cpp finds the scores of several texts in the wrong places.
             n_seq_max = 1
         return EmbeddingShape(
             n_rows=n_rows,
@@ -158,8 +158,8 @@ class LlamaEmbeddings:
         try:
             context.decode(self._positions.placed(rows))
             if self.shape.pooling == "rank":
-                scores = {seq_id: context.rank_score(seq_id) for seq_id in set(seq_ids)}
-                return np.array([[scores[seq_id]] for seq_id in seq_ids], np.float32)
+                outputs = {seq_id: context.classified(seq_id) for seq_id in set(seq_ids)}
+                return np.stack([outputs[seq_id] for seq_id in seq_ids])
             return context.embeddings(len(rows)).copy()
         finally:
             for seq_id in set(seq_ids) - {0}:

@@ -87,7 +87,7 @@ class PagedEmbeddings:
 
 
 class EncoderEmbeddings(LlamaEmbeddings):
-    """Vectors of texts, or their scores, from an encoder."""
+    """Vectors of texts, or the outputs of a classifier, from an encoder."""
 
     def __init__(self, model: Model, options: EngineOptions, encoder: Encoder) -> None:
         super().__init__(model, options, flash_attn=False)
@@ -102,15 +102,15 @@ class EncoderEmbeddings(LlamaEmbeddings):
         if self.shape.pooling != "rank":
             return vectors
         _, first, text = np.unique([row[2] for row in rows], return_index=True, return_inverse=True)
-        return vectors[first[text], :1]
+        return vectors[first[text], : max(1, len(self._model.labels))]
 
     def close(self) -> None:
         self._encoder.close()
 
 
 class EncoderBackend(LlamaBackend):
-    """A model that makes vectors of texts, or scores, which OpenVINO computes. llama.cpp has its file open,
-    for the vocabulary, and reads no weights. Raises ConfigError."""
+    """A model that makes vectors of texts, or classifies them, which OpenVINO computes. llama.cpp has its
+    file open, for the vocabulary, and reads no weights. Raises ConfigError."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class EncoderBackend(LlamaBackend):
     ) -> None:
         super().__init__(path, replace(options, repack=False), report)
         model = self.vocabulary
-        if reason := unserved(model):
+        if reason := unserved(model, options.embedding_pooling):
             raise ConfigError(reason)
         encoder = Encoder(
             converted_of(
@@ -168,7 +168,7 @@ class OpenVinoBackend:
         header = vocabulary_file(path)
         self._options = options
         self.vocabulary = model = Model(header, vocab_only=True, delimiters=delimiters)
-        if reason := unserved(model):
+        if reason := unserved(model, options.embedding_pooling):
             raise ConfigError(reason)
         cache_type = _cache_type(options)
         check_cache_type(cache_type)

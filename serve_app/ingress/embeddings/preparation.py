@@ -1,4 +1,4 @@
-"""Reads bodies of requests for embeddings and rankings, and writes the answers. Runs in workers.
+"""Reads bodies of requests for embeddings, rankings and classes, and writes the answers. Runs in workers.
 
 An answer may be as long as a book.
 """
@@ -6,6 +6,8 @@ An answer may be as long as a book.
 from __future__ import annotations
 
 import base64
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
@@ -42,8 +44,8 @@ MAX_TEXTS = 2048
 _Batch = Field(min_length=1, max_length=MAX_TEXTS)
 
 
-class EmbeddingsRequest(RequestModel):
-    """POST /v1/embeddings, and llama-server's POST /embedding."""
+class TextsRequest(RequestModel):
+    """Texts, or a chat, of which a model makes numbers."""
 
     input: Annotated[Prompt | None, Field(validation_alias=AliasChoices("input", "content"))] = None
     """A text, token ids and texts mixed, or a text with pictures; or several of them."""
@@ -51,18 +53,8 @@ class EmbeddingsRequest(RequestModel):
     """vLLM's: a chat in the place of the input, as the model's template writes it."""
     model: str | None = None
     """A name from /v1/models; the first of them if it is missing."""
-    encoding_format: Literal["float", "base64"] | None = None
-    """Numbers, or base64 of little-endian 32-bit floats, which /embedding never has."""
-    embd_normalize: Annotated[int, Field(ge=-1, le=100)] = 2
-    """-1 for no normalisation; 0 for the largest number as 32760, 2 for length 1, others for p-norms."""
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    """Only the first so many numbers, of length 1 again: for models that are made for it."""
     truncate: bool = False
     """Jina's: whether texts that are too long are cut, and not refused."""
-    prompt_name: str | None = None
-    """Sentence Transformers': the instruction before each text, of the model's `defaults.prompts`."""
-    input_type: str | None = None
-    """Cohere's: the same. A name that the model does not have is ignored."""
     user: str | None = None
     """The user whose texts these are, without API keys: the engine is shared fairly among clients."""
 
@@ -75,7 +67,7 @@ class EmbeddingsRequest(RequestModel):
             raise _wrong_input() from None
 
     @model_validator(mode="after")
-    def _check_texts(self) -> EmbeddingsRequest:
+    def _check_texts(self) -> Self:
         if self.messages is not None:
             return self
         if self.input is None:
@@ -87,6 +79,30 @@ class EmbeddingsRequest(RequestModel):
     @property
     def texts(self) -> list[str | Mixed | MediaPrompt]:
         return [] if self.input is None else several(self.input)
+
+
+class EmbeddingsRequest(TextsRequest):
+    """POST /v1/embeddings, and llama-server's POST /embedding."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    """Numbers, or base64 of little-endian 32-bit floats, which /embedding never has."""
+    embd_normalize: Annotated[int, Field(ge=-1, le=100)] = 2
+    """-1 for no normalisation; 0 for the largest number as 32760, 2 for length 1, others for p-norms."""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """Only the first so many numbers, of length 1 again: for models that are made for it."""
+    prompt_name: str | None = None
+    """Sentence Transformers': the instruction before each text, of the model's `defaults.prompts`."""
+    input_type: str | None = None
+    """Cohere's: the same. A name that the model does not have is ignored."""
+
+
+class ClassifyRequest(TextsRequest):
+    """POST /v1/classify, as vLLM has it."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """The first tokens of each text that are kept; -1 for as many as the model takes."""
+    use_activation: bool = True
+    """Whether the answer has probabilities, and not the classifier's own outputs."""
 
 
 def _wrong_input() -> InvalidRequestError:
@@ -202,7 +218,7 @@ class TextsToEmbed:
     dimensions: int | None = None
     as_base64: bool = False
     norm: int = 2
-    """The kind of norm: see `normalized`."""
+    """The kind of norm: see `normalized`. Classes are probabilities unless it is -1."""
     user: str | None = None
     name: str = ""
     """The model's name in the answer; empty for its id."""
@@ -215,7 +231,7 @@ def embeddings(models: Models, body: bytes) -> TextsToEmbed:
 
 def llama_embedding(models: Models, body: bytes) -> TextsToEmbed:
     """POST /embedding. Raises CorralError."""
-    return _embeddings(models, body, check_does_not_rank)
+    return _embeddings(models, body, check_has_vectors)
 
 
 def _embeddings(models: Models, body: bytes, check: Callable[[ModelInfo], None]) -> TextsToEmbed:
@@ -226,22 +242,41 @@ def _embeddings(models: Models, body: bytes, check: Callable[[ModelInfo], None])
     if request.dimensions is not None and request.dimensions > n_embd:
         message = f"dimensions: this model's embeddings have {n_embd}."
         raise InvalidRequestError(message, "dimensions")
+    prompt = _prompt(model, request.prompt_name, request.input_type)
+    return replace(
+        _given(model, request, prompt, cut=request.truncate),
+        dimensions=request.dimensions,
+        as_base64=request.encoding_format == "base64",
+        norm=request.embd_normalize,
+    )
+
+
+def _given(
+    model: ModelInfo, request: TextsRequest, instruction: str = "", *, cut: bool
+) -> TextsToEmbed:
+    """The request's texts, or its chat. Raises CorralError."""
     if request.messages is None:
-        prompt = _prompt(model, request.prompt_name, request.input_type)
-        made = to_embed(model, request.texts, "input", prompt, cut=request.truncate)
+        made = to_embed(model, request.texts, "input", instruction, cut=cut)
     else:
         chat = ChatCompletionRequest(
             messages=request.messages, add_generation_prompt=False, continue_final_message=False
         )
         tokens, media = chat_with_media(model, chat, "messages")
-        made = TextsToEmbed(model.id, checked(model, [tokens], "messages"), media)
-    return replace(
-        made,
-        dimensions=request.dimensions,
-        as_base64=request.encoding_format == "base64",
-        norm=request.embd_normalize,
-        user=request.user,
-    )
+        cut = cut and not media
+        made = TextsToEmbed(model.id, checked(model, [tokens], "messages", cut=cut), media)
+    return replace(made, user=request.user)
+
+
+def classify(models: Models, body: bytes) -> TextsToEmbed:
+    """POST /v1/classify. Raises CorralError."""
+    request = parsed(ClassifyRequest, body)
+    model, most = find(models, request.model), request.truncate_prompt_tokens
+    _check_has_classifier(model, "classify", "classification")
+    made = _given(model, request, cut=request.truncate or most is not None)
+    if most is not None and most >= 0:
+        texts = tuple(_cut(model, tokens, most) for tokens in made.texts)
+        made = replace(made, texts=checked(model, texts, "truncate_prompt_tokens"))
+    return replace(made, norm=2 if request.use_activation else -1)
 
 
 def tei_embed(models: Models, body: bytes) -> TextsToEmbed:
@@ -303,7 +338,7 @@ class PairsToRank:
     documents: tuple[str, ...] | None = None
     """The texts that the answer repeats, if it does."""
     is_logistic: bool = False
-    """Whether scores are between 0 and 1."""
+    """Whether scores become numbers between 0 and 1."""
 
 
 def rerank(models: Models, body: bytes) -> PairsToRank:
@@ -312,49 +347,63 @@ def rerank(models: Models, body: bytes) -> PairsToRank:
     pairs = [(request.query, text) for text in request.texts]
     model, texts = _pairs(models, request, pairs)
     told = tuple(request.texts) if request.return_documents else None
-    return PairsToRank(model, texts, request.top_n, request.is_tei, told)
+    return PairsToRank(model.id, texts, request.top_n, request.is_tei, told)
 
 
 def score(models: Models, body: bytes) -> PairsToRank:
     """POST /v1/score. Raises CorralError."""
     request = parsed(ScoreRequest, body)
     model, texts = _pairs(models, request, request.pairs)
-    return PairsToRank(model, texts, is_logistic=request.use_activation)
+    is_logistic = request.use_activation and not model.tokenizer.model.has_softmax
+    return PairsToRank(model.id, texts, is_logistic=is_logistic)
 
 
 def _pairs(
     models: Models, request: RerankRequest | ScoreRequest, pairs: Sequence[tuple[str, str]]
-) -> tuple[str, Texts]:
-    """The id of the model, and the tokens of each pair. Raises CorralError."""
+) -> tuple[ModelInfo, Texts]:
+    """The model, and the tokens of each pair. Raises CorralError."""
     model = find(models, request.model)
+    _check_has_classifier(model, "rank", "reranking")
     if not model.tokenizer.reranks:
+        labels = model.tokenizer.labels
         raise NotSupportedError(
-            f"The model {model.id!r} cannot rank. Its file does not name the pooling type 'rank', "
-            "as files of reranking models do. If it is one, set `engine.embedding_pooling: rank`.",
+            f"The model {model.id!r} cannot rank. Its classifier has {len(labels)} outputs, and none of "
+            f"them says how relevant a text is: {', '.join(labels[:5])}. Use /v1/classify.",
             "model",
         )
     encoded = [model.tokenizer.encode_pair(*pair) for pair in pairs]
-    return model.id, checked(model, encoded, "documents", cut=request.truncate)
+    return model, checked(model, encoded, "documents", cut=request.truncate)
+
+
+def _check_has_classifier(model: ModelInfo, verb: str, kind: str) -> None:
+    if not model.tokenizer.has_classifier:
+        raise NotSupportedError(
+            f"The model {model.id!r} cannot {verb}. Its file does not name the pooling type 'rank', "
+            f"as files of {kind} models do. If it is one, set `engine.embedding_pooling: rank`.",
+            "model",
+        )
 
 
 def check_makes_embeddings(model: ModelInfo) -> None:
-    """Raises NotSupportedError for a model that ranks instead, and InvalidRequestError for one that has no
-    single vector for a text."""
+    """Raises NotSupportedError for a model that ranks or classifies instead, and InvalidRequestError for
+    one that has no single vector for a text."""
     if model.tokenizer.pooling == "none":
         raise InvalidRequestError(
             "Pooling type 'none' is not OAI compatible. Please use a different pooling type, or "
             "/embedding.",
             "model",
         )
-    check_does_not_rank(model)
+    check_has_vectors(model)
 
 
-def check_does_not_rank(model: ModelInfo) -> None:
-    """Raises NotSupportedError for a model that ranks, and has no vectors."""
-    if model.tokenizer.reranks:
-        raise NotSupportedError(
-            f"The model {model.id!r} is a reranking model. Use /v1/rerank.", "model"
+def check_has_vectors(model: ModelInfo) -> None:
+    """Raises NotSupportedError for a model that ranks or classifies instead."""
+    if model.tokenizer.has_classifier:
+        kind, verb = (
+            ("reranking", "rerank") if model.tokenizer.reranks else ("classification", "classify")
         )
+        message = f"The model {model.id!r} is a {kind} model. Use /v1/{verb}."
+        raise NotSupportedError(message, "model")
 
 
 def checked(
@@ -363,7 +412,7 @@ def checked(
     """The texts, those that are too long cut if they may be. Raises TextTooLongError, or
     InvalidRequestError for too many tokens in all."""
     if cut:
-        texts = [_cut(model, tokens) for tokens in texts]
+        texts = [_cut(model, tokens, model.longest_text) for tokens in texts]
     if not all(texts):
         raise InvalidRequestError("Input content cannot be empty", field)
     longest = max(map(len, texts))
@@ -377,14 +426,13 @@ def checked(
     return tuple(texts)
 
 
-def _cut(model: ModelInfo, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """The first tokens, as many as the model takes. A token that ends every text stays."""
-    most = model.longest_text
+def _cut(model: ModelInfo, tokens: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """The first so many tokens. A token that ends every text stays."""
     if len(tokens) <= most:
         return tokens
     nothing = model.tokenizer.encode_for_embedding("")
     ending = tokens[-1:] if nothing[-1:] == tokens[-1:] else ()
-    return tokens[: most - len(ending)] + ending
+    return (tokens[: max(0, most - len(ending))] + ending)[:most]
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +508,39 @@ def tei_answer(models: Models, body: bytes) -> bytes:
     """The answer to POST /embed, as JSON. The body is of `ComputedVectors.pieces`."""
     result, vectors = ComputedVectors.of(body)
     return _json(normalized(vectors, result.norm))
+
+
+def classify_answer(models: Models, body: bytes) -> bytes:
+    """The answer to POST /v1/classify, as JSON. The body is of `ComputedVectors.pieces`."""
+    result, outputs = ComputedVectors.of(body)
+    tokenizer = find(models, result.model).tokenizer
+    labels = tokenizer.labels or ("LABEL_0",)  # Transformers' name of what has none
+    probs = outputs.astype(np.float64)
+    if result.norm >= 0 and not tokenizer.model.has_softmax:
+        probs = probabilities(probs)
+    data = [
+        {"index": i, "label": labels[row.argmax()], "probs": row, "num_classes": len(row)}
+        for i, row in enumerate(probs)
+    ]
+    return _json(
+        {
+            "id": f"classify-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": result.model,
+            "data": data,
+            "usage": usage(result.n_tokens),
+        }
+    )
+
+
+def probabilities(outputs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The classes' probabilities by a classifier's outputs: the softmax, or the logistic function of a
+    single output. Source: vLLM, `PoolerClassify`."""
+    if outputs.shape[1] == 1:
+        return 1 / (1 + np.exp(-outputs))
+    shares = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+    return shares / shares.sum(axis=1, keepdims=True)
 
 
 def usage(n_tokens: int) -> dict[str, int]:

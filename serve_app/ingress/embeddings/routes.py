@@ -1,4 +1,4 @@
-"""The routes for embeddings and rankings, OpenAI's way and llama-server's."""
+"""The routes for embeddings, rankings and classes, OpenAI's way and llama-server's."""
 
 from __future__ import annotations
 
@@ -62,6 +62,17 @@ async def tei_embed(
     return written(await bodies.work(preparation.tei_answer, *await computed(models, body)))
 
 
+@ROUTER.post("/v1/classify", response_model=None)
+@ROUTER.post("/classify", response_model=None)
+async def classify(
+    models: ModelsArgument,
+    bodies: BodiesArgument,
+    body: Annotated[TextsToEmbed, prepared(preparation.classify)],
+) -> Response:
+    """The most likely class of each text, and the probabilities of all, as vLLM answers."""
+    return written(await bodies.work(preparation.classify_answer, *await computed(models, body)))
+
+
 async def computed(
     models: Mapping[str, ServedModel], body: TextsToEmbed, began: float = math.nan
 ) -> tuple[Piece, ...]:
@@ -111,10 +122,12 @@ async def score(
 ) -> Response:
     """The score of each pair of a query and a document, in the request's order."""
     n_tokens, vectors = await embed(find(models, body.model), body.texts)
-    scores = vectors[:, 0].astype(np.float64)
+    scores = vectors[:, :1].astype(np.float64)
     if body.is_logistic:
-        scores = 1 / (1 + np.exp(-scores))
-    data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores.tolist())]
+        scores = preparation.probabilities(scores)
+    data = [
+        {"index": i, "object": "score", "score": one} for i, (one,) in enumerate(scores.tolist())
+    ]
     used = usage(n_tokens)
     return JSONResponse({"model": body.model, "object": "list", "usage": used, "data": data})
 

@@ -142,6 +142,8 @@ LlamaEmbedding = _schema("LlamaEmbedding", counts="index", embedding=list[list[f
 Rank = _schema("Rank", counts="index", relevance_score=float, document=_JSON)
 Score = _schema("Score", counts="index", object=Literal["score"], score=float)
 Scores = _schema("Scores", _LIST, data=_many(Score))
+Class = _schema("Class", texts="label", counts="index num_classes", probs=list[float])
+Classes = _schema("Classes", _LIST, texts="id", counts="created", data=_many(Class))
 Ranking = _schema("Ranking", _LIST, results=_many(Rank))
 Transcription = _schema(
     "Transcription",

@@ -21,6 +21,7 @@ from serve_app.ingress.anthropic.preparation import (
 from serve_app.ingress.audio.preparation import TranscriptionRequest
 from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.embeddings.preparation import (
+    ClassifyRequest,
     EmbeddingsRequest,
     RerankRequest,
     ScoreRequest,
@@ -117,6 +118,7 @@ ROUTES = {
     "score": Route(
         d.Scores, ScoreRequest, {"queries": "Where is Lisbon?", "documents": ["In Portugal."]}
     ),
+    "classify": Route(d.Classes, ClassifyRequest, {"input": ["A fox.", "A brave fox."]}),
     "completion": Route(
         d.LlamaCompletion | list[d.LlamaCompletion],
         LlamaCompletionRequest,

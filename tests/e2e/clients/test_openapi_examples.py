@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from tests.e2e.conftest import Corral
 
-NOT_ITS = {"/infill": "no tokens for infill", "rerank": "cannot rank", "score": "cannot rank"}
+NOT_ITS = {
+    "/infill": "no tokens for infill",
+    "rerank": "cannot rank",
+    "score": "cannot rank",
+    "classify": "cannot classify",
+}
 """What the built-in model cannot do."""
 
 

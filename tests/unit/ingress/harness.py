@@ -78,6 +78,7 @@ class ByteModelFile:
     eog_tokens = (256,)
     pooling: str | None = None
     is_causal = True
+    has_softmax = False
 
     def metadata(self) -> dict[str, str]:
         return {
@@ -101,6 +102,7 @@ class ByteTokenizer:
     template_caps = TemplateCaps(tools=True)
     pooling = "mean"
     reranks = False
+    labels: tuple[str, ...] = ()
     tool_format: ToolFormat = FORMAT["hermes"]
     thinks = False
     reasoning_tags = THINK
@@ -112,6 +114,10 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.model = ByteModelFile()
+
+    @property
+    def has_classifier(self) -> bool:
+        return self.reranks or bool(self.labels)
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())

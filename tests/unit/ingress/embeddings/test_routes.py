@@ -1,4 +1,4 @@
-"""Embeddings and rankings over a scripted engine."""
+"""Embeddings, rankings and classes over a scripted engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError, QueueFullError
 from serve_app.ingress.embeddings import preparation
 from serve_app.ingress.model_registry import ModelInfo
-from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
+from tests.unit.ingress.harness import N_CTX_SLOT, ByteModelFile, ByteTokenizer, ScriptedEngine
+
+LABELS = ("joy", "anger", "fear")
 
 
 async def ask(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
@@ -311,11 +313,104 @@ async def test_a_model_does_one_or_the_other(
 ) -> None:
     error = await refused(client, "/v1/rerank", 501, query="q", documents=["a"])
     assert "'first' cannot rank. Its file does not name the pooling type 'rank'" in error["message"]
-    monkeypatch.setattr(ByteTokenizer, "reranks", True)
-    for path, field in (("/v1/embeddings", "input"), ("/embedding", "content")):
-        error = await refused(client, path, 501, **{field: "a"})
-        assert "is a reranking model. Use /v1/rerank" in error["message"]
+    error = await refused(client, "/v1/classify", 501, input="a")
+    assert "'first' cannot classify. Its file does not name the pooling" in error["message"]
+    assert error["type"] == "not_supported_error"
+    for labels, use in ((), "a reranking model. Use /v1/rerank"), (LABELS, "Use /v1/classify"):
+        monkeypatch.setattr(ByteTokenizer, "reranks", not labels)
+        monkeypatch.setattr(ByteTokenizer, "labels", labels)
+        for path, field in (("/v1/embeddings", "input"), ("/embedding", "content")):
+            assert use in (await refused(client, path, 501, **{field: "a"}))["message"]
+    pairs = {"query": "q", "queries": "q", "documents": ["a"]}
+    for path in ("/v1/rerank", "/v1/score"):
+        error = await refused(client, path, 501, **pairs)
+        assert "3 outputs, and none of them says how relevant" in error["message"]
+        assert "joy, anger, fear" in error["message"]
     assert engine.texts == []
+
+
+# -- classes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/classify", "/classify"])
+async def test_classes_as_vllm_gives_them(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "labels", LABELS)
+    engine.vectors = np.array([[0, np.log(3), 0], [np.log(8), 0, 0]], np.float32)
+    body = {"input": ["ab", [7, 8, 9]], "user": "someone"}
+    answer = (await client.post(path, json=body)).json()
+    assert (engine.texts, engine.clients) == ([((97, 98), (7, 8, 9))], ["someone"])
+    assert answer.pop("id").startswith("classify-")
+    assert answer.pop("created") > 1_700_000_000
+    shares = [pytest.approx([0.2, 0.6, 0.2]), pytest.approx([0.8, 0.1, 0.1])]
+    assert answer == {
+        "object": "list",
+        "model": "first",
+        "data": [
+            {"index": 0, "label": "anger", "probs": shares[0], "num_classes": 3},
+            {"index": 1, "label": "joy", "probs": shares[1], "num_classes": 3},
+        ],
+        "usage": {"prompt_tokens": 5, "total_tokens": 5},
+    }
+    plain = (await client.post(path, json=body | {"use_activation": False})).json()["data"]
+    assert [one["probs"] for one in plain] == engine.vectors.tolist()
+
+
+async def test_the_class_of_a_single_output(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    engine.vectors = np.array([[-np.log(3)]], np.float32)
+    (one,) = (await client.post("/v1/classify", json={"input": "a"})).json()["data"]
+    expected = pytest.approx([0.25])
+    assert one == {"index": 0, "label": "LABEL_0", "probs": expected, "num_classes": 1}
+
+
+async def test_outputs_that_are_probabilities_stay_so(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp's graph of Qwen3's rerankers ends with the softmax of "yes" and "no"."""
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    monkeypatch.setattr(ByteTokenizer, "labels", ("yes", "no"))
+    monkeypatch.setattr(ByteModelFile, "has_softmax", True)
+    engine.vectors = np.array([[0.25, 0.75]], np.float32)
+    (one,) = (await client.post("/v1/classify", json={"input": "a"})).json()["data"]
+    assert (one["label"], one["probs"]) == ("no", [0.25, 0.75])
+    scored = (await client.post("/v1/score", json={"queries": "q", "documents": "a"})).json()
+    assert scored["data"][0]["score"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("fields", "n_tokens"),
+    [
+        ({"truncate_prompt_tokens": 7}, 7),
+        ({"truncate_prompt_tokens": -1}, N_CTX_SLOT),
+        ({"truncate": True}, N_CTX_SLOT),
+        ({"messages": [{"role": "user", "content": "x" * 99}], "truncate_prompt_tokens": 7}, 7),
+        ({}, "context_length_exceeded"),
+        ({"truncate_prompt_tokens": 0}, None),
+        ({"truncate_prompt_tokens": -2}, None),
+        ({"input": []}, None),
+    ],
+    ids=repr,
+)
+async def test_texts_to_classify_are_cut_or_refused(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    n_tokens: int | str | None,
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "labels", LABELS)
+    body = {"input": "x" * 99} | fields
+    if isinstance(n_tokens, int):
+        assert (await client.post("/v1/classify", json=body)).status_code == 200
+        assert [len(text) for text in engine.texts[0]] == [n_tokens]
+    else:
+        error = await refused(client, "/v1/classify", **body)
+        assert error["code"] == n_tokens
+        assert engine.texts == []
 
 
 async def test_vectors_of_all_tokens(

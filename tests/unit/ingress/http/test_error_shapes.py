@@ -26,7 +26,7 @@ EVERY_EXACT_POST = pytest.mark.parametrize("path", EXACT)
 
 @pytest.fixture(autouse=True)
 def ranking(tokenizer: ByteTokenizer, request: pytest.FixtureRequest) -> None:
-    tokenizer.reranks = any(word in request.node.name for word in ("rerank", "score"))
+    tokenizer.reranks = any(word in request.node.name for word in ("rerank", "score", "classify"))
 
 
 def check(answer: httpx.Response, path: str, status: int, param: str | None = None) -> str:
