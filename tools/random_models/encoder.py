@@ -63,8 +63,8 @@ def write_encoder(
     seed: int = 0,
     labels: Sequence[str] = (),
 ) -> Path:
-    """Write a model. With the pooling type `RANK`, a BERT has a classifier with an output for each label,
-    or of one output without a label."""
+    """Write a model. A BERT with labels has a classifier with an output for each, as of llama.cpp's
+    converter, which names no pooling type. With the type `RANK`, it has at least one output."""
     tokens = [*_SPECIAL, *(f"\u2581{word}" for word in _WORDS), *string.ascii_lowercase]
     tokens += [f"\u2581{i}" for i in range(shape.n_vocab - len(tokens))]
     kinds = [TokenType.CONTROL] * len(_SPECIAL)
@@ -98,7 +98,7 @@ def write_encoder(
     writer.add_sep_token_id(3)
     writer.add_mask_token_id(4)
     rng = np.random.default_rng(seed)
-    n_outputs = max(1, len(labels)) if pooling is PoolingType.RANK else 0
+    n_outputs = len(labels) or int(pooling is PoolingType.RANK)
     for name, sizes in _shapes(shape, len(tokens), n_outputs).items():
         scale = 0.3 * (1 if len(sizes) == 1 else sizes[-1] ** -0.5)
         offset = 1.0 if "norm.weight" in name else 0.0
@@ -156,9 +156,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--type", choices=TYPES, default="f16")
     parser.add_argument("--pooling", choices=("mean", "cls", "rank"), default="mean")
-    parser.add_argument(
-        "--labels", nargs="*", default=(), help="of the outputs, with --pooling rank"
-    )
+    parser.add_argument("--labels", nargs="*", default=(), help="of a classifier's outputs")
     parser.add_argument("--layers", type=int, help="write so many of the shape's layers")
     args = parser.parse_args()
     shape = SHAPES[args.shape]

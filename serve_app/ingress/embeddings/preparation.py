@@ -539,8 +539,9 @@ def probabilities(outputs: NDArray[np.float64]) -> NDArray[np.float64]:
     single output. Source: vLLM, `PoolerClassify`."""
     if outputs.shape[1] == 1:
         return 1 / (1 + np.exp(-outputs))
-    shares = np.exp(outputs - outputs.max(axis=1, keepdims=True))
-    return shares / shares.sum(axis=1, keepdims=True)
+    shares: NDArray[np.float64] = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    return shares
 
 
 def usage(n_tokens: int) -> dict[str, int]:

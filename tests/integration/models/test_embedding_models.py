@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp
 import numpy as np
 import pytest
-from gguf import PoolingType
+from gguf import GGUFReader, PoolingType
 from numpy.typing import NDArray
 
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
@@ -52,7 +53,7 @@ def reference_vectors(path: Path, texts: Sequence[str]) -> NDArray[np.float64]:
         return np.array([llama.embed(text) for text in texts])
 
 
-def reference_scores(path: Path, pairs: Sequence[tuple[int, ...]]) -> list[float]:
+def reference_scores(path: Path, pairs: Sequence[tuple[int, ...]]) -> NDArray[np.float64]:
     """The same of a reranking model, of which that class would read more numbers than there are."""
     scores = []
     with reference(path, 256, embedding=True) as llama:
@@ -61,8 +62,9 @@ def reference_scores(path: Path, pairs: Sequence[tuple[int, ...]]) -> list[float
             llama._batch.reset()  # type: ignore[no-untyped-call]
             llama._batch.add_sequence(pair, 0, True)
             llama._ctx.decode(llama._batch)
-            scores.append(float(llama_cpp.llama_get_embeddings_seq(llama._ctx.ctx, 0)[0]))
-    return scores
+            outputs = llama_cpp.llama_get_embeddings_seq(llama._ctx.ctx, 0)
+            scores.append([outputs[0], outputs[1]])
+    return np.array(scores)
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.CLS, PoolingType.MEAN], ids=lambda one: one.name)
@@ -121,6 +123,31 @@ def test_a_reranker_with_an_encoder(tmp_path: Path) -> None:
     assert len(np.unique(together.round(5))) == len(TEXTS)
 
 
+@pytest.mark.parametrize("pooling", [PoolingType.RANK, PoolingType.CLS], ids=lambda one: one.name)
+def test_a_classifier(tmp_path: Path, pooling: PoolingType) -> None:
+    """Its outputs are those of its two layers for the first token's vector. Without a pooling type for it,
+    as llama.cpp converts classifiers, the configuration makes it one."""
+    labels, shape = ("joy", "anger", "fear"), SHAPES["tiny"]
+    path = write_encoder(tmp_path / "classifier.gguf", shape, pooling, labels=labels)
+    plain = write_encoder(tmp_path / "plain.gguf", shape, PoolingType.CLS)
+    tokenizer = Tokenizer(path, pooling="rank")
+    assert (tokenizer.labels, tokenizer.reranks) == (labels, False)
+    assert Tokenizer(plain).labels == Tokenizer(plain, pooling="rank").labels == ()
+    texts = [tokenizer.encode_for_embedding(text) for text in TEXTS]
+    with running(path, replace(OPTIONS, embedding_pooling="rank")) as engine:
+        before = engine.stats().embeddings.embedding_batches
+        together, alone = both_ways(engine, texts)
+        assert engine.stats().embeddings.embedding_batches - before == 1 + len(TEXTS)
+    with running(plain) as engine:
+        vectors = engine.embed(texts).result(60)
+    found = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
+    hidden = np.tanh(vectors @ found["cls.weight"].T + found["cls.bias"])
+    expected = hidden @ found["cls.output.weight"].T + found["cls.output.bias"]
+    assert together == pytest.approx(expected, abs=1e-4)
+    assert together == pytest.approx(alone, abs=1e-6)
+    assert np.ptp(together, axis=0).min() > 1e-3  # texts differ by more than by rounding
+
+
 def test_a_reranker_with_a_decoder(tmp_path: Path) -> None:
     """Its score is the last token's: a pair that is longer than a batch goes on in the next one."""
     path = tmp_path / "reranker.gguf"
@@ -133,8 +160,10 @@ def test_a_reranker_with_a_decoder(tmp_path: Path) -> None:
     with running(path) as engine:
         together, alone = both_ways(engine, pairs)
     assert together == pytest.approx(alone, abs=1e-5)
-    # Of the two probabilities, the first one is the score.
-    assert together[:, 0] == pytest.approx(reference_scores(path, pairs), abs=1e-4)
+    assert (tokenizer.labels, tokenizer.reranks) == (("yes", "no"), True)
+    assert together == pytest.approx(reference_scores(path, pairs), abs=1e-4)
+    assert tokenizer.model.has_softmax
+    assert together.sum(axis=1) == pytest.approx(np.ones(len(pairs)))
 
 
 def test_without_a_template_a_pair_is_joined_by_the_vocabularys_rules(tmp_path: Path) -> None:
