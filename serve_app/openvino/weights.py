@@ -60,8 +60,7 @@ class Quantised:
     def with_sums(self) -> Quantised:
         """The matrix with a column for each group in place of its offset, and zeros up to whole groups.
         What it is multiplied by has the sums of the groups there. Offsets are rounded to the codes' bits:
-        4 or 8, with a scale for each 32. Mostly they are at most half a weight's step; a group of weights
-        that are alike may have a larger one, and makes the others' coarse."""
+        4 or 8, with a scale for each 32."""
         assert self.offsets is not None
         n_rows, n_groups = self.offsets.shape
         columns = np.zeros((n_rows, -(-n_groups // GROUP), GROUP), np.float32)
@@ -159,9 +158,13 @@ def _part(data: Bytes, kind: Kind) -> Quantised:
     scales, least = _GRIDS[kind](data.reshape(len(data), -1, n_bytes))
     if least is None:
         return Quantised(_codes(weights, scales), bits, scales)
-    zeros = np.clip(_codes(-least[..., None], scales)[..., 0], 0, _MOST)
-    offsets = least + zeros * scales
-    codes = _codes(weights - least[..., None], scales)
+    # Code 0 is the end that is farther from 0, at most 127 steps.
+    ends = np.where(least > 0, weights.max(axis=-1), least)
+    scales = np.maximum(scales, (np.abs(ends) / _MOST).astype(np.float16)).astype(np.float32)
+    scales = np.where(least > 0, -scales, scales)
+    zeros = _codes(-ends[..., None], scales)[..., 0]
+    offsets = ends + zeros * scales
+    codes = _codes(weights - ends[..., None], scales)
     if bits == 4:
         return Quantised(codes, bits, scales, zeros.astype(np.uint8), offsets)
     return Quantised(codes - zeros[..., None], bits, scales, None, offsets)

@@ -66,10 +66,42 @@ def test_offsets_are_less_than_a_step() -> None:
     assert (np.abs(found.offsets) <= found.scales / 2 + 1e-6).all()
 
 
-def test_rows_of_equal_weights_have_no_steps() -> None:
-    weights = np.full((2, 64), -0.5, np.float32)
+@pytest.mark.parametrize("value", [-0.3, 0.3])
+def test_rows_of_equal_weights_have_no_steps(value: float) -> None:
+    weights = np.full((2, 64), value, np.float16).astype(np.float32)
     found = quantised(gguf.quantize(weights, Kind.Q4_1), Kind.Q4_1)
-    np.testing.assert_array_equal(found.weights(), weights)
+    np.testing.assert_allclose(found.weights(), weights, rtol=1e-6)
+
+
+def with_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What a matrix `with_sums` is multiplied by: behind 256 values, the sums of their groups."""
+    sums = np.zeros(GROUP)
+    sums[: 256 // GROUP] = values.reshape(-1, GROUP).sum(axis=1)
+    return np.concatenate([values, sums])
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_1])
+@pytest.mark.parametrize("middle", [-3.0, -0.5, 0.03, 0.5, 3.0])
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1e-2])
+def test_a_group_far_from_0_leaves_the_others_as_they_are(
+    kind: Kind, middle: float, spread: float
+) -> None:
+    """Its own weights are as exact as those of Q8_0."""
+    rng = np.random.default_rng(1)
+    weights = rng.normal(0, 0.02, (16, 256)).astype(np.float32)
+    plain = quantised(gguf.quantize(weights, kind), kind).with_sums().weights()
+    weights[:, 64:96] = middle + spread * rng.normal(0, 1, (16, 32))
+    data = gguf.quantize(weights, kind)
+    matrix, exact = quantised(data, kind), gguf.dequantize(data, kind)
+    error = np.abs(matrix.weights() - exact)
+    assert error[:, 64:96].max() <= np.abs(exact).max() / 254 * 1.001
+    error[:, 64:96] = 0
+    assert error.max() < 1e-6
+    others = rng.normal(0, 1, 256)
+    others[64:96] = 0
+    found = matrix.with_sums().weights() @ with_sums(others)
+    np.testing.assert_allclose(found, exact @ others, atol=0.02)
+    assert np.std(found - exact @ others) < 2 * np.std(plain @ with_sums(others) - exact @ others)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_1])
@@ -77,14 +109,12 @@ def test_a_product_with_sums_is_one_with_offsets(kind: Kind) -> None:
     rng = np.random.default_rng(1)
     weights, values = rng.normal(0, 1, (5, 256)).astype(np.float32), rng.normal(0, 1, 256)
     matrix = quantised(gguf.quantize(weights, kind), kind)
-    sums = np.zeros(GROUP)
-    sums[: 256 // GROUP] = values.reshape(-1, GROUP).sum(axis=1)
-    with_sums = matrix.with_sums()
-    product = with_sums.weights() @ np.concatenate([values, sums])
-    assert with_sums.offsets is None
+    summed = matrix.with_sums()
+    product = summed.weights() @ with_sums(values)
+    assert summed.offsets is None
     assert matrix.offsets is not None
     steps = 14 if kind is Kind.Q4_1 else 254  # of the largest offset, on either side of 0
-    error = np.abs(matrix.offsets).max() / steps * np.abs(sums).sum()
+    error = np.abs(matrix.offsets).max() / steps * np.abs(with_sums(values)[256:]).sum()
     np.testing.assert_allclose(product, matrix.weights() @ values, rtol=0, atol=1.001 * error)
-    assert (with_sums.codes >= (0 if kind is Kind.Q4_1 else -128)).all()
-    assert (with_sums.codes <= (15 if kind is Kind.Q4_1 else 127)).all()
+    assert (summed.codes >= (0 if kind is Kind.Q4_1 else -128)).all()
+    assert (summed.codes <= (15 if kind is Kind.Q4_1 else 127)).all()
