@@ -193,8 +193,9 @@ class EngineConfig(Section):
     prompt."""
     embedding_pooling: EmbeddingPooling | Literal["auto"] = "auto"
     """How the vectors of a text's tokens become its embedding: their `mean`, the first token's (`cls`)
-    or the `last` token's. `none` gives all of them, from `/embedding` only. `rank` makes a reranker of a
-    model whose file does not say that it is one. `auto` is what the file says, or else `mean`."""
+    or the `last` token's. `none` gives all of them, from `/embedding` only. `rank` makes a reranker or
+    a classifier of a model whose file does not say that it is one. `auto` is what the file says, or
+    else `mean`."""
 
 
 def _autoscaling(options: Any) -> Any:

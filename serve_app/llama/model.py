@@ -110,8 +110,13 @@ def _texts(path: Path, key: str) -> tuple[str, ...]:
         return ()
     try:
         at = library.function("gguf_find_key", index, pointer, text)(header, key.encode())
-        kind = library.function("gguf_get_arr_type", ctypes.c_int, pointer, index)
-        if at < 0 or kind(header, at) != GGUFValueType.STRING:
+        kind, kind_inside = (
+            library.function(f"gguf_get_{name}_type", ctypes.c_int, pointer, index)
+            for name in ("kv", "arr")
+        )
+        if at < 0 or kind(header, at) != GGUFValueType.ARRAY:
+            return ()
+        if kind_inside(header, at) != GGUFValueType.STRING:
             return ()
         n_texts = library.function("gguf_get_arr_n", ctypes.c_size_t, pointer, index)(header, at)
         get = library.function("gguf_get_arr_str", text, pointer, index, ctypes.c_size_t)

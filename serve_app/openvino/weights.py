@@ -163,7 +163,7 @@ def _part(data: Bytes, kind: Kind) -> Quantised:
     scales = np.maximum(scales, (np.abs(ends) / _MOST).astype(np.float16)).astype(np.float32)
     scales = np.where(least > 0, -scales, scales)
     zeros = _codes(-ends[..., None], scales)[..., 0]
-    offsets = ends + zeros * scales
+    offsets = (ends + zeros * scales).astype(np.float32)
     codes = _codes(weights - ends[..., None], scales)
     if bits == 4:
         return Quantised(codes, bits, scales, zeros.astype(np.uint8), offsets)
