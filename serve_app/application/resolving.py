@@ -205,7 +205,8 @@ def _fewest_stages(model: ModelConfig, memory_bytes: int, downloads: DownloadsCo
         raise ConfigError(ONLY_GGUF)
     opened = Model(_vocabulary(source, downloads), vocab_only=True)
     reserved = model.deployment.ray_actor_options.num_cpus
-    shape, nodes = shape_of(opened.files), _memory_of_nodes(reserved or 1) or [memory_bytes]
+    shape = shape_of(opened.files, model.engine.quantization)
+    nodes = _memory_of_nodes(reserved or 1) or [memory_bytes]
     node = StageNode(memory_bytes=min(nodes) - sizing.PROCESS_BYTES)
     _, n_tokens = sizing.fewest_tokens(model.engine, opened.n_ctx_train)
     stages = fewest_stages(shape, node, n_tokens)

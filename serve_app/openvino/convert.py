@@ -173,7 +173,7 @@ def converted(
     while not models.open(name):
         with models.alone(name) as lock:
             if lock is not None:
-                n_bytes = _checked(files, part).converted_bytes(quantization)
+                n_bytes = _checked(files, part, quantization).converted_bytes()
                 _convert(files, models.make_room(name, n_bytes), lock, report, part, quantization)
                 continue
         report(Stage("converting"))  # elsewhere
@@ -181,17 +181,19 @@ def converted(
     return models.of(name)
 
 
-def shape_of(files: Sequence[Path]) -> ModelShape:
+def shape_of(files: Sequence[Path], quantization: Quantization | None = None) -> ModelShape:
     """The sizes by which the model in these files is divided. Raises ConfigError if it cannot be."""
     try:
-        return readable(files).shape
+        return readable(files, quantization=quantization).shape
     except ConfigError as error:
         raise ConfigError(f"{files[0].name} cannot be computed in stages: {error}.") from None
 
 
-def _checked(files: Sequence[Path], part: ModelPart) -> GgufModel:
+def _checked(
+    files: Sequence[Path], part: ModelPart, quantization: Quantization | None
+) -> GgufModel:
     try:
-        model = readable(files, part)
+        model = readable(files, part, quantization)
     except UnreadableError as error:
         raise UnreadableError(
             f"engine.backend: openvino cannot compute {files[0].name}: {error}. Use llama.cpp."

@@ -128,10 +128,15 @@ class _Reader(GGUFReader):
 class GgufModel:
     """Opened for reading; the tensors stay in the file until they are read. Remembers which were taken.
 
-    Of a part of a model, it has the tensors of that part. Raises ConfigError for an architecture that is
-    not known, with the reason as the rest of a sentence."""
+    Of a part of a model, it has the tensors of that part. Sizes are those with `quantization`. Raises
+    ConfigError for an architecture that is not known, with the reason as the rest of a sentence."""
 
-    def __init__(self, files: Sequence[Path], part: ModelPart = WHOLE) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        part: ModelPart = WHOLE,
+        quantization: Quantization | None = None,
+    ) -> None:
         readers = [_Reader(path) for path in files]
         self._first = readers[0]
         self._tensors = {
@@ -144,7 +149,7 @@ class GgufModel:
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(f"the architecture {self.architecture} is not known")
         self.kind: Architecture = ARCHITECTURES[self.architecture]
-        self.part = part
+        self.part, self.quantization = part, quantization
         self.layers = range(self.count("block_count"))
         if part != WHOLE:
             self._keep_part()
@@ -178,7 +183,7 @@ class GgufModel:
         sizes, experts = Counter[str](), Counter[str]()
         for name, tensor in self._tensors.items():
             counter = experts if "_exps." in name else sizes
-            counter[_block(name) or name] += _converted_bytes(tensor)
+            counter[_block(name) or name] += self._converted_bytes(tensor)
         blocks = [f"blk.{i}" for i in self.layers]
         n_head = self.count("attention.head_count")
         token_bytes = 2 * self.head_size * self.count("attention.head_count_kv", n_head) * 2
@@ -300,11 +305,17 @@ class GgufModel:
         names = [name for name in ("rope_freqs.weight", *_LONG_ROPE) if self.has(name)]
         return [self.vector(name) for name in names]
 
-    def converted_bytes(self, quantization: Quantization | None = None) -> int:
+    def converted_bytes(self) -> int:
         """The size of the model when it is converted, at most; its vectors are left out."""
-        size = sum(map(_converted_bytes, self.tensors))
-        # Experts and embeddings stay as they are.
-        return size if quantization is None else size + sum(one.n_weights for one in self.tensors)
+        return sum(map(self._converted_bytes, self.tensors))
+
+    def _converted_bytes(self, tensor: Tensor) -> int:
+        n_dimensions, is_exact = tensor.data.ndim, tensor.kind is GGMLQuantizationType.F32
+        if n_dimensions == 1:
+            return 0
+        if self.quantization and _block(tensor.name) and n_dimensions == 2 and not is_exact:
+            return tensor.n_weights + 4 * len(tensor.data)
+        return n_bytes(tensor.kind, tensor.n_weights, has_wide_zeros=n_dimensions > 2)  # of experts
 
     @property
     def rounded(self) -> list[str]:
@@ -315,12 +326,6 @@ class GgufModel:
     def vector(self, name: str) -> NDArray[np.float32]:
         """A tensor of one dimension."""
         return self.take(name).data.astype(np.float32)
-
-
-def _converted_bytes(tensor: Tensor) -> int:
-    if tensor.data.ndim == 1:
-        return 0
-    return n_bytes(tensor.kind, tensor.n_weights, has_wide_zeros=tensor.data.ndim > 2)  # of experts
 
 
 class EmbeddingRows:
@@ -345,11 +350,13 @@ class UnreadableError(ConfigError):
     """A file has something that the graph is not built for. The reason is the rest of a sentence."""
 
 
-def readable(files: Sequence[Path], part: ModelPart = WHOLE) -> GgufModel:
+def readable(
+    files: Sequence[Path], part: ModelPart = WHOLE, quantization: Quantization | None = None
+) -> GgufModel:
     """The model in these files, or a part of it. Raises UnreadableError for a model that cannot be
     computed. Blocks for as long as it takes to read names: for a second where there are 100,000 tokens."""
     try:
-        model = GgufModel(files, part)
+        model = GgufModel(files, part, quantization)
         _ = model.rotary
     except ConfigError as error:
         raise UnreadableError(str(error)) from None

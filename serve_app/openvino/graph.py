@@ -99,8 +99,8 @@ def build(
     """The graph of the model in these files, or of a part of it; `tell` is told now and then how much of it
     is there. Raises ConfigError for a model that it does not know, with the reason as the rest of a
     sentence."""
-    model = GgufModel(files, part)
-    graph = (_Encoder if model.kind.encodes else _Decoder)(model, tell, quantization).build()
+    model = GgufModel(files, part, quantization)
+    graph = (_Encoder if model.kind.encodes else _Decoder)(model, tell).build()
     if model.left:
         more = f" and {len(model.left) - 1} more" if len(model.left) > 1 else ""
         raise ConfigError(f"its tensor {model.left[0]}{more} would not be used")
@@ -119,14 +119,10 @@ class _Graph:
     """The graph while it is built: what decoders and encoders have in common."""
 
     def __init__(
-        self,
-        model: GgufModel,
-        tell: Callable[[float], None],
-        quantization: Quantization | None,
-        inputs: Mapping[str, Node],
+        self, model: GgufModel, tell: Callable[[float], None], inputs: Mapping[str, Node]
     ) -> None:
         self._model, self._tell = model, tell
-        self._times = _times if quantization is None else _times_rounded
+        self._times = _times if model.quantization is None else _times_rounded
         self._kind = model.kind
         self._n_head = model.count("attention.head_count")
         self._n_head_kv = model.count("attention.head_count_kv", self._n_head)
@@ -420,9 +416,7 @@ class _Graph:
 class _Decoder(_Graph):
     """A decoder's graph, with the keys and values that it keeps as its state."""
 
-    def __init__(
-        self, model: GgufModel, tell: Callable[[float], None], quantization: Quantization | None
-    ) -> None:
+    def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
         if model.part.is_whole:
             inputs = {TOKENS: op.parameter([-1, -1], np.int64, name=TOKENS)}
         else:
@@ -433,7 +427,7 @@ class _Decoder(_Graph):
             "position_ids": op.parameter([-1, -1], np.int64, name="position_ids"),
             "beam_idx": op.parameter([-1], np.int32, name="beam_idx"),
         }
-        super().__init__(model, tell, quantization, inputs)
+        super().__init__(model, tell, inputs)
         self._sinks: list[Node] = []
 
     def build(self) -> openvino.Model:
@@ -496,9 +490,7 @@ class _Encoder(_Graph):
     """An encoder's graph. Several texts are one row of tokens. Attention has them in groups, each filled up
     to the longest, and masks part the texts of a group."""
 
-    def __init__(
-        self, model: GgufModel, tell: Callable[[float], None], quantization: Quantization | None
-    ) -> None:
+    def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
         inputs = {
             "input_ids": op.parameter([-1, -1], np.int64, name="input_ids"),
             "position_ids": op.parameter([-1, -1], np.int64, name="position_ids"),
@@ -508,7 +500,7 @@ class _Encoder(_Graph):
         }
         if any(model.windows):
             inputs[WINDOW_MASK] = op.parameter([-1, 1, -1, -1], np.float32, name=WINDOW_MASK)
-        super().__init__(model, tell, quantization, inputs)
+        super().__init__(model, tell, inputs)
 
     def build(self) -> openvino.Model:
         model = self._model

@@ -80,7 +80,8 @@ class ReplicaStage:
         from serve_app.openvino.convert import shape_of, versions
 
         gang, model = self._gang, Model(path, vocab_only=True)
-        self._shape, self._folder = shape_of(model.files), options.profile_folder
+        self._shape = shape_of(model.files, options.quantization)
+        self._folder = options.profile_folder
         conditions = {"model": model.fingerprint().hex(), "openvino": versions()}
         self._kept_as = profile_cache.key(options, **conditions, stages=gang.size)
         speed = profile_cache.load(self._folder, self._kept_as, StageSpeed)

@@ -22,6 +22,7 @@ import openvino
 from gguf import GGMLQuantizationType as Kind
 
 from serve_app.folders import PART
+from serve_app.llama.formats import Quantization
 from serve_app.openvino import convert
 from serve_app.openvino.convert import ConvertedModels, converted
 from serve_app.openvino.gguf_model import readable
@@ -68,19 +69,25 @@ def wait_for_part(models: ConvertedModels) -> None:
     raise AssertionError("nothing was converted")
 
 
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
 def test_progress_is_told_and_the_size_forecast(
-    path: Path, models: ConvertedModels, caplog: pytest.LogCaptureFixture
+    quantization: Quantization | None,
+    tmp_path: Path,
+    models: ConvertedModels,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    path = Made("llama", Kind.Q4_0).write(tmp_path / "model.gguf")
     stages: list[Stage] = []
     with caplog.at_level(logging.INFO, "corral.engine"):
-        made = converted([path], b"a" * 16, models, stages.append)
+        made = converted([path], b"a" * 16, models, stages.append, quantization=quantization)
     done = [stage.done for stage in stages if stage.name == "converting"]
     assert len(done) >= 2
     assert done == sorted(done)
     assert 0 < done[0] < done[-1] <= 1
     assert "Converted model.gguf" in caplog.text
     n_bytes = made.with_suffix(".bin").stat().st_size
-    assert n_bytes * 0.8 < readable([path]).converted_bytes() < n_bytes * 1.2
+    forecast = readable([path], quantization=quantization).converted_bytes()
+    assert n_bytes * 0.8 < forecast < n_bytes * 1.2
 
 
 def test_of_several_that_ask_one_converts(path: Path, models: ConvertedModels) -> None:
