@@ -53,6 +53,7 @@ class StageCounts:
     n_stages: int
     stage: int
     """The place of the stage in the chain, from 0 on."""
+    first_layer: int = 0
     n_layers: int = 0
     weights_bytes: int = 0
     cache_bytes: int = 0
@@ -216,6 +217,7 @@ class StageChain:
         made.set_result(None)
         self._is_connected.wait()  # other engines may be faster
         counts, ended = self.counts, time.monotonic()
+        counts.first_layer = self.part.layers.start if self.part.layers else 0
         counts.n_layers, counts.weights_bytes = len(model.frequencies), model.weights_bytes
         counts.cache_bytes = sum(cache.nbytes for cache in model.caches.values())
         try:

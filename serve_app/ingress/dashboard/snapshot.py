@@ -25,6 +25,8 @@ _COUNTERS = {
     "tokens": ("generated_tokens", "prompt_tokens", "cached_tokens"),
     "timing": ("batches", "busy_slots", "decode_s"),
 }
+# Parts of a stage's time, by their counters in StageCounts.
+_SPENT = {"computing": "computed_s", "sending": "sent_s"}
 _QUANTILES = (0.5, 0.95, 0.99)
 
 _NO_MORE: Mapping[str, Json] = {}
@@ -42,7 +44,7 @@ class _Replica:
 
     def saw(self, stats: ReplicaStats, now: float) -> None:
         self.stats, self.misses = stats, 0
-        self.samples.append((now, _counters(stats.engine)))
+        self.samples.append((now, _counters(stats)))
         while now - self.samples[0][0] > _HITS_S:
             self.samples.popleft()
 
@@ -179,7 +181,7 @@ def _told(replica: _Replica) -> Json:
         "node": stats.node_id,
         "cores": stats.cores,
         "numa_node": stats.numa_node,
-        "stage": stats.stage,
+        "stage": stats.stage and _stage(stats.stage, seconds, grown),
         **{name: engine[name] for name in ("n_slots", "n_ctx_slot")},
         **{name: compute[name] for name in ("threads", "kv_unified")},
         **{name: queue[name] for name in ("running", "waiting")},
@@ -211,8 +213,19 @@ def without_requests(view: Json) -> Json:
     return view | {"replicas": replicas}
 
 
-def _counters(engine: Json) -> dict[str, float]:
-    return {name: engine[group][name] for group, names in _COUNTERS.items() for name in names}
+def _counters(stats: ReplicaStats) -> dict[str, float]:
+    engine, stage = stats.engine, stats.stage or {}
+    counters = {name: engine[group][name] for group, names in _COUNTERS.items() for name in names}
+    return counters | {name: stage[name] for name in _SPENT.values() if name in stage}
+
+
+def _stage(stage: Json, seconds: float, grown: Mapping[str, float]) -> Json:
+    """The layers of a stage, its memory, and the parts of the time in which it computed and sent."""
+    return {
+        **{name: stage[name] for name in ("stage", "n_stages", "first_layer", "n_layers")},
+        "mib": (stage["weights_bytes"] + stage["cache_bytes"]) >> 20,
+        **{part: round(grown[spent] / max(seconds, 1), 2) for part, spent in _SPENT.items()},
+    }
 
 
 def _rate(n: float, seconds: float) -> float:

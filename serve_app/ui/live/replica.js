@@ -28,6 +28,14 @@ function ranges(numbers) {
   return found.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
 }
 
+/** A stage's layers, memory, and how it spends its time. @param {any} stage */
+function part(stage) {
+  const layers = `layers ${stage.first_layer + 1}-${stage.first_layer + stage.n_layers}`;
+  const [computing, sending] = [stage.computing, stage.sending].map((share) => Math.round(100 * share));
+  const waiting = Math.max(0, 100 - computing - sending);
+  return ` · stage ${stage.stage + 1} of ${stage.n_stages}: ${layers}, ${stage.mib.toLocaleString("en")} MiB; ${computing}% computing, ${waiting}% waiting, ${sending}% sending`;
+}
+
 export class ReplicaCard {
   #where = h("p", { className: "fine" });
   #badge = h("span", { className: "badge" });
@@ -71,9 +79,7 @@ export class ReplicaCard {
     this.#last = replica;
     const cores = replica.cores ? `core${replica.cores.length === 1 ? "" : "s"} ${ranges(replica.cores)}` : `${count(replica.threads, "thread")}, not pinned`;
     const numa = replica.numa_node == null ? "" : `, NUMA node ${replica.numa_node}`;
-    const { stage } = replica;
-    const part = stage ? ` · stage ${stage.stage + 1} of ${stage.n_stages} (${count(stage.n_layers, "layer")})` : "";
-    setText(this.#where, `node ${replica.node.slice(0, 8)} · ${cores}${numa}${part}`);
+    setText(this.#where, `node ${replica.node.slice(0, 8)} · ${cores}${numa}${replica.stage ? part(replica.stage) : ""}`);
     setText(this.#badge, replica.state === "up" ? "" : replica.state === "silent" ? "no answer" : replica.state);
     this.element.dataset.state = replica.state;
     this.#showLanes(replica);

@@ -109,6 +109,8 @@ def test_two_replicas_compute_one_model(server: Corral, client: openai.OpenAI) -
         assert dict(zip(whole, answers, strict=True)) == whole
     first, second = stages(server)
     assert [stage["stage"] for stage in (first, second)] == [0, 1]
+    assert first["first_layer"] == 0
+    assert first["n_layers"] == second["first_layer"]
     assert first["n_layers"] + second["n_layers"] == 6
     assert second["n_layers"] > 0
     for stage in (first, second):
