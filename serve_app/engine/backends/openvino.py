@@ -217,8 +217,8 @@ class OpenVinoBackend:
         self._n_stages = 1 if chain is None else chain.part.n_parts
         threads = Threads.alike(options.threads, options.threads)
         conditions = {"model": self._fingerprint.hex(), "openvino": versions()}
-        if chain is not None:
-            conditions["part"] = str(chain.part)
+        if chain is not None:  # however layers are divided: what is measured is all stages' time
+            conditions["chain"] = str(self._n_stages)
         self._kept_as = profile_cache.key(options, **conditions)
         profile = self._profile(report)
         self.setup = Setup("openvino", PAGED, threads, profile, mode_reason=_REASON)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -68,14 +69,18 @@ def chains_of(n_stages: int, layers: Sequence[range | None] | None = None) -> li
     ]
 
 
-def engine_of(chain: StageChain | None, options: EngineOptions = _OPTIONS) -> Engine:
-    return Engine(lambda: OpenVinoBackend(BUILTIN_MODEL, options, chain=chain), options)
+def engine_of(
+    chain: StageChain | None, options: EngineOptions = _OPTIONS, path: Path = BUILTIN_MODEL
+) -> Engine:
+    return Engine(lambda: OpenVinoBackend(path, options, chain=chain), options)
 
 
 @contextlib.contextmanager
-def engines_of(chains: list[StageChain]) -> Iterator[list[Engine]]:
+def engines_of(
+    chains: list[StageChain], options: EngineOptions = _OPTIONS, path: Path = BUILTIN_MODEL
+) -> Iterator[list[Engine]]:
     with ThreadPoolExecutor(len(chains)) as pool:
-        engines = list(pool.map(engine_of, chains))
+        engines = list(pool.map(lambda chain: engine_of(chain, options, path), chains))
         try:
             yield engines
         finally:
@@ -201,6 +206,18 @@ def test_layers_are_divided_by_speeds_that_are_kept_and_speeds_are_kept_anew(
     ]
     assert [speed.layers for speed in speeds] == [(0, 1), (1, 6)]
     assert all(speed.bytes_per_s > 1e6 and 0 < speed.sampled <= 1 for speed in speeds)
+
+
+def test_nothing_is_measured_anew_when_layers_are_divided_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = replace(_OPTIONS, profile_limit_s=1.0, profile_folder=tmp_path)
+    with caplog.at_level(logging.INFO, "corral.engine"):
+        for n_first in (2, 3):
+            layers = (range(n_first), range(n_first, 6))
+            with engines_of(chains_of(2, layers), options) as engines:
+                assert all(engine.stats().costs.step_time for engine in engines)
+            assert caplog.text.count("Measured batches") == 2
 
 
 def test_a_stranger_is_refused() -> None:
