@@ -46,6 +46,9 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
         defaults["gang_scheduling_config"] = GangSchedulingConfig(
             gang_size=model.stages, gang_placement_strategy=GangPlacementStrategy.SPREAD
         )
+        defaults["request_router_config"] = _ROUTER | {
+            "request_router_kwargs": {"gang_size": model.stages}
+        }
     scaled = configured.deployment.autoscaling_config is not None
     autoscaling: dict[str, Any] = {
         "min_replicas": model.stages if scaled or model.on_demand else model.n_replicas,

@@ -216,15 +216,8 @@ def _convert(
     began = time.monotonic()
     logger.info("Converting %s for OpenVINO. This is done once.", name)
     layers = part.layers or range(0)
-    arguments = (
-        folder,
-        quantization or "",
-        part.index,
-        part.n_parts,
-        layers.start,
-        layers.stop,
-        *files,
-    )
+    numbers = part.index, part.n_parts, layers.start, layers.stop
+    arguments = (folder, quantization or "", *numbers, *files)
     command = [sys.executable, "-m", __name__, *map(str, arguments)]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -141,12 +142,10 @@ def divided(
 def fewest_stages(shape: ModelShape, node: StageNode, n_tokens: int) -> int:
     """The fewest stages on such nodes that hold a model. Each of them has an engine, whose cache has room
     for `n_tokens`. Raises ConfigError if as many as there are layers do not."""
-    for n in range(1, len(shape.layer_bytes) + 1):
-        try:
+    n_layers = len(shape.layer_bytes)
+    for n in range(1, n_layers):
+        with suppress(ConfigError):
             divided(shape, [node] * n, n_tokens=n * n_tokens)
-        except ConfigError:
-            if n == len(shape.layer_bytes):
-                raise
-        else:
             return n
-    raise ConfigError("it has no layers")
+    divided(shape, [node] * n_layers, n_tokens=n_layers * n_tokens)
+    return n_layers

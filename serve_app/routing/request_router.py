@@ -37,17 +37,20 @@ class PrefixRouter(FIFOMixin, RequestRouter):
     one HTTP request share.
     """
 
-    def initialize_state(self, **kwargs: Any) -> None:
+    def initialize_state(self, gang_size: int = 1, **kwargs: Any) -> None:
         """Serve calls this first."""
+        self._gang_size = gang_size
         self._fleet = Fleet[ReplicaID]()
         self._attachment = ReplicaAttachment(reports.HERE, attach)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve calls this whenever a replica comes or goes."""
+        """Serve calls this whenever a replica comes or goes. Before a gang is whole, nothing is sent to it:
+        the first replica would get all requests that wait, and the others none."""
         known = {one.replica_id.unique_id: one for one in replicas}
-        self._fleet.update(one.replica_id for one in replicas)
         note_running(self.app_name, self._deployment_id.name, known)
-        super().update_replicas(replicas)
+        ready = replicas if len(replicas) >= self._gang_size else []
+        self._fleet.update(one.replica_id for one in ready)
+        super().update_replicas(ready)
         self._attachment.update(known)
 
     async def choose_replicas(

@@ -58,7 +58,6 @@ class StageCounts:
     weights_bytes: int = 0
     cache_bytes: int = 0
     """The bytes of keys and values of these layers, for the engines of all stages."""
-    operations: int = 0
     computed_s: float = 0.0
     passes: int = 0
     rows: int = 0
@@ -75,7 +74,6 @@ class StageCounts:
 
     def count(self, frame: Frame, seconds: float) -> None:
         """Count an operation that was carried out."""
-        self.operations += 1
         self.computed_s += seconds
         if frame.operation == "compute":
             n_rows, n_sampled = (frame.arrays[name].shape[0] for name in ("position_ids", SAMPLED))
@@ -142,7 +140,7 @@ class StageChain:
         except OSError as error:
             self._fail(f"Stage {target + 1} cannot be reached: {error}")
         self._is_connected.set()
-        self._raise_failure()
+        self.check_health()
 
     def run(self, operation: Operation, values: Values) -> Values:
         """Carry out an operation in all stages. Raises as `Layers.run`, and EngineFailedError if the chain
@@ -159,7 +157,7 @@ class StageChain:
                 result = self._results.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 self._fail(f"The stages have not answered for {_LIMIT_S:.0f} s.")
-            self._raise_failure()
+            self.check_health()
         if result.error:
             raise DecodeError(result.error)
         return rows_of(values_of(result.arrays))
@@ -185,9 +183,6 @@ class StageChain:
 
     def check_health(self) -> None:
         """Raises EngineFailedError if the chain is broken."""
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
         if self.failure is not None:
             raise EngineFailedError(*self.failure.args)
 
@@ -257,7 +252,7 @@ class StageChain:
         if target == self.part.index:
             self._take(frame)
             return
-        self._raise_failure()
+        self.check_health()
         began, body = time.monotonic(), protocol.framed(body_of(frame))
         try:
             with self._sending[target]:
@@ -266,7 +261,7 @@ class StageChain:
                 self.counts.sent_s += time.monotonic() - began
         except OSError as error:
             self._fail(f"Stage {target + 1} takes nothing: {error}")
-            self._raise_failure()
+            self.check_health()
 
     def _take(self, frame: Frame) -> None:
         (self._results if frame.stage == self.part.n_parts else self._frames).put(frame)

@@ -77,8 +77,9 @@ async def _read(stream: object) -> tuple[int, ...]:
     return tuple([token async for delta in stream for token in delta.token_ids])
 
 
-async def perplexity(engine: Engine, model: Path) -> float:
-    """The engine's perplexity of the text, all windows at once, as `quality.read` computes it."""
+async def logprobs_of(engine: Engine, model: Path) -> list[float]:
+    """The engine's logarithms of the probabilities of the text's tokens, all windows at once: those that
+    `quality.read` takes."""
     vocabulary = Model(model, vocab_only=True)
     tokens = vocabulary.tokenize(TEXT, add_special=False, parse_special=False)
     first = vocabulary.tokenize("", add_special=True, parse_special=False)[:1]
@@ -95,7 +96,10 @@ async def perplexity(engine: Engine, model: Path) -> float:
         return logprobs[quality.WINDOW // 2 :]
 
     second_halves = await asyncio.gather(*map(likelihood, streams))
-    logprobs = list(itertools.chain(*second_halves))
+    return list(itertools.chain(*second_halves))
+
+
+def perplexity(logprobs: Sequence[float]) -> float:
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
@@ -116,6 +120,6 @@ async def test_sixteen_at_once_read_a_text_as_llama_cpp_alone(
     model: Path, load: Callable[..., Engine]
 ) -> None:
     alone = quality.read(model, TEXT, n_windows=1000, threads=2).perplexity
-    together = await perplexity(load(), model)
+    together = perplexity(await logprobs_of(load(), model))
     assert together == pytest.approx(alone, rel=MOST_PERPLEXITY - 1)
     print(f"{model.name}: perplexity {alone:.3f} alone, {together:.3f} beside fifteen others")

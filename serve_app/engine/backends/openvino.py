@@ -216,10 +216,9 @@ class OpenVinoBackend:
         self.copy, self.shift = context.copy, context.shift
         self._n_stages = 1 if chain is None else chain.part.n_parts
         threads = Threads.alike(options.threads, options.threads)
+        # However layers are divided: an engine measures the time of all stages.
         conditions = {"model": self._fingerprint.hex(), "openvino": versions()}
-        if chain is not None:  # however layers are divided: what is measured is all stages' time
-            conditions["chain"] = str(self._n_stages)
-        self._kept_as = profile_cache.key(options, **conditions)
+        self._kept_as = profile_cache.key(options, chain=self._n_stages, **conditions)
         profile = self._profile(report)
         self.setup = Setup("openvino", PAGED, threads, profile, mode_reason=_REASON)
         draft = None

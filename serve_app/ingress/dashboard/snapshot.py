@@ -181,7 +181,9 @@ def _told(replica: _Replica) -> Json:
         "node": stats.node_id,
         "cores": stats.cores,
         "numa_node": stats.numa_node,
-        "stage": stats.stage and _stage(stats.stage, seconds, grown),
+        "stage": stats.stage
+        and stats.stage
+        | {part: round(grown[spent] / (seconds or 1), 2) for part, spent in _SPENT.items()},
         **{name: engine[name] for name in ("n_slots", "n_ctx_slot")},
         **{name: compute[name] for name in ("threads", "kv_unified")},
         **{name: queue[name] for name in ("running", "waiting")},
@@ -217,15 +219,6 @@ def _counters(stats: ReplicaStats) -> dict[str, float]:
     engine, stage = stats.engine, stats.stage or {}
     counters = {name: engine[group][name] for group, names in _COUNTERS.items() for name in names}
     return counters | {name: stage[name] for name in _SPENT.values() if name in stage}
-
-
-def _stage(stage: Json, seconds: float, grown: Mapping[str, float]) -> Json:
-    """The layers of a stage, its memory, and the parts of the time in which it computed and sent."""
-    return {
-        **{name: stage[name] for name in ("stage", "n_stages", "first_layer", "n_layers")},
-        "mib": (stage["weights_bytes"] + stage["cache_bytes"]) >> 20,
-        **{part: round(grown[spent] / max(seconds, 1), 2) for part, spent in _SPENT.items()},
-    }
 
 
 def _rate(n: float, seconds: float) -> float:

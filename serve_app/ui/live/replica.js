@@ -31,9 +31,10 @@ function ranges(numbers) {
 /** A stage's layers, memory, and how it spends its time. @param {any} stage */
 function part(stage) {
   const layers = `layers ${stage.first_layer + 1}-${stage.first_layer + stage.n_layers}`;
+  const mib = Math.round((stage.weights_bytes + stage.cache_bytes) / 2 ** 20);
   const [computing, sending] = [stage.computing, stage.sending].map((share) => Math.round(100 * share));
   const waiting = Math.max(0, 100 - computing - sending);
-  return ` · stage ${stage.stage + 1} of ${stage.n_stages}: ${layers}, ${stage.mib.toLocaleString("en")} MiB; ${computing}% computing, ${waiting}% waiting, ${sending}% sending`;
+  return ` · stage ${stage.stage + 1} of ${stage.n_stages}: ${layers}, ${mib.toLocaleString("en")} MiB; ${computing}% computing, ${waiting}% waiting, ${sending}% sending`;
 }
 
 export class ReplicaCard {

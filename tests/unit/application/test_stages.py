@@ -33,6 +33,8 @@ def test_the_replicas_of_a_model_are_one_gang() -> None:
     assert (gang.gang_size, gang.gang_placement_strategy.value) == (2, "SPREAD")
     scaling = deployment._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 2)
+    router = deployment._deployment_config.request_router_config
+    assert router.request_router_kwargs == {"gang_size": 2}
     model = deployment.init_args[0]
     assert (model.stages, model.n_replicas, model.options.backend) == (2, 2, "openvino")
 

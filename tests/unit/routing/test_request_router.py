@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentID
-from ray.serve.request_router import PendingRequest, ReplicaID
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter
 
 from serve_app.channel.protocol import Address
 from serve_app.replica.deployment import EngineReplica
@@ -106,6 +106,23 @@ async def test_whoever_asks_one_that_is_lost_is_told() -> None:
     replica: Any = Replica(ActorUnavailableError("gone", None))
     with pytest.raises(ActorUnavailableError):
         await attach(replica, ADDRESS)
+
+
+def test_nothing_is_sent_to_a_gang_that_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent_to: list[list[Any]] = []
+    monkeypatch.setattr(
+        RequestRouter, "update_replicas", lambda _, replicas: sent_to.append(replicas)
+    )
+    router: Any = PrefixRouter.__new__(PrefixRouter)
+    router._deployment_id = deployment = DeploymentID("engine", "app")
+    router.initialize_state(gang_size=2)
+    attached: list[int] = []
+    router._attachment = SimpleNamespace(update=lambda known: attached.append(len(known)))
+    first, second = (SimpleNamespace(replica_id=ReplicaID(name, deployment)) for name in "ab")
+    for replicas in ([first], [first, second], [second]):
+        router.update_replicas(replicas)
+    assert sent_to == [[], [first, second], []]
+    assert attached == [1, 2, 1]
 
 
 def test_the_newest_reports_are_heard_before_a_replica_is_chosen(

@@ -60,12 +60,10 @@ def test_rates_are_of_the_last_seconds() -> None:
 def test_a_stage_has_its_layers_and_its_shares_of_the_time() -> None:
     seen = Seen()
     place = {"n_stages": 2, "stage": 1, "first_layer": 20, "n_layers": 8}
-    sizes = {"weights_bytes": 3 << 20, "cache_bytes": 1 << 20}
     for i in range(10):
-        stage = place | sizes | {"computed_s": 0.75 * i, "sent_s": 0.125 * i}
+        stage = place | {"computed_s": 0.75 * i, "sent_s": 0.125 * i}
         view = seen.look(dataclasses.replace(replica(), stage=stage), replica("whole"))
-    shares = {"mib": 4, "computing": 0.75, "sending": 0.12}
-    assert view["replicas"]["r1"]["stage"] == place | shares
+    assert view["replicas"]["r1"]["stage"] == stage | {"computing": 0.75, "sending": 0.12}
     assert view["replicas"]["whole"]["stage"] is None
 
 
