@@ -60,6 +60,8 @@ _REASON = "Paged KV cache, as OpenVINO has it"
 _ESSENTIAL = 0.5
 # And in which batches are measured behind many tokens.
 _DEEP = 0.2
+# Stages measure in this part of the time that loading takes: meanwhile, no machine answers.
+_MEASURING = 0.4
 # Texts in one batch of embeddings, at most. Encoders also bound the rows: each row sees all others, even if
 # only those of its text count. A longer text is a batch of its own.
 _TEXTS_AT_ONCE, _ENCODED_TEXTS, _ENCODED_ROWS = 32, 64, 512
@@ -162,6 +164,7 @@ class OpenVinoBackend:
         chain: StageChain | None = None,
     ) -> None:
         """Open the model, or the stage of a chain that this process computes."""
+        began = time.monotonic()
         if options.computing_cpus is not None:  # OpenVINO's threads inherit it from this one
             os.sched_setaffinity(0, options.computing_cpus)
         path = Path(path)
@@ -219,7 +222,10 @@ class OpenVinoBackend:
         # However layers are divided: an engine measures the time of all stages.
         conditions = {"model": self._fingerprint.hex(), "openvino": versions()}
         self._kept_as = profile_cache.key(options, chain=self._n_stages, **conditions)
-        profile = self._profile(report)
+        limit_s = options.profile_limit_s
+        if chain is not None:
+            limit_s = min(limit_s, _MEASURING * (time.monotonic() - began))
+        profile = self._profile(limit_s, report)
         self.setup = Setup("openvino", PAGED, threads, profile, mode_reason=_REASON)
         draft = None
         if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
@@ -245,14 +251,14 @@ class OpenVinoBackend:
         self.embeddings = PagedEmbeddings(context, shape)
         logger.info("%s.", _REASON)
 
-    def _profile(self, report: Report) -> Profile:
-        options = self._options
-        if options.profile_limit_s <= 0:
+    def _profile(self, limit_s: float, report: Report) -> Profile:
+        options = replace(self._options, profile_limit_s=limit_s)
+        if limit_s <= 0:
             return Profile()
         kept = profile_cache.load(options.profile_folder, self._kept_as, Profile)
         if kept is not None:
             return kept
-        report(Stage("measuring", limit_s=options.profile_limit_s))
+        report(Stage("measuring", limit_s=limit_s))
         threads = Threads.alike(options.threads, None) if self._n_stages == 1 else None
         profile = profile_of(self._context, options, threads)
         self.keep(profile)
