@@ -19,6 +19,7 @@ from serve_app.openvino.parts import ModelShape
 
 # Bytes of what is sent for a token: the highest logits, of which samplers take 40 by default.
 _RESULT_BYTES = 400
+_LATENCY_S = 0.0001
 # The engine's own seconds between two passes, and for each token: estimates, near the 0.6B model's.
 _BETWEEN_S, _TOKEN_S = 0.001, 0.0002
 # Rows of a prompt in one pass, from which the largest is taken that keeps a pass within the stall budget.
@@ -102,7 +103,6 @@ class Pipeline:
         n_slots: int,
         row_bytes: int,
         bytes_per_s: float,
-        latency_s: float = 0.0001,
         stall_s: float = 0.25,
         n_at_once: int | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class Pipeline:
         A row's hidden state has `row_bytes`, and each node sends so many bytes a second. `n_at_once` bounds
         the stages that compute at once, where they share processors."""
         self._stages, self._n_slots, self._row_bytes = stages, n_slots, row_bytes
-        self._bytes_per_s, self._latency_s, self._stall_s = bytes_per_s, latency_s, stall_s
+        self._bytes_per_s, self._stall_s = bytes_per_s, stall_s
         self._free_s, self._sent_s = [0.0] * len(stages), [0.0] * len(stages)
         """The times when each stage, and each node's network, have done what they were given."""
         self._processors = [0.0] * (n_at_once or len(stages))
@@ -197,7 +197,7 @@ class Pipeline:
     ) -> None:
         if source != target:
             self._sent_s[source] = max(now, self._sent_s[source]) + n_bytes / self._bytes_per_s
-            now = self._sent_s[source] + self._latency_s
+            now = self._sent_s[source] + _LATENCY_S
         self._at(now, arrive)
 
     def _chunk(self, n_decode: int, n_missing: int) -> int:

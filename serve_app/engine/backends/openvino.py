@@ -222,10 +222,10 @@ class OpenVinoBackend:
         # However layers are divided: an engine measures the time of all stages.
         conditions = {"model": self._fingerprint.hex(), "openvino": versions()}
         self._kept_as = profile_cache.key(options, chain=self._n_stages, **conditions)
-        limit_s = options.profile_limit_s
         if chain is not None:
-            limit_s = min(limit_s, _MEASURING * (time.monotonic() - began))
-        profile = self._profile(limit_s, report)
+            limit_s = min(options.profile_limit_s, _MEASURING * (time.monotonic() - began))
+            self._options = replace(options, profile_limit_s=limit_s)
+        profile = self._profile(report)
         self.setup = Setup("openvino", PAGED, threads, profile, mode_reason=_REASON)
         draft = None
         if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
@@ -251,14 +251,14 @@ class OpenVinoBackend:
         self.embeddings = PagedEmbeddings(context, shape)
         logger.info("%s.", _REASON)
 
-    def _profile(self, limit_s: float, report: Report) -> Profile:
-        options = replace(self._options, profile_limit_s=limit_s)
-        if limit_s <= 0:
+    def _profile(self, report: Report) -> Profile:
+        options = self._options
+        if options.profile_limit_s <= 0:
             return Profile()
         kept = profile_cache.load(options.profile_folder, self._kept_as, Profile)
         if kept is not None:
             return kept
-        report(Stage("measuring", limit_s=limit_s))
+        report(Stage("measuring", limit_s=options.profile_limit_s))
         threads = Threads.alike(options.threads, None) if self._n_stages == 1 else None
         profile = profile_of(self._context, options, threads)
         self.keep(profile)
