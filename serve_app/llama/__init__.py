@@ -3,3 +3,11 @@
 `library` starts and quietens it, `model` opens a GGUF (weights or vocabulary only), `context` decodes
 batches, `sampler` builds sampler chains. Nothing in here knows about slots, sequences or Ray.
 """
+
+import os
+
+# llama.cpp's threads wait for each other by spinning, and sleep after so many turns, about half a
+# millisecond. By itself, libgomp spins for ten times as long. Meanwhile a thread that another program has
+# displaced cannot have that core. libgomp reads the variable when it is loaded.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
