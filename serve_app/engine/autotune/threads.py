@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 from serve_app.engine.backends.base import Row
 from serve_app.llama.formats import FEW_ROWS, Threads
 
-# With no more threads than this, each is worth having, unless batches are so short: threads wait for
-# each other at a hundred barriers, and longest when others compute. The ingress has the core that is left.
+# With no more threads than this, each is worth having, but for a row that takes less than this: threads
+# wait for each other at a hundred barriers, and longest when others compute.
 _FEW_THREADS = 4
 _SHORT_S = 0.003
 # A smaller part of a batch's time is noise.
@@ -60,7 +60,6 @@ def best_threads(
 ) -> Threads:
     """The threads that are best, all of them if there is nothing to choose or no time for it. They are
     tried in turns in an empty cache, which is left empty. Decoder thread only."""
-    tried = candidates(most)
     if most == 1 or n_ctx_slot <= FEW_ROWS:
         return Threads.alike(most, None)
 
@@ -80,26 +79,32 @@ def best_threads(
         )
 
     sizes = sorted({1, min(n_slots, FEW_ROWS)})
-    cycle(most, sizes[0])  # the first one is slow
-    if cycle(most, sizes[0]).batch_s < _SHORT_S:
-        short = [min(cycle(1, n).batch_s for _ in range(_MOST_ROUNDS)) for n in sizes]
-        if max(short) < _SHORT_S:
-            times = " and ".join(f"{seconds * 1e3:.1f}" for seconds in short)
-            return Threads(1, 1, most, f"1 for up to {FEW_ROWS} rows, which take {times} ms")
-    if len(tried) == 1:
-        return Threads.alike(most, None)
+    tried = dict.fromkeys(sizes, candidates(most))
+    chosen, reasons = dict.fromkeys(sizes, most), list[str]()
+    cycle(most, 1)  # the first one is slow
+    if cycle(most, 1).batch_s < _SHORT_S:
+        row_s = min(cycle(1, 1).batch_s for _ in range(_MOST_ROUNDS))
+        if row_s < _SHORT_S:
+            chosen[1], fewer = 1, [_FEW_THREADS] if most > _FEW_THREADS else []
+            tried = {n: candidates(most) + fewer for n in sizes[1:]}
+            reasons.append(f"1 for a row, which takes {row_s * 1e3:.1f} ms")
+    tried = {n: numbers for n, numbers in tried.items() if len(numbers) > 1}
     cycle(most, sizes[-1])
-    n_rounds = int(limit_s / (len(tried) * len(sizes) * cycle(most, sizes[-1]).both_s))
-    if not n_rounds:
+    n_trials = sum(map(len, tried.values()))
+    n_rounds = int(limit_s / (n_trials * cycle(most, sizes[-1]).both_s)) if tried else 0
+    if tried and not n_rounds:
         return Threads(most, most, most, "for every batch: trying others would take too long")
-    chosen, reasons = {}, []
-    for n_rows in sizes:
-        rounds = [{n: cycle(n, n_rows) for n in tried} for _ in range(min(_MOST_ROUNDS, n_rounds))]
-        medians = {n: Cycle(*map(median, zip(*(r[n] for r in rounds), strict=True))) for n in tried}
+    for n_rows, numbers in tried.items():
+        rounds = [
+            {n: cycle(n, n_rows) for n in numbers} for _ in range(min(_MOST_ROUNDS, n_rounds))
+        ]
+        medians = {
+            n: Cycle(*map(median, zip(*(r[n] for r in rounds), strict=True))) for n in numbers
+        }
         chosen[n_rows] = choose(medians)
         reasons.append(_reason(n_rows, chosen[n_rows], medians))
     few_rows = chosen[sizes[-1]] if len(sizes) > 1 else most
-    return Threads(chosen[1], few_rows, most, "; ".join(reasons))
+    return Threads(chosen[1], few_rows, most, "; ".join(reasons) or "for every batch")
 
 
 def _reason(n_rows: int, chosen: int, cycles: Mapping[int, Cycle]) -> str:

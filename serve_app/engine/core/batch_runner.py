@@ -23,7 +23,7 @@ logger = logging.getLogger("corral.engine")
 
 # Passes follow each other as long as they end in so many seconds: what surrounds a pass takes as long as a
 # pass of a tiny model, and nobody sees whether tokens come one by one so fast.
-_AHEAD_S = 0.005
+_AHEAD_S = 0.01
 
 
 @dataclass(slots=True)
