@@ -18,6 +18,9 @@ from serve_app.openvino.paged.blocks import BLOCK, BlockTables
 from serve_app.openvino.paged.model import HIGHEST, Layers, Operation, PagedOptions, Values
 
 _LENGTH = 8
+# So few rows of a sequence attend one by one, as rows of several sequences do. OpenVINO's attention of
+# several rows of one sequence is for prompts, and slow behind long texts.
+_MOST_APART = 4
 
 
 class PagedContext:
@@ -118,17 +121,24 @@ class PagedContext:
             positions = [rows[i][1] for i in indices]
             if positions != list(range(before[sequence], before[sequence] + len(indices))):
                 raise DecodeError("Rows must continue their sequence.")
-        more = {sequence: len(indices) for sequence, indices in by_sequence.items()}
-        copies = tables.extend(more)
+        copies = tables.extend(
+            {sequence: len(indices) for sequence, indices in by_sequence.items()}
+        )
         order = [i for indices in by_sequence.values() for i in indices]
         wanted = [at for at, i in enumerate(order) if rows[i][3]] or [len(order) - 1]
-        blocks = [tables.blocks(sequence) for sequence in by_sequence]
+        starts, lengths, blocks = [], [], []
+        for sequence, indices in by_sequence.items():
+            n_rows = 1 if len(indices) <= _MOST_APART else len(indices)
+            for start in range(before[sequence], tables.length(sequence), n_rows):
+                starts.append(start)
+                lengths.append(n_rows)
+                blocks.append(tables.blocks(sequence)[: -(-(start + n_rows) // BLOCK)])
         longest = max(tables.length(sequence) for sequence in by_sequence)
         inputs: Values = {
             TOKENS: np.array([rows[i][0] for i in order], np.int64),
             "position_ids": np.array([rows[i][1] for i in order], np.int64),
-            "past_lens": np.array(list(before.values()), np.int32),
-            "subsequence_begins": _begins(list(more.values())),
+            "past_lens": np.array(starts, np.int32),
+            "subsequence_begins": _begins(lengths),
             "block_indices": np.array([block for table in blocks for block in table], np.int32),
             "block_indices_begins": _begins([len(table) for table in blocks]),
             "max_context_len": np.array(longest, np.int32),

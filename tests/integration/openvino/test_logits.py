@@ -29,6 +29,7 @@ from serve_app.openvino import convert
 from serve_app.openvino.architectures import ARCHITECTURES
 from serve_app.openvino.gguf_model import UnreadableError, readable
 from serve_app.openvino.paged import shifts
+from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.model import PagedModel
 from tests.integration.openvino.bf16 import computes_bf16, with_bf16
 
@@ -95,7 +96,7 @@ def logits(backend: LlamaBackend | OpenVinoBackend) -> NDArray[np.float32]:
 def mixed(backend: LlamaBackend | OpenVinoBackend) -> NDArray[np.float32]:
     """The logits of all tokens but the first ones of two random texts, a long one alone, and then both."""
     first, second = np.random.default_rng(5).integers(5, 500, (2, _N_TOKENS))
-    n_alone = _N_TOKENS // 2
+    n_alone = BLOCK - 1  # the rows after it are in two blocks
     batches = [
         [(int(token), i, 0, True) for i, token in enumerate(first[:n_alone])],
         [
