@@ -46,10 +46,10 @@ class PrefixRouter(FIFOMixin, RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve calls this whenever a replica comes or goes. Before a gang is whole, nothing is sent to it:
         the first replica would get all requests that wait, and the others none."""
-        known = {one.replica_id.unique_id: one for one in replicas}
+        known = {replica.replica_id.unique_id: replica for replica in replicas}
         note_running(self.app_name, self._deployment_id.name, known)
         ready = replicas if len(replicas) >= self._gang_size else []
-        self._fleet.update(one.replica_id for one in ready)
+        self._fleet.update(replica.replica_id for replica in ready)
         super().update_replicas(ready)
         self._attachment.update(known)
 
