@@ -13,7 +13,7 @@ from gguf import GGUFWriter, LlamaFileType, TokenType
 
 from tools.chat_template import CHAT_TEMPLATE, CONTROL_TOKENS
 
-Architecture = Literal["qwen3", "qwen3moe", "qwen2vl", "qwen3vl", "gemma3", "lfm2"]
+Architecture = Literal["qwen3", "qwen3moe", "qwen2vl", "qwen3vl", "gemma3", "lfm2", "gpt-oss"]
 """The architectures, by llama.cpp's names; those that end in `vl` have positions of several dimensions."""
 ARCHITECTURE: Architecture = "qwen3"
 RMS_EPS = 1e-6
@@ -46,7 +46,7 @@ class ModelShape:
     n_expert_used: int = 0
     """Experts that compute each token."""
     window: int = 0
-    """Tokens that a token sees in five of six layers; 0 for all (gemma3)."""
+    """Tokens that a token sees in five of six layers (gemma3) or in every other one (gpt-oss); 0: all."""
     attending: tuple[int, ...] = ()
     """The layers with attention where the others are convolutions (lfm2)."""
     is_tied: bool = True

@@ -39,6 +39,13 @@ SHAPES: dict[str, ModelShape] = {
     "tiny-qwen3vl": ModelShape(
         "random-tiny-qwen3vl", 2, 256, 512, 4, 2, 64, 512, 4096, "qwen3vl", n_deepstack=1
     ),
+    "tiny-gpt-oss": ModelShape(
+        *("random-tiny-gpt-oss", 2, 256, 64, 4, 2, 64, 512, 4096, "gpt-oss"),
+        n_expert=8,
+        n_expert_used=2,
+        window=32,
+        is_tied=False,
+    ),
     "wide": ModelShape("random-wide", 1, 64, 128, 2, 1, 32, 151936, 32768),
     "0.6b": ModelShape("random-0.6b", 28, 1024, 3072, 16, 8, 128, 151936, 32768),
     "1.7b": ModelShape("random-1.7b", 28, 2048, 6144, 16, 8, 128, 151936, 32768),
@@ -48,6 +55,13 @@ SHAPES: dict[str, ModelShape] = {
         *("random-30b-a3b", 48, 2048, 768, 32, 4, 128, 151936, 32768, "qwen3moe"),
         n_expert=128,
         n_expert_used=8,
+        is_tied=False,
+    ),
+    "gpt-oss-20b": ModelShape(
+        *("random-gpt-oss-20b", 24, 2880, 2880, 64, 8, 64, 201088, 131072, "gpt-oss"),
+        n_expert=32,
+        n_expert_used=4,
+        window=128,
         is_tied=False,
     ),
     "gemma3-4b": ModelShape(
@@ -66,8 +80,10 @@ TYPES: dict[str, tuple[GGMLQuantizationType, LlamaFileType]] = {
     "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     "q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+    "mxfp4": (GGMLQuantizationType.MXFP4, LlamaFileType.MOSTLY_MXFP4_MOE),
 }
-"""The types that matrices can be stored as: the tensor's and the file's. Norms are always F32."""
+"""The types that matrices can be stored as: the tensor's and the file's. Norms are always F32, and only the
+matrices of experts are MXFP4: the others of such a file are Q8_0, as in gpt-oss' files."""
 
 MIXTURES = {name.lower(): name for name in FORMATS if "_K" in name or name.startswith("IQ")}
 """The types that llama.cpp makes itself, of an F16 file, with another format for some matrices."""
@@ -91,6 +107,8 @@ _QK_NORM = 1.5
 _BIAS = 0.5
 _NIBBLE_STD = (255 / 12) ** 0.5  # of a uniform integer from -8 to 7
 _BYTE_STD = ((255**2 - 1) / 12) ** 0.5  # of a uniform integer from -127 to 127
+_MXFP4_MEAN_SQUARE = 274 / 8  # of the integers that MXFP4 has: twice the numbers 0 to 6
+_MXFP4_BIAS = 128  # of the exponent that is a block's scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +269,8 @@ def _tensors(
         norms = ["attn_norm", "ffn_norm"]
         if shape.architecture == "gemma3":
             norms += ["post_attention_norm", "post_ffw_norm"]
+        elif shape.architecture == "gpt-oss":
+            norms = ["attn_norm", "post_attention_norm"]
         for name in norms:
             yield _Tensor(f"{block}{name}.weight", (n_embd,), value=1.0)
         if shape.attends(layer):
@@ -266,6 +286,10 @@ def _tensors(
         yield _matrix(f"{block}ffn_gate{suffix}.weight", *experts, shape.n_ff, n_embd)
         yield _matrix(f"{block}ffn_up{suffix}.weight", *experts, shape.n_ff, n_embd)
         yield _matrix(f"{block}ffn_down{suffix}.weight", *experts, n_embd, shape.n_ff)
+        if shape.architecture == "gpt-oss":
+            yield _Tensor(f"{block}ffn_gate_inp.bias", experts, value=0.0)
+            for name, n in (("gate", shape.n_ff), ("up", shape.n_ff), ("down", n_embd)):
+                yield _Tensor(f"{block}ffn_{name}_exps.bias", (*experts, n), value=0.0)
 
 
 def _attention(shape: ModelShape, block: str) -> Iterator[_Tensor]:
@@ -273,7 +297,7 @@ def _attention(shape: ModelShape, block: str) -> Iterator[_Tensor]:
     n_embd = shape.n_embd
     heads, heads_kv = shape.n_head * shape.head_dim, shape.n_head_kv * shape.head_dim
     rows = {"attn_q": heads, "attn_k": heads_kv, "attn_v": heads_kv}
-    if shape.architecture == "qwen2vl":
+    if shape.architecture in ("qwen2vl", "gpt-oss"):
         for name, n in rows.items():
             yield _Tensor(f"{block}{name}.bias", (n,), value=_BIAS)
     else:
@@ -282,6 +306,9 @@ def _attention(shape: ModelShape, block: str) -> Iterator[_Tensor]:
     for name, n in rows.items():
         yield _matrix(f"{block}{name}.weight", n, n_embd)
     yield _matrix(f"{block}attn_output.weight", n_embd, heads)
+    if shape.architecture == "gpt-oss":
+        yield _Tensor(f"{block}attn_output.bias", (n_embd,), value=0.0)
+        yield _Tensor(f"{block}attn_sinks.weight", (shape.n_head,), value=1.0)
 
 
 def _matrix(name: str, *shape: int, is_exact: bool = False) -> _Tensor:
@@ -299,8 +326,12 @@ def _embedding_std(tokens: list[str], control: Sequence[str]) -> NDArray[np.floa
 
 
 def _kind(tensor: _Tensor, dtype: str) -> GGMLQuantizationType:
-    is_exact = tensor.is_exact or tensor.std is None
-    return GGMLQuantizationType.F32 if is_exact else TYPES[dtype][0]
+    if tensor.is_exact or tensor.std is None:
+        return GGMLQuantizationType.F32
+    kind, _ = TYPES[dtype]
+    if kind is GGMLQuantizationType.MXFP4 and "_exps." not in tensor.name:
+        return GGMLQuantizationType.Q8_0
+    return kind
 
 
 def _draw(
@@ -319,6 +350,13 @@ def _draw(
     block, block_bytes = GGML_QUANT_SIZES[kind]
     rows, n_blocks = len(tensor.std), tensor.shape[-1] // block
     blocks = rng.integers(0, 256, (rows, n_blocks, block_bytes), np.uint8)
+    if kind is GGMLQuantizationType.MXFP4:
+        # Of the two powers of two that are nearest, each so often that squares are right on average.
+        squares = std**2 / _MXFP4_MEAN_SQUARE
+        exponent = np.floor(np.log2(squares) / 2)
+        is_larger = rng.random((rows, n_blocks), np.float32) < (squares / 4**exponent - 1) / 3
+        blocks[:, :, 0] = exponent + is_larger + _MXFP4_BIAS
+        return blocks
     if kind is GGMLQuantizationType.Q8_0:
         blocks[blocks == 0x80] = 0x81  # quantisers never write -128
     unit = _BYTE_STD if kind is GGMLQuantizationType.Q8_0 else _NIBBLE_STD

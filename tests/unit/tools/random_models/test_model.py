@@ -98,7 +98,9 @@ def test_tensors(shape: ModelShape, dtype: str, tmp_path: Path) -> None:
     assert {name: tensors[f"{name}.weight"].shape.tolist() for name in sizes} == sizes
     for name, tensor in tensors.items():
         is_norm = name.endswith("norm.weight")
-        assert tensor.tensor_type == (GGMLQuantizationType.F32 if is_norm else TYPES[dtype][0])
+        # No experts are here, and only experts are MXFP4.
+        kind = GGMLQuantizationType.Q8_0 if dtype == "mxfp4" else TYPES[dtype][0]
+        assert tensor.tensor_type == (GGMLQuantizationType.F32 if is_norm else kind)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -112,6 +114,18 @@ def test_every_type_has_the_same_spread(dtype: str, tmp_path: Path) -> None:
     embd = tensors["token_embd.weight"]
     rows = dequantize(embd.data, embd.tensor_type).std(axis=1)
     assert np.all(rows[-3:] < rows[ord("A")] / 2)
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "mxfp4"])
+def test_experts_have_the_same_spread(dtype: str, tmp_path: Path) -> None:
+    shape = SHAPES["tiny-gpt-oss"]
+    write_random_gguf(tmp_path / "m.gguf", shape, dtype)
+    tensors = {t.name: t for t in GGUFReader(tmp_path / "m.gguf").tensors}
+    up = tensors["blk.1.ffn_up_exps.weight"]
+    assert up.tensor_type == TYPES[dtype][0]
+    weights = dequantize(up.data, up.tensor_type)
+    assert weights.std() == pytest.approx(shape.n_embd**-0.5, rel=0.02)
+    assert abs(weights.mean()) < 0.02 * weights.std()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
