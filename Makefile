@@ -72,6 +72,7 @@ test-amx: $(DEV)  ## llama.cpp's AMX kernels, on any CPU with AVX-512: compiled 
 	$(BIN)/pytest tests/amx
 
 test-real: $(DEV) build/real/.ready  ## Real models from packages: their text, chats and vocabularies, against llama.cpp's own programs.
+	@command -v espeak-ng > /dev/null || { $(SUDO) apt-get update -q && $(SUDO) apt-get install -qy espeak-ng; }
 	$(BIN)/pytest tests/real
 
 test-guides: $(DEV)  ## The guide of a single server, on a Debian of its own that systemd boots; as root, ten minutes.

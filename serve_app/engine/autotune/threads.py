@@ -10,10 +10,8 @@ from typing import NamedTuple, Protocol
 from serve_app.engine.backends.base import Row
 from serve_app.llama.formats import FEW_ROWS, Threads
 
-# With no more threads than this, each is worth having, but for a row that takes less than this: threads
-# wait for each other at a hundred barriers, and longest when others compute.
+# With no more threads than this, each is worth having.
 _FEW_THREADS = 4
-_SHORT_S = 0.003
 # A smaller part of a batch's time is noise.
 _LEAST_GAIN = 0.05
 _MOST_ROUNDS = 5
@@ -60,7 +58,8 @@ def best_threads(
 ) -> Threads:
     """The threads that are best, all of them if there is nothing to choose or no time for it. They are
     tried in turns in an empty cache, which is left empty. Decoder thread only."""
-    if most == 1 or n_ctx_slot <= FEW_ROWS:
+    tried = candidates(most)
+    if len(tried) == 1 or n_ctx_slot <= FEW_ROWS:
         return Threads.alike(most, None)
 
     def batch_s(rows: Sequence[Row]) -> float:
@@ -79,32 +78,18 @@ def best_threads(
         )
 
     sizes = sorted({1, min(n_slots, FEW_ROWS)})
-    tried = dict.fromkeys(sizes, candidates(most))
-    chosen, reasons = dict.fromkeys(sizes, most), list[str]()
-    cycle(most, 1)  # the first one is slow
-    if cycle(most, 1).batch_s < _SHORT_S:
-        row_s = min(cycle(1, 1).batch_s for _ in range(_MOST_ROUNDS))
-        if row_s < _SHORT_S:
-            chosen[1], fewer = 1, [_FEW_THREADS] if most > _FEW_THREADS else []
-            tried = {n: candidates(most) + fewer for n in sizes[1:]}
-            reasons.append(f"1 for a row, which takes {row_s * 1e3:.1f} ms")
-    tried = {n: numbers for n, numbers in tried.items() if len(numbers) > 1}
-    cycle(most, sizes[-1])
-    n_trials = sum(map(len, tried.values()))
-    n_rounds = int(limit_s / (n_trials * cycle(most, sizes[-1]).both_s)) if tried else 0
-    if tried and not n_rounds:
+    cycle(most, sizes[-1])  # the first one is slow
+    n_rounds = int(limit_s / (len(tried) * len(sizes) * cycle(most, sizes[-1]).both_s))
+    if not n_rounds:
         return Threads(most, most, most, "for every batch: trying others would take too long")
-    for n_rows, numbers in tried.items():
-        rounds = [
-            {n: cycle(n, n_rows) for n in numbers} for _ in range(min(_MOST_ROUNDS, n_rounds))
-        ]
-        medians = {
-            n: Cycle(*map(median, zip(*(r[n] for r in rounds), strict=True))) for n in numbers
-        }
+    chosen, reasons = {}, []
+    for n_rows in sizes:
+        rounds = [{n: cycle(n, n_rows) for n in tried} for _ in range(min(_MOST_ROUNDS, n_rounds))]
+        medians = {n: Cycle(*map(median, zip(*(r[n] for r in rounds), strict=True))) for n in tried}
         chosen[n_rows] = choose(medians)
         reasons.append(_reason(n_rows, chosen[n_rows], medians))
     few_rows = chosen[sizes[-1]] if len(sizes) > 1 else most
-    return Threads(chosen[1], few_rows, most, "; ".join(reasons) or "for every batch")
+    return Threads(chosen[1], few_rows, most, "; ".join(reasons))
 
 
 def _reason(n_rows: int, chosen: int, cycles: Mapping[int, Cycle]) -> str:

@@ -80,19 +80,6 @@ def test_with_few_cores_nothing_is_tried(most: int) -> None:
     assert Machine(crowded).run(most) == Threads.alike(most, None)
 
 
-@pytest.mark.parametrize(
-    ("row_s", "most", "expected"),
-    [(1e-4, 2, (1, 2, 2)), (4e-3, 2, (2, 2, 2)), (1e-4, 64, (1, 4, 64))],
-    ids=["a tiny model", "others", "a tiny model on many cores"],
-)
-def test_a_short_row_has_one_thread_and_short_batches_have_few(
-    row_s: float, most: int, expected: tuple[int, int, int]
-) -> None:
-    threads = Machine(lambda n_rows, n: row_s * n_rows / n + 2e-5 * n).run(most)
-    assert (threads.one_row, threads.few_rows, threads.many_rows) == expected
-    assert threads.reason.startswith("1 for a row, which takes 0.1 ms") == (expected[0] == 1)
-
-
 def test_without_time_all_threads_are_used() -> None:
     threads = Machine(lambda n_rows, threads: 1.0).run(64, limit_s=2.7)
     assert (threads.one_row, threads.few_rows, threads.many_rows) == (64, 64, 64)
