@@ -25,7 +25,6 @@ FACTS = {
 COMPLETIONS = {
     "The capital of France is": "Paris",
     "The capital of Italy is": "Rome",
-    "Two plus two is": "four",
     "The opposite of hot is": "cold",
 }
 
@@ -33,6 +32,8 @@ COMPLETIONS = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     engine = {"n_slots": 2, "n_ctx_slot": CONTEXT, "backend": "llama.cpp"}
+    # Which attention is faster is measured, and each rounds in its own way: near ties would decide.
+    engine |= {"flash_attn": True, "kv_unified": False}
     model = {"id": "smollm2", "source": {"path": str(smollm2())}, "engine": engine}
     with serve_run(model) as running:
         yield running
