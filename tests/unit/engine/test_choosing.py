@@ -74,6 +74,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
             architecture=made.architecture,
             is_causal=made.architecture == "llama",
             pooling=None,
+            pooling_with=lambda configured: configured or "mean",
         )
 
     monkeypatch.setattr(choosing, "Model", open_model)
