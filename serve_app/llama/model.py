@@ -23,7 +23,7 @@ from serve_app.llama.formats import EmbeddingPooling, LoadMode
 from serve_app.llama.grammars.constraint import LIMITS, CompiledGrammars, Constraint, LazyConstraint
 from serve_app.llama.grammars.grammar_tokenizer import grammar_tokenizer, is_delimiter
 from serve_app.llama.sampling.history import Histories, History
-from serve_app.llama.stored_weights import GgufParams, StoredWeights
+from serve_app.llama.stored_weights import StoredWeights
 from serve_app.sampling import SamplingParams, Triggers
 
 _CONTROL_KINDS = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -104,25 +104,22 @@ def _texts(path: Path, key: str) -> tuple[str, ...]:
     """The texts of an array in a file's metadata; empty if it has none. llama.cpp tells no arrays, and the
     gguf package takes seconds for the vocabulary before them."""
     pointer, index, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
-    read = library.function("gguf_init_from_file", pointer, text, GgufParams)
-    header = read(os.fsencode(path), GgufParams(True, None))
-    if not header:
-        return ()
-    try:
-        at = library.function("gguf_find_key", index, pointer, text)(header, key.encode())
-        kind, kind_inside = (
-            library.function(f"gguf_get_{name}_type", ctypes.c_int, pointer, index)
-            for name in ("kv", "arr")
-        )
+    find = library.function("gguf_find_key", index, pointer, text)
+    kind, kind_inside = (
+        library.function(f"gguf_get_{name}_type", ctypes.c_int, pointer, index)
+        for name in ("kv", "arr")
+    )
+    n_texts = library.function("gguf_get_arr_n", ctypes.c_size_t, pointer, index)
+    get = library.function("gguf_get_arr_str", text, pointer, index, ctypes.c_size_t)
+    with library.gguf_header(path) as header:
+        at = find(header, key.encode()) if header else -1
         if at < 0 or kind(header, at) != GGUFValueType.ARRAY:
             return ()
         if kind_inside(header, at) != GGUFValueType.STRING:
             return ()
-        n_texts = library.function("gguf_get_arr_n", ctypes.c_size_t, pointer, index)(header, at)
-        get = library.function("gguf_get_arr_str", text, pointer, index, ctypes.c_size_t)
-        return tuple(get(header, at, i).decode(errors="replace") for i in range(n_texts))
-    finally:
-        library.function("gguf_free", None, pointer)(header)
+        return tuple(
+            get(header, at, i).decode(errors="replace") for i in range(n_texts(header, at))
+        )
 
 
 class Model:

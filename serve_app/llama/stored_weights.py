@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,12 +49,6 @@ class GgmlTensor(ctypes.Structure):
         ("extra", ctypes.c_void_p),
         ("padding", ctypes.c_char * 8),
     )
-
-
-class GgufParams(ctypes.Structure):
-    """llama.cpp's `gguf_init_params`: no tensors are made."""
-
-    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
 
 
 class _Place(NamedTuple):
@@ -112,18 +105,18 @@ class StoredWeights:
             buffer, _USAGE_WEIGHTS
         )
         pointer, index = ctypes.c_void_p, ctypes.c_int64
-        read = library.function("gguf_init_from_file", pointer, ctypes.c_char_p, GgufParams)
-        header = read(os.fsencode(path), GgufParams(True, None))
         name = library.function("gguf_get_tensor_name", ctypes.c_char_p, pointer, index)
         size, offset = (
             library.function(f"gguf_get_tensor_{number}", ctypes.c_size_t, pointer, index)
             for number in ("size", "offset")
         )
-        begin = address + library.function("gguf_get_data_offset", ctypes.c_size_t, pointer)(header)
-        for i in range(library.function("gguf_get_n_tensors", index, pointer)(header)):
-            place = _Place(buffer, begin + offset(header, i), None)
-            yield (name(header, i), size(header, i)), place
-        library.function("gguf_free", None, pointer)(header)
+        begin = library.function("gguf_get_data_offset", ctypes.c_size_t, pointer)
+        n_tensors = library.function("gguf_get_n_tensors", index, pointer)
+        with library.gguf_header(path) as header:
+            data = address + begin(header)
+            for i in range(n_tensors(header)):
+                place = _Place(buffer, data + offset(header, i), None)
+                yield (name(header, i), size(header, i)), place
 
 
 def _repacked(model: Model) -> list[GgmlTensor]:

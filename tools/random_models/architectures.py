@@ -7,8 +7,6 @@ tests/test-llama-archs.cpp, where the metadata are from.
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from gguf import GGUFValueType, GGUFWriter
 from numpy.typing import NDArray
 
 from serve_app.llama import library
-from serve_app.llama.stored_weights import GgmlTensor, GgufParams
+from serve_app.llama.stored_weights import GgmlTensor
 from tools.chat_template import CONTROL_TOKENS
 from tools.gguf_file import add_tokenizer
 from tools.random_models.model import vocabulary
@@ -84,14 +82,12 @@ def _shapes(header: Path) -> dict[str, tuple[int, ...]]:
             shapes[tensor.name.decode()] = tuple(reversed(tensor.ne[:n_dimensions]))
 
     library.init()
-    read = library.function("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, GgufParams)
-    found = read(os.fsencode(header), GgufParams(True, None))
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers, params.load_mtp, params.use_extra_bufts = 0, True, False
-    model = llama_cpp.llama_model_init_from_user(
-        found, llama_cpp.llama_model_set_tensor_data_t(look), None, params
-    )
-    library.function("gguf_free", None, ctypes.c_void_p)(found)
+    with library.gguf_header(header) as found:
+        model = llama_cpp.llama_model_init_from_user(
+            found, llama_cpp.llama_model_set_tensor_data_t(look), None, params
+        )
     if not model:
         raise ValueError(f"llama.cpp makes no model of the metadata in {header}.")
     llama_cpp.llama_model_free(model)
