@@ -19,7 +19,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from serve_app.llama.model import Model
 from serve_app.measure import benchmark
 from serve_app.measure.benchmark import HelpFormatter, bounded, listed, percentile
 from serve_app.measure.capacity import most_users, parse_slo
-from serve_app.measure.pipeline import MeasuredLayers, Pipeline, PipelineLoad
+from serve_app.measure.pipeline import MeasuredLayers, PipelineLoad, simulated
 from serve_app.openvino.parts import ModelPart, ModelShape, StageNode, divided, fewest_stages
 
 _MEASURED_BYTES = 2**30
@@ -41,34 +41,23 @@ _MEASURED_BYTES = 2**30
 _MOST_USERS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class PlanLoad:
-    """The requests that a plan is made for."""
-
-    n_slots: int
-    """The requests of an engine at once."""
-    n_ctx_train: int
-    one: PipelineLoad
-    """The requests of a single user."""
-    bounds: Mapping[str, float]
-    """The bounds of an SLO, as `parse_slo` gives them: of ttft and itl only."""
-
-
 def planned(
     shape: ModelShape,
     times: MeasuredLayers,
-    load: PlanLoad,
+    load: PipelineLoad,
+    bounds: Mapping[str, float],
     *,
+    n_ctx_train: int,
     nodes: int,
     stages: int,
     memory_gib: float,
     network_gbit: float,
 ) -> dict[str, Any]:
-    """The figures of so many nodes, by their names, with chains of so many stages. Raises ConfigError if
-    memory has no room."""
+    """The figures of so many nodes, by their names, with chains of so many stages. `bounds` are an SLO's,
+    as `parse_slo` gives them, of ttft and itl only. Raises ConfigError if memory has no room."""
     node = StageNode(memory_bytes=memory_gib * 2**30 - PROCESS_BYTES)
     chains, n_at_once = nodes // stages, load.n_slots * stages
-    least = min(MIN_DEFAULT_CTX, load.n_ctx_train) * n_at_once
+    least = min(MIN_DEFAULT_CTX, n_ctx_train) * n_at_once
     read = shape.read_bytes(load.n_slots)
     parts = divided(shape, [node] * stages, read=read, n_tokens=least)
     room = min(
@@ -77,29 +66,21 @@ def planned(
         / sum(shape.token_bytes[part.start : part.stop])
         for part in parts
     )
-    depth = load.one.prompt_tokens + load.one.answer_tokens // 2
+    depth = load.prompt_tokens + load.answer_tokens // 2
     seconds = [times.seconds_of(shape, part, depth) for part in parts]
-
-    def served(n_users: int, think_s: float = 0.0) -> Pipeline:
-        pipeline = Pipeline(
-            seconds,
-            n_slots=load.n_slots,
-            row_bytes=2 * shape.width,
-            bytes_per_s=network_gbit * 1e9 / 8,
-        )
-        pipeline.run(replace(load.one, n_users=n_users, think_s=think_s))
-        return pipeline
+    network = {"row_bytes": 2 * shape.width, "bytes_per_s": network_gbit * 1e9 / 8}
+    busy = replace(load, think_s=0.0)
 
     def holds(n_users: int) -> bool:
-        pipeline = served(n_users, load.one.think_s)
-        measured_s = {"ttft": pipeline.ttft_s, "itl": pipeline.gaps_s}
-        bounds = ((name.split("_"), bound) for name, bound in load.bounds.items())
+        served = simulated(seconds, load, n_users, **network)
+        measured_s = {"ttft": served.ttft_s, "itl": served.gaps_s}
+        named = ((name.split("_"), bound) for name, bound in bounds.items())
         return all(
             percentile(measured_s[kind], int(percent[1:])) * (1000 if unit == "ms" else 1) <= bound
-            for (kind, percent, unit), bound in bounds
+            for (kind, percent, unit), bound in named
         )
 
-    alone = served(1)
+    alone = simulated(seconds, busy, 1, **network)
     return {
         "nodes": nodes,
         "Gbit/s": network_gbit,
@@ -107,8 +88,8 @@ def planned(
         "layers of each stage": [len(part) for part in parts],
         "weights of a stage, GiB": max(map(shape.weight_bytes, parts)) / 2**30,
         "requests at once": chains * n_at_once,
-        "tokens of each": min(load.n_ctx_train, int(max(least, room)) // n_at_once),
-        "tokens/s": chains * served(n_at_once).tokens_per_s,
+        "tokens of each": min(n_ctx_train, int(max(least, room)) // n_at_once),
+        "tokens/s": chains * simulated(seconds, busy, n_at_once, **network).tokens_per_s,
         "one user, tokens/s": 1 / percentile(alone.gaps_s, 50),
         "first token, s": percentile(alone.ttft_s, 50),
         "users": chains * most_users(holds, _MOST_USERS),
@@ -132,12 +113,6 @@ def measured(model: Model, shape: ModelShape, threads: int, n_slots: int) -> Mea
     )
 
 
-def table(plans: Sequence[Mapping[str, Any]]) -> str:
-    """The plans as Markdown."""
-    rows = ([_cell(figure) for figure in plan.values()] for plan in plans)
-    return benchmark.table(list(plans[0]), rows)
-
-
 def _cell(figure: Any) -> str:
     if isinstance(figure, list):
         return " ".join(map(str, figure))
@@ -154,73 +129,71 @@ def _slo(text: str) -> dict[str, float]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="corral capacity plan", description=__doc__)
     parser.formatter_class = HelpFormatter
-    add = parser.add_argument
+    add, cores, at_once = (
+        parser.add_argument,
+        benchmark.usable_cores(),
+        "requests of an engine at once",
+    )
     add("model", type=Path, help="a GGUF file")
     add("--nodes", type=listed(bounded(1, 64)), default=(2, 3, 4), help="numbers of nodes")
     add("--memory", type=float, default=64.0, help="memory of each node, in GiB")
-    add(
-        "--network",
-        type=listed(float),
-        default=(1.0,),
-        help="speeds of each node's network, in Gbit/s",
-    )
+    network = "speeds of each node's network, in Gbit/s"
+    add("--network", type=listed(float), default=(1.0,), help=network)
     add("--one-chain", action="store_true", help="have all nodes compute one model")
-    add("--slots", type=bounded(1, 64), default=8, help="requests of an engine at once")
+    add("--slots", type=bounded(1, 64), default=8, help=at_once)
     add("--prompt-tokens", type=bounded(1, 100_000), default=100, help="new tokens of a request")
     add("--max-tokens", type=bounded(2, 10_000), default=120, help="tokens of an answer")
     add("--think", type=float, default=60.0, help="seconds between an answer and the next request")
     add("--slo", type=_slo, default="ttft_p95=10s,itl_p95=500ms", help="what users should get")
-    add(
-        "--threads",
-        type=bounded(1, 512),
-        default=benchmark.usable_cores(),
-        help="threads of a node",
-    )
-    add(
-        "--times", type=Path, default=None, help="a FILE of measured times: made if it is not there"
-    )
-    add("--json", type=Path, default=None, help="a file for all figures")
+    add("--threads", type=bounded(1, 512), default=cores, help="threads of a node")
+    add("--times", type=Path, help="a FILE of measured times: made if it is not there")
+    add("--json", type=Path, help="a file for all figures")
     return parser.parse_args(argv)
+
+
+def _plans(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from serve_app.openvino.convert import shape_of
+
+    model = Model(args.model, vocab_only=True)
+    shape = shape_of(model.files)
+    if args.times is not None and args.times.exists():
+        times = msgspec.json.decode(args.times.read_bytes(), type=MeasuredLayers)
+    else:
+        print("Measuring layers ...", file=sys.stderr, flush=True)
+        times = measured(model, shape, args.threads, args.slots)
+        if args.times is not None:
+            args.times.write_bytes(msgspec.json.encode(times))
+    node = StageNode(memory_bytes=args.memory * 2**30 - PROCESS_BYTES)
+    n_tokens = args.slots * min(MIN_DEFAULT_CTX, model.n_ctx_train)
+    fewest = fewest_stages(shape, node, n_tokens)
+    if max(args.nodes) < fewest:
+        raise ConfigError(f"{args.model.name} needs {fewest} such nodes.")
+    return [
+        planned(
+            shape,
+            times,
+            PipelineLoad(args.slots, args.prompt_tokens, args.max_tokens, args.think),
+            args.slo,
+            n_ctx_train=model.n_ctx_train,
+            nodes=nodes,
+            stages=nodes if args.one_chain else nodes // (nodes // fewest),
+            memory_gib=args.memory,
+            network_gbit=network,
+        )
+        for nodes in args.nodes
+        if nodes >= fewest
+        for network in args.network
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, simulate, print the table."""
-    from serve_app.openvino.convert import shape_of
-
     args = parse_args(argv)
     try:
-        model = Model(args.model, vocab_only=True)
-        shape = shape_of(model.files)
-        if args.times is not None and args.times.exists():
-            times = msgspec.json.decode(args.times.read_bytes(), type=MeasuredLayers)
-        else:
-            print("Measuring layers ...", file=sys.stderr, flush=True)
-            times = measured(model, shape, args.threads, args.slots)
-            if args.times is not None:
-                args.times.write_bytes(msgspec.json.encode(times))
-        one = PipelineLoad(1, args.prompt_tokens, args.max_tokens, args.think)
-        load = PlanLoad(args.slots, model.n_ctx_train, one, args.slo)
-        node = StageNode(memory_bytes=args.memory * 2**30 - PROCESS_BYTES)
-        fewest = fewest_stages(shape, node, args.slots * min(MIN_DEFAULT_CTX, load.n_ctx_train))
-        if max(args.nodes) < fewest:
-            sys.exit(f"{args.model.name} needs {fewest} such nodes.")
-        plans = [
-            planned(
-                shape,
-                times,
-                load,
-                nodes=nodes,
-                stages=nodes if args.one_chain else nodes // (nodes // fewest),
-                memory_gib=args.memory,
-                network_gbit=network,
-            )
-            for nodes in args.nodes
-            if nodes >= fewest
-            for network in args.network
-        ]
+        plans = _plans(args)
     except (ConfigError, OSError, msgspec.MsgspecError) as error:
         sys.exit(str(error))
-    print(table(plans))
+    print(benchmark.table(list(plans[0]), [[*map(_cell, plan.values())] for plan in plans]))
     if args.json is not None:
         args.json.write_text(json.dumps(plans, indent=1) + "\n")
 

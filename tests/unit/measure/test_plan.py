@@ -17,14 +17,14 @@ from serve_app.engine.autotune.cost_model import Profile
 from serve_app.errors import ConfigError
 from serve_app.measure import plan as planning
 from serve_app.measure.pipeline import MeasuredLayers, PipelineLoad
-from serve_app.measure.plan import PlanLoad, planned
+from serve_app.measure.plan import planned
 from serve_app.openvino.parts import ModelShape
 
 MIB = 2**20
 SHAPE = ModelShape((10 * MIB,) * 12, (0,) * 12, 0.0, 30 * MIB, 30 * MIB, (100,) * 12, 64)
 TIMES = MeasuredLayers(SHAPE, Profile({1: 0.1, 8: 0.15}, {16: 0.2, 512: 4.0}))
 BOUNDS = {"ttft_p95_s": 5.0, "itl_p95_ms": 500.0}
-LOAD = PlanLoad(8, 2**17, PipelineLoad(1, 100, 50, 20.0), BOUNDS)
+LOAD = PipelineLoad(8, 100, 50, 20.0)
 
 
 _SHORT = ("--think", "1", "--max-tokens", "4", "--slo", "ttft_p95=50ms")
@@ -35,6 +35,8 @@ def plan(nodes: int, stages: int, memory_mib: int = 400, network: float = 1.0) -
         SHAPE,
         TIMES,
         LOAD,
+        BOUNDS,
+        n_ctx_train=2**17,
         nodes=nodes,
         stages=stages,
         memory_gib=(memory_mib * MIB + PROCESS_BYTES) / 2**30,
