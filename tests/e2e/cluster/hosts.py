@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from loadtests.common.processes import send, tagged, with_default_signals
+from tests.e2e.cluster.cable import CARRIES
 from tests.e2e.conftest import ROOT, short_folder, wait_until
 
 # Of the networks that are reserved for tests (RFC 2544).
@@ -44,15 +45,22 @@ class Hosts:
         self._to_tests = f"c{os.getpid()}t"
         self._running = ExitStack()
 
-    def start(self, n_cpus: int) -> None:
-        """Make the network, and start Ray on all hosts. The head has a `door`, where ingresses are."""
+    def start(self, n_cpus: int, delay_s: float) -> None:
+        """Make the network, and start Ray on all hosts. The head has a `door`, where ingresses are. What a
+        host sends to others takes `delay_s` more."""
         for space in (self._switch, *self._hosts):
             _ip(f"netns add {space}")
             _ip(f"-n {space} link set lo up")
         _ip(f"-n {self._switch} link add switch type bridge")
         _ip(f"-n {self._switch} link set switch up")
         for i, host in enumerate(self._hosts):
-            _ip(f"-n {host} link add cable type veth peer name port{i} netns {self._switch}")
+            if delay_s:
+                words = ("tests.e2e.cluster.cable", "cable", f"port{i}", str(delay_s))
+                log = self._run_on(i, sys.executable, "-m", *words)
+                wait_until(lambda log=log: CARRIES in log.read_text(), 20, log.read_text)  # type: ignore[misc]
+                _ip(f"-n {host} link set port{i} netns {self._switch}")
+            else:
+                _ip(f"-n {host} link add cable type veth peer name port{i} netns {self._switch}")
             _ip(f"-n {self._switch} link set port{i} master switch up")
             _ip(f"-n {host} addr add {_address(i)}/24 dev cable")
             _ip(f"-n {host} link set cable up")
@@ -149,12 +157,12 @@ class Hosts:
 
 
 @contextmanager
-def hosts(n_hosts: int, n_cpus: int) -> Iterator[Hosts]:
-    """Hosts that run Ray, until the end of the block."""
+def hosts(n_hosts: int, n_cpus: int, delay_s: float = 0.0) -> Iterator[Hosts]:
+    """Hosts that run Ray, until the end of the block. What one sends to others takes `delay_s` more."""
     with short_folder() as directory:
         cluster = Hosts(directory, n_hosts)
         try:
-            cluster.start(n_cpus)
+            cluster.start(n_cpus, delay_s)
             yield cluster
         finally:
             cluster.stop()
