@@ -7,6 +7,7 @@ Context Window Extension of Large Language Models" (Peng et al., 2023), section 
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -334,10 +335,16 @@ class EmbeddingRows:
     def __init__(self, files: Sequence[Path]) -> None:
         matrix = GgufModel(files).take("token_embd.weight")
         self._data, self._kind = matrix.data, matrix.kind
+        self._file: Any = matrix.data.base
+        while isinstance(self._file, np.ndarray):
+            self._file = self._file.base
 
     def of(self, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
-        """The rows of these tokens."""
-        return floats(self._data[tokens], self._kind).astype(np.float32)
+        """The rows of these tokens. Their pages leave this process's memory again, or in time it would have
+        the whole matrix."""
+        rows = self._data[tokens]
+        self._file.madvise(mmap.MADV_DONTNEED)
+        return floats(rows, self._kind).astype(np.float32)
 
 
 def _block(name: str) -> str | None:

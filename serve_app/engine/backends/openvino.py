@@ -311,6 +311,7 @@ def profile_of(context: PagedContext, options: EngineOptions, threads: Threads |
         depth = paged_depth(context, profiler.profile, n_tokens, deep_s)
     profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
     took_s, share = clocks.end(options.n_batch)
+    context.release()
     logger.info("Measured batches in %.1f s.", took_s)
     return replace(depth.added_to(profiler.profile, unified=False), share=share)
 

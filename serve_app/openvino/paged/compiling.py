@@ -9,6 +9,7 @@ import ctypes
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any, Literal
 
@@ -220,7 +221,7 @@ def _constant(model: openvino.Model, frequencies: NDArray[np.float32]) -> Any:
     raise ConfigError("its rotary frequencies are not those of its config.json")
 
 
-# -- memory of mapped files -----------------------------------------------------------------------
+# -- memory that the system gets back -------------------------------------------------------------
 
 
 def forget(path: Path) -> None:
@@ -229,10 +230,18 @@ def forget(path: Path) -> None:
 
     Only for files that are mapped to be read: what was written in a private mapping is lost.
     """
+    with suppress(OSError):
+        for begin, end in _spans(path.resolve()):
+            give_back(begin, end)
+
+
+def give_back(begin: int, end: int) -> None:
+    """Have the whole pages between these addresses leave this process's memory. What was written there and
+    is in no file is lost: zeros are read of it. Any thread."""
+    begin, end = -(-begin // PAGESIZE) * PAGESIZE, end // PAGESIZE * PAGESIZE
     with suppress(OSError, AttributeError):
         madvise = ctypes.CDLL(None, use_errno=True).madvise
-        for begin, end in _spans(path.resolve()):
-            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(max(0, end - begin)), _DONTNEED)
 
 
 @contextmanager

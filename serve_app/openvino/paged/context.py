@@ -41,7 +41,7 @@ class PagedContext:
         self.turns = described["turns"].tobytes()
         """How far positions turn the keys of each layer."""
         self._n_blocks = n_blocks = options.n_blocks
-        first = options.context * (n_blocks + options.n_text_blocks)
+        self._first = first = options.context * (n_blocks + options.n_text_blocks)
         texts = range(first + n_blocks, first + n_blocks + options.n_text_blocks)
         self._tables = BlockTables(options.n_sequences, range(first, first + n_blocks))
         self._texts = BlockTables(options.n_texts, texts)
@@ -205,6 +205,11 @@ class PagedContext:
         CacheFullError."""
         self._tables.extend({seq_id: n_tokens})
         self.layers.run("fill", {"blocks": np.array(self._tables.blocks(seq_id), np.int64)})
+
+    def release(self) -> None:
+        """Give the system the memory of all blocks, which are empty, and were measured with."""
+        blocks = self._first, self._first + self._n_blocks
+        self.layers.run("release", {"range": np.array(blocks, np.int64)})
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
         """Drop `n_discard` tokens after the first `n_keep`, for each (n_keep, n_discard) in turn; those

@@ -23,7 +23,7 @@ from serve_app.openvino.paged import compiling, shifts
 from serve_app.openvino.paged.blocks import BLOCK
 
 _ALIGNMENT = 64
-Operation = Literal["describe", "warm_up", "compute", "fill", "shift", "save", "restore"]
+Operation = Literal["describe", "warm_up", "compute", "fill", "release", "shift", "save", "restore"]
 Values = dict[str, NDArray[Any]]
 HIGHEST = "n_highest"
 """How many of the highest logits are wanted of each row, for layers elsewhere; 0 for all. Fewer need not be
@@ -192,6 +192,14 @@ class PagedModel:
         for cache in self.caches.values():
             n = cache.shape[-1] - (shifts.GRID if cache.dtype == np.uint8 else 0)
             cache[values["blocks"]] = shifts.narrowed(np.ones(n, np.float32), cache.dtype)
+        return values
+
+    def _release(self, values: Values) -> Values:
+        """Give the system the memory of a range of blocks, which hold nothing any more."""
+        first, behind = values["range"].tolist()
+        for cache in self.caches.values():
+            begin, block_bytes = cache.ctypes.data, cache[0].nbytes
+            compiling.give_back(begin + first * block_bytes, begin + behind * block_bytes)
         return values
 
     def _shift(self, values: Values) -> Values:

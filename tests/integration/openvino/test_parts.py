@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from mmap import PAGESIZE
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from serve_app.errors import ConfigError
 from serve_app.llama.formats import Quantization
 from serve_app.llama.model import Model
 from tests.integration.openvino.random_models import Made
+from tests.unit.openvino.paged.test_compiling import resident
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
@@ -153,6 +155,20 @@ def test_logits_that_were_left_out_are_computed_when_a_sampler_needs_them(tmp_pa
         assert [np.isfinite(parts.logits(row, 1)).sum() for row in (0, 1)] == [1, 512]
         whole.layers = InTurns([])
         assert np.isfinite(whole.logits(0)).all(), "it has all logits, and computes nothing anew"
+
+
+def test_memory_that_was_used_once_goes_back(tmp_path: Path) -> None:
+    path = MODELS["qwen3-tied"].write(tmp_path / "model.gguf")
+    with context(path, 2, tmp_path) as parts:
+        parts.pretend(0, 256)
+        caches = [cache for part in parts.layers._parts for cache in part.caches.values()]  # type: ignore[attr-defined]
+        assert all(np.count_nonzero(cache) > 2 * PAGESIZE for cache in caches)
+        parts.truncate(0, 0)
+        parts.release()
+        assert all(np.count_nonzero(cache) < PAGESIZE for cache in caches), "at its ends"
+    rows = EmbeddingRows([path])
+    assert rows.of(np.arange(100)).any()
+    assert resident(path) == 0
 
 
 def test_a_part_reads_its_own_tensors_and_converts_no_others(tmp_path: Path) -> None:

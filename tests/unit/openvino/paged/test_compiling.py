@@ -1,4 +1,4 @@
-"""Pages of a mapped file that leave memory."""
+"""Pages that leave memory, of a mapped file or of what was written."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import mmap
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from serve_app.openvino.paged.compiling import forget, forgetting
+from serve_app.openvino.paged.compiling import forget, forgetting, give_back
 from tests.unit.engine.harness import until
 
 N_BYTES = 2**22
@@ -64,3 +65,13 @@ def test_nothing_is_forgotten_after_a_failure(tmp_path: Path) -> None:
 
 def test_what_is_not_mapped_is_left_alone(tmp_path: Path) -> None:
     forget(tmp_path / "none.bin")
+
+
+def test_only_whole_pages_of_a_range_go_back() -> None:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = np.frombuffer(mmap.mmap(-1, 4 * mmap.PAGESIZE, flags), np.uint8).reshape(4, -1)
+    pages[:] = 1
+    begin = pages.ctypes.data
+    give_back(begin + 1, begin + pages.nbytes - 1)
+    assert pages.all(axis=1).tolist() == [True, False, False, True]
+    assert not pages[1:3].any()
