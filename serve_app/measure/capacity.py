@@ -21,7 +21,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -49,6 +48,7 @@ from serve_app.measure.outcomes import (
     heard,
 )
 from serve_app.measure.users import Ask, Setting, checked_mix, kind_of, parse_mix, user, with_body
+from serve_app.start.one_machine import free_ports
 
 UNITS = {"ttft": "s", "itl": "ms", "e2e": "s"}
 SILENCE_S = 300.0
@@ -263,7 +263,7 @@ def served(config: Path) -> Iterator[str]:
     """The URL of a server with this configuration of Serve, as `corral serve` starts it, on a free port of
     loopback, until the block ends. Raises LoadError if it does not start."""
     content: dict[str, Any] = yaml.safe_load(config.read_text())
-    port = _free_port()
+    (port,) = free_ports(1)
     content["http_options"] = {"host": "127.0.0.1", "port": port}
     with tempfile.TemporaryDirectory(prefix="corral-capacity-") as folder:
         file, log = Path(folder, "serve_config.yaml"), Path(folder, "log")
@@ -284,13 +284,6 @@ def served(config: Path) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _starts(server: subprocess.Popen[bytes], url: str) -> bool:

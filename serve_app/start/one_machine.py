@@ -121,7 +121,7 @@ def haproxy_settings(folder: Path, host: str, *, keys: bool = False) -> dict[str
         most = int(settings[f"{_HAPROXY}MAXCONN"])
         settings[f"{_HAPROXY}MAXCONN"] = str(min(most, 2 * (most_files - _OTHER_FILES) // 5))
     files = {name: str(folder / file) for name, file in _FILES.items()}
-    return settings | files | dict(zip(_PORTS, map(str, _free_ports(len(_PORTS))), strict=True))
+    return settings | files | dict(zip(_PORTS, map(str, free_ports(len(_PORTS))), strict=True))
 
 
 def _haproxy() -> str | None:
@@ -133,7 +133,8 @@ def _haproxy() -> str | None:
     return None
 
 
-def _free_ports(n: int) -> list[int]:
+def free_ports(n: int) -> list[int]:
+    """So many ports that no process listens at."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(n)]
         for probe in probes:
