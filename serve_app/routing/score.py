@@ -8,6 +8,7 @@ shortens it, work makes it longer, and both weigh what they cost: there is no ru
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -160,7 +161,12 @@ class ReplicaView:
                 prefill_s += sent.missing * prompt_token_s
                 work_s += sent.missing * prompt_token_s
                 work_s += min(sent.prompt.max_tokens, report.answer_tokens) * token_s
-        wait_s = slot_wait_s(work_s, n_live, report.n_slots) + self.is_silent * _SILENT_S
+        wait_s = slot_wait_s(work_s, n_live, report.n_slots)
+        if (n_before := n_live - report.n_slots + 1) > report.n_live:
+            # What was sent at once ends at once, each time that all slots were full.
+            n_full = math.ceil(n_before / report.n_slots) * report.n_slots
+            wait_s = work_s * min(1.0, n_full / n_live)
+        wait_s += self.is_silent * _SILENT_S
         missing_s, turns_s = missing * prompt_token_s, 0.0
         if turns and prompt.turn not in turns:
             turns_s = _ALONE * min(prompt.max_tokens, report.answer_tokens) * token_s

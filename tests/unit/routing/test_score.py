@@ -106,6 +106,13 @@ def test_a_burst_without_anything_in_common_spreads() -> None:
     assert max(sent.values()) <= 6
 
 
+def test_a_burst_fills_all_slots_before_any_of_it_waits_for_one() -> None:
+    speeds = (0.004, 0.0055)  # so much measurements of like machines may differ
+    router = fleet(*[report(n_slots=8, prompt_token_s=s, answer_tokens=64) for s in speeds])
+    sent = Counter(send(router, prompt(key, [], 9), key / 300) for key in range(16))
+    assert sent == {0: 8, 1: 8}
+
+
 def test_a_burst_with_a_common_prefix_stays_together_until_that_costs_more() -> None:
     router = fleet(*[IDLE] * 8)
     few = Counter(send(router, prompt(key, SYSTEM)) for key in range(3))
