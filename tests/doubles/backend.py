@@ -391,6 +391,10 @@ class FakeBackend:
         tokens = struct.pack(f"{len(self.slots[seq_id])}i", *self.slots[seq_id])
         return tokens + self.positions.packed(seq_id)
 
+    def whole(self, state: State) -> State:
+        """All of it is here."""
+        return state
+
     def restore(self, seq_id: int, state: State) -> None:
         """Make the slot those tokens."""
         self._expect_settled(seq_id)

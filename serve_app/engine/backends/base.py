@@ -271,6 +271,9 @@ class StateSupport(Protocol):
         """The slot's cached tokens as a state that `restore` takes. If `cancellable`, raises
         DecodeCancelledError when it was cancelled."""
 
+    def whole(self, state: State) -> State:
+        """A saved state with all of its bytes, for other engines and files: some of it may be elsewhere."""
+
     def restore(self, seq_id: int, state: State) -> None:
         """Make the slot what it was when the state was saved, of this slot or another one, whatever
         it held. Raises DecodeError if it cannot; the slot is then in no known state."""

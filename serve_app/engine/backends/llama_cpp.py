@@ -214,6 +214,9 @@ class LlamaStates:
     def save(self, seq_id: int, *, cancellable: bool = False) -> State:
         return self._context.save(seq_id, self._positions.packed(seq_id), cancellable=cancellable)
 
+    def whole(self, state: State) -> State:
+        return state
+
     def restore(self, seq_id: int, state: State) -> None:
         self._backend.hidden_states.moved(seq_id)
         state, tiles = self._positions.parted(state)

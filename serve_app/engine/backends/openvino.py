@@ -72,7 +72,7 @@ class PagedStates:
 
     def __init__(self, context: PagedContext, key: bytes) -> None:
         self._context, self.key = context, key
-        self.save, self.restore = context.save, context.restore
+        self.save, self.restore, self.whole = context.save, context.restore, context.whole
 
     def checkpoint(self, seq_id: int) -> State:
         return b""
@@ -209,7 +209,12 @@ class OpenVinoBackend:
         if chain is None:
             layers = PagedModel(path, model.n_vocab, paged)
         else:
-            paged = replace(paged, context=chain.part.index, n_contexts=chain.part.n_parts)
+            paged = replace(
+                paged,
+                context=chain.part.index,
+                n_contexts=chain.part.n_parts,
+                keeps_states=options.prefix_folder is None,  # files have whole ones
+            )
             embeddings = EmbeddingRows(model.files) if chain.part.reads_embeddings else None
             chain.open(partial(PagedModel, path, model.n_vocab, paged, embeddings))
             layers = chain

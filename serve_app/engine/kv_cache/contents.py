@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from serve_app.engine.autotune.copy_budget import CopyBudget
@@ -211,6 +211,10 @@ class SlotContents:
             state = self._backend.states.save(slot.id, cancellable=cancellable)
         group = slot.group if group is None else group
         return StoredPrefix(tokens, state, group, self.checkpoints.of(slot.id))
+
+    def whole(self, prefix: StoredPrefix) -> StoredPrefix:
+        """The prefix with all of its bytes, for other engines and files."""
+        return replace(prefix, state=self._backend.states.whole(prefix.state))
 
     def restore(self, slot: Slot, prefix: StoredPrefix) -> None:
         """Have a prefix in a slot, whatever it had. Raises DecodeError if the backend does not take it; the

@@ -307,9 +307,9 @@ class KVCacheManager:
     # -- when somebody asks -----------------------------------------------------------------------
 
     def save(self, slot_id: int) -> StoredPrefix:
-        """Stores the tokens of an idle slot. Raises InvalidRequestError, EngineUnavailableError."""
+        """The tokens of an idle slot, for a file. Raises InvalidRequestError, EngineUnavailableError."""
         slot = self._at_rest(slot_id)
-        return self.contents.save(slot, slot.idle_tokens)
+        return self.contents.whole(self.contents.save(slot, slot.idle_tokens))
 
     def restore(self, slot_id: int, prefix: StoredPrefix) -> None:
         """Have a prefix in an idle slot, for its cache group; what is lost by that is stored first."""

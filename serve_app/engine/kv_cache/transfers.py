@@ -191,6 +191,7 @@ def _exported(cache: KVCacheManager, prefix: Prefix, most_s: float | None) -> St
         if most_s is None or save_s <= most_s or not cache.table.busy:
             stored = cache.contents.save(slot, slot.tokens[: slot.n_past])
     if stored is not None:
+        stored = cache.contents.whole(stored)
         cache.transferred["sent_prefixes"] += 1
         cache.transferred["sent_bytes"] += stored.n_bytes
     return stored

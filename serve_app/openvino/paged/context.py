@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -51,6 +54,11 @@ class PagedContext:
         """How many of the highest logits each row has; 0: all."""
         self._n_highest: dict[int, int] = {}
         """The number of the highest logits that each sequence's sampler asked for; without it, all."""
+        self._keeps_states = options.keeps_states
+        self._numbers = count(options.context, options.n_contexts)
+        """The numbers under which parts of the model keep states; other contexts have others."""
+        self._dropped = deque[int]()
+        """Those of states that nobody has any more: any thread may be the last."""
         self.cancel, self.close = layers.cancel, layers.close
 
     @property
@@ -227,30 +235,62 @@ class PagedContext:
         self.layers.run("shift", blocks | {"places": places, "n_before": n_before})
 
     def save(self, seq_id: int, *, cancellable: bool = False) -> memoryview:
-        """The sequence's tokens as a state: its length and its blocks, layer by layer. With `cancellable`,
-        raises DecodeCancelledError after `cancel(True)`."""
-        length = self._tables.length(seq_id)
+        """The sequence's tokens as a state: its length and its blocks, layer by layer. Where parts of the
+        model keep theirs, the state has its size, and takes no memory here, and `whole` has its bytes. With
+        `cancellable`, raises DecodeCancelledError after `cancel(True)`."""
+        length, blocks = self._tables.length(seq_id), self._tables.blocks(seq_id)
         values: Values = {
-            "blocks": np.array(self._tables.blocks(seq_id), np.int64),
+            "blocks": np.array(blocks, np.int64),
             "n_last": np.array((length - 1) % BLOCK + 1),
-            "state": np.frombuffer(length.to_bytes(_LENGTH, "little"), np.uint8),
         }
         if cancellable:
             values["cancellable"] = np.empty(0, np.uint8)
+        if self._keeps_states and length:
+            return self._kept(length, values)
+        values["state"] = np.frombuffer(length.to_bytes(_LENGTH, "little"), np.uint8)
         return self.layers.run("save", values)["state"].data
+
+    def _kept(self, length: int, values: Values) -> memoryview:
+        number = next(self._numbers)
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        state = np.zeros(_LENGTH + len(values["blocks"]) * self.block_bytes, np.uint8)
+        state[: 2 * _LENGTH].view(np.int64)[:] = -length, number
+        weakref.finalize(state, self._dropped.append, number).atexit = False
+        more = {"number": np.array(number), "dropped": np.array(dropped, np.int64)}
+        self.layers.run("save", values | more)
+        return state.data
+
+    def whole(self, state: bytes | memoryview) -> bytes | memoryview:
+        """The state with all of its bytes, for other engines."""
+        length, number = _head(state)
+        if number is None:
+            return state
+        head = np.frombuffer(length.to_bytes(_LENGTH, "little"), np.uint8)
+        return self.layers.run("read", {"number": np.array(number), "state": head})["state"].data
 
     def restore(self, seq_id: int, state: bytes | memoryview) -> None:
         """Fill a sequence with a state. Raises DecodeError if it is none of this model's, or there is no
         room: the sequence is empty then."""
         self.truncate(seq_id, 0)
-        length = int.from_bytes(state[:_LENGTH], "little")
+        length, number = _head(state)
         n_blocks = -(-length // BLOCK)
         if len(state) != _LENGTH + n_blocks * self.block_bytes:
             raise DecodeError("The saved state cannot be used: it is of another size.")
         self._tables.extend({seq_id: length})
         values = {"blocks": np.array(self._tables.blocks(seq_id), np.int64)}
-        saved = np.frombuffer(state, np.uint8)[_LENGTH:]
-        self.layers.run("restore", values | {"state": saved})
+        if number is None:
+            values["state"] = np.frombuffer(state, np.uint8)[_LENGTH:]
+        else:
+            values["number"] = np.array(number)
+        self.layers.run("restore", values)
+
+
+def _head(state: bytes | memoryview) -> tuple[int, int | None]:
+    """The length of a state, and the number under which its bytes are kept, if they are elsewhere."""
+    length = int.from_bytes(state[:_LENGTH], "little", signed=True)
+    if length >= 0:
+        return length, None
+    return -length, int.from_bytes(state[_LENGTH : 2 * _LENGTH], "little")
 
 
 def _begins(lengths: Sequence[int]) -> NDArray[np.int32]:

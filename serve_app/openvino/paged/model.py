@@ -23,7 +23,9 @@ from serve_app.openvino.paged import compiling, shifts
 from serve_app.openvino.paged.blocks import BLOCK
 
 _ALIGNMENT = 64
-Operation = Literal["describe", "warm_up", "compute", "fill", "release", "shift", "save", "restore"]
+Operation = Literal[
+    "describe", "warm_up", "compute", "fill", "release", "shift", "save", "restore", "read"
+]
 Values = dict[str, NDArray[Any]]
 HIGHEST = "n_highest"
 """How many of the highest logits are wanted of each row, for layers elsewhere; 0 for all. Fewer need not be
@@ -45,6 +47,8 @@ class PagedOptions:
     context: int = 0
     """The number of this context among those that share the cache."""
     n_contexts: int = 1
+    keeps_states: bool = False
+    """Whether each part of the model keeps its part of a saved state, instead of sending it."""
 
 
 class Layers(Protocol):
@@ -96,6 +100,8 @@ class PagedModel:
             ) from None
         self._inputs = {one.any_name for one in executable.inputs}
         self._is_last = compiling.SAMPLED in self._inputs
+        self._kept: dict[int, NDArray[np.uint8]] = {}
+        """Its part of saved states, by their numbers."""
         self._cancelled = threading.Event()
 
     @staticmethod
@@ -185,7 +191,7 @@ class PagedModel:
     def close(self) -> None:
         """Free the compiled model and the cache. Idempotent."""
         self._request = None
-        self.caches = {}
+        self.caches, self._kept = {}, {}
 
     def _fill(self, values: Values) -> Values:
         """Write ones to these blocks, as memory that nobody wrote is a single page."""
@@ -214,8 +220,9 @@ class PagedModel:
         return values
 
     def _save(self, values: Values) -> Values:
-        """Add what these blocks hold, layer by layer. The last of them has `n_last` tokens, and what is
-        behind these is another sequence's: zeros are saved for it."""
+        """Add what these blocks hold, layer by layer, or keep it under a `number`, and forget what was kept
+        under those that are `dropped`. The last block has `n_last` tokens, and what is behind these is
+        another sequence's: zeros are saved for it."""
         blocks, n_last = values["blocks"], int(values["n_last"])
         before = values.get("state", np.empty(0, np.uint8))
         state = np.empty(len(before) + len(blocks) * self._block_bytes, np.uint8)
@@ -226,15 +233,32 @@ class PagedModel:
             np.take(cache, blocks, axis=0, out=saved, mode="clip")  # "raise" copies twice
             if len(blocks):
                 saved[-1, :, n_last:] = 0
-        return values | {"state": state}
+        if "number" not in values:
+            return values | {"state": state}
+        for number in values["dropped"].tolist():
+            self._kept.pop(number, None)
+        self._kept[int(values["number"])] = state
+        return values
 
     def _restore(self, values: Values) -> Values:
-        """Fill these blocks with the beginning of a state; the rest is for the parts behind this one."""
-        blocks, state = values["blocks"], values["state"]
+        """Fill these blocks with what was kept under a `number`, or with the beginning of a state; the rest
+        is for the parts behind this one."""
+        blocks, is_kept = values["blocks"], "number" in values
+        state = self._kept_part(values) if is_kept else values["state"]
         n_bytes = len(blocks) * self._block_bytes
         for cache, saved in self._layers(len(blocks), state[:n_bytes]):
             cache[blocks] = saved
-        return values | {"state": state[n_bytes:]}
+        return values if is_kept else values | {"state": state[n_bytes:]}
+
+    def _read(self, values: Values) -> Values:
+        """Add what was kept under a `number`."""
+        return values | {"state": np.concatenate([values["state"], self._kept_part(values)])}
+
+    def _kept_part(self, values: Values) -> NDArray[np.uint8]:
+        part = self._kept.get(int(values["number"]))
+        if part is None:
+            raise DecodeError("The saved state cannot be used: it is not kept here.")
+        return part
 
     def _layers(
         self, n_blocks: int, state: NDArray[np.uint8]

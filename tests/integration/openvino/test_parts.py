@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.errors import ConfigError
+from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama.formats import Quantization
 from serve_app.llama.model import Model
 from tests.integration.openvino.random_models import Made
@@ -155,6 +155,31 @@ def test_logits_that_were_left_out_are_computed_when_a_sampler_needs_them(tmp_pa
         assert [np.isfinite(parts.logits(row, 1)).sum() for row in (0, 1)] == [1, 512]
         whole.layers = InTurns([])
         assert np.isfinite(whole.logits(0)).all(), "it has all logits, and computes nothing anew"
+
+
+def test_parts_keep_their_parts_of_a_state(tmp_path: Path) -> None:
+    path = MODELS["qwen3-tied"].write(tmp_path / "model.gguf")
+    with context(path, 2, tmp_path) as parts:
+        models = parts.layers._parts  # type: ignore[attr-defined]
+        parts.decode([(token, i, 0, i == 69) for i, token in enumerate(range(70))])
+        plain = parts.save(0)
+        parts._keeps_states = True
+        kept = parts.save(0)
+        assert len(kept) == len(plain)
+        assert np.count_nonzero(np.frombuffer(kept, np.uint8)) < 16
+        assert bytes(parts.whole(kept)) == bytes(plain)
+        for state in (kept, plain):
+            parts.truncate(0, 0)
+            parts.decode([(token, i, 0, True) for i, token in enumerate(range(100, 133))])
+            parts.restore(0, state)
+            assert bytes(parts.whole(parts.save(0))) == bytes(plain)
+        del kept, state
+        parts.save(0)
+        assert [len(model._kept) for model in models] == [1, 1], "those that were dropped are gone"
+        unknown = np.zeros(len(plain), np.uint8)
+        unknown[:16].view(np.int64)[:] = -70, 999
+        with pytest.raises(DecodeError, match="not kept here"):
+            parts.restore(1, unknown.data)
 
 
 def test_memory_that_was_used_once_goes_back(tmp_path: Path) -> None:

@@ -135,6 +135,19 @@ def test_engines_in_stages_write_what_one_engine_writes(whole: list[str]) -> Non
         assert all(abs(vectors[0] - vector).max() < 1e-3 for vector in vectors[1:])
 
 
+def test_a_prefix_without_a_slot_stays_where_its_layers_are(whole: list[str]) -> None:
+    options = replace(_OPTIONS, n_slots=1, cache_ram_bytes=2**24)
+    chains = chains_of(2)
+    with engines_of(chains, options) as engines:
+        engine = engines[0]
+        begun = "A prompt that is long enough to be worth a copy, if another one takes its slot"
+        texts = [started(engine, text, 8).result(_LIMIT_S) for text in (begun, _TEXTS[0], begun)]
+        assert texts[0] == texts[2]
+        cache = engine.stats()
+        assert cache.tokens.restored_tokens > 16
+        assert sum(chain.counts.sent_bytes for chain in chains) < cache.cache.stored_bytes
+
+
 def test_others_go_on_when_a_request_is_aborted_and_when_an_engine_ends(whole: list[str]) -> None:
     with engines_of(chains_of(2)) as engines:
         long = started(engines[0], "A long story about", 200)
