@@ -94,7 +94,7 @@ class FakeStates:
 
     def __init__(self, backend: FakeBackend) -> None:
         self.key = backend.state_key
-        self.save, self.restore = backend.save, backend.restore
+        self.save, self.restore, self.whole = backend.save, backend.restore, backend.whole
         self.checkpoint, self.rewind = backend.checkpoint, backend.rewind
 
 
