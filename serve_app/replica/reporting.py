@@ -32,6 +32,7 @@ def report_of(stats: EngineStats, cached_prefixes: CachedPrefixes, inventory: In
         n_live=queue.running + queue.waiting,
         work_s=queue.backlog_s,
         prefill_s=queue.prefill_backlog_s,
+        first_end_s=queue.first_end_s,
         prompt_token_s=costs.prompt_token_s,
         token_s=costs.token_s,
         answer_tokens=costs.answer_tokens,

@@ -56,6 +56,8 @@ class Report:
     background_s: float = 0.0
     turns: frozenset[int] = frozenset()
     """Hashes of the adapters that those which run or wait have: each has steps of its own."""
+    first_end_s: float = 0.0
+    """Seconds until the first of those that run has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,9 @@ class ReplicaView:
                 work_s += sent.missing * prompt_token_s
                 work_s += min(sent.prompt.max_tokens, report.answer_tokens) * token_s
         wait_s = slot_wait_s(work_s, n_live, report.n_slots)
-        if (n_before := n_live - report.n_slots + 1) > report.n_live:
+        if (n_before := n_live - report.n_slots + 1) > 0:
+            wait_s = max(wait_s, report.first_end_s - elapsed)
+        if n_before > report.n_live:
             # What was sent at once ends at once, each time that all slots were full.
             n_full = math.ceil(n_before / report.n_slots) * report.n_slots
             wait_s = work_s * min(1.0, n_full / n_live)

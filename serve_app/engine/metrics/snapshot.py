@@ -111,6 +111,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
             waiting=n_waiting[False],
             backlog_s=round(forecast.work_s, 3),
             prefill_backlog_s=round(forecast.prefill_s, 3),
+            first_end_s=round(forecast.first_end_s, 3),
             background_running=n_running[True],
             background_waiting=n_waiting[True],
             background_backlog_s=round(forecast.background_s, 3),

@@ -58,6 +58,8 @@ class QueueStats:
     """Forecast of the seconds until all of these are done."""
     prefill_backlog_s: float = 0.0
     """The part of `backlog_s` that is missing of prompts."""
+    first_end_s: float = 0.0
+    """Forecast of the seconds until one of those that run ends."""
     background_running: int = 0
     background_waiting: int = 0
     background_backlog_s: float = 0.0

@@ -79,6 +79,7 @@ def test_a_report_says_how_fast_and_how_busy() -> None:
         waiting=2,
         backlog_s=7.5,
         prefill_backlog_s=1.5,
+        first_end_s=0.5,
         prompt_token_s=0.002,
         token_s=0.005,
         answer_tokens=40.0,
@@ -86,7 +87,7 @@ def test_a_report_says_how_fast_and_how_busy() -> None:
     prefixes = CachedPrefixes((CachedPrompt("mine", tuple(range(64))),), ("x",))
     said = report_of(stats, prefixes, Inventory())
     held, taken = frozenset(chain(range(64), "mine")), frozenset([request_key("x")])
-    assert said == Report(4, 5, 7.5, 1.5, 0.002, 0.005, 40.0, held, taken)
+    assert said == Report(*(4, 5, 7.5, 1.5, 0.002, 0.005, 40.0, held, taken), first_end_s=0.5)
 
 
 def test_adapters_are_told_as_long_as_requests_have_them() -> None:

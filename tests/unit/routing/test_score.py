@@ -88,6 +88,11 @@ def test_what_all_cache_groups_share_is_found_like_a_prefix_of_ones_own() -> Non
         pytest.param((report(prompt_token_s=0.004), IDLE), 1, id="the faster machine"),
         pytest.param((report(prompt_token_s=0.004), report(n_live=5, work_s=30)), 0, id="if free"),
         pytest.param((report(n_live=3), IDLE), 1, id="the emptier one"),
+        pytest.param(
+            (report(n_live=4, work_s=2, first_end_s=1.9), report(n_live=3, prefill_s=0.4)),
+            1,
+            id="who has a slot, if all of the other end together",
+        ),
         pytest.param((None, report(n_live=9, work_s=9)), 0, id="a new one is taken for idle"),
     ],
 )

@@ -72,6 +72,8 @@ class Forecast:
     first_token: Correction = _EXACT
     end: Correction = _EXACT
     """The correction of forecasts of ends."""
+    first_end_s: float = 0.0
+    """Seconds until the first of those that have a slot ends; 0 if there are none."""
 
     def expected(
         self, sequence: Sequence, live: Mapping[str, int], arrived: Iterable[Sequence]
@@ -241,10 +243,12 @@ class Backlog:
             seconds / self._pace for seconds in (self._costs.prompt_token_s, self._token_s)
         )
         rates = self._n_slots, prompt_token_s, token_s, self.n_generated
-        parts, work = Forecast(*rates).parts_of, dict[str, float]()
+        rated, work, live = Forecast(*rates), dict[str, float](), list(live)
+        n_left = (rated._n_left(sequence) for sequence in live if sequence.trace.admitted)
+        first_end_s = min(n_left, default=0.0) * self._n_slots * token_s
         work_s = prefill_s = background_s = 0.0
         for sequence in live:
-            client, (prompt_s, answer_s) = sequence.request.account, parts([sequence])
+            client, (prompt_s, answer_s) = sequence.request.account, rated.parts_of([sequence])
             work[client] = work.get(client, 0.0) + prompt_s + answer_s
             if sequence.request.background:
                 background_s += prompt_s + answer_s
@@ -256,4 +260,5 @@ class Backlog:
             self._costs.steps_s(1, 0) / self._pace,
             self._first_tokens.correction,
             self._ends.correction,
+            first_end_s,
         )

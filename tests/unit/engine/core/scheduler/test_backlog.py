@@ -46,6 +46,14 @@ def test_it_learns_how_long_answers_are() -> None:
     assert seconds(backlog, waiting(1, None)) == pytest.approx(10 * 0.02, rel=0.01)
 
 
+def test_the_first_end_is_that_of_the_shortest_answer_that_runs() -> None:
+    backlog, running = Backlog(COSTS, n_slots=4), [waiting(1, 50), waiting(1, 30)]
+    for sequence in running:
+        sequence.trace.admitted = 1.0
+    assert backlog.forecast([]).first_end_s == 0
+    assert backlog.forecast([*running, waiting(1, 9)]).first_end_s == pytest.approx(30 * 0.08)
+
+
 def test_places_get_free_one_by_one() -> None:
     backlog = Backlog(COSTS, n_slots=4)
     assert backlog.forecast([]).place_free_s("", {}, []) == 1
