@@ -38,17 +38,23 @@ class MeasuredLayers:
         """The seconds of passes through these layers of a model, behind `depth` tokens. They are to what
         was measured as the bytes that are read. The output is computed of decode rows, and of one row of a
         prompt."""
-        costs = CostModel(self.profile)
+        costs, is_last = CostModel(self.profile), layers.stop == len(shape.layer_bytes)
+
+        def output_s(n_rows: int) -> float:
+            part = self.shape.output_bytes / sum(self.shape.read_bytes(n_rows))
+            return part * costs.decode_s(n_rows)
 
         @cache
         def seconds(n_decode: int, n_prefill: int) -> float:
-            n_rows, sampled = n_decode + n_prefill, 1.0
-            pass_s = costs.decode_s(n_rows, depth)
+            n_rows, n_sampled = n_decode + n_prefill, n_decode or 1
             if n_prefill:
-                sampled, pass_s = 1 / n_rows, costs.prefill_s(n_rows, depth / 2)
-            measured = sum(self.shape.read_bytes(n_rows, sampled))
-            read = shape.read_bytes(n_rows, (n_decode or 1) / n_rows)
-            return pass_s * sum(read[layers.start : layers.stop]) / measured
+                layers_s = costs.prefill_s(n_rows, depth / 2) - output_s(1)
+            else:
+                layers_s = costs.decode_s(n_rows, depth) - output_s(n_rows)
+            read = shape.read_bytes(n_rows, 0.0)[layers.start : layers.stop]
+            layers_s *= sum(read) / sum(self.shape.read_bytes(n_rows, 0.0))
+            of_output = shape.output_bytes / self.shape.output_bytes * is_last
+            return layers_s + of_output * output_s(n_sampled)
 
         return seconds
 
@@ -104,7 +110,7 @@ def simulated(
     comings: list[list[tuple[float, int]]] = [[] for _ in stages]
     """The times at which the users of each engine send their next requests."""
     for user, times in enumerate(thinking_s):
-        heappush(comings[user % n], (times.pop(), user))
+        heappush(comings[user % n], (times.pop() + 1e-6 * user, user))  # never two at once
     runnings: list[list[_Request]] = [[] for _ in stages]
     passes = [(coming[0][0], node) for node, coming in enumerate(comings) if coming]
     """The times at which engines' next passes come to the first stage."""

@@ -20,6 +20,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,12 @@ def planned(
     )
     depth = load.prompt_tokens + load.answer_tokens // 2
     seconds = [times.seconds_of(shape, part, depth) for part in parts]
-    network = {"row_bytes": 2 * shape.width, "bytes_per_s": network_gbit * 1e9 / 8}
+    bytes_per_s = network_gbit * 1e9 / 8
+    run = partial(simulated, seconds, row_bytes=2 * shape.width, bytes_per_s=bytes_per_s)
     busy = replace(load, think_s=0.0)
 
     def holds(n_users: int) -> bool:
-        served = simulated(seconds, load, n_users, **network)
+        served = run(load, n_users)
         measured_s = {"ttft": served.ttft_s, "itl": served.gaps_s}
         named = ((name.split("_"), bound) for name, bound in bounds.items())
         return all(
@@ -80,7 +82,7 @@ def planned(
             for (kind, percent, unit), bound in named
         )
 
-    alone = simulated(seconds, busy, 1, **network)
+    alone = run(busy, 1)
     return {
         "nodes": nodes,
         "Gbit/s": network_gbit,
@@ -89,7 +91,7 @@ def planned(
         "weights of a stage, GiB": max(map(shape.weight_bytes, parts)) / 2**30,
         "requests at once": chains * n_at_once,
         "tokens of each": min(n_ctx_train, int(max(least, room)) // n_at_once),
-        "tokens/s": chains * simulated(seconds, busy, n_at_once, **network).tokens_per_s,
+        "tokens/s": chains * run(busy, n_at_once).tokens_per_s,
         "one user, tokens/s": 1 / percentile(alone.gaps_s, 50),
         "first token, s": percentile(alone.ttft_s, 50),
         "users": chains * most_users(holds, _MOST_USERS),

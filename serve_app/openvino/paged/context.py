@@ -277,7 +277,7 @@ class PagedContext:
         if len(state) != _LENGTH + n_blocks * self.block_bytes:
             raise DecodeError("The saved state cannot be used: it is of another size.")
         self._tables.extend({seq_id: length})
-        values = {"blocks": np.array(self._tables.blocks(seq_id), np.int64)}
+        values: Values = {"blocks": np.array(self._tables.blocks(seq_id), np.int64)}
         if number is None:
             values["state"] = np.frombuffer(state, np.uint8)[_LENGTH:]
         else:
