@@ -75,7 +75,7 @@ class PipelineLoad:
 
 
 @dataclass(slots=True)
-class Served:
+class ServedLoad:
     """How a load was served."""
 
     tokens_per_s: float = 0.0
@@ -100,10 +100,10 @@ def simulated(
     *,
     row_bytes: int,
     bytes_per_s: float,
-) -> Served:
+) -> ServedLoad:
     """Serve the requests of so many users to their end. A row's hidden state has `row_bytes`, and each node
     sends so many bytes a second."""
-    rng, n, served, now = random.Random(20), len(stages), Served(), 0.0
+    rng, n, served, now = random.Random(20), len(stages), ServedLoad(), 0.0
     thinking_s = [
         [rng.uniform(0, 2 * load.think_s) for _ in range(load.n_requests)] for _ in range(n_users)
     ]

@@ -134,7 +134,7 @@ def _haproxy() -> str | None:
 
 
 def free_ports(n: int) -> list[int]:
-    """So many ports that no process listens at."""
+    """Find `n` ports that no process listens at."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(n)]
         for probe in probes:

@@ -58,7 +58,7 @@ class PagedContext:
         self._numbers = count(options.context, options.n_contexts)
         """The numbers under which parts of the model keep states; other contexts have others."""
         self._dropped = deque[int]()
-        """Those of states that nobody has any more: any thread may be the last."""
+        """The numbers of states that nobody has any more. Any thread may add one."""
         self.cancel, self.close = layers.cancel, layers.close
 
     @property

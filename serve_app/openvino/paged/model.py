@@ -101,7 +101,7 @@ class PagedModel:
         self._inputs = {one.any_name for one in executable.inputs}
         self._is_last = compiling.SAMPLED in self._inputs
         self._kept: dict[int, NDArray[np.uint8]] = {}
-        """Its part of saved states, by their numbers."""
+        """The parts of saved states that are kept here, by number."""
         self._cancelled = threading.Event()
 
     @staticmethod

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.measure.pipeline import MeasuredLayers, PassSeconds, PipelineLoad, Served, simulated
+from serve_app.measure.pipeline import (
+    MeasuredLayers,
+    PassSeconds,
+    PipelineLoad,
+    ServedLoad,
+    simulated,
+)
 from serve_app.openvino.parts import ModelShape
 
 SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12, 64)
@@ -16,7 +22,7 @@ FULL = PipelineLoad(n_slots=0, prompt_tokens=1, answer_tokens=200, n_requests=1)
 
 def served(
     *stages: float, load: PipelineLoad = FULL, n_users: int = 8, bytes_per_s: float = 1e9
-) -> Served:
+) -> ServedLoad:
     """Stages that take so many seconds for any pass, and 10 ms more for each row of a prompt. Their engines
     have 8 slots together."""
 
