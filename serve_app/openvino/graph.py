@@ -641,9 +641,9 @@ def _codes(matrix: Quantised, shape: tuple[int, ...]) -> Node:
     if matrix.bits == 8:
         return op.constant(matrix.codes.reshape(shape))
     kind = openvino.Type.i4 if matrix.zeros is None else openvino.Type.u4
-    pairs = matrix.codes.view(np.uint8).reshape(-1, 2) & 15
+    codes = matrix.codes.view(np.uint8).reshape(-1)
     tensor = openvino.Tensor(kind, openvino.Shape(shape))
-    tensor.data[:] = (
-        (pairs[:, 0] | pairs[:, 1] << 4).reshape(tensor.data.shape).view(tensor.data.dtype)
-    )
+    packed = tensor.data.reshape(-1).view(np.uint8)
+    np.bitwise_and(codes[::2], 15, out=packed)  # in place: the output may have 10^9 codes
+    packed |= codes[1::2] << 4
     return op.constant(tensor, shared_memory=False)
