@@ -24,6 +24,7 @@ _ENGINE: dict[str, int | str] = {
     "n_ctx_slot": 1024,
     "speculate": False,
 }
+_DELAY_S = 0.0005
 _START_S = 120
 _PAUSE_S = 60
 """The longest pause of all streams. With this cluster's settings, Ray gives a host up after 14 s, and three
@@ -49,7 +50,10 @@ def answer(cluster: Hosts, model_id: str, text: str) -> str:
 def test_streams_outlive_each_stage_and_a_cut_cable() -> None:
     staged = model(None, "staged", stages=_N_STAGES, **_ENGINE)
     staged["deployment"]["ray_actor_options"]["num_cpus"] = 1
-    with hosts(_N_STAGES, n_cpus=2) as cluster, ThreadPoolExecutor(_N_STREAMS) as pool:
+    with (
+        hosts(_N_STAGES, n_cpus=2, delay_s=_DELAY_S) as cluster,
+        ThreadPoolExecutor(_N_STREAMS) as pool,
+    ):
         log = cluster.serve([staged, model(None, "whole", **_ENGINE)])
 
         def wait_for_stages() -> None:
