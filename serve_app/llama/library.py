@@ -14,7 +14,11 @@ from typing import Any
 
 import llama_cpp
 
+from serve_app.llama import IS_SPIN_COUNT_OWN
 from serve_app.llama.formats import NumaStrategy
+
+if IS_SPIN_COUNT_OWN:
+    os.environ.pop("GOMP_SPINCOUNT", None)
 
 logger = logging.getLogger("corral.llama")
 
