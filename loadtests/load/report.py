@@ -26,7 +26,7 @@ from loadtests.load.driver import Load, LoadError, Result, drive
 from loadtests.load.target import Target, opened
 from serve_app.measure.benchmark import SEED, bounded, cpu_name, listed, usable_cores
 from serve_app.measure.outcomes import Slo
-from serve_app.measure.users import checked_mix
+from serve_app.measure.users import parse_mix
 
 MIXES = ("chat=1", "rag=1", "agent=1", "code=1", "batch=1", "chat=6,rag=2,agent=1,code=2,batch=1")
 JSON, MARKDOWN, HTML = "report.json", "report.md", "report.html"
@@ -97,7 +97,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     where.add_argument("--url")
     where.add_argument("--config", type=Path)
     measure.add_argument("--users", type=listed(bounded(1, 1000)), default=(1, 4, 8, 16))
-    measure.add_argument("--mixes", nargs="+", type=checked_mix, default=MIXES)
+    measure.add_argument(
+        "--mixes", nargs="+", type=lambda text: text if parse_mix(text) else "", default=MIXES
+    )
     measure.add_argument("--seconds", type=bounded(5, 3600), default=60)
     measure.add_argument("--think", type=float, default=5.0)
     measure.add_argument("--seed", type=int, default=SEED)

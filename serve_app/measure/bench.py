@@ -24,6 +24,7 @@ from typing import Any, get_args
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import EngineOptions
 from serve_app.engine.options import KernelsName
+from serve_app.errors import ConfigError
 from serve_app.measure import benchmark
 from serve_app.measure.process import MeasuredRun, RunnerProcess, engine_runner, text_tokens
 
@@ -119,7 +120,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     compared = "the backends that are compared"
     parser.add_argument("--backends", type=backends, default=("llama.cpp",), help=compared)
     add_load_arguments(parser)
-    parser.add_argument("--json", type=Path, default=None, help="a file for all figures")
+    parser.add_argument(
+        "--json", type=benchmark.new_file, default=None, help="a file for all figures"
+    )
     return parser.parse_args(argv)
 
 
@@ -139,11 +142,12 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
+    benchmark.check_files(args.model)
     facts = benchmark.machine(args.model, args.threads)
-    prompts = benchmark.Prompts(text_tokens(args.model))
     try:
+        prompts = benchmark.Prompts(text_tokens(args.model))
         results = {n: measure(args, n, prompts) for n in args.sequences}
-    except benchmark.BenchmarkError as error:
+    except (benchmark.BenchmarkError, ConfigError) as error:
         sys.exit(str(error))
     print(f"{benchmark.machine_line(facts)}; medians of {args.rounds} rounds\n\n{report(results)}")
     if args.json is not None:

@@ -12,7 +12,9 @@ import platform
 import random
 import re
 import statistics
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +26,7 @@ SEED = 20
 Prompt = tuple[int, ...]
 
 T = TypeVar("T")
+Number = TypeVar("Number", int, float)
 
 
 class BenchmarkError(Exception):
@@ -120,16 +123,32 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def bounded(low: int, high: int) -> Callable[[str], int]:
-    """An argument's type: an integer between the two, both included."""
+def bounded(low: Number, high: Number) -> Callable[[str], Number]:
+    """An argument's type: an integer between the two, both included; or a number, if these are floats."""
 
-    def integer(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}.")
-        return value
+    def number(text: str) -> Number:
+        with suppress(ValueError):
+            if low <= (value := type(low)(text)) <= high:
+                return value
+        kind = "an integer" if isinstance(low, int) else "a number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} between {low} and {high}.")
 
-    return integer
+    return number
+
+
+def check_files(*paths: Path | None) -> None:
+    """End the program if a file is missing that it is to read, before anything is measured."""
+    for path in paths:
+        if path is not None and not path.is_file():
+            sys.exit(f"There is no file {path}.")
+
+
+def new_file(text: str) -> Path:
+    """An argument's type: a file that can be written once all is measured."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that is there.")
+    return path
 
 
 def listed(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:

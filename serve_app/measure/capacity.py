@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import yaml
@@ -47,7 +46,7 @@ from serve_app.measure.outcomes import (
     figures,
     heard,
 )
-from serve_app.measure.users import Ask, Setting, checked_mix, kind_of, parse_mix, user, with_body
+from serve_app.measure.users import Ask, Setting, kind_of, parse_mix, user, with_body
 from serve_app.start.one_machine import free_ports
 
 UNITS = {"ttft": "s", "itl": "ms", "e2e": "s"}
@@ -68,7 +67,7 @@ class UserLoad:
     """What users do, and how long."""
 
     run_s: int
-    mix: str = "chat=1"
+    mix: Mapping[str, int]
     think_s: float = 5.0
     seed: int = SEED
     model: str = ""
@@ -92,7 +91,6 @@ class Crowd:
         self._client = client
         self._load = load
         self._setting = Setting(n_ctx, load.think_s)
-        self._mix = parse_mix(load.mix)
         self._ids = map(str, itertools.count())
         self.outcomes: list[Outcome] = []
 
@@ -106,7 +104,7 @@ class Crowd:
         return time.perf_counter() - began
 
     async def _sit(self, number: int) -> None:
-        kind = kind_of(number, self._mix)
+        kind = kind_of(number, self._load.mix)
         asks = user(kind, self._load.seed, number, self._setting)
         ask = next(asks)
         named = {"model": self._load.model} if self._load.model else {}
@@ -185,12 +183,15 @@ async def _context(client: httpx2.AsyncClient, model: str) -> int:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """`ttft_p95=2s,itl_p95=150ms` as bounds by the names of figures, in their units. Raises ValueError."""
+    """`ttft_p95=2s,itl_p95=150ms` as bounds by the names of figures, in their units. Raises
+    ArgumentTypeError."""
     bounds: dict[str, float] = {}
     for part in text.split(","):
         term = _TERM.fullmatch(part.strip())
         if term is None:
-            raise ValueError(f"{part!r}: expected ttft|itl|e2e _p50|p95|p99 =NUMBER ms|s.")
+            raise argparse.ArgumentTypeError(
+                f"{part!r}: expected ttft|itl|e2e _p50|p95|p99 =NUMBER ms|s."
+            )
         name, percent, value, unit = term.groups()
         seconds = float(value) / (1000 if unit == "ms" else 1)
         bounds[f"{name}_{percent}_{UNITS[name]}"] = seconds * (1000 if UNITS[name] == "ms" else 1)
@@ -262,9 +263,12 @@ def table(held: Sequence[Held], bounds: Mapping[str, float]) -> str:
 def served(config: Path) -> Iterator[str]:
     """The URL of a server with this configuration of Serve, as `corral serve` starts it, on a free port of
     loopback, until the block ends. Raises LoadError if it does not start."""
-    content: dict[str, Any] = yaml.safe_load(config.read_text())
     (port,) = free_ports(1)
-    content["http_options"] = {"host": "127.0.0.1", "port": port}
+    address = {"http_options": {"host": "127.0.0.1", "port": port}}
+    try:
+        content = {**yaml.safe_load(config.read_text()), **address}
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise LoadError(f"It is not a configuration of Serve: {error}") from error
     with tempfile.TemporaryDirectory(prefix="corral-capacity-") as folder:
         file, log = Path(folder, "serve_config.yaml"), Path(folder, "log")
         file.write_text(json.dumps(content))  # is YAML
@@ -308,9 +312,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     where.add_argument("--url", default="http://127.0.0.1:8000", help=url)
     configs = "configuration files; each is served in turn"
     where.add_argument("--configs", type=Path, nargs="+", help=configs)
-    add("--mix", type=checked_mix, default="chat=1", help="what users do, as chat=6,rag=2")
+    add("--mix", type=parse_mix, default="chat=1", help="what users do, as chat=6,rag=2")
     think = "seconds between an answer and the next question"
-    add("--think", type=float, default=5.0, help=think)
+    add("--think", type=bounded(0.0, 1e6), default=5.0, help=think)
     add("--seconds", type=bounded(5, 3600), default=60, help="the time of each load")
     most = "the highest number of users that is tried"
     add("--most", type=bounded(1, 5000), default=256, help=most)
@@ -321,6 +325,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
+    benchmark.check_files(*args.configs or ())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # stops the server, too
     load = UserLoad(args.seconds, args.mix, args.think, args.seed, args.model)
     held = []

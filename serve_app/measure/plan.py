@@ -32,7 +32,7 @@ from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
 from serve_app.measure import benchmark
-from serve_app.measure.benchmark import HelpFormatter, bounded, listed, percentile
+from serve_app.measure.benchmark import HelpFormatter, bounded, listed, new_file, percentile
 from serve_app.measure.capacity import most_users, parse_slo
 from serve_app.measure.pipeline import MeasuredLayers, PipelineLoad, simulated
 from serve_app.openvino.parts import ModelPart, ModelShape, StageNode, divided, fewest_stages
@@ -138,18 +138,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("model", type=Path, help="a GGUF file")
     add("--nodes", type=listed(bounded(1, 64)), default=(2, 3, 4), help="numbers of nodes")
-    add("--memory", type=float, default=64.0, help="memory of each node, in GiB")
+    add("--memory", type=bounded(0.0, 1e6), default=64.0, help="memory of each node, in GiB")
     network = "speeds of each node's network, in Gbit/s"
-    add("--network", type=listed(float), default=(1.0,), help=network)
+    add("--network", type=listed(bounded(0.001, 1e6)), default=(1.0,), help=network)
     add("--one-chain", action="store_true", help="have all nodes compute one model")
     add("--slots", type=bounded(1, 64), default=8, help=at_once)
     add("--prompt-tokens", type=bounded(1, 100_000), default=100, help="new tokens of a request")
     add("--max-tokens", type=bounded(2, 10_000), default=120, help="tokens of an answer")
-    add("--think", type=float, default=60.0, help="seconds between an answer and the next request")
+    think = "seconds between an answer and the next request"
+    add("--think", type=bounded(0.0, 1e6), default=60.0, help=think)
     add("--slo", type=_slo, default="ttft_p95=10s,itl_p95=500ms", help="what users should get")
     add("--threads", type=bounded(1, 512), default=cores, help="threads of a node")
-    add("--times", type=Path, help="a FILE of measured times: made if it is not there")
-    add("--json", type=Path, help="a file for all figures")
+    add("--times", type=new_file, help="a FILE of measured times: made if it is not there")
+    add("--json", type=new_file, help="a file for all figures")
     return parser.parse_args(argv)
 
 
@@ -159,7 +160,10 @@ def _plans(args: argparse.Namespace) -> list[dict[str, Any]]:
     model = Model(args.model, vocab_only=True)
     shape = shape_of(model.files)
     if args.times is not None and args.times.exists():
-        times = msgspec.json.decode(args.times.read_bytes(), type=MeasuredLayers)
+        try:
+            times = msgspec.json.decode(args.times.read_bytes(), type=MeasuredLayers)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{args.times} has no measured times: {error}.") from None
     else:
         print("Measuring layers ...", file=sys.stderr, flush=True)
         times = measured(model, shape, args.threads, args.slots)
@@ -178,7 +182,9 @@ def _plans(args: argparse.Namespace) -> list[dict[str, Any]]:
             args.slo,
             n_ctx_train=model.n_ctx_train,
             nodes=nodes,
-            stages=nodes if args.one_chain else nodes // (nodes // fewest),
+            stages=nodes
+            if args.one_chain
+            else min(len(shape.layer_bytes), nodes // (nodes // fewest)),
             memory_gib=args.memory,
             network_gbit=network,
         )
@@ -193,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     try:
         plans = _plans(args)
-    except (ConfigError, OSError, msgspec.MsgspecError) as error:
+    except (ConfigError, OSError) as error:
         sys.exit(str(error))
     print(benchmark.table(list(plans[0]), [[*map(_cell, plan.values())] for plan in plans]))
     if args.json is not None:

@@ -288,15 +288,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--users", type=benchmark.bounded(1, 64), default=4, help=users)
     add_load_arguments(parser)
     parser.set_defaults(sequences=(1, 4, 16), max_tokens=32, threads=machine_of.read().n_cores)
-    add(
-        "--draft", type=Path, default=None, help="a draft model of the same vocabulary, to be tried"
-    )
-    add(
-        "--text",
-        type=Path,
-        default=None,
-        help="a text like yours, for the perplexity and as prompts",
-    )
+    draft = "a draft model of the same vocabulary, to be tried"
+    add("--draft", type=Path, default=None, help=draft)
+    text = "a text like yours, for the perplexity and as prompts"
+    add("--text", type=Path, default=None, help=text)
     add(
         "--windows",
         type=benchmark.bounded(1, 1000),
@@ -304,9 +299,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="parts of the text that are read",
     )
     worse = "how much higher the perplexity of the chosen format may be, as a part"
-    add("--worse", type=float, default=0.03, help=worse)
+    add("--worse", type=benchmark.bounded(0.0, 1e6), default=0.03, help=worse)
     add("--folder", type=Path, default=folder, help="where the made files stay")
-    add("--json", type=Path, default=None, help="a file for all figures")
+    add("--json", type=benchmark.new_file, default=None, help="a file for all figures")
     args = parser.parse_args(argv)
     args.sequences = tuple(sorted({*args.sequences, args.users}))
     return args
@@ -315,6 +310,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables and the advice, write the files."""
     args = parse_args(argv)
+    benchmark.check_files(args.model, args.draft, args.text)
     users, threads = args.users, args.threads
     load = TuneLoad(args.sequences, args.prompt_tokens, args.max_tokens, args.rounds, threads)
     facts = benchmark.machine(args.model, threads)

@@ -6,6 +6,7 @@ and answers give the same requests, in whatever order users are served.
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -234,22 +235,16 @@ def _changed(user: User, change: Callable[[Ask], Ask]) -> User:
 
 
 def parse_mix(text: str) -> dict[str, int]:
-    """`chat=3,rag=1`: whole weights by kind. Raises ValueError."""
+    """`chat=3,rag=1`: whole weights by kind. Raises ArgumentTypeError."""
     mix: dict[str, int] = {}
     for part in text.split(","):
         kind, _, weight = part.partition("=")
         if kind not in KINDS or kind in mix or not weight.isdecimal() or not int(weight):
-            raise ValueError(
+            raise argparse.ArgumentTypeError(
                 f"{part!r}: expected KIND=WEIGHT, kinds {', '.join(KINDS)}, each once."
             )
         mix[kind] = int(weight)
     return mix
-
-
-def checked_mix(text: str) -> str:
-    """An argument's type: a mix. Raises ValueError."""
-    parse_mix(text)
-    return text
 
 
 def kind_of(number: int, mix: Mapping[str, int]) -> str:

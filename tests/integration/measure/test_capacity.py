@@ -12,7 +12,7 @@ from serve_app.measure.outcomes import ABORTED, COMPLETE, FAILED, REFUSED
 from tests.integration.loadtests import sse_rig
 
 N_EVENTS = 5
-BUSY = UserLoad(1, mix="batch=1", think_s=0.0)
+BUSY = UserLoad(1, mix={"batch": 1}, think_s=0.0)
 """Users who never pause, for a second."""
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

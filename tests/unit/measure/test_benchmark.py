@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,11 @@ from loadtests.common.comparing import compared
 from serve_app.measure.benchmark import (
     Prompts,
     bounded,
+    check_files,
     choice,
     in_turns,
     listed,
+    new_file,
     of_each,
     peak_bytes,
     percentile,
@@ -65,10 +68,28 @@ def test_peak_bytes_is_of_the_process_that_is_asked_for() -> None:
 def test_arguments() -> None:
     assert listed(bounded(1, 4))("1,4,1") == (1, 4)
     assert listed(choice("on", "off"))("off") == ("off",)
-    with pytest.raises(argparse.ArgumentTypeError, match="5 is not between 1 and 4"):
-        bounded(1, 4)("5")
+    assert bounded(0.5, 4.0)("3") == 3.0
+    for text in ("5", "x", "1.5"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not an integer between"):
+            bounded(1, 4)(text)
+    for text in ("nan", "inf", "-1", "x"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a number between"):
+            bounded(0.5, 4.0)(text)
     with pytest.raises(argparse.ArgumentTypeError, match="'no' is none of on, off"):
         choice("on", "off")("no")
+
+
+def test_files_are_there_and_can_be_written_before_anything_is_measured(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.touch()
+    assert new_file(str(there)) == there
+    check_files(None, there)
+    for path in (tmp_path, tmp_path / "other"):
+        with pytest.raises(SystemExit, match="There is no file"):
+            check_files(there, path)
+    for path in (tmp_path, there / "x", tmp_path / "no" / "x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a file in a folder"):
+            new_file(str(path))
 
 
 def test_table() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from serve_app.measure.capacity import Held, misses, most_users, parse_slo, table
@@ -37,7 +39,7 @@ def test_an_slo_has_the_reports_names_and_units() -> None:
 
 @pytest.mark.parametrize("wrong", ["", "ttft=2s", "ttft_p90=2s", "itl_p95=150", "ttft_p95=-1s"])
 def test_a_wrong_slo_is_refused(wrong: str) -> None:
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected"):
         parse_slo(wrong)
 
 

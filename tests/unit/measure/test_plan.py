@@ -82,8 +82,31 @@ def test_the_command_prints_a_table_and_writes_figures(
     ]
     assert plans[0].keys() == plan(1, 1).keys()
     assert capsys.readouterr().out.count("\n") == 2 + len(plans)
+    small = str((PROCESS_BYTES + 5 * MIB) / 2**30)
+    planning.main([*words, "--nodes", "7", "--memory", small, "--slots", "1", *_SHORT])
+    (longest,) = json.loads(figures.read_text())
+    assert longest["layers of each stage"] == [1] * 6, "no stage without a layer"
     with pytest.raises(SystemExit, match="has no room"):
         planning.main([*words, "--memory", "0.5"])
+    times.write_text("[]")
+    with pytest.raises(SystemExit, match=r"times.json has no measured times: Expected"):
+        planning.main(words)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--slo", "e2e_p95=1s", "ttft and itl only"),
+        ("--slo", "soon", "'soon': expected"),
+        ("--memory", "inf", "not a number between"),
+        ("--network", "1,0", "not a number between"),
+        ("--think", "nan", "not a number between"),
+        ("--json", "/nowhere/plan.json", "not a file in a folder"),
+    ],
+)
+def test_an_option_of_no_use_is_refused_before_anything_is_measured(
+    option: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        planning.main([*words, "--slo", "e2e_p95=1s"])
-    assert "ttft and itl only" in capsys.readouterr().err
+        planning.main([str(BUILTIN_MODEL), option, value])
+    assert reason in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections import Counter
 from itertools import pairwise
@@ -138,5 +139,5 @@ def test_the_mix_is_kept_exactly_and_evenly() -> None:
 
 @pytest.mark.parametrize("wrong", ["", "chat", "chat=0", "chat=x", "nobody=1", "chat=1,chat=2"])
 def test_a_wrong_mix_is_refused(wrong: str) -> None:
-    with pytest.raises(ValueError, match="expected KIND=WEIGHT"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected KIND=WEIGHT"):
         parse_mix(wrong)
