@@ -16,7 +16,16 @@ from serve_app.engine.core import loop
 from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.behaviour.test_pictures import GOOD, N_SEEN, asked, seeing
-from tests.unit.engine.harness import continuation, endless, options, request, running, start, until
+from tests.unit.engine.harness import (
+    ask,
+    continuation,
+    endless,
+    options,
+    request,
+    running,
+    start,
+    until,
+)
 
 # With one kind of attention, a split cache would be known to be no slower with prompts of their own.
 SPLIT, UNIFIED = Mode(False, False), Mode(True, True)
@@ -171,17 +180,21 @@ def test_at_rest_it_changes_for_what_was_there(monkeypatch: pytest.MonkeyPatch) 
     """What idle slots have is stored, and comes back; what is pinned stays."""
     monkeypatch.setattr(loop, "_REST_S", 0.0)
     pinned = tuple(SYSTEM.encode())
-    backend = changing(FakeBackend(endless, n_slots=5, step_s=0.01))
+    prompt = "a question of its own, alone"
+
+    def script(tokens: Sequence[int]) -> int:
+        if bytes(tokens).decode() == prompt:
+            backend.change_s = 4.0  # too much beside a stream
+        return endless(tokens)
+
+    backend = changing(FakeBackend(script, n_slots=5))
     backend.change_s = 15.0
     with running(backend, replace(LARGE, pinned=(pinned,))) as engine:
-        (inbox,) = start(engine, request("a", "a question of its own, alone", max_tokens=12))
-        until(lambda: bool(inbox.deltas))
-        backend.change_s = 4.0  # too much beside a stream
-        inbox.wait()
+        inbox = ask(engine, request("a", prompt, max_tokens=12))
         until(lambda: engine.stats().compute.kv_unified)
         assert backend.slots[4] == list(pinned)
         assert backend.slots[:4] == [[]] * 4
-        prompt = "a question of its own, alone" + bytes(inbox.token_ids).decode()
+        prompt += bytes(inbox.token_ids).decode()
         (again,) = start(engine, request("b", prompt))
         assert again.wait().usage.cached_tokens == len(prompt) - 1
         assert engine.stats().tokens.restored_tokens == len(prompt) - 1
