@@ -43,6 +43,7 @@ def test_sequences_that_are_left_apart_share_batches(fills_gaps: bool) -> None:
     backend = FakeBackend(endless, n_slots=6)
     backend.profile, backend.fills_gaps = FEW_BATCHES, fills_gaps
     with running(backend, options(6, speculate=False)) as engine:
+        backend.hold()
         lengths = [24, 2, 2, 24, 2, 24]
         inboxes = start(
             engine,
@@ -51,6 +52,7 @@ def test_sequences_that_are_left_apart_share_batches(fills_gaps: bool) -> None:
                 for letter, n in zip(LETTERS, lengths, strict=True)
             ),
         )
+        backend.resume()
         for inbox, letter, n in zip(inboxes, LETTERS, lengths, strict=True):
             assert inbox.wait().reason == FinishReason.LENGTH
             assert inbox.token_ids == continuation(letter.encode() * 3, n)
