@@ -238,10 +238,7 @@ def _embeddings(models: Models, body: bytes, check: Callable[[ModelInfo], None])
     request = parsed(EmbeddingsRequest, body)
     model = find(models, request.model)
     check(model)
-    n_embd = model.tokenizer.model.n_embd
-    if request.dimensions is not None and request.dimensions > n_embd:
-        message = f"dimensions: this model's embeddings have {n_embd}."
-        raise InvalidRequestError(message, "dimensions")
+    _check_dimensions(model, request.dimensions)
     prompt = _prompt(model, request.prompt_name, request.input_type)
     return replace(
         _given(model, request, prompt, cut=request.truncate),
@@ -249,6 +246,13 @@ def _embeddings(models: Models, body: bytes, check: Callable[[ModelInfo], None])
         as_base64=request.encoding_format == "base64",
         norm=request.embd_normalize,
     )
+
+
+def _check_dimensions(model: ModelInfo, wanted: int | None) -> None:
+    n_embd = model.tokenizer.model.n_embd
+    if wanted is not None and wanted > n_embd:
+        message = f"dimensions: this model's embeddings have {n_embd}."
+        raise InvalidRequestError(message, "dimensions")
 
 
 def _given(
@@ -284,6 +288,7 @@ def tei_embed(models: Models, body: bytes) -> TextsToEmbed:
     request = parsed(TeiEmbedRequest, body)
     model = find(models, request.model)
     check_makes_embeddings(model)
+    _check_dimensions(model, request.dimensions)
     inputs = [request.inputs] if isinstance(request.inputs, str) else [*request.inputs]
     prompt = _prompt(model, request.prompt_name)
     made = to_embed(model, inputs, "inputs", prompt, cut=request.truncate)

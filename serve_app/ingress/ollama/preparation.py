@@ -230,7 +230,8 @@ def embed(models: Models, body: bytes) -> TextsToEmbed:
     request = parsed(OllamaEmbedRequest, body)
     model = find(models, request.model)
     made = _to_embed(model, request.model, request.texts, "input", cut=request.truncate)
-    return dataclasses.replace(made, dimensions=request.dimensions or None, user=request.user)
+    dimensions = max(0, request.dimensions or 0) or None  # as in Ollama, those below 1 are all
+    return dataclasses.replace(made, dimensions=dimensions, user=request.user)
 
 
 def embeddings(models: Models, body: bytes) -> TextsToEmbed:

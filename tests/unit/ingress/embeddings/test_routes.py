@@ -258,6 +258,9 @@ async def test_vectors_as_text_embeddings_inference_gives_them(client: httpx.Asy
     vectors = (await client.post("/embed", json=body)).json()
     assert np.linalg.norm(vectors, axis=1) == pytest.approx([1, 1])
     assert [len(one) for one in vectors] == [2, 2]
+    too_many = await client.post("/embed", json=body | {"dimensions": 4})
+    assert too_many.status_code == 400
+    assert "this model's embeddings have 3" in too_many.text
 
 
 @pytest.mark.parametrize(

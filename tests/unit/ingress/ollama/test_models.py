@@ -178,6 +178,8 @@ async def test_embed(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
     assert engine.clients == ["ana"]
     short = await client.post("/api/embed", json={"input": "a fox", "dimensions": 1})
     assert short.json()["embeddings"] == [[1]]
+    whole = await client.post("/api/embed", json={"input": "a fox", "dimensions": -1})
+    assert len(whole.json()["embeddings"][0]) == 3
     nothings: tuple[Any, ...] = ("", [], None)
     for nothing in nothings:
         answer = await client.post("/api/embed", json={"input": nothing})
