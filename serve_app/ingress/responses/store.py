@@ -194,6 +194,8 @@ class Store:
         self._clock = clock
         self._kept: dict[str, _ResponseLog] = {}
         """The oldest first."""
+        self._held: dict[str, dict[str, _ResponseLog]] = {}
+        """Those of each holder, the oldest first."""
         self._bytes: Counter[str] = Counter()
         """The bytes of each holder's responses."""
         self._expire_at = clock()
@@ -220,14 +222,15 @@ class Store:
             self._check_running(owner.holder)
         if log.id in self._kept:
             self._forget(log.id)
-        self._kept[log.id] = kept
+        held = self._held.setdefault(owner.holder, {})
+        self._kept[log.id] = held[log.id] = kept
         self._bytes[owner.holder] += kept.n_bytes
-        for _ in range(len(self._of(owner.holder)) - self.bounds.max_each):
+        for _ in range(len(held) - self.bounds.max_each):
             self._forget_oldest(owner.holder)
         self._make_room(owner.holder)
 
     def _check_running(self, holder: str) -> None:
-        running = [kept for kept in self._of(holder) if not kept.has_ended]
+        running = [kept for kept in self._held.get(holder, {}).values() if not kept.has_ended]
         too_large = sum(kept.n_bytes for kept in running) >= self.bounds.max_bytes_each
         if len(running) >= self.bounds.max_each or too_large:
             raise RateLimitError(
@@ -306,9 +309,6 @@ class Store:
             return None
         return kept
 
-    def _of(self, holder: str) -> list[_ResponseLog]:
-        return [kept for kept in self._kept.values() if kept.owner.holder == holder]
-
     def _is_old(self, kept: _ResponseLog) -> bool:
         return kept.has_ended and self._clock() - kept.touched_at >= self.bounds.kept_s
 
@@ -323,7 +323,11 @@ class Store:
 
     def _forget(self, response_id: str) -> None:
         kept = self._kept.pop(response_id)
-        self._bytes -= Counter({kept.owner.holder: kept.n_bytes})  # drops holders that have none
+        holder = kept.owner.holder
+        del self._held[holder][response_id]
+        self._bytes[holder] -= kept.n_bytes
+        if not self._held[holder]:
+            del self._held[holder], self._bytes[holder]
         kept.changed()
 
     def _make_room(self, holder: str) -> None:
@@ -337,8 +341,8 @@ class Store:
 
     def _forget_oldest(self, holder: str) -> bool:
         """Forget the holder's oldest that is complete. Returns whether there was one."""
-        for response_id, kept in self._kept.items():
-            if kept.has_ended and kept.owner.holder == holder:
+        for response_id, kept in self._held.get(holder, {}).items():
+            if kept.has_ended:
                 self._forget(response_id)
                 return True
         return False
