@@ -285,10 +285,12 @@ class AnthropicTool(RequestModel):
 def _clients(tools: object) -> object:
     if not isinstance(tools, list):
         return tools
-    own = [_own(tool) for tool in tools]
-    left_out = [tool for tool, mine in zip(tools, own, strict=True) if mine is None]
-    name_ignored(f"tools.{tool['type']}" for tool in left_out)
-    return [tool for tool in own if tool is not None]
+    name_ignored(f"tools.{tool['type']}" for tool in filter(_is_left_out, tools))
+    return [_own(tool) for tool in tools if not _is_left_out(tool)]
+
+
+def _is_left_out(tool: object) -> bool:
+    return tool is not None and _own(tool) is None
 
 
 def _own(tool: object) -> object | None:
@@ -313,8 +315,8 @@ def with_possible_choice(request: Any) -> Any:
     choice = request.get("tool_choice") if isinstance(request, dict) else None
     if not (isinstance(tools, list) and tools and isinstance(choice, dict)):
         return request
-    left_out = [tool for tool in tools if _own(tool) is None]
-    names = [tool.get("name") for tool in left_out if isinstance(tool, dict)]
+    left_out = [*filter(_is_left_out, tools)]
+    names = [tool.get("name") for tool in left_out]
     is_any = choice.get("type") == "any" and len(left_out) == len(tools)
     if not is_any and not (choice.get("type") == "tool" and choice.get("name") in names):
         return request

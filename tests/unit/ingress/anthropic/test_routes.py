@@ -320,6 +320,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
         (asked([{"type": "document", "source": {"type": "base64"}}]), "Document input"),
         (asked([{"type": "tool_use", "id": "t", "name": "f", "input": {}}]), "turn of the user"),
         (asked(tools=[{"input_schema": {}}]), "name: Field required"),
+        (asked(tools=[None, SEARCH]), "tools.0: Input should be"),
         (asked(tool_choice={"type": "any"}), "'tool_choice' needs 'tools'"),
         (asked(tools=[TOOL], tool_choice={"type": "tool", "name": "no"}), "no function 'no'"),
         (asked(tool_choice={"type": "tool"}), "'name' goes with"),
