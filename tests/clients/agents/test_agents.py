@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from loadtests.common import processes
 from tests.clients.agents.agents import AGENTS, CONTEXT, Agent
 from tests.clients.environment import APART, FOLDER, NODE
 from tests.e2e.conftest import Corral, model, starts
@@ -34,12 +36,19 @@ def scripted(start_for_module: Callable[..., Corral]) -> Corral:
     return corral
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """An agent's folder. Programs that it leaves behind, as Cline does, end with the test."""
+    yield tmp_path
+    processes.send(tmp_path, signal.SIGKILL)
+
+
 @pytest.mark.timeout(3 * _TIMEOUT_S)
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
-def test_an_agent_writes_files(scripted: Corral, agent: Agent, tmp_path: Path) -> None:
+def test_an_agent_writes_files(scripted: Corral, agent: Agent, folder: Path) -> None:
     program = agent.first[0]
-    home, work = tmp_path / "home", tmp_path / "work"
-    environment = _environment(agent, scripted.url, home)
+    home, work = folder / "home", folder / "work"
+    environment = _environment(agent, scripted.url, home) | {processes.TAG: str(folder)}
     left_out = agent.name in APART and not (FOLDER / agent.name).is_dir()
     if left_out or (found := shutil.which(program, path=environment["PATH"])) is None:
         pytest.skip(f"{program} is not here: make test-clients installs it where it can")
