@@ -248,9 +248,9 @@ def _embeddings(models: Models, body: bytes, check: Callable[[ModelInfo], None])
     )
 
 
-def _check_dimensions(model: ModelInfo, wanted: int | None) -> None:
+def _check_dimensions(model: ModelInfo, dimensions: int | None) -> None:
     n_embd = model.tokenizer.model.n_embd
-    if wanted is not None and wanted > n_embd:
+    if dimensions is not None and dimensions > n_embd:
         message = f"dimensions: this model's embeddings have {n_embd}."
         raise InvalidRequestError(message, "dimensions")
 

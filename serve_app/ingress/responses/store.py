@@ -195,7 +195,7 @@ class Store:
         self._kept: dict[str, _ResponseLog] = {}
         """The oldest first."""
         self._held: dict[str, dict[str, _ResponseLog]] = {}
-        """Those of each holder, the oldest first."""
+        """Each holder has its own, the oldest first."""
         self._bytes: Counter[str] = Counter()
         """The bytes of each holder's responses."""
         self._expire_at = clock()
