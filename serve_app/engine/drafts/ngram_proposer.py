@@ -1,12 +1,15 @@
 """Prompt lookup: drafts tokens from a sequence's own text. Pure: no model, no threads, no clock.
 
 The text that followed the last three tokens when they last occurred may follow again: in answers
-that quote, edit or repeat. Source: Saxena, "Prompt Lookup Decoding", 2023.
+that quote, edit or repeat. Source: Saxena, "Prompt Lookup Decoding", 2023. Where that text ends with
+the newest token, it is thought to go round: rows of a table and lines of dashes do. Source: Ziv and Lempel,
+"A Universal Algorithm for Sequential Data Compression", 1977, whose copies overlap alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 from serve_app.engine.drafts.rates import AcceptanceRate
 
@@ -40,7 +43,7 @@ class NgramProposer:
         if start is None or n_most < 1:
             return ()
         self._guess = len(tokens), tokens[start]
-        return tuple(tokens[start : start + n_most])
+        return tuple(islice(cycle(tokens[start : start + n_most]), n_most))
 
     def verified(self, n_drafted: int, n_accepted: int) -> None:
         """Learn from a draft of which the first `n_accepted` tokens were right."""
