@@ -54,6 +54,7 @@ _LEAST_GAIN = 0.05
 _NEWEST = 0.1
 # What was planned is planned anew after so many batches, as the curve may have moved.
 _PLANS_KEPT = 64
+_NO_LINE = -1, 0.0, 0.0
 
 
 def own_s(seconds: float, share: float) -> float:
@@ -86,6 +87,7 @@ class Factors:
     def __init__(self, doubt: float = 0.0) -> None:
         """`doubt` is the variance of all that was measured together."""
         self.values: list[float] = []
+        self.n_learned = 0
         self._covariance, self._begun = np.zeros((0, 0)), np.zeros(0)
         self.add(_SPEED + doubt)
         self._begun[0] = _SPEED
@@ -116,6 +118,7 @@ class Factors:
         diagonal += _LATE * forgotten
         diagonal[0] += _SOON * forgotten[0]
         indices, parts = list(growth), np.array(list(growth.values()))
+        self.n_learned += 1
         due = parts @ self._covariance[indices]  # it is symmetric
         variance = noise + float(parts @ due[indices])
         most = _MOST_DEVIATIONS * math.sqrt(variance)
@@ -156,6 +159,9 @@ class Curve:
         self._slopes = [added_s.get(n, 0.0) / max(1, depth) for n in self._attending]
         self._row_s = min((shallow[n] / n for n in self.measured), default=0.0)
         self._deeper = factors.add(1.0)
+        self._lines: dict[int, tuple[int, float, float]] = {}
+        """By number of rows: the seconds without tokens before them, and those that each of these adds, by
+        what had been learned so often. A step asks for some twenty."""
         self._to_learn_s: dict[int, float] = {}
         """The seconds that batches of each number of rows take until the next one is learnt from."""
         self._seen_at: dict[int, float] = {}
@@ -165,10 +171,17 @@ class Curve:
         """Seconds of a batch if no other program had the cores; 0 if none was measured."""
         if not self.measured:
             return 0.0
+        n_learned, base_s, slope_s = self._lines.get(n_rows, _NO_LINE)
+        if n_learned != self._factors.n_learned:
+            base_s, slope_s = self._line(n_rows)
+            self._lines[n_rows] = self._factors.n_learned, base_s, slope_s
+        return base_s + n_past * slope_s
+
+    def _line(self, n_rows: int) -> tuple[float, float]:
         base_s = sum(weight * self._base_s(i) for i, weight in _parts(self.measured, n_rows))
         slope_s, scale_s = self._slope_s(n_rows)
         slope_s += self._factors.values[self._deeper] * scale_s
-        return self._factors.speed * (base_s + n_past * max(0.0, slope_s))
+        return self._factors.speed * base_s, self._factors.speed * max(0.0, slope_s)
 
     def own_times(self, n_past: float = 0) -> dict[int, float]:
         """Seconds that `own_s` gives for all numbers of rows that were measured."""

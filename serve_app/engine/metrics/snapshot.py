@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from serve_app.engine.core.scheduler.backlog import Forecast
@@ -83,9 +84,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
     """A snapshot: it does not change with its parts."""
     options, cache, counts = core.options, core.cache, core.counts
     setup = core.backend.setup
-    guests = Counter[str]()
-    for guest in core.guests:
-        guests.update(guest.counts)
+    guests = {name: n for guest in core.guests for name, n in guest.counts.items()}
     mode, threads = setup.mode, setup.threads
     n_running, n_waiting = (
         Counter(one.request.background for one in them)
@@ -129,7 +128,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
         forecasts=core.backlog.stats,
         speculation=_group(SpeculationStats, counts),
         pictures=_group(PictureStats, counts),
-        embeddings=EmbeddingStats(guests["texts"], guests["tokens"], guests["batches"]),
+        embeddings=EmbeddingStats(*(guests.get(name, 0) for name in ("texts", "tokens", "batches"))),
         cache=CacheStats(
             stored_prefixes=len(cache.memory_tier),
             stored_bytes=cache.memory_tier.n_bytes,
@@ -145,8 +144,13 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
 
 def _group(kind: type[_Group], source: object, **others: object) -> _Group:
     """The group of statistics whose fields `source` has by the same names."""
-    names = [field.name for field in fields(kind) if field.name not in others]
+    names = (name for name in _names(kind) if name not in others)
     return kind(**{name: getattr(source, name) for name in names}, **others)
+
+
+@cache
+def _names(kind: type[DataclassInstance]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def _slot_stats(slot: Slot) -> SlotStats:
