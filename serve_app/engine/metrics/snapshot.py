@@ -128,7 +128,9 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
         forecasts=core.backlog.stats,
         speculation=_group(SpeculationStats, counts),
         pictures=_group(PictureStats, counts),
-        embeddings=EmbeddingStats(*(guests.get(name, 0) for name in ("texts", "tokens", "batches"))),
+        embeddings=EmbeddingStats(
+            *(guests.get(name, 0) for name in ("texts", "tokens", "batches"))
+        ),
         cache=CacheStats(
             stored_prefixes=len(cache.memory_tier),
             stored_bytes=cache.memory_tier.n_bytes,
