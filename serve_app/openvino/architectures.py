@@ -24,6 +24,9 @@ class Architecture:
     """Whether tokens see the whole text, which the model makes vectors of, or a score. Its norms are layer
     norms, and those of decoders are RMS norms. Embeddings have a norm, and may have tables of positions and
     of kinds of texts."""
+    modern_classifier: bool = False
+    """Whether a classifier takes the mean of a text, if metadata do not say it, and has GELU. Others take
+    the first token, and have tanh."""
     norms_sums: bool = False
     """Whether the norms behind attention and behind the feed-forward part are norms of the sum (BERT)."""
     pairs: Literal["halves", "neighbours"] = "halves"
@@ -80,7 +83,8 @@ class Architecture:
         """Whether the graph uses a tensor of that name."""
         inside = re.fullmatch(r"blk\.\d+\.(\w+)\.(weight|bias)", tensor)
         if inside is None:
-            return tensor in (_AROUND_ENCODERS if self.encodes else _AROUND_LAYERS)
+            around = _AROUND_ENCODERS if self.encodes else _AROUND_LAYERS
+            return tensor.removesuffix(".weight").removesuffix(".bias") in around
         name, kind = inside.groups()
         if name in self._products or (self.encodes and name in self._norms):
             return True
@@ -113,29 +117,10 @@ class Architecture:
         return norms | ({"attn_q_norm", "attn_k_norm"} if self.head_norms else set())
 
 
-_AROUND_LAYERS = frozenset(
-    {
-        "token_embd.weight",
-        "output_norm.weight",
-        "output.weight",
-        "output.bias",
-        "rope_freqs.weight",
-        "rope_factors_long.weight",
-        "rope_factors_short.weight",
-    }
-)
-_AROUND_ENCODERS = frozenset(
-    {
-        "token_embd.weight",
-        "token_types.weight",
-        "position_embd.weight",
-        *(
-            f"{name}.{kind}"
-            for name in ("token_embd_norm", "output_norm", "cls", "cls.output")
-            for kind in ("weight", "bias")
-        ),
-    }
-)
+_EVERYWHERE = {"token_embd", "output_norm"}
+_AROUND_LAYERS = {*_EVERYWHERE, "output", "rope_freqs", "rope_factors_long", "rope_factors_short"}
+_CLASSIFIER = {"cls", "cls.norm", "cls.output"}
+_AROUND_ENCODERS = {*_EVERYWHERE, *_CLASSIFIER, "token_types", "position_embd", "token_embd_norm"}
 _AFTER_ATTENTION, _AFTER_FFN = "post_attention_norm", "post_ffw_norm"
 _bert = partial(
     Architecture,
@@ -198,7 +183,12 @@ ARCHITECTURES = {
     "bert": _bert(activation="gelu", gated=False, unrotated=1),
     "nomic-bert": _bert(),
     "modern-bert": Architecture(
-        encodes=True, activation="gelu", gate_in_up=True, windows=3, window_base=10000.0
+        encodes=True,
+        modern_classifier=True,
+        activation="gelu",
+        gate_in_up=True,
+        windows=3,
+        window_base=10000.0,
     ),
 }
 """The architectures by name, Llama's and those that follow it closely first."""

@@ -91,6 +91,7 @@ class Rotary:
 
 
 _SCALINGS = ("none", "linear", "yarn", "longrope")
+_CLASSIFIERS = ("cls.weight", "cls.output.weight")
 _LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
@@ -298,6 +299,13 @@ class GgufModel:
             full = 0 if self.kind.encodes else pattern - 1
             pattern = [pattern == 0 or i % pattern != full for i in range(n_layer)]
         return [window if has_window else 0 for has_window in pattern[:n_layer]]
+
+    @property
+    def classifies_means(self) -> bool:
+        """Whether it has a classifier that takes the mean of a text's tokens, not the first one."""
+        default = gguf.PoolingType.MEAN if self.kind.modern_classifier else gguf.PoolingType.CLS
+        pooling = self.value("classifier.pooling_type", default)
+        return pooling == gguf.PoolingType.MEAN and any(map(self.has, _CLASSIFIERS))
 
     @property
     def rotary_factors(self) -> list[NDArray[np.float32]]:

@@ -514,8 +514,13 @@ class _Encoder(_Graph):
         hidden = self._norm("token_embd_norm", hidden)
         notes = self._notes()
         hidden = self._norm("output_norm", self._layers(notes, hidden))
+        if model.classifies_means:
+            hidden = self._means(hidden)
         if model.has("cls.weight"):
-            hidden = op.tanh(self._product("cls", hidden))
+            hidden = self._product("cls", hidden)
+            is_modern = self._kind.modern_classifier
+            hidden = op.gelu(hidden, "tanh") if is_modern else op.tanh(hidden)
+            hidden = self._norm("cls.norm", hidden)
         if model.has("cls.output.weight"):
             hidden = self._product("cls.output", hidden)
         result = op.result(hidden)
@@ -527,6 +532,12 @@ class _Encoder(_Graph):
     ) -> tuple[Node, Node, Node, Node]:
         query, key, value = (self._grouped(heads) for heads in (query, key, value))
         return query, key, value, self._inputs[WINDOW_MASK if notes.window else MASK]
+
+    def _means(self, hidden: Node) -> Node:
+        """For each token, the mean of its text: all that a token sees has the same share."""
+        shares = op.softmax(self._inputs[MASK], -1)
+        values = self._grouped(op.unsqueeze(hidden, _int(1)))
+        return self._joined(op.matmul(shares, values, False, False))
 
     def _grouped(self, heads: Node) -> Node:
         """Heads of shape [groups, heads, tokens, head size], of [1, heads, tokens, head size]."""

@@ -63,7 +63,7 @@ def write_encoder(
     seed: int = 0,
     labels: Sequence[str] = (),
 ) -> Path:
-    """Write a model. A BERT with labels has a classifier with an output for each, as of llama.cpp's
+    """Write a model. With labels, it has a classifier with an output for each, as of llama.cpp's
     converter, which names no pooling type. With the type `RANK`, it has at least one output."""
     tokens = [*_SPECIAL, *(f"\u2581{word}" for word in _WORDS), *string.ascii_lowercase]
     tokens += [f"\u2581{i}" for i in range(shape.n_vocab - len(tokens))]
@@ -144,7 +144,9 @@ def _shapes(shape: EncoderShape, n_tokens: int, n_outputs: int) -> dict[str, tup
     if kind != "modern-bert":
         sizes |= {f"{norm}.bias": (n_embd,) for norm in norms}
     if n_outputs:
-        sizes |= {"cls.weight": (n_embd, n_embd), "cls.bias": (n_embd,)}
+        has_norm = kind == "modern-bert"
+        sizes["cls.weight"] = (n_embd, n_embd)
+        sizes["cls.norm.weight" if has_norm else "cls.bias"] = (n_embd,)
         sizes |= {"cls.output.weight": (n_outputs, n_embd), "cls.output.bias": (n_outputs,)}
     return sizes
 

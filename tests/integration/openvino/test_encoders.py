@@ -30,6 +30,8 @@ MODELS = {
     "bert-classes": (SHAPES["tiny"], PoolingType.RANK, "f32"),
     "nomic-bert": (replace(SHAPES["tiny"], architecture="nomic-bert"), PoolingType.MEAN, "f32"),
     "modern-bert": (replace(_WINDOW, window=0), PoolingType.MEAN, "f32"),
+    "modern-bert-rank": (replace(_WINDOW, window=0), PoolingType.RANK, "f32"),
+    "modern-bert-classes": (_WINDOW, PoolingType.RANK, "f32"),
     "modern-bert-windows": (_WINDOW, PoolingType.CLS, "q4_0"),
 }
 
@@ -53,7 +55,7 @@ def test_vectors_of_several_texts_are_llama_cpps(tmp_path: Path, name: str) -> N
     """A batch with texts of all lengths, one of them as long as the model takes, and such a batch with more
     of about one length, which are groups of their own."""
     shape, pooling, dtype = MODELS[name]
-    labels = ("joy", "anger", "fear") if name == "bert-classes" else ()
+    labels = ("joy", "anger", "fear") if name.endswith("classes") else ()
     path = write_encoder(tmp_path / "model.gguf", shape, pooling, dtype, labels=labels)
     rng = np.random.default_rng(3)
     texts = [tuple(map(int, rng.integers(5, 60, n))) for n in (7, shape.n_ctx, 1, 20, 33)]
