@@ -134,18 +134,28 @@ def test_a_chat_model_does_not_rank(corral: Corral) -> None:
 def test_models_that_are_made_for_it(
     start: Callable[[list[dict[str, Any]]], Corral], tmp_path: Path
 ) -> None:
-    bert, ranker = tmp_path / "bert.gguf", tmp_path / "ranker.gguf"
+    bert, ranker, moods = (tmp_path / f"{name}.gguf" for name in ("bert", "ranker", "moods"))
     write_encoder(bert, SHAPES["tiny"], PoolingType.CLS)
     write_reranker(ranker, template="{query}: {document}")
-    corral = start([model(bert, "bert"), model(ranker, "ranker", n_slots=2, n_ctx_slot=256)])
+    write_encoder(moods, SHAPES["tiny"], PoolingType.RANK, labels=("joy", "anger", "fear"))
+    rank = model(ranker, "ranker", n_slots=2, n_ctx_slot=256)
+    corral = start([model(bert, "bert"), rank, model(moods, "moods")])
     corral.wait_ready()
     documents = ["an animal", "a very old house", "nothing"]
     body = {"query": "fox", "documents": documents, "top_n": 2, "model": "ranker"}
     ranked = corral.http.post("/v1/rerank", json=body).json()["results"]
     assert len(ranked) == 2
     assert ranked[0]["relevance_score"] > ranked[1]["relevance_score"]
+    texts = ["the fox", "a cat story"]
+    body = {"input": texts, "model": "moods"}
+    classes = corral.http.post("/v1/classify", json=body).json()["data"]
+    plain = corral.http.post("/v1/classify", json=body | {"use_activation": False}).json()["data"]
+    for one, raw in zip(classes, plain, strict=True):
+        odds = np.exp(raw["probs"])
+        assert one["probs"] == pytest.approx(odds / odds.sum())
+        assert one["label"] == ("joy", "anger", "fear")[np.argmax(odds)]
+    assert classes[0]["probs"] != pytest.approx(classes[1]["probs"])
     with openai.OpenAI(base_url=f"{corral.url}/v1", api_key="none", max_retries=0) as client:
-        texts = ["the fox", "a cat story"]
         found = vectors(client.embeddings.create(model="bert", input=texts))
         assert np.linalg.norm(found, axis=1) == pytest.approx([1, 1], abs=1e-5)
         with pytest.raises(openai.BadRequestError, match="it cannot generate"):
