@@ -194,10 +194,10 @@ class PagedModel:
         self.caches, self._kept = {}, {}
 
     def _fill(self, values: Values) -> Values:
-        """Write ones to these blocks, as memory that nobody wrote is a single page."""
+        """Write zeros to these blocks, as memory that nobody wrote is a single page. With other values, the
+        rows of a pass would be more alike, and choose the same experts."""
         for cache in self.caches.values():
-            n = cache.shape[-1] - (shifts.GRID if cache.dtype == np.uint8 else 0)
-            cache[values["blocks"]] = shifts.narrowed(np.ones(n, np.float32), cache.dtype)
+            cache[values["blocks"]] = 0
         return values
 
     def _release(self, values: Values) -> Values:
