@@ -173,8 +173,12 @@ def converted(
     while not models.open(name):
         with models.alone(name) as lock:
             if lock is not None:
-                n_bytes = _checked(files, part, quantization).converted_bytes()
-                _convert(files, models.make_room(name, n_bytes), lock, report, part, quantization)
+                model = checked(files, part, quantization)
+                if model.rounded:
+                    names = " and ".join(model.rounded)
+                    logger.info("OpenVINO computes the %s weights with 8 bits.", names)
+                folder = models.make_room(name, model.converted_bytes())
+                _convert(files, folder, lock, report, part, quantization)
                 continue
         report(Stage("converting"))  # elsewhere
         time.sleep(_LOOK_EVERY_S)
@@ -189,18 +193,16 @@ def shape_of(files: Sequence[Path], quantization: Quantization | None = None) ->
         raise ConfigError(f"{files[0].name} cannot be computed in stages: {error}.") from None
 
 
-def _checked(
-    files: Sequence[Path], part: ModelPart, quantization: Quantization | None
+def checked(
+    files: Sequence[Path], part: ModelPart = WHOLE, quantization: Quantization | None = None
 ) -> GgufModel:
+    """The model in these files, or a part of it. Raises UnreadableError with a sentence."""
     try:
-        model = readable(files, part, quantization)
+        return readable(files, part, quantization)
     except UnreadableError as error:
         raise UnreadableError(
             f"engine.backend: openvino cannot compute {files[0].name}: {error}. Use llama.cpp."
         ) from None
-    if model.rounded:
-        logger.info("OpenVINO computes the %s weights with 8 bits.", " and ".join(model.rounded))
-    return model
 
 
 def _convert(

@@ -8,12 +8,15 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
+from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import PAGED, compared
 from serve_app.engine.backends.apart import apart
@@ -29,9 +32,11 @@ from serve_app.engine.backends.layouts import (
 )
 from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
+from serve_app.folders import GIB
 from serve_app.llama import library
+from serve_app.llama.formats import Threads
 from serve_app.llama.model import Model, files_of, fingerprint_of
-from serve_app.openvino.convert import converted_models, converted_of, name_of, unserved, versions
+from serve_app.openvino import convert
 from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
 from serve_app.openvino.gguf_model import UnreadableError
 from serve_app.progress import Report, Stage
@@ -120,8 +125,8 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
         return KernelsChoice(LLAMA_CPP, reason)
     fingerprint = fingerprint_of(files)
     try:
-        libraries = (library.version(), versions())
-        is_converted = converted_models(None).of(name_of(fingerprint)).is_file()
+        libraries = (library.version(), convert.versions())
+        is_converted = convert.converted_models(None).of(convert.name_of(fingerprint)).is_file()
     except ConfigError as error:
         return KernelsChoice(LLAMA_CPP, _said(error))
     if n_bytes > _MOST_BYTES and not is_converted:
@@ -137,63 +142,66 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
 def _measured_choice(
     path: Path, options: EngineOptions, report: Report
 ) -> tuple[KernelsChoice, bool]:
-    """The choice, and whether it is good for later starts.
-
-    OpenVINO 2026.4 has products of many rows with experts only with AMX and bf16 activations, so models
-    with experts are neither converted nor measured.
-    """
+    """The choice, and whether it is good for later starts."""
     model = Model(path, vocab_only=True)
-    if model.meta_int("expert_count", 0) > 0:
-        reason = "OpenVINO computes the experts of each token one by one, which makes prompts slow"
-        return KernelsChoice(LLAMA_CPP, reason), True
-    if refusal := unserved(model, options.embedding_pooling):
+    if refusal := convert.unserved(model, options.embedding_pooling):
         return KernelsChoice(LLAMA_CPP, refusal.strip(".")), True
     try:
-        converted_of(model, options.max_converted_bytes, report)
+        memory_bytes = options.memory_bytes or math.inf
+        n_bytes = convert.checked(model.files).converted_bytes()
+        if n_bytes > memory_bytes:
+            raise ConfigError(f"it would take {n_bytes / GIB:.1f} GiB of memory, and there is less")
+        convert.converted_of(model, options.max_converted_bytes, report)
         report(Stage("measuring", limit_s=LIMIT_S))
         if not model.is_causal:
-            return _by_texts(*apart(seconds_of_texts, path, options)), True
-        theirs, ours = apart(profiles_of_backends, path, options)
+            theirs_s, ours_s, share = apart(seconds_of_texts, path, options)
+            reason = f"measured: the time of texts, OpenVINO's to llama.cpp's, is {theirs_s / ours_s:.2f}"
+            choice = KernelsChoice(OPENVINO if theirs_s < ours_s else LLAMA_CPP, reason)
+            return choice, profile_cache.is_worth_keeping([Profile(share=share)])
+        n_bytes += sum(file.stat().st_size for file in model.files)
+        together = [[OPENVINO, LLAMA_CPP]] if n_bytes <= memory_bytes else [[OPENVINO], [LLAMA_CPP]]
+        measured = (apart(profiles_of_backends, path, options, names) for names in together)
+        theirs, ours = chain.from_iterable(measured)
     except UnreadableError as error:
         return KernelsChoice(LLAMA_CPP, _said(error)), True
     except (ConfigError, EngineFailedError) as error:
         reason = f"OpenVINO could not be measured: {_said(error)}"
         return KernelsChoice(LLAMA_CPP, reason), False
     finally:
-        converted_models(None).leave(name_of(model.fingerprint()))
+        convert.converted_models(None).leave(convert.name_of(model.fingerprint()))
     comparison = compared(theirs, ours, options, PAGED, MODE)
     if comparison is None:
         return KernelsChoice(LLAMA_CPP, "nothing was measured"), False
     pays, figures = comparison
     reason = f"measured: the time of a request, OpenVINO's to llama.cpp's, is {figures}"
     choice = KernelsChoice(OPENVINO if pays else LLAMA_CPP, reason)
-    return choice, profile_cache.is_worth_keeping([ours])
+    return choice, profile_cache.is_worth_keeping([theirs, ours])
 
 
-def profiles_of_backends(path: Path, options: EngineOptions) -> tuple[Profile, Profile]:
-    """The times of a few batches with OpenVINO and llama.cpp, measured in turns. Raises ConfigError."""
+def profiles_of_backends(
+    path: Path, options: EngineOptions, names: list[KernelsName]
+) -> list[Profile]:
+    """The times of a few batches with each of these backends, measured in turns. Raises ConfigError."""
     from serve_app.engine.backends import openvino
 
     if options.computing_cpus is not None:
         os.sched_setaffinity(0, options.computing_cpus)
-    model = Model(path, load_mode=options.load_mode, repack=options.repack is not False)
-    contexts: list[SmallContext] = [
-        openvino.small_context(model, options, _N_CTX_SLOT),
-        small_context(model, options, _N_CTX_SLOT),
-    ]
+    model = Model(
+        path,
+        vocab_only=LLAMA_CPP not in names,
+        load_mode=options.load_mode,
+        repack=options.repack is not False,
+    )
+    opened: dict[KernelsName, Callable[[Model, EngineOptions, int], SmallContext]]
+    opened = {OPENVINO: openvino.small_context, LLAMA_CPP: small_context}
+    contexts = [opened[name](model, options, _N_CTX_SLOT) for name in names]
     n_before = min(_N_BEFORE, options.n_ctx_share // 2)
-    theirs, ours = measured_in_turns(contexts, options, _N_CTX_SLOT, n_before, spin=False)
-    return theirs, ours
+    return measured_in_turns(contexts, options, _N_CTX_SLOT, n_before, spin=False)
 
 
-def _by_texts(theirs_s: float, ours_s: float) -> KernelsChoice:
-    reason = f"measured: the time of texts, OpenVINO's to llama.cpp's, is {theirs_s / ours_s:.2f}"
-    return KernelsChoice(OPENVINO if theirs_s < ours_s else LLAMA_CPP, reason)
-
-
-def seconds_of_texts(path: Path, options: EngineOptions) -> tuple[float, float]:
+def seconds_of_texts(path: Path, options: EngineOptions) -> tuple[float, float, float]:
     """The seconds of a batch of texts with OpenVINO and with llama.cpp, measured in turns, each the
-    shortest of several trials. Raises ConfigError."""
+    shortest of several trials, and the part of their time that the threads had. Raises ConfigError."""
     names: tuple[KernelsName, KernelsName] = (OPENVINO, LLAMA_CPP)
     backends = [open_named(name, path, replace(options, backend=name)) for name in names]
     shapes = [backend.embeddings.shape for backend in backends]
@@ -201,13 +209,16 @@ def seconds_of_texts(path: Path, options: EngineOptions) -> tuple[float, float]:
     n_texts = min(_N_ROWS // n_tokens, *(shape.n_seq_max for shape in shapes))
     rows = [(1, place, text, True) for text in range(n_texts) for place in range(n_tokens)]
     seconds = [math.inf, math.inf]
-    for _ in range(_N_TRIALS):
+    whole = Clocks(Threads.alike(options.threads, options.threads))
+    for n_trial in range(_N_TRIALS):
         for i, backend in enumerate(backends):
             began = time.perf_counter()
             backend.embeddings.embed(rows)
             seconds[i] = min(seconds[i], time.perf_counter() - began)
+        if n_trial == 0:  # which prepared the kernels
+            whole.begin()
     theirs_s, ours_s = seconds
-    return theirs_s, ours_s
+    return theirs_s, ours_s, whole.end(len(rows))[1]
 
 
 def _said(error: Exception) -> str:

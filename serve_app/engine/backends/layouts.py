@@ -138,20 +138,17 @@ def _joined(few: Profile, many: Profile, n_rows: int) -> Profile:
     return replace(few, **curves)
 
 
-def profiles_of_layouts(path: Path, options: EngineOptions) -> tuple[Profile, Profile]:
+def profiles_of_layouts(path: Path, options: EngineOptions) -> list[Profile]:
     """The times of batches with weights as they are stored, and repacked, measured in turns; nothing of
     models that do not generate. Raises ConfigError."""
     model = Model(path, load_mode=options.load_mode)
     if not model.is_causal:
-        return Profile(), Profile()
+        return [Profile(), Profile()]
     contexts = [
         small_context(model, replace(options, stored_from=stored_from), _N_CTX_SLOT)
         for stored_from in (1, None)
     ]
-    # Only in a long prompt, each expert has rows enough for other kernels.
-    chunks = (*CHUNKS, _N_CTX_SLOT)
-    as_stored, repacked = measured_in_turns(contexts, options, _N_CTX_SLOT, chunks=chunks)
-    return as_stored, repacked
+    return measured_in_turns(contexts, options, _N_CTX_SLOT)
 
 
 def small_context(model: Model, options: EngineOptions, n_ctx_slot: int) -> Context:
@@ -193,7 +190,6 @@ def measured_in_turns(
     n_before: int = 0,
     *,
     spin: bool = True,
-    chunks: Sequence[int] = CHUNKS,
 ) -> list[Profile]:
     """The times of a few batches in each of these contexts, which are closed then. Every sequence has
     `n_before` tokens before each batch. `spin` says that the threads of all wait for each other by
@@ -207,7 +203,8 @@ def measured_in_turns(
             n_ctx_slot=n_ctx_slot - n_before,
             n_batch=min(options.n_batch, n_ctx_slot),
             clocks=Clocks(threads if spin else None),
-            chunks=chunks,
+            # Only in a long prompt, each expert has rows enough for other kernels.
+            chunks=(*CHUNKS, n_ctx_slot - n_before),
         )
         for context in contexts
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,20 +37,23 @@ class Machine:
         self.n_measured = 0
         self.share, self.openvino_s, self.llama_cpp_s = 1.0, 1.0, 2.0
         self.failure: Exception | None = None
-        self.architecture, self.n_expert, self.unreadable = "llama", 0, ""
+        self.architecture, self.unreadable, self.converted_bytes = "llama", "", 8
 
-    def convert(self, *_: object) -> Path:
+    def check(self, *_: object) -> SimpleNamespace:
         if self.unreadable:
             raise UnreadableError(self.unreadable)
-        return Path("converted")
+        return SimpleNamespace(converted_bytes=lambda: self.converted_bytes)
 
-    def apart(self, *_: object) -> tuple[Profile, Profile] | tuple[float, float]:
+    def apart(
+        self, _: object, path: Path, options: EngineOptions, names: Sequence[KernelsName] = ()
+    ) -> list[Profile] | tuple[float, float, float]:
         self.n_measured += 1
         if self.failure is not None:
             raise self.failure
         if self.architecture == "bert":
-            return self.openvino_s, self.llama_cpp_s
-        return profile(self.openvino_s), replace(profile(self.llama_cpp_s), share=self.share)
+            return self.openvino_s, self.llama_cpp_s, self.share
+        seconds = {OPENVINO: self.openvino_s, LLAMA_CPP: self.llama_cpp_s}
+        return [replace(profile(seconds[name]), share=self.share) for name in names]
 
 
 @pytest.fixture
@@ -59,17 +62,16 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(choosing, "apart", made.apart)
     monkeypatch.setattr(convert, "versions", lambda: "openvino 1")
-    monkeypatch.setattr(choosing, "versions", lambda: "openvino 1")
     monkeypatch.setattr(choosing, "_LEAST_BYTES", 4)
     monkeypatch.setattr(choosing, "_MOST_BYTES", 20)
-    monkeypatch.setattr(choosing, "converted_of", made.convert)
+    monkeypatch.setattr(convert, "checked", made.check)
+    monkeypatch.setattr(convert, "converted_of", lambda *_: Path("converted"))
 
     def open_model(path: Path, **_: object) -> SimpleNamespace:
         return SimpleNamespace(
             files=(path,),
             path=path,
             fingerprint=lambda: b"a" * 32,
-            meta_int=lambda *_: made.n_expert,
             is_recurrent=False,
             architecture=made.architecture,
             is_causal=made.architecture == "llama",
@@ -132,10 +134,11 @@ def test_another_file_is_measured_anew(
     assert machine.n_measured == 2
 
 
+@pytest.mark.parametrize("architecture", ["llama", "bert"])
 def test_a_disturbed_measurement_counts_once(
-    machine: Machine, model: Path, options: EngineOptions
+    machine: Machine, model: Path, options: EngineOptions, architecture: str
 ) -> None:
-    machine.share = 0.5
+    machine.architecture, machine.share = architecture, 0.5
     assert choosing.chosen(model, options).name == OPENVINO
     machine.openvino_s = 3.0
     assert choosing.chosen(model, options).name == LLAMA_CPP
@@ -153,12 +156,15 @@ def test_a_model_that_openvino_refuses_is_not_tried_again(
     assert machine.n_measured == 0
 
 
-def test_a_model_with_experts_is_llama_cpps(
-    machine: Machine, model: Path, options: EngineOptions
+@pytest.mark.parametrize(("memory_bytes", "n_measured"), [(15, 1), (14, 2), (7, 0)])
+def test_without_memory_for_both_one_is_measured_after_the_other(
+    machine: Machine, model: Path, options: EngineOptions, memory_bytes: int, n_measured: int
 ) -> None:
-    machine.n_expert = 8
-    assert "experts" in choosing.chosen(model, options).reason
-    assert machine.n_measured == 0
+    """The file has 7 bytes, and 8 when it is converted."""
+    choice = choosing.chosen(model, replace(options, memory_bytes=memory_bytes))
+    assert choice.name == (OPENVINO if n_measured else LLAMA_CPP)
+    assert ("GiB of memory" in choice.reason) is (n_measured == 0)
+    assert machine.n_measured == n_measured
 
 
 @pytest.mark.parametrize(("seconds", "name"), [(1.0, OPENVINO), (3.0, LLAMA_CPP)])
@@ -244,7 +250,7 @@ def test_what_openvino_lacks_is_not_measured(
 def test_without_the_package_llama_cpp(
     machine: Machine, model: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choosing, "versions", _raiser(ConfigError("Install corral[openvino].")))
+    monkeypatch.setattr(convert, "versions", _raiser(ConfigError("Install corral[openvino].")))
     choice = choosing.chosen(model, options)
     assert choice.name == LLAMA_CPP
     assert choice.reason == "Install corral[openvino]"
