@@ -91,7 +91,6 @@ class Rotary:
 
 
 _SCALINGS = ("none", "linear", "yarn", "longrope")
-_CLASSIFIERS = ("cls.weight", "cls.output.weight")
 _LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
@@ -246,10 +245,7 @@ class GgufModel:
     def head_size(self) -> int:
         """Elements of one head's query, key and value. Raises ConfigError if they differ."""
         size = self.count("embedding_length") // self.count("attention.head_count")
-        sizes = {
-            self.count("attention.key_length", size),
-            self.count("attention.value_length", size),
-        }
+        sizes = {self.count(f"attention.{one}_length", size) for one in ("key", "value")}
         if len(sizes) > 1:
             raise ConfigError("the sizes of its heads differ")
         return sizes.pop()
@@ -305,7 +301,8 @@ class GgufModel:
         """Whether it has a classifier that takes the mean of a text's tokens, not the first one."""
         default = gguf.PoolingType.MEAN if self.kind.modern_classifier else gguf.PoolingType.CLS
         pooling = self.value("classifier.pooling_type", default)
-        return pooling == gguf.PoolingType.MEAN and any(map(self.has, _CLASSIFIERS))
+        has_classifier = any(name.startswith("cls.") for name in self._tensors)
+        return has_classifier and pooling == gguf.PoolingType.MEAN
 
     @property
     def rotary_factors(self) -> list[NDArray[np.float32]]:

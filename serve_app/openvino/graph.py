@@ -491,15 +491,11 @@ class _Encoder(_Graph):
     to the longest, and masks part the texts of a group."""
 
     def __init__(self, model: GgufModel, tell: Callable[[float], None]) -> None:
-        inputs = {
-            "input_ids": op.parameter([-1, -1], np.int64, name="input_ids"),
-            "position_ids": op.parameter([-1, -1], np.int64, name="position_ids"),
-            GROUPED: op.parameter([-1, -1], np.int64, name=GROUPED),
-            PLACES: op.parameter([-1], np.int64, name=PLACES),
-            MASK: op.parameter([-1, 1, -1, -1], np.float32, name=MASK),
-        }
-        if any(model.windows):
-            inputs[WINDOW_MASK] = op.parameter([-1, 1, -1, -1], np.float32, name=WINDOW_MASK)
+        names = TOKENS, "position_ids", GROUPED
+        inputs = {name: op.parameter([-1, -1], np.int64, name=name) for name in names}
+        inputs[PLACES] = op.parameter([-1], np.int64, name=PLACES)
+        for name in (MASK, WINDOW_MASK) if any(model.windows) else (MASK,):
+            inputs[name] = op.parameter([-1, 1, -1, -1], np.float32, name=name)
         super().__init__(model, tell, inputs)
 
     def build(self) -> openvino.Model:

@@ -165,8 +165,7 @@ def _measured_choice(
     except UnreadableError as error:
         return KernelsChoice(LLAMA_CPP, _said(error)), True
     except (ConfigError, EngineFailedError) as error:
-        reason = f"OpenVINO could not be measured: {_said(error)}"
-        return KernelsChoice(LLAMA_CPP, reason), False
+        return KernelsChoice(LLAMA_CPP, f"OpenVINO could not be measured: {_said(error)}"), False
     finally:
         convert.converted_models(None).leave(convert.name_of(model.fingerprint()))
     comparison = compared(theirs, ours, options, PAGED, MODE)
@@ -217,8 +216,7 @@ def seconds_of_texts(path: Path, options: EngineOptions) -> tuple[float, float, 
             seconds[i] = min(seconds[i], time.perf_counter() - began)
         if n_trial == 0:  # which prepared the kernels
             whole.begin()
-    theirs_s, ours_s = seconds
-    return theirs_s, ours_s, whole.end(len(rows))[1]
+    return seconds[0], seconds[1], whole.end(len(rows))[1]
 
 
 def _said(error: Exception) -> str:

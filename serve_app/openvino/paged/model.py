@@ -194,8 +194,7 @@ class PagedModel:
         self.caches, self._kept = {}, {}
 
     def _fill(self, values: Values) -> Values:
-        """Write zeros to these blocks, as memory that nobody wrote is a single page. With other values, the
-        rows of a pass would be more alike, and choose the same experts."""
+        """Write zeros: memory that nobody wrote is a single page, and ones would make rows more alike."""
         for cache in self.caches.values():
             cache[values["blocks"]] = 0
         return values
