@@ -16,7 +16,6 @@ from pathlib import Path
 
 from serve_app import progress
 from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import PAGED, compared
 from serve_app.engine.backends.apart import apart
@@ -34,7 +33,6 @@ from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
 from serve_app.folders import GIB
 from serve_app.llama import library
-from serve_app.llama.formats import Threads
 from serve_app.llama.model import Model, files_of, fingerprint_of
 from serve_app.openvino import convert
 from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
@@ -154,10 +152,9 @@ def _measured_choice(
         convert.converted_of(model, options.max_converted_bytes, report)
         report(Stage("measuring", limit_s=LIMIT_S))
         if not model.is_causal:
-            theirs_s, ours_s, share = apart(seconds_of_texts, path, options)
+            theirs_s, ours_s = apart(seconds_of_texts, path, options)
             reason = f"measured: the time of texts, OpenVINO's to llama.cpp's, is {theirs_s / ours_s:.2f}"
-            choice = KernelsChoice(OPENVINO if theirs_s < ours_s else LLAMA_CPP, reason)
-            return choice, profile_cache.is_worth_keeping([Profile(share=share)])
+            return KernelsChoice(OPENVINO if theirs_s < ours_s else LLAMA_CPP, reason), True
         n_bytes += sum(file.stat().st_size for file in model.files)
         together = [[OPENVINO, LLAMA_CPP]] if n_bytes <= memory_bytes else [[OPENVINO], [LLAMA_CPP]]
         measured = (apart(profiles_of_backends, path, options, names) for names in together)
@@ -173,8 +170,10 @@ def _measured_choice(
         return KernelsChoice(LLAMA_CPP, "nothing was measured"), False
     pays, figures = comparison
     reason = f"measured: the time of a request, OpenVINO's to llama.cpp's, is {figures}"
-    choice = KernelsChoice(OPENVINO if pays else LLAMA_CPP, reason)
-    return choice, profile_cache.is_worth_keeping([theirs, ours])
+    if not profile_cache.is_worth_keeping([theirs, ours]):
+        reason += ", which says little, as other programs computed: the next start measures again"
+        return KernelsChoice(LLAMA_CPP, reason), False
+    return KernelsChoice(OPENVINO if pays else LLAMA_CPP, reason), True
 
 
 def profiles_of_backends(
@@ -198,9 +197,9 @@ def profiles_of_backends(
     return measured_in_turns(contexts, options, _N_CTX_SLOT, n_before, spin=False)
 
 
-def seconds_of_texts(path: Path, options: EngineOptions) -> tuple[float, float, float]:
+def seconds_of_texts(path: Path, options: EngineOptions) -> tuple[float, float]:
     """The seconds of a batch of texts with OpenVINO and with llama.cpp, measured in turns, each the
-    shortest of several trials, and the part of their time that the threads had. Raises ConfigError."""
+    shortest of several trials. Raises ConfigError."""
     names: tuple[KernelsName, KernelsName] = (OPENVINO, LLAMA_CPP)
     backends = [open_named(name, path, replace(options, backend=name)) for name in names]
     shapes = [backend.embeddings.shape for backend in backends]
@@ -208,15 +207,12 @@ def seconds_of_texts(path: Path, options: EngineOptions) -> tuple[float, float, 
     n_texts = min(_N_ROWS // n_tokens, *(shape.n_seq_max for shape in shapes))
     rows = [(1, place, text, True) for text in range(n_texts) for place in range(n_tokens)]
     seconds = [math.inf, math.inf]
-    whole = Clocks(Threads.alike(options.threads, options.threads))
-    for n_trial in range(_N_TRIALS):
+    for _ in range(_N_TRIALS):
         for i, backend in enumerate(backends):
             began = time.perf_counter()
             backend.embeddings.embed(rows)
             seconds[i] = min(seconds[i], time.perf_counter() - began)
-        if n_trial == 0:  # which prepared the kernels
-            whole.begin()
-    return seconds[0], seconds[1], whole.end(len(rows))[1]
+    return seconds[0], seconds[1]
 
 
 def _said(error: Exception) -> str:

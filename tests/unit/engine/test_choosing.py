@@ -46,12 +46,12 @@ class Machine:
 
     def apart(
         self, _: object, path: Path, options: EngineOptions, names: Sequence[KernelsName] = ()
-    ) -> list[Profile] | tuple[float, float, float]:
+    ) -> list[Profile] | tuple[float, float]:
         self.n_measured += 1
         if self.failure is not None:
             raise self.failure
         if self.architecture == "bert":
-            return self.openvino_s, self.llama_cpp_s, self.share
+            return self.openvino_s, self.llama_cpp_s
         seconds = {OPENVINO: self.openvino_s, LLAMA_CPP: self.llama_cpp_s}
         return [replace(profile(seconds[name]), share=self.share) for name in names]
 
@@ -134,14 +134,15 @@ def test_another_file_is_measured_anew(
     assert machine.n_measured == 2
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bert"])
-def test_a_disturbed_measurement_counts_once(
-    machine: Machine, model: Path, options: EngineOptions, architecture: str
+def test_beside_other_programs_llama_cpp_computes_until_the_next_start(
+    machine: Machine, model: Path, options: EngineOptions
 ) -> None:
-    machine.architecture, machine.share = architecture, 0.5
+    machine.share = 0.5
+    choice = choosing.chosen(model, options)
+    assert choice.name == LLAMA_CPP
+    assert "the next start measures again" in choice.reason
+    machine.share = 1.0
     assert choosing.chosen(model, options).name == OPENVINO
-    machine.openvino_s = 3.0
-    assert choosing.chosen(model, options).name == LLAMA_CPP
 
 
 def test_a_model_that_openvino_refuses_is_not_tried_again(
