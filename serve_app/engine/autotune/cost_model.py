@@ -160,8 +160,8 @@ class Curve:
         self._row_s = min((shallow[n] / n for n in self.measured), default=0.0)
         self._deeper = factors.add(1.0)
         self._lines: dict[int, tuple[int, float, float]] = {}
-        """The count of what had been learned, the seconds without tokens before the rows, and those that each
-        such token adds; by number of rows. A step asks for some twenty."""
+        """The count of what had been learned, the seconds without tokens before the rows, and those that
+        each such token adds; by number of rows. A step asks for some twenty."""
         self._to_learn_s: dict[int, float] = {}
         """The seconds that batches of each number of rows take until the next one is learnt from."""
         self._seen_at: dict[int, float] = {}
