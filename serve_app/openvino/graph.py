@@ -530,7 +530,7 @@ class _Encoder(_Graph):
         return query, key, value, self._inputs[WINDOW_MASK if notes.window else MASK]
 
     def _means(self, hidden: Node) -> Node:
-        """For each token, the mean of its text: all that a token sees has the same share."""
+        """The mean of each token's text: all that a token sees has the same share."""
         shares = op.softmax(self._inputs[MASK], -1)
         values = self._grouped(op.unsqueeze(hidden, _int(1)))
         return self._joined(op.matmul(shares, values, False, False))
