@@ -87,6 +87,12 @@ def write(document: dict[str, Any], folder: Path) -> None:
     (folder / HTML).write_text(report_page.html(document))
 
 
+def _mix(text: str) -> str:
+    """An argument's type: a mix, as its text. Raises ArgumentTypeError."""
+    parse_mix(text)
+    return text
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's settings."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.load.report", description=__doc__)
@@ -97,9 +103,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     where.add_argument("--url")
     where.add_argument("--config", type=Path)
     measure.add_argument("--users", type=listed(bounded(1, 1000)), default=(1, 4, 8, 16))
-    measure.add_argument(
-        "--mixes", nargs="+", type=lambda text: text if parse_mix(text) else "", default=MIXES
-    )
+    measure.add_argument("--mixes", nargs="+", type=_mix, default=MIXES)
     measure.add_argument("--seconds", type=bounded(5, 3600), default=60)
     measure.add_argument("--think", type=float, default=5.0)
     measure.add_argument("--seed", type=int, default=SEED)

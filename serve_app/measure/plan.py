@@ -131,23 +131,21 @@ def _slo(text: str) -> dict[str, float]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="corral capacity plan", description=__doc__)
     parser.formatter_class = HelpFormatter
-    add, cores, at_once = (
-        parser.add_argument,
-        benchmark.usable_cores(),
-        "requests of an engine at once",
-    )
+    add = parser.add_argument
     add("model", type=Path, help="a GGUF file")
     add("--nodes", type=listed(bounded(1, 64)), default=(2, 3, 4), help="numbers of nodes")
     add("--memory", type=bounded(0.0, 1e6), default=64.0, help="memory of each node, in GiB")
     network = "speeds of each node's network, in Gbit/s"
     add("--network", type=listed(bounded(0.001, 1e6)), default=(1.0,), help=network)
     add("--one-chain", action="store_true", help="have all nodes compute one model")
+    at_once = "requests of an engine at once"
     add("--slots", type=bounded(1, 64), default=8, help=at_once)
     add("--prompt-tokens", type=bounded(1, 100_000), default=100, help="new tokens of a request")
     add("--max-tokens", type=bounded(2, 10_000), default=120, help="tokens of an answer")
     think = "seconds between an answer and the next request"
     add("--think", type=bounded(0.0, 1e6), default=60.0, help=think)
     add("--slo", type=_slo, default="ttft_p95=10s,itl_p95=500ms", help="what users should get")
+    cores = benchmark.usable_cores()
     add("--threads", type=bounded(1, 512), default=cores, help="threads of a node")
     add("--times", type=new_file, help="a FILE of measured times: made if it is not there")
     add("--json", type=new_file, help="a file for all figures")
