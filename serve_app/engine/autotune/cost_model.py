@@ -88,6 +88,7 @@ class Factors:
         """`doubt` is the variance of all that was measured together."""
         self.values: list[float] = []
         self.n_learned = 0
+        """The number of errors that changed them so far."""
         self._covariance, self._begun = np.zeros((0, 0)), np.zeros(0)
         self.add(_SPEED + doubt)
         self._begun[0] = _SPEED

@@ -84,7 +84,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
     """A snapshot: it does not change with its parts."""
     options, cache, counts = core.options, core.cache, core.counts
     setup = core.backend.setup
-    guests = {name: n for guest in core.guests for name, n in guest.counts.items()}
+    guests = Counter({name: n for guest in core.guests for name, n in guest.counts.items()})
     mode, threads = setup.mode, setup.threads
     n_running, n_waiting = (
         Counter(one.request.background for one in them)
@@ -128,9 +128,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
         forecasts=core.backlog.stats,
         speculation=_group(SpeculationStats, counts),
         pictures=_group(PictureStats, counts),
-        embeddings=EmbeddingStats(
-            *(guests.get(name, 0) for name in ("texts", "tokens", "batches"))
-        ),
+        embeddings=EmbeddingStats(guests["texts"], guests["tokens"], guests["batches"]),
         cache=CacheStats(
             stored_prefixes=len(cache.memory_tier),
             stored_bytes=cache.memory_tier.n_bytes,
