@@ -17,7 +17,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 from numpy.typing import NDArray
 
 from serve_app.errors import ConfigError
@@ -168,7 +168,7 @@ class GgufModel:
         self._tensors = {
             name: tensor
             for name, tensor in self._tensors.items()
-            if name not in elsewhere and (_block(name) is None or _block(name) in blocks)
+            if name not in elsewhere and (block_of(name) is None or block_of(name) in blocks)
         }
 
     @property
@@ -184,7 +184,7 @@ class GgufModel:
         sizes, experts = Counter[str](), Counter[str]()
         for name, tensor in self._tensors.items():
             counter = experts if "_exps." in name else sizes
-            counter[_block(name) or name] += self._converted_bytes(tensor)
+            counter[block_of(name) or name] += self._converted_bytes(tensor)
         blocks = [f"blk.{i}" for i in self.layers]
         n_head = self.count("attention.head_count")
         token_bytes = 2 * self.head_size * self.count("attention.head_count_kv", n_head) * 2
@@ -197,6 +197,12 @@ class GgufModel:
             (token_bytes,) * len(blocks),
             self.count("embedding_length"),
         )
+
+    @property
+    def metadata(self) -> dict[str, ReaderField]:
+        """The first file's values and arrays by key, without arrays of texts."""
+        text = [GGUFValueType.ARRAY, GGUFValueType.STRING]
+        return {key: one for key, one in self._first.fields.items() if one.types != text}
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of the architecture's key."""
@@ -319,7 +325,7 @@ class GgufModel:
         n_dimensions, is_exact = tensor.data.ndim, tensor.kind is GGMLQuantizationType.F32
         if n_dimensions == 1:
             return 0
-        if self.quantization and _block(tensor.name) and n_dimensions == 2 and not is_exact:
+        if self.quantization and block_of(tensor.name) and n_dimensions == 2 and not is_exact:
             return tensor.n_weights + 4 * len(tensor.data)
         return n_bytes(tensor.kind, tensor.n_weights, has_wide_zeros=n_dimensions > 2)  # of experts
 
@@ -352,7 +358,7 @@ class EmbeddingRows:
         return floats(rows, self._kind).astype(np.float32)
 
 
-def _block(name: str) -> str | None:
+def block_of(name: str) -> str | None:
     """The name of the block that a tensor is in; None for those around the blocks."""
     match = re.match(r"blk\.\d+", name)
     return None if match is None else match[0]

@@ -7,11 +7,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from serve_app import progress
@@ -26,6 +25,7 @@ from serve_app.engine.backends.layouts import (
     LayoutChoice,
     SmallContext,
     chosen_layout,
+    has_room_for_both,
     measured_in_turns,
     small_context,
 )
@@ -37,15 +37,17 @@ from serve_app.llama.model import Model, files_of, fingerprint_of
 from serve_app.openvino import convert
 from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
 from serve_app.openvino.gguf_model import UnreadableError
+from serve_app.openvino.slices import converted_slice
 from serve_app.progress import Report, Stage
 
 logger = logging.getLogger("corral.engine")
 
 LLAMA_CPP: KernelsName = "llama.cpp"
 OPENVINO: KernelsName = "openvino"
-# Smaller models gain less than the process of a measurement costs. Larger ones are compared only if they
-# are converted already: a conversion takes a quarter of a minute for each GiB, on two cores.
-_LEAST_BYTES, _MOST_BYTES = 20 * 2**20, 2**31
+# Smaller models gain less than the process of a measurement costs.
+_LEAST_BYTES = 20 * 2**20
+# Nobody waits longer for a conversion, and the priority of the process of a longer one.
+_MOST_CONVERSION_S, _LAST = 30.0, 19
 # The tokens that a slot has room for in a measurement, and those that are before each batch.
 _N_CTX_SLOT, _N_BEFORE = 512, 256
 # The tokens of a text, the rows of a batch, and the trials that compare encoders.
@@ -58,6 +60,8 @@ class KernelsChoice:
 
     name: KernelsName
     reason: str
+    conversion_s: float = 0.0
+    """The seconds that it takes to convert the model for OpenVINO, where that is measured to be faster."""
 
 
 def open_named(
@@ -104,7 +108,20 @@ def open_backend(
         logger.warning("Backend %s: %s.", choice.name, choice.reason)
         backend = open_named(LLAMA_CPP, path, replace(options, backend=LLAMA_CPP), report)
     backend.setup = replace(backend.setup, kernels_reason=choice.reason)
+    if choice.name == LLAMA_CPP and choice.conversion_s:
+        threading.Thread(target=_convert, args=(path, options), daemon=True).start()
     return backend
+
+
+def _convert(path: Path, options: EngineOptions) -> None:
+    """Convert the model for later starts, in a process that all others go before."""
+    os.setpriority(
+        os.PRIO_PROCESS, threading.get_native_id(), _LAST
+    )  # of this thread, for its process
+    try:
+        convert.converted_of(Model(path, vocab_only=True), options.max_converted_bytes)
+    except (ConfigError, OSError) as error:
+        logger.warning("%s", error)
 
 
 def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere) -> KernelsChoice:
@@ -127,14 +144,19 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
         is_converted = convert.converted_models(None).of(convert.name_of(fingerprint)).is_file()
     except ConfigError as error:
         return KernelsChoice(LLAMA_CPP, _said(error))
-    if n_bytes > _MOST_BYTES and not is_converted:
-        reason = "a conversion for OpenVINO would take long, so backend: openvino has to ask for it"
-        return KernelsChoice(LLAMA_CPP, reason)
     key = profile_cache.key(options, model=fingerprint.hex(), libraries=libraries)
     measure = partial(_measured_choice, path, options, report)
-    return profile_cache.remembered(
+    choice = profile_cache.remembered(
         options.profile_folder, f"backend-{key}", KernelsChoice, measure
     )
+    if is_converted or choice.conversion_s <= _MOST_CONVERSION_S:
+        return replace(choice, conversion_s=0.0)
+    reason = f"{choice.reason}, but to convert the file takes about {choice.conversion_s:.0f} s"
+    if not has_room_for_both(files, options):
+        reason += " and much memory, so backend: openvino has to ask for it"
+        return KernelsChoice(LLAMA_CPP, reason)
+    reason += ": that is done beside the requests, for the next start"
+    return replace(choice, name=LLAMA_CPP, reason=reason)
 
 
 def _measured_choice(
@@ -144,24 +166,24 @@ def _measured_choice(
     model = Model(path, vocab_only=True)
     if refusal := convert.unserved(model, options.embedding_pooling):
         return KernelsChoice(LLAMA_CPP, refusal.strip(".")), True
+    stage = Stage("measuring", limit_s=LIMIT_S)
     try:
-        memory_bytes = options.memory_bytes or math.inf
         n_bytes = convert.checked(model.files).converted_bytes()
-        if n_bytes > memory_bytes:
+        if n_bytes > (options.memory_bytes or math.inf):
             raise ConfigError(f"it would take {n_bytes / GIB:.1f} GiB of memory, and there is less")
-        convert.converted_of(model, options.max_converted_bytes, report)
-        report(Stage("measuring", limit_s=LIMIT_S))
         if not model.is_causal:
+            convert.converted_of(model, options.max_converted_bytes, report)
+            report(stage)
             theirs_s, ours_s = apart(seconds_of_texts, path, options)
             reason = f"measured: the time of texts, OpenVINO's to llama.cpp's, is {theirs_s / ours_s:.2f}"
             return KernelsChoice(OPENVINO if theirs_s < ours_s else LLAMA_CPP, reason), True
-        n_bytes += sum(file.stat().st_size for file in model.files)
-        together = [[OPENVINO, LLAMA_CPP]] if n_bytes <= memory_bytes else [[OPENVINO], [LLAMA_CPP]]
-        measured = (apart(profiles_of_backends, path, options, names) for names in together)
-        theirs, ours = chain.from_iterable(measured)
+        converted = converted_slice(model, options.max_converted_bytes, report)
+        with converted as (part, conversion_s):
+            report(stage)
+            theirs, ours = apart(profiles_of_backends, part, options)
     except UnreadableError as error:
         return KernelsChoice(LLAMA_CPP, _said(error)), True
-    except (ConfigError, EngineFailedError) as error:
+    except (ConfigError, EngineFailedError, OSError) as error:
         return KernelsChoice(LLAMA_CPP, f"OpenVINO could not be measured: {_said(error)}"), False
     finally:
         convert.converted_models(None).leave(convert.name_of(model.fingerprint()))
@@ -173,26 +195,22 @@ def _measured_choice(
     if not profile_cache.is_worth_keeping([theirs, ours]):
         reason += ", which says little, as other programs computed: the next start measures again"
         return KernelsChoice(LLAMA_CPP, reason), False
-    return KernelsChoice(OPENVINO if pays else LLAMA_CPP, reason), True
+    if not pays:
+        return KernelsChoice(LLAMA_CPP, reason), True
+    return KernelsChoice(OPENVINO, reason, conversion_s), True
 
 
-def profiles_of_backends(
-    path: Path, options: EngineOptions, names: list[KernelsName]
-) -> list[Profile]:
-    """The times of a few batches with each of these backends, measured in turns. Raises ConfigError."""
+def profiles_of_backends(path: Path, options: EngineOptions) -> list[Profile]:
+    """The times of a few batches with OpenVINO and with llama.cpp, in turns. Raises ConfigError."""
     from serve_app.engine.backends import openvino
 
     if options.computing_cpus is not None:
         os.sched_setaffinity(0, options.computing_cpus)
-    model = Model(
-        path,
-        vocab_only=LLAMA_CPP not in names,
-        load_mode=options.load_mode,
-        repack=options.repack is not False,
-    )
-    opened: dict[KernelsName, Callable[[Model, EngineOptions, int], SmallContext]]
-    opened = {OPENVINO: openvino.small_context, LLAMA_CPP: small_context}
-    contexts = [opened[name](model, options, _N_CTX_SLOT) for name in names]
+    model = Model(path, load_mode=options.load_mode, repack=options.repack is not False)
+    contexts: list[SmallContext] = [
+        openvino.small_context(model, options, _N_CTX_SLOT),
+        small_context(model, options, _N_CTX_SLOT),
+    ]
     n_before = min(_N_BEFORE, options.n_ctx_share // 2)
     return measured_in_turns(contexts, options, _N_CTX_SLOT, n_before, spin=False)
 

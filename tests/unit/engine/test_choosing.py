@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,22 +40,34 @@ class Machine:
         self.share, self.openvino_s, self.llama_cpp_s = 1.0, 1.0, 2.0
         self.failure: Exception | None = None
         self.architecture, self.unreadable, self.converted_bytes = "llama", "", 8
+        self.conversion_s = 0.0
+        self.converted = threading.Event()
+        """Whether the model was converted beside requests."""
 
     def check(self, *_: object) -> SimpleNamespace:
         if self.unreadable:
             raise UnreadableError(self.unreadable)
         return SimpleNamespace(converted_bytes=lambda: self.converted_bytes)
 
-    def apart(
-        self, _: object, path: Path, options: EngineOptions, names: Sequence[KernelsName] = ()
-    ) -> list[Profile] | tuple[float, float]:
+    def apart(self, _: object, path: Path, *__: object) -> list[Profile] | tuple[float, float]:
+        assert path.name == ("model.gguf" if self.architecture == "bert" else "slice.gguf")
         self.n_measured += 1
         if self.failure is not None:
             raise self.failure
         if self.architecture == "bert":
             return self.openvino_s, self.llama_cpp_s
-        seconds = {OPENVINO: self.openvino_s, LLAMA_CPP: self.llama_cpp_s}
-        return [replace(profile(seconds[name]), share=self.share) for name in names]
+        return [
+            replace(profile(seconds), share=self.share)
+            for seconds in (self.openvino_s, self.llama_cpp_s)
+        ]
+
+    @contextmanager
+    def converted_slice(self, *_: object) -> Iterator[tuple[Path, float]]:
+        yield Path("slice.gguf"), self.conversion_s
+
+    def convert(self, *_: object) -> Path:
+        self.converted.set()
+        return Path("converted")
 
 
 @pytest.fixture
@@ -63,9 +77,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(choosing, "apart", made.apart)
     monkeypatch.setattr(convert, "versions", lambda: "openvino 1")
     monkeypatch.setattr(choosing, "_LEAST_BYTES", 4)
-    monkeypatch.setattr(choosing, "_MOST_BYTES", 20)
+    monkeypatch.setattr(choosing, "converted_slice", made.converted_slice)
     monkeypatch.setattr(convert, "checked", made.check)
-    monkeypatch.setattr(convert, "converted_of", lambda *_: Path("converted"))
+    monkeypatch.setattr(convert, "converted_of", made.convert)
 
     def open_model(path: Path, **_: object) -> SimpleNamespace:
         return SimpleNamespace(
@@ -157,15 +171,13 @@ def test_a_model_that_openvino_refuses_is_not_tried_again(
     assert machine.n_measured == 0
 
 
-@pytest.mark.parametrize(("memory_bytes", "n_measured"), [(15, 1), (14, 2), (7, 0)])
-def test_without_memory_for_both_one_is_measured_after_the_other(
-    machine: Machine, model: Path, options: EngineOptions, memory_bytes: int, n_measured: int
+def test_a_model_that_memory_has_no_room_for_is_not_measured(
+    machine: Machine, model: Path, options: EngineOptions
 ) -> None:
-    """The file has 7 bytes, and 8 when it is converted."""
-    choice = choosing.chosen(model, replace(options, memory_bytes=memory_bytes))
-    assert choice.name == (OPENVINO if n_measured else LLAMA_CPP)
-    assert ("GiB of memory" in choice.reason) is (n_measured == 0)
-    assert machine.n_measured == n_measured
+    choice = choosing.chosen(model, replace(options, memory_bytes=machine.converted_bytes - 1))
+    assert choice.name == LLAMA_CPP
+    assert "GiB of memory" in choice.reason
+    assert machine.n_measured == 0
 
 
 @pytest.mark.parametrize(("seconds", "name"), [(1.0, OPENVINO), (3.0, LLAMA_CPP)])
@@ -189,27 +201,55 @@ def test_an_encoder_that_openvino_lacks_is_llama_cpps(
     assert "attention to tokens behind" in choice.reason
 
 
-@pytest.mark.parametrize(("n_bytes", "reason"), [(3, "small"), (21, "conversion")])
-def test_a_model_is_not_measured_where_that_would_cost_more_than_it_gains(
-    machine: Machine, model: Path, options: EngineOptions, n_bytes: int, reason: str
+def test_a_small_model_is_not_measured(
+    machine: Machine, model: Path, options: EngineOptions
 ) -> None:
-    model.write_bytes(b"w" * n_bytes)
+    model.write_bytes(b"www")
     choice = choosing.chosen(model, options)
     assert choice.name == LLAMA_CPP
-    assert reason in choice.reason
+    assert "small" in choice.reason
     assert machine.n_measured == 0
 
 
-def test_a_large_model_that_is_converted_is_measured(
-    machine: Machine, model: Path, options: EngineOptions
+@pytest.mark.parametrize(
+    ("conversion_s", "is_converted", "memory_bytes", "name", "reason"),
+    [
+        (31.0, False, None, LLAMA_CPP, "takes about 31 s: that is done beside the requests"),
+        (31.0, False, 20, LLAMA_CPP, "takes about 31 s and much memory"),
+        (31.0, True, None, OPENVINO, "in the mean"),
+        (29.0, False, None, OPENVINO, "in the mean"),
+    ],
+)
+def test_nobody_waits_for_a_long_conversion(
+    machine: Machine,
+    model: Path,
+    options: EngineOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    conversion_s: float,
+    is_converted: bool,
+    memory_bytes: int | None,
+    name: KernelsName,
+    reason: str,
 ) -> None:
-    model.write_bytes(b"w" * 21)
-    name = convert.name_of(fingerprint_of([model]))
-    converted = convert.converted_models(None).of(name)
-    converted.parent.mkdir(parents=True)
-    converted.touch()
-    assert choosing.chosen(model, options).name == OPENVINO
-    assert machine.n_measured == 1
+    machine.conversion_s = conversion_s
+    converted = convert.converted_models(None).of(convert.name_of(fingerprint_of([model])))
+    if is_converted:
+        converted.parent.mkdir(parents=True)
+        converted.touch()
+    monkeypatch.setattr(
+        choosing, "open_named", lambda _name, _path, options, _report: Opened(options)
+    )
+    opened: Any = choosing.open_backend(model, replace(options, memory_bytes=memory_bytes))
+    assert opened.options.backend == name
+    assert reason in opened.setup.kernels_reason
+    if "that is done" in reason:
+        assert machine.converted.wait(5), "it is converted beside the requests"
+        converted.parent.mkdir(parents=True)
+        converted.touch()
+        assert choosing.chosen(model, options).name == OPENVINO
+        assert machine.n_measured == 1
+    else:
+        assert not machine.converted.wait(0.1)
 
 
 @pytest.mark.parametrize("error", [ConfigError("scripted"), EngineFailedError("scripted")])
