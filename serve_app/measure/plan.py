@@ -2,10 +2,10 @@
 
     corral capacity plan MODEL.gguf --nodes 3,4 --memory 64 --network 1,10
 
-The times of some layers and of the output are measured on this machine, which the nodes are taken to be
-like, and kept in FILE. A FILE of a smaller model with such weights will do, too: times are to each other as
-bytes. This machine needs no memory for the whole model. There are as many chains as nodes are enough for,
-which are as long as nodes are left; with --one-chain, all nodes are one. Layers are divided as a first
+The times of some layers and a part of the output are measured on this machine, which the nodes are taken to
+be like, and kept in FILE. A FILE of a smaller model with such weights will do, too: times are to each other
+as bytes. No machine needs memory for the whole model. There are as many chains as nodes are enough for.
+They get longer while nodes are left; with --one-chain, all nodes are one. Layers are divided as a first
 start does it. All else is simulated: engines, passes through all stages, and the network between them.
 
 Tokens/s are those of all slots, and of a single user. Users are those who ask as --prompt-tokens,
@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +33,9 @@ from serve_app.measure import benchmark
 from serve_app.measure.benchmark import HelpFormatter, bounded, listed, new_file, percentile
 from serve_app.measure.capacity import most_users, parse_slo
 from serve_app.measure.pipeline import MeasuredLayers, PipelineLoad, simulated
-from serve_app.openvino.parts import ModelPart, ModelShape, StageNode, divided, fewest_stages
+from serve_app.openvino.parts import ModelShape, StageNode, divided, fewest_stages
+from serve_app.progress import nowhere
 
-_MEASURED_BYTES = 2**30
-"""Bytes of the layers that are measured, at most: far more than processors have caches for."""
 _MOST_USERS = 1024
 
 
@@ -98,21 +95,20 @@ def planned(
     }
 
 
-def measured(model: Model, shape: ModelShape, threads: int, n_slots: int) -> MeasuredLayers:
-    """The times of the first layers and the output, on this machine. Raises ConfigError."""
+def measured(model: Model, threads: int, n_slots: int) -> MeasuredLayers:
+    """The times of a slice of the model, on this machine. Raises ConfigError and OSError."""
     from serve_app.engine.backends.openvino import profile_of, small_context
     from serve_app.llama.formats import Threads
+    from serve_app.openvino.convert import shape_of
+    from serve_app.openvino.slices import converted_slice
 
-    sizes = accumulate(shape.read_bytes(math.inf, 0.0))
-    n = max(1, sum(size <= _MEASURED_BYTES for size in sizes))
     options = EngineOptions(n_slots, 4096, threads, n_batch=512, backend="openvino")
-    context = small_context(model, options, 4096, ModelPart(layers=range(n)))
-    context.warm_up()
-    profile = profile_of(context, options, Threads.alike(threads, threads))
-    names = ("layer_bytes", "expert_bytes", "token_bytes")
-    return MeasuredLayers(
-        replace(shape, **{name: getattr(shape, name)[:n] for name in names}), profile
-    )
+    with converted_slice(model, None, nowhere) as (path, _):
+        context = small_context(Model(path, vocab_only=True), options, 4096)
+        context.warm_up()
+        profile = profile_of(context, options, Threads.alike(threads, threads))
+        context.close()
+        return MeasuredLayers(shape_of([path]), profile)
 
 
 def _cell(figure: Any) -> str:
@@ -164,7 +160,7 @@ def _plans(args: argparse.Namespace) -> list[dict[str, Any]]:
             raise ConfigError(f"{args.times} has no measured times: {error}.") from None
     else:
         print("Measuring layers ...", file=sys.stderr, flush=True)
-        times = measured(model, shape, args.threads, args.slots)
+        times = measured(model, args.threads, args.slots)
         if args.times is not None:
             args.times.write_bytes(msgspec.json.encode(times))
     node = StageNode(memory_bytes=args.memory * 2**30 - PROCESS_BYTES)

@@ -47,7 +47,8 @@ FREQUENCIES, WINDOW_FREQUENCIES = "rotary_frequencies", "rotary_frequencies_of_w
 
 _OUTPUTS = ("output", "token_embd")
 # The clamp and the slope of gpt-oss's experts. Source: llama.cpp, `build_moe_ffn`.
-_CLAMP, _GATE_SLOPE = np.float32(7), 1.702
+_CLAMP, _GATE_SLOPE = np.float32(7), np.float32(1.702)
+_GATE_UP = ("gate", "up")
 _FACTORY = NodeFactory("opset13")  # its function for attention knows no sinks
 
 Node = Any
@@ -237,16 +238,13 @@ class _Graph:
         if self._kind.normed_experts:
             shares = op.divide(shares, op.reduce_sum(shares, _ints(-1), True))
         tiled = op.reshape(op.tile(rows, _ints(n, 1)), _ints(n, -1, width), False)
-        gate, up = (
-            self._expert_product(f"{block}ffn_{name}_exps", tiled) for name in ("gate", "up")
-        )
         if self._kind.clamped_experts:
-            gate = op.minimum(gate, op.constant(_CLAMP))
-            up = op.add(op.clamp(up, -_CLAMP, _CLAMP), op.constant(np.float32(1)))
-        # op.swish has a parameter, and is not known.
-        slope = _GATE_SLOPE if self._kind.clamped_experts else 1.0
-        inner = op.multiply(op.multiply(gate, op.sigmoid(_scaled(gate, slope))), up)
-        added = self._expert_product(f"{block}ffn_down_exps", inner)
+            inner = self._clamped(block, tiled)
+        else:
+            gate, up = (self._expert_product(tiled, f"{block}ffn_{one}_exps") for one in _GATE_UP)
+            # op.swish has a parameter, and is not known.
+            inner = op.multiply(op.multiply(gate, op.sigmoid(gate)), up)
+        added = self._expert_product(inner, f"{block}ffn_down_exps")
         added = op.reshape(added, op.concat([_ints(n), self._n_texts, _ints(-1, width)], 0), False)
         zeros = op.broadcast(op.constant(np.float32(0)), op.shape_of(scores))
         spread = op.scatter_elements_update(zeros, chosen, shares, _int(1))
@@ -254,11 +252,27 @@ class _Graph:
         spread = op.reshape(spread, op.concat([_ints(n), self._n_texts, _ints(-1)], 0), False)
         return op.reduce_sum(op.multiply(added, op.unsqueeze(spread, _int(-1))), _ints(0), False)
 
-    def _expert_product(self, name: str, values: Node) -> Node:
-        product = op.matmul(values, _experts(self._model.take(f"{name}.weight")), False, True)
-        if not self._model.has(f"{name}.bias"):
+    def _clamped(self, block: str, tiled: Node) -> Node:
+        """What is in the middle of gpt-oss's experts. Only as one product, gate and up are known."""
+        both = self._expert_product(tiled, *(f"{block}ffn_{one}_exps" for one in _GATE_UP))
+        n_ff = self._model.count("expert_feed_forward_length")
+        gate, up = (
+            op.slice(both, _ints(at), _ints(at + n_ff), _ints(1), _ints(-1)) for at in (0, n_ff)
+        )
+        gate = op.swish(op.minimum(gate, op.constant(_CLAMP)), op.constant(_GATE_SLOPE))
+        return op.multiply(op.add(op.clamp(up, -_CLAMP, _CLAMP), op.constant(np.float32(1))), gate)
+
+    def _expert_product(self, values: Node, *names: str) -> Node:
+        """The products with these matrices of all experts, one behind the other, and their biases."""
+        model, tensors = self._model, [self._model.take(f"{name}.weight") for name in names]
+        if len({one.kind for one in tensors}) > 1:
+            raise ConfigError(f"{' and '.join(names)} have different formats")
+        weights = _experts(np.concatenate([one.data for one in tensors], 1), tensors[0].kind)
+        product = op.matmul(values, weights, False, True)
+        if not model.has(f"{names[0]}.bias"):
             return product
-        return op.add(product, op.constant(self._model.vector(f"{name}.bias")[:, None]))
+        biases = [model.vector(f"{name}.bias") for name in names]
+        return op.add(product, op.constant(np.concatenate(biases, 1)[:, None]))
 
     def _with_shared(self, block: str, hidden: Node, added: Node) -> Node:
         gate, up = (self._product(f"{block}ffn_{name}_shexp", hidden) for name in ("gate", "up"))
@@ -603,13 +617,13 @@ def _rows(tensor: Tensor) -> Node:
     return _whole(matrix, _exact_zeros(matrix), tensor.data.shape[:-1])
 
 
-def _experts(tensor: Tensor) -> Node:
+def _experts(data: NDArray[Any], kind: Kind) -> Node:
     """The matrices of all experts, of shape [experts, rows, columns]. Products with them take offsets that
     are not whole."""
-    if not is_quantised(tensor.kind):
-        return _plain(floats(tensor.data, tensor.kind))
-    n_experts, n_rows, n_bytes = tensor.data.shape
-    matrix = quantised(tensor.data.reshape(-1, n_bytes), tensor.kind)
+    if not is_quantised(kind):
+        return _plain(floats(data, kind))
+    n_experts, n_rows, n_bytes = data.shape
+    matrix = quantised(data.reshape(-1, n_bytes), kind)
     return _whole(matrix, _exact_zeros(matrix), (n_experts, n_rows))
 
 

@@ -47,7 +47,7 @@ from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType, check_cache_type
 from serve_app.openvino.paged.context import PagedContext
 from serve_app.openvino.paged.model import Layers, PagedModel, PagedOptions
-from serve_app.openvino.parts import WHOLE, ModelPart
+from serve_app.openvino.parts import WHOLE
 from serve_app.progress import Report, Stage
 from serve_app.prompt.chat_template import delimiters
 from serve_app.sampling import SamplingParams
@@ -321,12 +321,9 @@ def profile_of(context: PagedContext, options: EngineOptions, threads: Threads |
     return replace(depth.added_to(profiler.profile, unified=False), share=share)
 
 
-def small_context(
-    model: Model, options: EngineOptions, n_ctx_slot: int, part: ModelPart = WHOLE
-) -> PagedContext:
-    """A context that is only profiled, of a model that is converted, or of some of its layers. Raises
-    ConfigError."""
-    path = converted_of(model, options.max_converted_bytes, progress.nowhere, part)
+def small_context(model: Model, options: EngineOptions, n_ctx_slot: int) -> PagedContext:
+    """A context that is only profiled, of a model that is converted. Raises ConfigError."""
+    path = converted_of(model, options.max_converted_bytes)
     paged = PagedOptions(
         n_sequences=options.n_slots,
         n_ctx_slot=options.n_ctx_slot,
