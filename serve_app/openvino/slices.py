@@ -24,8 +24,8 @@ from serve_app.progress import Report
 # Smaller files are their own slices, as they are converted in seconds. Slices are larger where two layers
 # or a period are. Of smaller ones, a processor's cache would hold too much of the weights.
 _BYTES, _LEAST_LAYERS = 2**29, 2
-# The tokens of a slice are a multiple of this: with OpenVINO, a product with 84,408 rows took a third longer
-# than its part of one with 151,936.
+# A slice has a multiple of these tokens: with OpenVINO, a product with 84,408 rows took a third longer than
+# its part of one with 151,936.
 _TOKENS = 256
 _Tensor = tuple[str, NDArray[Any], GGMLQuantizationType]
 
