@@ -253,26 +253,26 @@ class _Graph:
         return op.reduce_sum(op.multiply(added, op.unsqueeze(spread, _int(-1))), _ints(0), False)
 
     def _clamped(self, block: str, tiled: Node) -> Node:
-        """What is in the middle of gpt-oss's experts. Only as one product, gate and up are known."""
+        """What is in the middle of gpt-oss's experts. OpenVINO knows them if gate and up are one product,
+        with rows in turns."""
         both = self._expert_product(tiled, *(f"{block}ffn_{one}_exps" for one in _GATE_UP))
-        n_ff = self._model.count("expert_feed_forward_length")
-        gate, up = (
-            op.slice(both, _ints(at), _ints(at + n_ff), _ints(1), _ints(-1)) for at in (0, n_ff)
-        )
+        end = 2 * self._model.count("expert_feed_forward_length")
+        gate, up = (op.slice(both, _ints(at), _ints(end), _ints(2), _ints(-1)) for at in (0, 1))
         gate = op.swish(op.minimum(gate, op.constant(_CLAMP)), op.constant(_GATE_SLOPE))
         return op.multiply(op.add(op.clamp(up, -_CLAMP, _CLAMP), op.constant(np.float32(1))), gate)
 
     def _expert_product(self, values: Node, *names: str) -> Node:
-        """The products with these matrices of all experts, one behind the other, and their biases."""
+        """The product with these matrices of all experts, whose rows are in turns, and their biases."""
         model, tensors = self._model, [self._model.take(f"{name}.weight") for name in names]
         if len({one.kind for one in tensors}) > 1:
             raise ConfigError(f"{' and '.join(names)} have different formats")
-        weights = _experts(np.concatenate([one.data for one in tensors], 1), tensors[0].kind)
-        product = op.matmul(values, weights, False, True)
+        n_experts, _, n_bytes = tensors[0].data.shape
+        data = np.stack([one.data for one in tensors], 2).reshape(n_experts, -1, n_bytes)
+        product = op.matmul(values, _experts(data, tensors[0].kind), False, True)
         if not model.has(f"{names[0]}.bias"):
             return product
-        biases = [model.vector(f"{name}.bias") for name in names]
-        return op.add(product, op.constant(np.concatenate(biases, 1)[:, None]))
+        biases = np.stack([model.vector(f"{name}.bias") for name in names], 2)
+        return op.add(product, op.constant(biases.reshape(n_experts, 1, -1)))
 
     def _with_shared(self, block: str, hidden: Node, added: Node) -> Node:
         gate, up = (self._product(f"{block}ffn_{name}_shexp", hidden) for name in ("gate", "up"))

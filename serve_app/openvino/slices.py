@@ -98,9 +98,11 @@ def _tensors(model: GgufModel, layers: Sequence[int]) -> list[_Tensor]:
 
 def _write(path: Path, model: GgufModel, layers: Sequence[int], tensors: Sequence[_Tensor]) -> None:
     writer = GGUFWriter(path, model.architecture)
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(next(len(data) for name, data, _ in tensors if "token_embd." in name))
     own = f"{model.architecture}."
     for key, field in model.metadata.items():
-        if not key.startswith((own, "general.")) or key == "general.architecture":
+        if not key.startswith((own, "general.")) or key in writer.kv_data[0]:
             continue
         value, (kind, *kinds) = field.contents(), field.types
         if key == f"{own}block_count":
@@ -108,8 +110,6 @@ def _write(path: Path, model: GgufModel, layers: Sequence[int], tensors: Sequenc
         elif kinds and len(value) == len(model.layers) and not key.startswith(f"{own}rope."):
             value = [value[layer] for layer in layers]
         writer.add_key_value(key, value, kind, next(iter(kinds), None))
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_vocab_size(next(len(data) for name, data, _ in tensors if "token_embd." in name))
     for name, data, kind in tensors:
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()

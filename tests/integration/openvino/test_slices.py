@@ -24,7 +24,7 @@ _WINDOW = {"attention.sliding_window": 24, "attention.sliding_window_pattern": [
 MODELS = {
     "qwen3": (Made("qwen3", n_layer=_N_LAYERS, tied=True), [2, 6]),
     "gpt-oss": (Made("gpt-oss", n_layer=_N_LAYERS, metadata=_WINDOW), [4, 5]),
-    "smollm3": (Made("smollm3", n_layer=_N_LAYERS), [4, 5, 6, 7]),
+    "smollm3": (Made("smollm3", n_layer=_N_LAYERS, metadata={"vocab_size": 512}), [4, 5, 6, 7]),
     "rope_freqs": (
         Made("llama", n_layer=_N_LAYERS, vectors={"rope_freqs.weight": (32, 4.0)}),
         [2, 6],
