@@ -110,8 +110,8 @@ def _write(path: Path, model: GgufModel, layers: Sequence[int], tensors: Sequenc
         elif kinds and len(value) == len(model.layers) and not key.startswith(f"{own}rope."):
             value = [value[layer] for layer in layers]
         writer.add_key_value(key, value, kind, next(iter(kinds), None))
-    for name, data, kind in tensors:
-        writer.add_tensor(name, data, raw_dtype=kind)
+    for name, data, stored in tensors:
+        writer.add_tensor(name, data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
