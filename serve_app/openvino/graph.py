@@ -264,10 +264,10 @@ class _Graph:
     def _expert_product(self, values: Node, *names: str) -> Node:
         """The product with these matrices of all experts, whose rows are in turns, and their biases."""
         model, tensors = self._model, [self._model.take(f"{name}.weight") for name in names]
-        if len({one.kind for one in tensors}) > 1:
+        if len({tensor.kind for tensor in tensors}) > 1:
             raise ConfigError(f"{' and '.join(names)} have different formats")
         n_experts, _, n_bytes = tensors[0].data.shape
-        data = np.stack([one.data for one in tensors], 2).reshape(n_experts, -1, n_bytes)
+        data = np.stack([tensor.data for tensor in tensors], 2).reshape(n_experts, -1, n_bytes)
         product = op.matmul(values, _experts(data, tensors[0].kind), False, True)
         if not model.has(f"{names[0]}.bias"):
             return product
