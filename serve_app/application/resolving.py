@@ -36,7 +36,6 @@ from serve_app.config.sources import (
 )
 from serve_app.engine.backends.draft_model import (
     N_CTX,
-    N_EAGLE_LAYERS,
     check_draft,
     check_own_layers,
     check_target,
@@ -468,7 +467,7 @@ def _with_draft(
         return needs
     check_draft(target, draft)
     needs = needs.with_draft(ModelNeeds.of(draft), N_CTX)
-    n_states = states_bytes(target, N_EAGLE_LAYERS) if draft.is_eagle else 0
+    n_states = states_bytes(target, len(draft.target_layers))
     return replace(needs, draft_bytes=needs.draft_bytes + n_states)
 
 

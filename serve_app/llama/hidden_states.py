@@ -1,6 +1,7 @@
 """Layers that guess a model's further tokens by its hidden states.
 
-They are the model's own prediction layers (MTP, "next n"), or an EAGLE-3 head in a file of its own.
+They are the model's own prediction layers (MTP, "next n"), or an EAGLE-3 head or DFlash draft in a file of
+its own.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from llama_cpp import llama_cpp_ext
 from numpy.typing import NDArray
 
 from serve_app.errors import DecodeError
-from serve_app.llama.context import Context, batch_of
+from serve_app.llama.context import Context, ContextOptions, batch_of
 from serve_app.llama.formats import Row
+from serve_app.llama.model import Model
 
 States = NDArray[np.float32]
 
@@ -91,6 +93,8 @@ class GuessingContext(Context):
     _TELLS_ALL = False
     # Rows that want logits only so that one pass is enough; encoding has logits of as many in its buffer.
     _MOST = 16
+    _IN_PARTS = False
+    """Whether rows with logits have a pass of their own, however few the rows are."""
 
     def encoded(self, states: States) -> States:
         """What `decode` is fed of another model's hidden states."""
@@ -101,14 +105,14 @@ class GuessingContext(Context):
         if states is None:
             states = np.zeros((len(rows), self.n_hidden), np.float32)
         telling = list(range(len(rows)))
-        if len(rows) > self._MOST:
+        if len(rows) > self._MOST or self._IN_PARTS:
             telling = [i for i, row in enumerate(rows) if row[3]]
             silent = [i for i, row in enumerate(rows) if not row[3]]
             if silent:
                 self._pass([rows[i] for i in silent], states[silent])
         self._at = {i: n for n, i in enumerate(telling)}
         if telling:
-            self._pass([(*rows[i][:3], True) for i in telling], states[telling])
+            self._tell([(*rows[i][:3], True) for i in telling], states[telling])
 
     def _pass(self, rows: Sequence[Row], states: States) -> None:
         self._batch.embd = states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
@@ -116,6 +120,9 @@ class GuessingContext(Context):
             super().decode(rows)
         finally:
             self._batch.embd = None  # llama.cpp would free it with the batch
+
+    def _tell(self, rows: Sequence[Row], states: States) -> None:
+        self._pass(rows, states)
 
     def logits(self, row: int, n_highest: int | None = None) -> NDArray[np.float32]:
         return super().logits(self._at[row], n_highest)
@@ -150,3 +157,33 @@ class EagleContext(GuessingContext):
         if llama_cpp.llama_encode(self.pointer, batch) != 0:
             raise DecodeError(f"llama.cpp cannot encode the hidden states of {len(states)} rows.")
         return self.hidden(len(states)).copy()
+
+
+class BlockContext(EagleContext):
+    """A DFlash draft: rows without logits are cells that come of a model's hidden states alone, rows with
+    logits are tokens and masks behind them, which see each other.
+
+    Sources: Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", 2026; llama.cpp,
+    models/dflash.cpp.
+    """
+
+    _IN_PARTS = True
+
+    def __init__(self, model: Model, options: ContextOptions) -> None:
+        super().__init__(model, options)
+        is_causal = model.meta(f"{model.architecture}.attention.causal") == "true"
+        llama_cpp.llama_set_causal_attn(self.pointer, is_causal)
+
+    def _pass(self, rows: Sequence[Row], states: States) -> None:
+        # llama.cpp wants rows as wide as the encoder's, and reads their beginning.
+        n_more = self.n_hidden * (len(self.model.target_layers) - 1)
+        super()._pass(rows, np.pad(states, ((0, 0), (0, n_more))))
+
+    def _tell(self, rows: Sequence[Row], states: States) -> None:
+        Context.decode(self, rows)
+
+    def _run(self, batch: llama_cpp.llama_batch, n_rows: int) -> None:
+        if batch.embd:
+            batch = llama_cpp.llama_batch.from_buffer_copy(batch)
+            batch.token = None
+        super()._run(batch, n_rows)

@@ -55,16 +55,7 @@ _SEVERAL_DIMENSIONS = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYP
 # More than names of metadata have.
 _NAME_BYTES = 256
 
-EAGLE = "eagle3"
-# Functions of llama-ext.h, which have C++ names.
-_target_layers = library.function(
-    "_Z28llama_model_target_layer_idsPK11llama_model",
-    *(ctypes.POINTER(ctypes.c_int32), llama_cpp.llama_model_p_ctypes),
-)
-_n_target_layers = library.function(
-    "_Z30llama_model_target_layer_ids_nPK11llama_model",
-    *(ctypes.c_uint32, llama_cpp.llama_model_p_ctypes),
-)
+EAGLE, DFLASH = "eagle3", "dflash"
 
 _is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
 
@@ -100,26 +91,28 @@ def _token(token: int) -> int | None:
     return None if token < 0 else int(token)
 
 
-def _texts(path: Path, key: str) -> tuple[str, ...]:
-    """The texts of an array in a file's metadata; empty if it has none. llama.cpp tells no arrays, and the
-    gguf package takes seconds for the vocabulary before them."""
+def _array(path: Path, key: str) -> Sequence[str] | Sequence[int]:
+    """The texts or the integers of an array in a file's metadata; empty if it has none. llama.cpp tells no
+    arrays, and the gguf package takes seconds for the vocabulary before them."""
     pointer, index, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
     find = library.function("gguf_find_key", index, pointer, text)
     kind, kind_inside = (
         library.function(f"gguf_get_{name}_type", ctypes.c_int, pointer, index)
         for name in ("kv", "arr")
     )
-    n_texts = library.function("gguf_get_arr_n", ctypes.c_size_t, pointer, index)
+    count = library.function("gguf_get_arr_n", ctypes.c_size_t, pointer, index)
+    data = library.function("gguf_get_arr_data", ctypes.POINTER(ctypes.c_int32), pointer, index)
     get = library.function("gguf_get_arr_str", text, pointer, index, ctypes.c_size_t)
     with library.gguf_header(path) as header:
         at = find(header, key.encode()) if header else -1
         if at < 0 or kind(header, at) != GGUFValueType.ARRAY:
             return ()
-        if kind_inside(header, at) != GGUFValueType.STRING:
+        n, inside = count(header, at), kind_inside(header, at)
+        if inside in (GGUFValueType.INT32, GGUFValueType.UINT32):
+            return list(data(header, at)[:n])
+        if inside != GGUFValueType.STRING:
             return ()
-        return tuple(
-            get(header, at, i).decode(errors="replace") for i in range(n_texts(header, at))
-        )
+        return [get(header, at, i).decode(errors="replace") for i in range(n)]
 
 
 class Model:
@@ -178,9 +171,9 @@ class Model:
         # Not at exit: a decoder thread may still be running then.
         weakref.finalize(self, llama_cpp.llama_model_free, pointer).atexit = False
         self.architecture = self.meta("general.architecture") or ""
-        self.is_eagle = self.architecture == EAGLE
-        """Whether it is no model, but a head that guesses by another model's hidden states."""
-        if llama_cpp.llama_model_has_encoder(pointer) and not self.is_eagle:
+        self.is_head = self.architecture in (EAGLE, DFLASH)
+        """Whether it is no model, but guesses by another model's hidden states."""
+        if llama_cpp.llama_model_has_encoder(pointer) and not self.is_head:
             # T5's decoder sees no prompt itself.
             raise ConfigError(
                 f"{self.path} is of the architecture {self.architecture}, with an encoder "
@@ -284,7 +277,8 @@ class Model:
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
         """The labels of a classifier's outputs; empty for a single output without a label."""
-        return _texts(self.path, f"{self.architecture}.classifier.output_labels")
+        found = _array(self.path, f"{self.architecture}.classifier.output_labels")
+        return tuple(map(str, found))
 
     @property
     def has_softmax(self) -> bool:
@@ -312,10 +306,33 @@ class Model:
         every = self.meta_int("full_attention_interval", 1)
         return [heads if i % every == every - 1 else 0 for i in range(n_layer)]
 
-    @property
+    @functools.cached_property
     def target_layers(self) -> tuple[int, ...]:
-        """The layers of another model whose input a head reads. Not with `vocab_only`."""
-        return tuple(_target_layers(self.pointer)[: _n_target_layers(self.pointer)])
+        """The layers of another model whose input a head reads."""
+        return tuple(map(int, _array(self.path, f"{self.architecture}.target_layers")))
+
+    @functools.cached_property
+    def guesses_from_anchor(self) -> bool:
+        """Whether a DFlash draft's first guess is in the row of the text's last token, and not in that of a
+        mask behind it: DSpark's is. Source: llama.cpp, `build_dspark_markov_head`."""
+        if self.meta(f"{DFLASH}.sample_from_anchor") == "false":
+            return False
+        pointer, name = ctypes.c_void_p, ctypes.c_char_p
+        find = library.function("gguf_find_tensor", ctypes.c_int64, pointer, name)
+        with library.gguf_header(self.path) as header:
+            return bool(header) and find(header, b"markov_w1.weight") >= 0
+
+    @property
+    def n_block(self) -> int:
+        """The tokens that a DFlash draft guesses at once; 0 for others."""
+        if self.architecture != DFLASH:
+            return 0
+        return self.meta_int("block_size", 16) - (0 if self.guesses_from_anchor else 1)
+
+    @property
+    def mask(self) -> int | None:
+        """The token that stands for one to be guessed, if the vocabulary has one."""
+        return _token(llama_cpp.llama_vocab_mask(self._vocab))
 
     @property
     def n_cache_layers(self) -> int:

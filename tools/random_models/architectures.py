@@ -7,6 +7,7 @@ tests/test-llama-archs.cpp, where the metadata are from.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from tools.gguf_file import add_tokenizer
 from tools.random_models.model import vocabulary
 
 N_VOCAB = 512
+SHARED = r"^(token_embd|output)\.|rope_freqs|post_|layer_output_scale|attn_sinks"
+"""Tensors that a DFlash draft takes from its model, or only some have: for `without`."""
 _TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
 _SCALES = (b".scale", b".input_scale")
 
@@ -37,30 +40,38 @@ def write_architecture(
     change: Callable[[Weights], None] = lambda weights: None,
     *,
     seed: int = 0,
+    without: str = "",
+    n_vocab: int = N_VOCAB,
 ) -> None:
-    """Write a model with these metadata of its architecture, its own prediction layers included, and the
-    vocabulary of tests. `change` may change its weights. Raises ValueError if llama.cpp makes no model of
-    the metadata."""
+    """Write a model with these metadata of its architecture, or of its vocabulary (`tokenizer.`), its own
+    prediction layers included. Tensors whose names `without` matches are left out, and `change` may change
+    its weights. Raises ValueError if llama.cpp makes no model of the metadata."""
     header = path.with_suffix(".header")
     try:
-        _write(header, architecture, metadata, {})
+        _write(header, architecture, metadata, {}, n_vocab)
         shapes = _shapes(header)
     finally:
         header.unlink(missing_ok=True)
+    shapes = {
+        name: shape for name, shape in shapes.items() if not (without and re.search(without, name))
+    }
     rng = np.random.default_rng(seed)
     weights = {name: drawn(rng, name, shape) for name, shape in shapes.items()}
     change(weights)
-    _write(path, architecture, metadata, weights)
+    _write(path, architecture, metadata, weights, n_vocab)
 
 
-def _write(path: Path, architecture: str, metadata: Metadata, tensors: Weights) -> None:
+def _write(
+    path: Path, architecture: str, metadata: Metadata, tensors: Weights, n_vocab: int
+) -> None:
     writer = GGUFWriter(path, architecture)
     for key, value in metadata.items():
+        name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
         if isinstance(value, Sequence):
-            writer.add_array(f"{architecture}.{key}", value)
+            writer.add_array(name, value)
         else:
-            writer.add_key_value(f"{architecture}.{key}", value, _TYPES[type(value)])
-    tokens, merges = vocabulary(N_VOCAB)
+            writer.add_key_value(name, value, _TYPES[type(value)])
+    tokens, merges = vocabulary(n_vocab)
     add_tokenizer(writer, tokens, merges, CONTROL_TOKENS)
     for name, values in tensors.items():
         writer.add_tensor(name, values)

@@ -153,6 +153,8 @@ class DraftModel(Protocol):
 
     reads_states: bool
     """Whether it goes by the other model's hidden states."""
+    n_block: int
+    """The most tokens that a pass guesses at once behind a row; 0: one, which is fed for the next."""
 
     def first_fed(self, seq_id: int) -> int:
         """The first place in the text of the other model's slot from which on `decode` can be fed."""
@@ -164,12 +166,14 @@ class DraftModel(Protocol):
     profile: Profile
     """The cost of batches; empty if that was not measured."""
 
-    def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
-        """Compute a forward pass. `places` says where each row is in the other model's text, or `GUESSED`.
-        Raises DecodeError if the rows cannot be decoded; some may be in the cache."""
+    def decode(self, rows: Sequence[Row], places: Sequence[int], n_guessed: int) -> None:
+        """Compute a forward pass that guesses so many tokens behind each row that wants logits. `places`
+        says where each row is in the other model's text, or `GUESSED`. With `n_block`, what is in the cache
+        from such a row on is good for this pass only. Raises DecodeError if the rows cannot be decoded;
+        some may be in the cache."""
 
-    def most_likely(self, row: int) -> int:
-        """The token of the other model's vocabulary that is most likely after a row last decoded."""
+    def most_likely(self, row: int, n_guessed: int) -> list[int]:
+        """So many tokens of the other model's vocabulary that are most likely behind a row last decoded."""
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop the slot's cached tokens from index n_past on."""

@@ -22,6 +22,7 @@ from serve_app.llama import library
 from serve_app.llama.context import Context, ContextOptions
 from serve_app.llama.formats import Threads
 from serve_app.llama.hidden_states import (
+    BlockContext,
     EagleContext,
     GuessingContext,
     HiddenStates,
@@ -45,7 +46,7 @@ _MOST_PADDED = 128
 class LlamaDraft:
     """Proposes tokens by a context of its own."""
 
-    reads_states = False
+    reads_states, n_block = False, 0
 
     def __init__(
         self, model: Model, context: Context, n_vocab: int, options: EngineOptions, threads: Threads
@@ -87,10 +88,13 @@ class LlamaDraft:
     def first_fed(self, seq_id: int) -> int:
         return 0
 
-    def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
+    def decode(self, rows: Sequence[Row], places: Sequence[int], n_guessed: int) -> None:
         self._context.decode(rows)
 
-    def most_likely(self, row: int) -> int:
+    def most_likely(self, row: int, n_guessed: int) -> list[int]:
+        return [self._best(row)]
+
+    def _best(self, row: int) -> int:
         return int(self._context.logits(row)[: self._n_vocab].argmax())
 
     @property
@@ -126,10 +130,13 @@ def open_draft(
         return GuessingDraft(target, target, OwnLayersContext(target, sizes), options, threads)
     if model is None:
         return None
-    if model.is_eagle:
+    if model.is_head:
         # The engine's context may be remade, so another one lends the target's embeddings and output.
-        lender = Context(target, _ONE_ROW)
+        lender = Context(target, _FEW_ROWS)
         sizes = replace(_context_options(options), hidden_layers=(model.n_layer,), other=lender)
+        if model.n_block:
+            sizes = replace(sizes, n_outputs=options.n_slots + MAX_DRAFTED_ROWS)
+            return BlockDraft(target, model, BlockContext(model, sizes), options, threads)
         return GuessingDraft(target, model, EagleContext(model, sizes), options, threads)
     context = Context(model, _context_options(options))
     return LlamaDraft(model, context, min(target.n_vocab, model.n_vocab), options, threads)
@@ -146,16 +153,15 @@ def hidden_layers(target: Model, model: Model | None, options: EngineOptions) ->
     if model is None:
         return ()
     check_draft(target, model)
-    if model.is_eagle:
-        _try(target, model, options)
-        return model.target_layers
     n_ctx, _ = _sizes(options)
     if 0 < model.window < n_ctx:
         raise ConfigError(
             f"engine.draft: {model.path.name} looks back on {model.window} tokens only, and could not take "
             "back what it proposed."
         )
-    return ()
+    if model.is_head:
+        _try(target, model, options)
+    return model.target_layers
 
 
 def _context_options(options: EngineOptions) -> ContextOptions:
@@ -178,7 +184,7 @@ def _sizes(options: EngineOptions) -> tuple[int, int]:
 
 def check_target(target: Model) -> None:
     """Raises ConfigError if that is a head for another model. The vocabulary is enough."""
-    if target.is_eagle:
+    if target.is_head:
         raise ConfigError(
             f"{target.path.name} is a draft for another model. Name it in engine.draft."
         )
@@ -191,16 +197,23 @@ def check_draft(target: Model, draft: Model) -> None:
         (draft, False, "what it proposed"),
     )
     for model, can_roll_back, lack in able:
-        if (model.is_recurrent and not can_roll_back) or not model.is_causal:
+        sees_all = not (model.is_causal or model.is_head)
+        if (model.is_recurrent and not can_roll_back) or sees_all:
             raise ConfigError(
                 f"engine.draft: {model.path.name} cannot take back {lack}, as its layers are recurrent "
                 "or it makes embeddings only. Leave out the draft."
             )
-    width = draft.meta_int("target_hidden_size", target.n_embd)
-    if draft.is_eagle and width != target.n_embd:
+    width = draft.meta_int("target_hidden_size", draft.n_embd)
+    if draft.is_head and width != target.n_embd:
         raise ConfigError(
             f"engine.draft: {draft.path.name} reads hidden states of {width} numbers, and those of "
             f"{target.path.name} have {target.n_embd}."
+        )
+    if draft.n_block and draft.mask is None:
+        raise ConfigError(f"engine.draft: {draft.path.name} does not name its mask token.")
+    if draft.n_block and draft.meta_int("selector_top_k", 0):
+        raise ConfigError(
+            f"engine.draft: {draft.path.name} has a selector of tokens (DFlash2), which is not supported."
         )
     if target.vocabulary_key == draft.vocabulary_key:
         return
@@ -222,9 +235,6 @@ def check_draft(target: Model, draft: Model) -> None:
 
 _N_STATES = N_CTX // 2
 """The last tokens of each slot whose hidden states are there."""
-
-N_EAGLE_LAYERS = 3
-"""The layers whose input an EAGLE-3 head reads."""
 
 
 def slot_bytes(target: Model, n_ctx: int) -> int:
@@ -254,7 +264,7 @@ class GuessingDraft(LlamaDraft):
     ) -> None:
         self._context: GuessingContext = context
         self._guessed: dict[int, States] = {}
-        self._n_slots, self._target = options.n_slots, target
+        self._n_slots, self._target, self.n_block = options.n_slots, target, model.n_block
         width = context.n_hidden
         if model is not target:
             width = len(model.target_layers) * target.n_embd
@@ -267,7 +277,7 @@ class GuessingDraft(LlamaDraft):
     def first_fed(self, seq_id: int) -> int:
         return self.states.first_fed(seq_id)
 
-    def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
+    def decode(self, rows: Sequence[Row], places: Sequence[int], n_guessed: int) -> None:
         known = [i for i, place in enumerate(places) if place != GUESSED]
         fed = np.empty((len(rows), self._context.n_hidden), np.float32)
         if known:
@@ -294,7 +304,38 @@ class GuessingDraft(LlamaDraft):
         )
 
 
-_ONE_ROW = ContextOptions(n_seq_max=1, n_ctx_slot=1, n_batch=1, threads=1, flash_attn=True)
+class BlockDraft(GuessingDraft):
+    """A DFlash draft. What it is fed of a text are the states of these tokens, and one pass guesses several
+    tokens: its rows are a text's last token, whose state is not known yet, and a mask for each guess."""
+
+    _context: BlockContext
+
+    def decode(self, rows: Sequence[Row], places: Sequence[int], n_guessed: int) -> None:
+        mask, n_before = self._model.mask or 0, int(self._model.guesses_from_anchor)
+        made, known = list[Row](), dict[int, States]()
+        self._first_guess: dict[int, int] = {}
+        for i, (row, place) in enumerate(zip(rows, places, strict=True)):
+            _, position, seq_id, wants_logits = row
+            if not wants_logits:
+                known[len(made)] = self.states.before(seq_id, place + 1)
+            made.append(row)
+            if wants_logits:
+                self._first_guess[i] = len(made) - n_before
+                masks = range(position + 1, position + 1 + n_guessed - n_before)
+                made += [(mask, at, seq_id, True) for at in masks]
+        fed = np.empty((len(made), self._context.n_hidden), np.float32)
+        if known:
+            fed[[*known]] = self._context.encoded(np.stack([*known.values()]))
+        self._context.decode(made, fed)
+
+    def most_likely(self, row: int, n_guessed: int) -> list[int]:
+        first = self._first_guess[row]
+        return [self._best(row) for row in range(first, first + n_guessed)]
+
+
+_FEW_ROWS = ContextOptions(
+    n_seq_max=1, n_ctx_slot=3, n_batch=3, n_outputs=3, threads=1, flash_attn=True
+)
 
 
 def check_own_layers(target: Model) -> None:
@@ -338,22 +379,23 @@ def _try(target: Model, model: Model, options: EngineOptions) -> None:
 
 
 def guesses_by_states(path: Path, draft: Path | None) -> bool:
-    """Whether a model's own prediction layers, or the head in the file `draft`, compute a row, and logits
-    depend on the hidden states that they are fed. Ends the process where llama.cpp does."""
+    """Whether a model's own prediction layers, or the head in the file `draft`, compute rows, and logits
+    depend on the hidden states of the last ones that are fed. Ends the process where llama.cpp does."""
     target = Model(path, repack=False, own_layers=draft is None)
     model = target if draft is None else Model(draft, repack=False)
     layers = (target.n_layer,) if draft is None else model.target_layers
-    source = Context(target, replace(_ONE_ROW, hidden_layers=layers))
-    sizes = replace(_ONE_ROW, hidden_layers=(model.n_layer,), other=source)
-    context = (OwnLayersContext if draft is None else EagleContext)(model, sizes)
-    logits = []
+    source = Context(target, replace(_FEW_ROWS, hidden_layers=layers))
+    sizes = replace(_FEW_ROWS, hidden_layers=(model.n_layer,), other=source)
+    kind = OwnLayersContext if draft is None else BlockContext if model.n_block else EagleContext
+    context, logits = kind(model, sizes), []
     try:
-        source.decode([(0, 0, 0, True)])
-        states = source.hidden(1)
-        for told in (states, 1 - states):
-            context.decode([(0, 0, 0, True)], context.encoded(told))
-            logits.append(context.logits(0).copy())
+        source.decode([(i, i, 0, True) for i in range(3)])
+        states = source.hidden(3).copy()
+        for _ in range(2):
+            context.decode([(i, i, 0, i == 2) for i in range(3)], context.encoded(states))
+            logits.append(context.logits(2).copy())
             context.truncate(0, 0)
+            states[1:] = 1 - states[1:]
     except DecodeError:
         return False
     return bool(np.isfinite(logits).all() and (logits[0] != logits[1]).any())

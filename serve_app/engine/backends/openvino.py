@@ -235,7 +235,7 @@ class OpenVinoBackend:
         draft = None
         if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
             draft = Model(options.draft, load_mode=options.load_mode)
-            if draft.is_eagle:
+            if draft.is_head:
                 raise ConfigError(
                     f"engine.draft: {draft.path.name} reads hidden states, which OpenVINO's backend does "
                     "not tell. Set engine.backend: llama_cpp."

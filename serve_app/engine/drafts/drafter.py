@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -29,13 +30,14 @@ class SlotWindow:
 
     With `reads_states`, what is fed of a text is the other model's hidden states. Then guesses are never
     the text's, as they were made without these, and a window may begin anywhere, without the first tokens.
+    With `n_block`, the last token that is fed is a guess, too: its states are not known yet.
     """
 
-    def __init__(self, n_ctx: int, *, reads_states: bool = False) -> None:
+    def __init__(self, n_ctx: int, *, reads_states: bool = False, n_block: int = 0) -> None:
         self._n_ctx = n_ctx
         self._n_fed = n_ctx // 2
         self._n_sink = 0 if reads_states else N_SINK
-        self._keeps_guesses = not reads_states
+        self._keeps_guesses, self._keeps_last = not reads_states, not n_block
         self.cells: list[int] = []
         self.n_kept = 0
         """The tokens that are the text's."""
@@ -58,12 +60,12 @@ class SlotWindow:
         """Have the sequence's text, with cells for `room` tokens more; returns how many tokens are to
         be fed, at least its last one. Those before the place `first` in the text cannot be fed."""
         tokens = sequence.tokens
+        end = len(self.cells) if self._keeps_guesses else self.n_kept
         if self._source is not tokens:
-            end = self._n_sink if self._n_skipped else len(self.cells)
+            end = self._n_sink if self._n_skipped else end
             self.n_kept = self._n_alike(tokens, 0, end)
             self._n_skipped, self._source, self._owner = 0, tokens, sequence.id
         else:
-            end = len(self.cells) if self._keeps_guesses else self.n_kept
             self.n_kept = self._n_alike(tokens, self.n_kept, end)
         n_text = len(tokens) - self._n_skipped
         if n_text + room > self._n_ctx or n_text - self.n_kept > self._n_fed:
@@ -94,7 +96,7 @@ class SlotWindow:
         """Note tokens that are in the cache now: of the text, or guessed behind it."""
         self.cells += tokens
         if not guessed:
-            self.n_kept = len(self.cells)
+            self.n_kept = len(self.cells) if self._keeps_last else len(self.cells) - 1
 
     def empty(self) -> None:
         self.cells.clear()
@@ -144,8 +146,11 @@ class Drafter:
         self._common = AcceptanceRate(_LIKELY, _NEWEST_OF_ALL, _FORGIVING_OF_ALL)
         """The rate of all sequences: what a new one is expected to have."""
         self._windows = [
-            SlotWindow(model.n_ctx, reads_states=model.reads_states) for _ in range(n_slots)
+            SlotWindow(model.n_ctx, reads_states=model.reads_states, n_block=model.n_block)
+            for _ in range(n_slots)
         ]
+        self.most_drafted = model.n_block or sys.maxsize
+        """The most tokens that `propose` can be asked for."""
         self._n_failed = 0
         self.spent: list[tuple[Sequence, float]] = []
         """Seconds that passes took since somebody looked, and for whom."""
@@ -177,6 +182,8 @@ class Drafter:
     def draft_s(self, n_sequences: int, n_drafted: int, n_fed: int) -> float:
         """Seconds to propose so many tokens for each of so many sequences, `n_fed` tokens fed before."""
         n_past = self._n_cells
+        if self._model.n_block:  # to feed a few is learnt as a part of it
+            return self._costs.verify_s(n_sequences, n_drafted, n_past)
         first_s = self._costs.decode_s(n_fed, n_past)
         if n_sequences == 1:
             first_s = self._costs.verify_s(1, n_fed - 1, n_past)
@@ -206,16 +213,17 @@ class Drafter:
             self._feed(one.slot_id, window, MOST_FED, rows, places)
             last_rows.append(len(rows) - 1)
         drafts: list[list[int]] = [[] for _ in sequences]
-        for _ in range(n_drafted):
-            proposed = self._pass(sequences, rows, places, last_rows)
+        n_guessed = n_drafted if self._model.n_block else 1
+        for _ in range(0, n_drafted, n_guessed):
+            proposed = self._pass(sequences, rows, places, last_rows, n_guessed)
             if proposed is None:
                 return {}
-            for draft, token in zip(drafts, proposed, strict=True):
-                draft.append(token)
+            for draft, tokens in zip(drafts, proposed, strict=True):
+                draft += tokens
             if len(drafts[0]) < n_drafted:
                 rows, last_rows = [], list(range(len(sequences)))
                 places = [GUESSED] * len(sequences)
-                for one, window, token in zip(sequences, windows, proposed, strict=True):
+                for one, window, (token,) in zip(sequences, windows, proposed, strict=True):
                     rows.append((token, len(window.cells), one.slot_id, True))
                     window.fed([token], guessed=True)
         for window in windows:
@@ -231,7 +239,7 @@ class Drafter:
             rows: list[Row] = []
             places: list[int] = []
             self._feed(one.slot_id, self._windows[one.slot_id], n_rows, rows, places)
-            if self._pass([one], rows, places, []) is None:
+            if self._pass([one], rows, places, [], 0) is None:
                 return
             if within_s is not None:
                 within_s -= self.feed_s(len(rows))
@@ -256,21 +264,25 @@ class Drafter:
         rows: list[Row],
         places: list[int],
         last_rows: list[int],
-    ) -> list[int] | None:
-        """Compute a batch. Returns the most likely tokens after `last_rows`; None if it failed."""
+        n_guessed: int,
+    ) -> list[list[int]] | None:
+        """Compute a batch. Returns so many likely tokens behind each of `last_rows`; None if it failed."""
         n_past, began = self._n_cells - len(rows), self._clock()
+        n_rows = len(rows)
+        if self._model.n_block and last_rows:
+            n_rows = len(last_rows) * (n_guessed + 1)
         try:
-            with self._progress.computing(partial(self._costs.batch_s, len(rows), n_past)):
-                self._model.decode(rows, places)
-            found = [self._model.most_likely(row) for row in last_rows]
+            with self._progress.computing(partial(self._costs.batch_s, n_rows, n_past)):
+                self._model.decode(rows, places, n_guessed)
+            found = [self._model.most_likely(row, n_guessed) for row in last_rows]
         except DecodeError as error:
             self._fail(error)
             return None
         seconds = self._clock() - began
         if not last_rows:
-            self._costs.observe_prefill(len(rows), n_past, seconds)
+            self._costs.observe_prefill(n_rows, n_past, seconds)
         else:
-            self._costs.observe_decode(len(last_rows), len(rows), n_past, seconds)
+            self._costs.observe_decode(len(last_rows), n_rows, n_past, seconds)
         self.spent += [(one, seconds / len(sequences)) for one in sequences]
         return found
 

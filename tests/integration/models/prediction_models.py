@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.random_models.architectures import N_VOCAB, Weights, drawn, write_architecture
+from tools.random_models.architectures import N_VOCAB, SHARED, Weights, drawn, write_architecture
 
 _N_EMBD, _N_LAYER = 64, 2
 _SIZES: dict[str, Any] = {
@@ -196,6 +196,59 @@ def write_eagle(path: Path, *, counts: bool = False, layers: tuple[int, ...] = (
     write_architecture(path, "eagle3", EAGLE | {"target_layers": list(layers)}, change)
 
 
+N_BLOCK = 7
+"""The tokens that a DFlash draft guesses at once."""
+DFLASH: dict[str, Any] = EAGLE | {
+    "attention.head_count": N_BLOCK + 1,
+    "attention.head_count_kv": 1,
+    "attention.key_length": _N_EMBD,
+    "attention.value_length": _N_EMBD,
+    "block_size": N_BLOCK + 1,
+    "tokenizer.ggml.mask_token_id": 7,
+}
+
+
+def write_dflash(
+    path: Path, metadata: dict[str, Any] = DFLASH, *, counts: bool = False, is_dspark: bool = False
+) -> None:
+    """A DFlash draft for those models, or a DSpark draft, whose guesses begin a row
+    before. One that `counts` is right behind some text.
+
+    Its heads look at places, the first one right before a row, and the next ones each one further. What
+    stands there is turned by as many steps. So a row reads its token from each state of the text, and only
+    from those: the masks tell others.
+    """
+
+    def change(weights: Weights) -> None:
+        if is_dspark:
+            for name in ("markov_w1.weight", "markov_w2.weight"):
+                weights[name] = drawn(np.random.default_rng(1), name, (N_VOCAB, 16))
+        if counts:
+            of_block = {name.removeprefix("blk.0."): one for name, one in weights.items()}
+            _count_in_blocks(of_block, ahead=int(is_dspark))
+
+    write_architecture(path, "dflash", metadata, change, without=SHARED)
+
+
+def _count_in_blocks(weights: Weights, ahead: int) -> None:
+    for name, values in weights.items():
+        if "norm" not in name:
+            values *= 0
+    half = _N_EMBD // 2
+    speeds, sharp, strong = 10000.0 ** (-np.arange(half) / half), 8, 10
+    weights["fc.weight"][:, :_N_EMBD] = weights["attn_v.weight"][:] = np.eye(_N_EMBD)
+    # The first number of all embeddings is the same.
+    weights["attn_k.weight"][:half, 0] = 1
+    weights["attn_k_norm.weight"][:] = weights["attn_q_norm.weight"][:] = sharp
+    turned = _turns()[1] if ahead else np.eye(_N_EMBD)
+    for head in range(N_BLOCK + 1):
+        angles, columns = -(head + 1) * speeds, slice(head * _N_EMBD, (head + 1) * _N_EMBD)
+        query = np.concatenate([np.cos(angles), np.sin(angles)])
+        weights["attn_q.weight"][columns, 0] = query
+        weights["attn_output.weight"][:, columns] = strong * turned
+        turned = _turns()[1] @ turned
+
+
 def _count(weights: Weights) -> None:
     turned, step = _turns()
     for values in weights.values():
@@ -209,8 +262,10 @@ def _count(weights: Weights) -> None:
 
 
 def _turns() -> tuple[Any, Any]:
-    """Points that turn by a step from token to token, from that before the first on, and the step."""
+    """Points that turn by a step from token to token, from that before the first on, and the step. The
+    first number of all is the same."""
     speeds = np.random.default_rng(0).uniform(0, 2 * np.pi, _N_EMBD // 2)
+    speeds[0] = 0
     angles = np.outer(np.arange(-1, N_VOCAB), speeds)
     turned = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
     cos, sin = np.diag(np.cos(speeds)), np.diag(np.sin(speeds))
