@@ -1,7 +1,7 @@
 """Layers that guess a model's further tokens by its hidden states.
 
-They are the model's own prediction layers (MTP, "next n"), or an EAGLE-3 head or DFlash draft in a file of
-its own.
+They are the model's own prediction layers (MTP, "next n"), or a file of their own: an EAGLE-3 head, or a
+DFlash draft.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -183,7 +184,7 @@ class BlockContext(EagleContext):
         Context.decode(self, rows)
 
     def _run(self, batch: llama_cpp.llama_batch, n_rows: int) -> None:
+        made: Any = llama_cpp.llama_batch.from_buffer_copy(batch)
         if batch.embd:
-            batch = llama_cpp.llama_batch.from_buffer_copy(batch)
-            batch.token = None
-        super()._run(batch, n_rows)
+            made.token = None
+        super()._run(made, n_rows)

@@ -55,7 +55,7 @@ _SEVERAL_DIMENSIONS = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYP
 # More than names of metadata have.
 _NAME_BYTES = 256
 
-EAGLE, DFLASH = "eagle3", "dflash"
+DFLASH = "dflash"
 
 _is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
 
@@ -171,7 +171,7 @@ class Model:
         # Not at exit: a decoder thread may still be running then.
         weakref.finalize(self, llama_cpp.llama_model_free, pointer).atexit = False
         self.architecture = self.meta("general.architecture") or ""
-        self.is_head = self.architecture in (EAGLE, DFLASH)
+        self.is_head = self.architecture in ("eagle3", DFLASH)
         """Whether it is no model, but guesses by another model's hidden states."""
         if llama_cpp.llama_model_has_encoder(pointer) and not self.is_head:
             # T5's decoder sees no prompt itself.

@@ -49,6 +49,8 @@ class FakeDraft:
 
     def decode(self, rows: Sequence[Row], places: Sequence[int], n_guessed: int) -> None:
         """Feed the rows to their slots, and masks."""
+        if n_guessed > (self.n_block or 1):
+            raise AssertionError(f"{n_guessed} guesses in a pass of {self.n_block or 1}")
         self.places.append(list(places))
         self.batches.append(list(rows))
         self._at_row = {}

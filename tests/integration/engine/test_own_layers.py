@@ -6,6 +6,7 @@ behind a guess.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.engine import ConfigError, Engine, EngineOptions, EngineStats, SamplingParams
+from serve_app.engine import (
+    ConfigError,
+    Engine,
+    EngineOptions,
+    EngineStats,
+    GenerationRequest,
+    SamplingParams,
+    TokenStream,
+)
 from tests.integration.engine.test_draft_models import as_if_drafts_were_free, say
 from tests.integration.models.prediction_models import (
     DFLASH,
@@ -186,6 +195,21 @@ def test_an_eagle_head(counts: bool, tmp_path: Path) -> None:
         drafted.close()
 
 
+def say_beside_an_abort(engine: Engine, prompt: tuple[int, ...]) -> list[int]:
+    """The answer to a prompt beside the same one, whose client leaves after its first tokens."""
+
+    async def run() -> list[int]:
+        requests = [GenerationRequest(name, prompt, GREEDY) for name in ("stays", "leaves")]
+        stays, leaves = engine.submit_many(requests)
+        assert isinstance(stays, TokenStream)
+        assert isinstance(leaves, TokenStream)
+        async for _ in leaves:
+            engine.abort("leaves")
+        return [token async for delta in stays for token in delta.token_ids]
+
+    return asyncio.run(run())
+
+
 @pytest.mark.parametrize("kv_unified", [False, True], ids=["split", "unified"])
 @pytest.mark.parametrize("is_dspark", [False, True], ids=["dflash", "dspark"])
 @pytest.mark.parametrize("counts", [True, False], ids=["counting", "random"])
@@ -211,6 +235,7 @@ def test_a_dflash_draft(counts: bool, is_dspark: bool, kv_unified: bool, tmp_pat
                 n_proposed, n_right = proposals(before, after)
                 assert n_right == n_proposed > 30
                 assert after.timing.steps - before.timing.steps < 40 / N_BLOCK + 8
+        assert [say_beside_an_abort(drafted, counted_up)] == say(alone, (counted_up, GREEDY))
         long = shifted, replace(GREEDY, max_tokens=300)
         assert say(drafted, long) == say(alone, long)
         seeded = PROMPTS[0], SamplingParams(temperature=1.5, seed=7, max_tokens=20)

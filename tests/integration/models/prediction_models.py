@@ -215,8 +215,8 @@ def write_dflash(
     before. One that `counts` is right behind some text.
 
     Its heads look at places, the first one right before a row, and the next ones each one further. What
-    stands there is turned by as many steps. So a row reads its token from each state of the text, and only
-    from those: the masks tell others.
+    stands there is turned by as many steps. So a row reads its token from each state of the text. Masks
+    tell others, not as loud.
     """
 
     def change(weights: Weights) -> None:
@@ -235,8 +235,9 @@ def _count_in_blocks(weights: Weights, ahead: int) -> None:
         if "norm" not in name:
             values *= 0
     half = _N_EMBD // 2
-    speeds, sharp, strong = 10000.0 ** (-np.arange(half) / half), 8, 10
+    speeds, sharp, loud = 10000.0 ** (-np.arange(half) / half), 8, 4
     weights["fc.weight"][:, :_N_EMBD] = weights["attn_v.weight"][:] = np.eye(_N_EMBD)
+    weights["enc.output_norm.weight"][:] = loud
     # The first number of all embeddings is the same.
     weights["attn_k.weight"][:half, 0] = 1
     weights["attn_k_norm.weight"][:] = weights["attn_q_norm.weight"][:] = sharp
@@ -245,7 +246,7 @@ def _count_in_blocks(weights: Weights, ahead: int) -> None:
         angles, columns = -(head + 1) * speeds, slice(head * _N_EMBD, (head + 1) * _N_EMBD)
         query = np.concatenate([np.cos(angles), np.sin(angles)])
         weights["attn_q.weight"][columns, 0] = query
-        weights["attn_output.weight"][:, columns] = strong * turned
+        weights["attn_output.weight"][:, columns] = loud * turned
         turned = _turns()[1] @ turned
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ from serve_app.ingress.access.bodies import BodyLimits
 from serve_app.ingress.access.network import NetworkPolicy
 from serve_app.llama.model import Model
 from serve_app.placement.machine import Machine
-from tests.integration.models.prediction_models import write_eagle, write_qwen3, write_random
+from tests.integration.models.prediction_models import (
+    write_dflash,
+    write_eagle,
+    write_qwen3,
+    write_random,
+)
 from tests.unit.placement.machines import EPYC, SMALL, topology
 from tools.random_models.model import SHAPES, write_random_gguf
 
@@ -350,10 +356,13 @@ def test_a_draft_takes_of_the_models_memory() -> None:
     assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
 
 
-def test_a_head_takes_of_the_memory_and_is_no_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [write_eagle, write_dflash])
+def test_a_head_takes_of_the_memory_and_is_no_model(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
     target, head = tmp_path / "model.gguf", tmp_path / "head.gguf"
     write_qwen3(target)
-    write_eagle(head)
+    write(head)
     here = Machine(topology(((i,), 0) for i in range(2)), None, 2**28, 2**28)
     without, beside = (
         resolve([*schema.parse({"models": [model(**asked)]}).models], here)[0]
