@@ -173,7 +173,8 @@ class DraftModel(Protocol):
         some may be in the cache."""
 
     def most_likely(self, row: int, n_guessed: int) -> list[int]:
-        """So many tokens of the other model's vocabulary that are most likely behind a row last decoded."""
+        """The tokens of the other model's vocabulary, `n_guessed`, that are most likely behind a row last
+        decoded."""
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop the slot's cached tokens from index n_past on."""
