@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.engine.autotune.cost_model import AHEAD_S, CostModel
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.scheduler.batch import Batch, Chunk
@@ -20,10 +20,6 @@ from serve_app.errors import ConstraintError, CorralError, DecodeCancelledError,
 from serve_app.types import Adapters, Sampled
 
 logger = logging.getLogger("corral.engine")
-
-# Passes follow each other as long as they end in so many seconds: what surrounds a pass takes as long as a
-# pass of a tiny model, and nobody sees whether tokens come one by one so fast.
-_AHEAD_S = 0.01
 
 
 @dataclass(slots=True)
@@ -91,9 +87,9 @@ class BatchRunner:
             result.first_s = result.decode_s = decoded - began
             result.sampled = [self._sample(chunk) for chunk in batch.chunks]
             result.sample_s = time.monotonic() - decoded
-            ahead = ahead and bool(self._costs) and 2 * result.decode_s < _AHEAD_S
+            ahead = ahead and bool(self._costs) and 2 * result.decode_s < AHEAD_S
             if ahead and (streams := _streams(result)):
-                self._run_ahead(result, streams, began + _AHEAD_S)
+                self._run_ahead(result, streams, began + AHEAD_S)
         self._charge(batch, result.decode_s)
         return result
 

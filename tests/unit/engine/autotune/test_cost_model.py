@@ -187,6 +187,12 @@ def test_a_batch_is_split_where_two_rows_cost_more_than_two_batches() -> None:
     assert model.split((4, 5), 0) == (2,)
 
 
+def test_a_batch_that_others_may_follow_is_split_at_gaps_only() -> None:
+    model = CostModel(Profile({1: 0.002, 2: 0.006, 4: 0.007, 8: 0.009}, {16: 0.1}))
+    assert [model.split((4, 5), 0), model.split((4, 5), 0)] == [(2,), (2,)]
+    assert model.split((0, 7), 0) == (1, 1)
+
+
 @given(
     st.sets(st.integers(0, 15), min_size=1),
     st.sets(st.integers(0, 15)),

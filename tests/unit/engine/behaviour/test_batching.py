@@ -145,7 +145,7 @@ QUICK = Profile(dict.fromkeys((1, 2, 4), 1e-5), {8: 1e-5, 16: 1e-5})
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes follow each other however slow this machine is."""
-    monkeypatch.setattr("serve_app.engine.core.batch_runner._AHEAD_S", PATIENCE_S)
+    monkeypatch.setattr("serve_app.engine.core.batch_runner.AHEAD_S", PATIENCE_S)
 
 
 def quick(**kind: Any) -> WatchedBackend:

@@ -61,7 +61,7 @@ def test_answers_are_the_same(prompts: list[str], max_tokens: int) -> None:
 
 def test_fewer_batches_than_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "serve_app.engine.core.batch_runner._AHEAD_S", 0.0
+        "serve_app.engine.core.batch_runner.AHEAD_S", 0.0
     )  # a draft before each pass
     with running(backend(1)) as engine:
         inbox = ask(engine, request("a", "la la la, la la la, ", max_tokens=40))
