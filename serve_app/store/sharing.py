@@ -26,6 +26,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from serve_app.store.ray_values import LOOK_S, IdleActor, actor_named
 from serve_app.store.remote import Holder, Listing, Peers, RemoteFile, Sharing
 from serve_app.store.shared_entries import NumberedEntries, shared_values
 
@@ -45,11 +46,8 @@ STALL_S = 20.0
 """A node that has made no progress for so long is skipped."""
 AVOID_S = 60.0
 """A node that failed is not asked again for so long."""
-IDLE_S = 60.0
-"""The process that reads a node's files ends when nobody has asked it for so long."""
 _N_AT_ONCE = 64
 """Calls of that process, most of which wait for the disk."""
-_NAMESPACE = "corral"
 _FILES = NumberedEntries("files", "nodes")
 
 
@@ -290,13 +288,16 @@ def _key(file: RemoteFile, *, is_whole: bool = True) -> str:
     return blake2b(identity, digest_size=16).hexdigest()
 
 
-class PeerActor:
+class PeerActor(IdleActor):
     """A process on a node that reads the node's files for other nodes. It is started by the first node
-    that asks for something. Its methods run in the actor's event loop."""
+    that asks for something."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._asked = time.monotonic()
-        self._watching: asyncio.Task[None] | None = None
+
+    def is_needed(self) -> bool:
+        return time.monotonic() - self._asked < LOOK_S
 
     async def read(self, path: str, piece: int, start: int, end: int) -> bytes | None:
         """Bytes of the file that is, or will be, at that path; None if that piece is not there."""
@@ -310,38 +311,13 @@ class PeerActor:
 
     def _note_use(self) -> None:
         self._asked = time.monotonic()
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        while True:
-            left_s = self._asked + IDLE_S - time.monotonic()
-            if left_s <= 0:
-                break
-            await asyncio.sleep(left_s)
-        ray.get_runtime_context().current_actor.leave.remote()
-
-    async def leave(self) -> None:
-        """End this process, unless somebody asked meanwhile."""
-        if time.monotonic() - self._asked < IDLE_S:
-            self._watching = asyncio.create_task(self._watch())
-            return
-        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+        self.watch()
 
 
 def peer_on(node: str) -> Any:
     """The actor of a node, started if it must be. Asks Ray's head. Raises RayError or ValueError."""
-    options: dict[str, Any] = {
-        "name": f"files-{node}",
-        "namespace": _NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_concurrency": _N_AT_ONCE,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-    }
-    made: Any = ray.remote(PeerActor)
-    return made.options(**options).remote()
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    return actor_named(f"files-{node}", PeerActor, n_at_once=_N_AT_ONCE, scheduling_strategy=place)
 
 
 def _age(path: Path) -> float | None:

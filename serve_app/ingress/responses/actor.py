@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
@@ -18,29 +18,31 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from serve_app.errors import CorralError
 from serve_app.ingress.responses.store import AppendResult, Bounds, LogAppend, Store, StoredResponse
+from serve_app.store.ray_values import NAMESPACE, IdleActor, actor_named
 
 logger = logging.getLogger("corral.ingress")
 
-LOOK_S, LAST_S = 10.0, 60.0
-"""The seconds between two looks whether there is anything. The actor ends when it has kept nothing for the
-longer time."""
+_AT_ONCE = 10_000
+"""Calls at once, most of which wait for news."""
 _ANSWER_S = 10.0
 _RETRY_S = (0.2, 1.0, 3.0)
 """An actor that has just ended is still found by its name for a moment."""
-_NAMESPACE = "corral"
+T = TypeVar("T")
 
 
-class StoreActor:
+class StoreActor(IdleActor):
     """A Store in a process of its own."""
 
     def __init__(self, bounds: Bounds) -> None:
+        super().__init__()
         self._store = Store(bounds)
-        self._watching: asyncio.Task[None] | None = None
+
+    def is_needed(self) -> bool:
+        return len(self._store) > 0
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The result of the store's method, or the CorralError that it raises."""
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
+        self.watch()
         try:
             return await getattr(self._store, method)(*arguments)
         except CorralError as error:
@@ -48,21 +50,6 @@ class StoreActor:
 
     async def be(self, bounds: Bounds) -> None:
         self._store.bounds = bounds
-
-    async def _watch(self) -> None:
-        """End when the store has had nothing for long."""
-        empty_s = 0.0
-        while empty_s < LAST_S:
-            await asyncio.sleep(LOOK_S)
-            empty_s = 0.0 if len(self._store) else empty_s + LOOK_S
-        ray.get_runtime_context().current_actor.leave.remote()
-
-    async def leave(self) -> None:
-        """End this process, unless somebody came meanwhile."""
-        if len(self._store):
-            self._watching = asyncio.create_task(self._watch())
-            return
-        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
 
 class RayStore:
@@ -95,45 +82,45 @@ class RayStore:
             return
         for pause_s in _RETRY_S:
             with suppress(ConnectionError):
-                await self._call(await self._made(), "put", *arguments)
+                await self._call(await self._made(), Store.put, *arguments)
                 return
             await asyncio.sleep(pause_s)
-        await self._call(await self._made(), "put", *arguments)
+        await self._call(await self._made(), Store.put, *arguments)
 
     async def append(self, appends: Sequence[LogAppend]) -> list[AppendResult]:
         actor = await self._found()
         if actor is None:
             raise ConnectionError("There is no store of responses.")
-        results: list[AppendResult] = await self._call(actor, "append", appends)
-        return results
+        return await self._call(actor, Store.append, appends)
 
     async def find(
         self, response_id: str, key: str | None, first: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
-        arguments = response_id, key, first, wait_s
-        stored: StoredResponse | None = await self._ask("find", *arguments, wait_s=wait_s)
-        return stored
+        return await self._ask(Store.find, response_id, key, first, wait_s, wait_s=wait_s)
 
     async def delete(self, response_id: str, key: str | None) -> bool:
-        return bool(await self._ask("delete", response_id, key))
+        return bool(await self._ask(Store.delete, response_id, key))
 
     async def cancel(self, response_id: str, key: str | None) -> None:
-        await self._ask("cancel", response_id, key)
+        await self._ask(Store.cancel, response_id, key)
 
     async def adopt(self) -> StoredResponse | None:
-        stored: StoredResponse | None = await self._ask("adopt")
-        return stored
+        return await self._ask(Store.adopt)
 
-    async def _ask(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+    async def _ask(
+        self, method: Callable[..., Awaitable[T]], *arguments: Any, wait_s: float = 0.0
+    ) -> T | None:
         """The method's result; None if there is no store."""
         actor = await self._found()
         return None if actor is None else await self._call(actor, method, *arguments, wait_s=wait_s)
 
-    async def _call(self, actor: Any, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+    async def _call(
+        self, actor: Any, method: Callable[..., Awaitable[T]], *arguments: Any, wait_s: float = 0.0
+    ) -> T:
         """Raises CorralError, and ConnectionError if the actor is lost or late."""
         try:
             async with asyncio.timeout(wait_s + _ANSWER_S):
-                answer = await actor.call.remote(method, *arguments)
+                answer: T | CorralError = await actor.call.remote(method.__name__, *arguments)
         except (RayActorError, RayTaskError, TimeoutError) as error:
             if self._actor is actor:
                 self._actor = None
@@ -147,25 +134,14 @@ class RayStore:
         async with self._finding:
             if self._actor is None:
                 with suppress(ValueError):
-                    self._actor = await asyncio.to_thread(ray.get_actor, self._name, _NAMESPACE)
+                    self._actor = await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
         return self._actor
 
     async def _made(self) -> Any:
         """The actor, started if it must be; with this ingress's bounds."""
         async with self._finding:
             if self._actor is None:
-                self._actor = await asyncio.to_thread(self._make)
+                arguments = self._name, StoreActor, self._bounds
+                self._actor = await asyncio.to_thread(actor_named, *arguments, n_at_once=_AT_ONCE)
                 self._actor.be.remote(self._bounds)
         return self._actor
-
-    def _make(self) -> Any:
-        options: dict[str, Any] = {
-            "name": self._name,
-            "namespace": _NAMESPACE,
-            "lifetime": "detached",
-            "get_if_exists": True,
-            "num_cpus": 0,
-            "max_concurrency": 10_000,
-        }
-        made: Any = ray.remote(StoreActor)
-        return made.options(**options).remote(self._bounds)
