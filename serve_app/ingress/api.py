@@ -30,7 +30,7 @@ from serve_app.ingress.dashboard.broadcaster import Broadcaster
 from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors
-from serve_app.ingress.http.dependencies import Bodies, InProcess, add_routes, worker_modules
+from serve_app.ingress.http.dependencies import Bodies, add_routes, worker_modules
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.media.fetching import Fetcher
 from serve_app.ingress.model_control import ModelControl
@@ -72,8 +72,8 @@ WORKER_MODULES = (*worker_modules(ROUTERS), audio_preparation.__name__)
 
 def build_api(
     models: Mapping[str, ServedModel],
-    config: IngressConfig = IngressConfig(),  # noqa: B008
-    workers: Workers | None = None,
+    config: IngressConfig,
+    workers: Workers,
     open_requests: OpenRequests | None = None,
     responses: BackgroundResponses | None = None,
     versions: VersionControl | None = None,
@@ -81,13 +81,12 @@ def build_api(
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 
-    The workers read bodies; without them, this process does. `open_requests` counts those that are
-    answered. `responses` makes responses that are kept; without it, this process alone keeps some. Batches
-    are worked on from the application's start on, as its lifespan. `versions` changes the weights of
-    models that have several, and `model_control` the models. Raises ConfigError for a key file that cannot
-    be used, and OSError for a folder.
+    The workers read bodies. `open_requests` counts those that are answered. `responses` makes responses
+    that are kept; without it, this process alone keeps some. Batches are worked on from the application's
+    start on, as its lifespan. `versions` changes the weights of models that have several, and
+    `model_control` the models. Raises ConfigError for a key file that cannot be used, and OSError for a
+    folder.
     """
-    workers = workers or InProcess(models)
     fetch = Fetcher(config.picture_hosts).fetch if config.picture_hosts else None
     bodies = Bodies(workers, strict=config.strict, fetch=fetch)
     ledger = Ledger(config.usage_folder and config.usage_folder.expanduser(), prices=config.prices)

@@ -16,10 +16,10 @@ from serve_app.config import schema
 from serve_app.config.sources import ModelSource
 from serve_app.errors import ConfigError
 from serve_app.ingress.access.api_keys import KeyFile
-from serve_app.ingress.api import build_api
 from serve_app.ingress.batch.objects import Endpoint
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.types import FetchingReplica
+from tests.doubles.api import build_api
 
 __all__ = ["ConfigError", "check_body", "check_curl", "check_json", "check_yaml"]
 _SECTIONS: Mapping[str, Callable[[Any], object]] = {

@@ -24,9 +24,9 @@ from schemathesis.python.asgi import shutdown_lifespans
 
 from serve_app.config.schema import IngressConfig
 from serve_app.engine import Engine, EngineOptions
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
+from tests.doubles.api import build_api
 from tools.local_client import LocalClient
 
 CHECKED = (

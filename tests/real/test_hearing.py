@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from serve_app.config.schema import IngressConfig, WhisperConfig
-from serve_app.ingress.api import build_api
+from tests.doubles.api import build_api
 from tests.real.models import FOLDER, TEXT, WHISPER
 
 N_CHARS = 1500

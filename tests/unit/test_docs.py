@@ -26,9 +26,9 @@ from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.engine.metrics.stats import EngineStats
 from serve_app.errors import ConfigError, CorralError
 from serve_app.ingress.access.api_keys import KeyFile
-from serve_app.ingress.api import build_api
 from serve_app.prompt.tool_calls import FORMATS
 from tests.documents import configuration, pages, parameters
+from tests.doubles.api import build_api
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from serve_app.config.schema import IngressConfig, WhisperConfig
-from serve_app.ingress.api import build_api
+from tests.doubles.api import build_api
 from tests.unit.ingress.audio.test_transcriptions import LONG, ask
 from tests.unit.ingress.harness import events
 from tests.unit.ingress.media.test_sounds import wav

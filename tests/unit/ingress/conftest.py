@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from serve_app.config.schema import BatchConfig, IngressConfig
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import CorralError, DecodeError, QueueFullError
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.sampling import LogitBias
 from serve_app.types import NO_DEADLINE, Accepted, FetchingReplica
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import (
     HELLO,
     N_CTX_SLOT,

@@ -9,8 +9,8 @@ import pytest
 
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import ModelNotFoundError
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel, find
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}

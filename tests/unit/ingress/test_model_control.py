@@ -20,11 +20,11 @@ from serve_app.errors import (
     PermissionDeniedError,
 )
 from serve_app.ingress import model_control
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_control import KEEP_ALIVE, ModelControl, model_id_of
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.store import shared_entries
 from serve_app.store.shared_entries import AddedModels, FolderValues
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from serve_app.errors import EngineFailedError, InvalidRequestError
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.versions.control import VersionControl
 from serve_app.store.shared_entries import MOST_CHANGES, VersionWeights
 from serve_app.types import Version
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 from tests.unit.store import key_values
 from tests.unit.store.key_values import KeyValues

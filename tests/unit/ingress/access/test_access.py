@@ -14,11 +14,11 @@ import yaml
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import CorralError, DecodeError, EngineUnavailableError, QueueFullError
 from serve_app.ingress.access import auth
-from serve_app.ingress.api import build_api
 from serve_app.ingress.dashboard.snapshot import difference, without_requests
 from serve_app.ingress.embeddings import preparation as embeddings
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import RequestRecord
+from tests.doubles.api import build_api
 from tests.unit.ingress.dashboard.test_snapshot import merged
 from tests.unit.ingress.harness import (
     N_CTX_SLOT,

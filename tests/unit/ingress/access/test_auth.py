@@ -18,7 +18,6 @@ from serve_app.config.schema import IngressConfig
 from serve_app.errors import CorralError, DeadlineError, InvalidRequestError
 from serve_app.ingress.access import api_keys, bodies
 from serve_app.ingress.access.auth import secret_of
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 from serve_app.types import (
@@ -30,6 +29,7 @@ from serve_app.types import (
     TokenDelta,
     Usage,
 )
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine, chat
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"

@@ -16,8 +16,8 @@ import yaml
 
 from serve_app.config.schema import IngressConfig
 from serve_app.ingress.access import created_keys
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 OP, ANA = "op-secret-0123456789", "ana-secret-0123456789"

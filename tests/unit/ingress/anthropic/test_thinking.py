@@ -10,8 +10,8 @@ import httpx
 import httpx2
 import pytest
 
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
+from tests.doubles.api import build_api
 from tests.unit.ingress.anthropic.test_routes import THINKING, TOOL, asked, events_of
 from tests.unit.ingress.generation.test_tools import CALL, script
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine

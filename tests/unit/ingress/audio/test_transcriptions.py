@@ -15,12 +15,12 @@ import yaml
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import QueueFullError
-from serve_app.ingress.api import build_api
 from serve_app.ingress.audio.preparation import WindowOrder, windows
 from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.model_registry import ModelInfo, ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import MEDIUM, SAMPLE_RATE, TokenDelta, TokenLogprobs
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import END, HELLO, Script, ScriptedEngine, events
 from tests.unit.ingress.media.test_sounds import wav
 from tests.unit.ingress.media.test_windows import speech

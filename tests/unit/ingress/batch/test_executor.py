@@ -23,19 +23,18 @@ from fastapi import FastAPI
 
 from serve_app.config.schema import BatchConfig, IngressConfig
 from serve_app.errors import DecodeError, InvalidRequestError, QueueFullError
-from serve_app.ingress.api import build_api
 from serve_app.ingress.batch import executor as executors
 from serve_app.ingress.batch import preparation
 from serve_app.ingress.batch import store as stores
 from serve_app.ingress.batch.journal import BatchJournal
 from serve_app.ingress.batch.objects import BatchRequest
 from serve_app.ingress.batch.store import BatchStore
-from serve_app.ingress.http.dependencies import InProcess
 from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.workers.pool import Workers
 from serve_app.ingress.workers.wire import Piece
 from serve_app.types import Accepted, GenerationRequest, TokenDelta, account
+from tests.doubles.api import InProcess, build_api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 URL = "http://127.0.0.1"

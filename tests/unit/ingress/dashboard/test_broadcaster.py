@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from serve_app.errors import EngineClosedError
-from serve_app.ingress.api import build_api
 from serve_app.ingress.dashboard.broadcaster import MAX_VIEWERS, N_FRAMES, Broadcaster
 from serve_app.ingress.model_registry import Answers, ServedModel
 from serve_app.types import ReplicaStats, Version
+from tests.doubles.api import build_api
 from tests.unit.ingress.dashboard.test_snapshot import merged, replica
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 

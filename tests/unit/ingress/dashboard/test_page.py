@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from serve_app.config.schema import IngressConfig
-from serve_app.ingress.api import build_api
 from serve_app.ingress.dashboard.page import FOLDER
+from tests.doubles.api import build_api
 
 Switch = bool | Literal["auto"]
 

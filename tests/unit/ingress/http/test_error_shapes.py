@@ -10,8 +10,8 @@ import pytest
 
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import DecodeError
-from serve_app.ingress.api import build_api
 from serve_app.ingress.openapi.spec import ROUTES
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import HELLO, ByteTokenizer, ScriptedEngine
 from tests.unit.ingress.openapi.test_spec import DESCRIPTION, OPERATIONS, POSTS, body_of
 

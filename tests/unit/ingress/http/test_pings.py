@@ -12,11 +12,11 @@ from starlette.types import Message
 
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import DecodeError, EngineFailedError
-from serve_app.ingress.api import build_api
 from serve_app.ingress.generation.failover import unbroken
 from serve_app.ingress.http.sse import PingingSend
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import Accepted, GenerationRequest, TokenDelta
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ByteTokenizer, ScriptedEngine, chat
 
 PING = b": ping\n\n"

@@ -11,9 +11,9 @@ from pydantic import Field
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.access.auth import MOST_IGNORED
-from serve_app.ingress.api import build_api
 from serve_app.ingress.http.request_model import RequestModel, ignored_fields, parsed
 from serve_app.ingress.model_registry import ServedModel
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 TEXT = {"prompt": "x"}

@@ -16,13 +16,14 @@ from PIL import Image
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import InvalidRequestError, PicturesWantedError
-from serve_app.ingress.http.dependencies import Bodies, InProcess
+from serve_app.ingress.http.dependencies import Bodies
 from serve_app.ingress.media.decoder import MediaDecoder
 from serve_app.ingress.media.fetching import MAX_FILE_BYTES, Fetcher, is_public
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.ingress.openai import preparation
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import Picture
+from tests.doubles.api import InProcess
 
 HERE = "127.0.0.1"
 OK, MOVED = (

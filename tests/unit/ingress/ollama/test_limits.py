@@ -12,10 +12,10 @@ import yaml
 
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import EngineClosedError
-from serve_app.ingress.api import build_api
 from serve_app.ingress.generation.failover import unbroken
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.types import Accepted, GenerationRequest, TokenDelta
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import HELLO, N_CTX_SLOT, ByteTokenizer, ScriptedEngine, ndjson
 
 SECRET, SMALL = "ana-secret-0123456789", "ben-secret-0123456789"

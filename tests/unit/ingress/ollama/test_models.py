@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from serve_app.errors import EngineUnavailableError
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.ollama.catalogue import human, value_of
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 DETAILS = {

