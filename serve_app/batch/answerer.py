@@ -91,7 +91,7 @@ class Answerer:
                 await self._keeping
             if child.process.poll() is not None:
                 raise ConfigError(f"The process of model {model.id} cannot load it.")
-        place = IngressPlace("corral", "local", "", [handle], Store(Bounds()), _alone)
+        place = IngressPlace("corral", "local", "", [handle], Store(Bounds()))
         settings = IngressSettings(IngressConfig(allow_anonymous=True))
         ingress = IngressServer()
         await ingress.start([model], settings, place)
@@ -173,7 +173,3 @@ def _refusal(message: str, code: str) -> dict[str, Any]:
 def _reserved_cpus() -> float:
     context: Any = ray.get_runtime_context()
     return float(context.get_assigned_resources().get("CPU", 0.0))
-
-
-async def _alone() -> None:
-    """Tell the other ingresses what has changed: there are none."""

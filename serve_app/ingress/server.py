@@ -61,6 +61,10 @@ class IngressSettings:
         )
 
 
+async def _tell_nobody() -> None:
+    """There are no other ingresses."""
+
+
 @dataclass(frozen=True, slots=True)
 class IngressPlace:
     """The place of one ingress: what Serve, or a local server, gives to its process."""
@@ -72,7 +76,7 @@ class IngressPlace:
     handles: Sequence[ReplicaHandle]
     """The way to each model's replicas."""
     store: ResponseStore
-    tell_ingresses: Callable[[], Awaitable[None]]
+    tell_ingresses: Callable[[], Awaitable[None]] = _tell_nobody
     """Has all ingresses look at what they share, which has changed."""
     model_host: ModelHost | None = None
     """Starts engines of models that operators add while serving, if they may."""

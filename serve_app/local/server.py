@@ -11,7 +11,6 @@ processes import theirs while this one reads the configuration.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import fcntl
 import json
@@ -22,7 +21,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -34,7 +32,7 @@ import yaml
 from serve_app import logs, metrics
 from serve_app.errors import CorralError
 from serve_app.local.handle import EngineChild, LocalHandle, folder_for
-from serve_app.start.one_machine import Content, is_plain
+from serve_app.start.one_machine import Content, arguments, discoverable, is_plain
 from serve_app.store import shared_entries
 
 if TYPE_CHECKING:
@@ -114,13 +112,10 @@ class LocalServer:
             self._keeping[name] = asyncio.create_task(handle.keep(child))
         keeping = [*self._keeping.values()]
         place = IngressPlace(
-            "corral",
-            "local",
-            "",
+            *("corral", "local", ""),
             configured,
             Store(settings.kept_responses),
-            _alone,
-            self if self._app.manage_models else None,
+            model_host=self if self._app.manage_models else None,
         )
         ingress = IngressServer()
         await ingress.start(self.configured, settings, place)
@@ -208,10 +203,6 @@ def _sockets(host: str, port: int) -> list[socket.socket] | None:
     ]
 
 
-async def _alone() -> None:
-    """Tell the other ingresses what has changed: there are none."""
-
-
 def _reserved_cpus(deployment: Any, model: ResolvedModel) -> float:
     reserved = deployment.ray_actor_options.num_cpus
     return float(model.num_cpus if reserved is None else reserved)
@@ -222,23 +213,6 @@ def _tell(events: int | None, kind: str, text: str = "") -> None:
         os.write(events, json.dumps({"kind": kind, "text": text}).encode() + b"\n")
     elif kind == "failed":
         print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _discoverable(http: Content) -> Iterator[None]:
-    """Keep a file that tells Prometheus where this server's metrics are."""
-    from serve_app.folders import cache_folder
-
-    host, port = http.get("host") or "127.0.0.1", http.get("port") or 8000
-    file = cache_folder() / "prometheus" / f"server-{port}.json"
-    with suppress(OSError):  # metrics are no reason not to serve
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps([{"labels": {"job": "corral"}, "targets": [f"{host}:{port}"]}]))
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            file.unlink()
 
 
 @contextmanager
@@ -266,6 +240,7 @@ def serve(content: Content, events: int | None) -> str | None:
         raise ClusterNeededError(why)
     args: dict[str, Any] = content["applications"][0].get("args") or {}
     http = content.get("http_options") or {}
+    host, port = http.get("host") or "127.0.0.1", http.get("port") or 8000
     with ExitStack() as stack:
         folder = stack.enter_context(_own_folder())
         metrics.keep_in(folder / "metrics")
@@ -286,7 +261,7 @@ def serve(content: Content, events: int | None) -> str | None:
             logs.write_to_stderr(keeps_texts=app.data_at_rest is True)
             models = resolve_all(app)
             _check_replicas(app, models)
-            stack.enter_context(_discoverable(http))
+            stack.enter_context(discoverable(port, f"{host}:{port}"))
             server = LocalServer(app, models, folder)
             problem = uvloop.run(server.run(children, http, lambda kind: _tell(events, kind)))
         except CorralError as error:
@@ -294,34 +269,23 @@ def serve(content: Content, events: int | None) -> str | None:
         return None if problem is None else str(problem)
 
 
-def _watch_parent() -> None:
-    while os.read(0, 1):  # not by sys.stdin, whose lock would be held at the end
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def main() -> None:
     """Serve until Ctrl-C or SIGTERM; exits with 1 if the models cannot be served."""
-    parser = argparse.ArgumentParser(prog="python -m serve_app.local.server", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--events", type=int, metavar="FD")
-    arguments = parser.parse_args()
+    args = arguments("serve_app.local.server", __doc__)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     try:
-        if arguments.events is not None:
-            os.set_inheritable(arguments.events, False)
-            threading.Thread(target=_watch_parent, daemon=True).start()
-        problem = serve(yaml.safe_load(arguments.config.read_text()), arguments.events)
+        if args.events is not None:
+            os.set_inheritable(args.events, False)
+        problem = serve(yaml.safe_load(args.config.read_text()), args.events)
     except ClusterNeededError as error:
         print(f"Ray Serve runs this configuration: {error}.", file=sys.stderr, flush=True)
-        if arguments.events is not None:
-            os.set_inheritable(arguments.events, True)
+        if args.events is not None:
+            os.set_inheritable(args.events, True)
         program = ["-P", "-m", "serve_app.start.one_machine", *sys.argv[1:]]
         os.execv(sys.executable, [sys.executable, *program])
     if problem is not None:
-        _tell(arguments.events, "failed", problem)
+        _tell(args.events, "failed", problem)
         sys.exit(1)
 
 

@@ -19,6 +19,7 @@ imports while Ray's processes start, and the application is deployed while Serve
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -177,14 +178,9 @@ def start_ray() -> None:
 
 
 @contextmanager
-def discoverable(content: Content) -> Iterator[None]:
-    """Keep a file that tells Prometheus where this server's metrics are, as Ray's dashboard does. Its
-    folder lasts, and is the server's own, unlike Ray's."""
-    import ray
-
-    port = _http_options(content).get("port", 8000)
-    (node,) = ray.nodes()  # type: ignore[no-untyped-call]
-    target = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+def discoverable(port: int, target: str) -> Iterator[None]:
+    """Keep a file that tells Prometheus where the metrics of the server at this port are, as Ray's
+    dashboard does. Its folder lasts, and is the server's own, unlike Ray's."""
     file = cache_folder() / "prometheus" / f"server-{port}.json"
     with suppress(OSError):  # metrics are no reason not to serve
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -202,15 +198,7 @@ def _nothing(_node: Any, **_options: Any) -> None:
 
 def main() -> None:
     """Serve until Ctrl-C or SIGTERM; exits with 1 if the application cannot be started."""
-    parser = argparse.ArgumentParser(
-        prog="python -m serve_app.start.one_machine", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--events", type=int, metavar="FD")
-    args = parser.parse_args()
-    if args.events is not None:
-        threading.Thread(target=_watch_parent, daemon=True).start()
+    args = arguments("serve_app.start.one_machine", __doc__)
     if (reason := preflight.missing()) is not None:
         _tell(args.events, "failed", reason)
         sys.exit(1)
@@ -218,6 +206,19 @@ def main() -> None:
     content = yaml.safe_load(args.config.read_text())
     with prepared(content):
         _serve(content, args.events)
+
+
+def arguments(module: str, about: str | None) -> argparse.Namespace:
+    """The arguments of the program that is this module: a configuration, and the pipe that gets events.
+    With such a pipe, the program ends when the process that started it does."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--events", type=int, metavar="FD")
+    args = parser.parse_args()
+    if args.events is not None:
+        threading.Thread(target=_watch_parent, daemon=True).start()
+    return args
 
 
 def _tell(events: int | None, kind: str, text: str = "") -> None:
@@ -240,13 +241,15 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _serve(content: Content, events: int | None) -> None:
-    import ray  # noqa: F401  # reads the environment
+    import ray  # reads the environment
 
     _tell(events, "ray")
     with ThreadPoolExecutor(1) as beside, ExitStack() as stack:
-        importing = beside.submit(_import_serve)
+        importing = beside.submit(importlib.import_module, "serve_app.app")  # and with it Serve
         start_ray()
-        stack.enter_context(discoverable(content))
+        (node,) = ray.nodes()  # type: ignore[no-untyped-call]
+        target = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        stack.enter_context(discoverable(_http_options(content).get("port", 8000), target))
         importing.result()
         _tell(events, "logs", _session_folder())
         from ray import serve
@@ -272,10 +275,6 @@ def _session_folder() -> str:
 
     node: Any = worker._global_node
     return str(node.get_session_dir_path())
-
-
-def _import_serve() -> None:
-    import serve_app.app  # noqa: F401  # and with it Serve
 
 
 def _deploy(content: Content, beside: ThreadPoolExecutor, events: int | None) -> str | None:
