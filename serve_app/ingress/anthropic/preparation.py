@@ -22,13 +22,12 @@ from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.generation.requests import (
     MOST_TOKENS,
-    CacheSalt,
+    AnswerParams,
     NamedToolChoice,
-    PingInterval,
     TranslatedChat,
 )
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http.request_model import RequestModel, parsed
+from serve_app.ingress.http.request_model import ModelledRequest, RequestModel, parsed
 from serve_app.ingress.model_registry import Models, find
 from serve_app.prompt.conversation import Turn
 from serve_app.sampling import Api
@@ -99,7 +98,7 @@ class Metadata(RequestModel):
     """The user whose request this is. Slots are shared fairly among users."""
 
 
-class CountTokensRequest(RequestModel):
+class CountTokensRequest(ModelledRequest):
     """POST /v1/messages/count_tokens: what makes the prompt."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -112,8 +111,6 @@ class CountTokensRequest(RequestModel):
         {"cache_control", "betas", "anthropic_beta", "anthropic_version"}
     )
 
-    model: str | None = None
-    """A name from /v1/models; the first of them if it is missing."""
     messages: list[Message]
     system: Texts = Field(default=[])
     tools: AnthropicTools = Field(default=[])
@@ -167,7 +164,7 @@ class CountTokensRequest(RequestModel):
 
 
 @takes_sampling(Api.ANTHROPIC)
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, AnswerParams):
     """POST /v1/messages."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -178,15 +175,7 @@ class MessagesRequest(CountTokensRequest):
     }
 
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-    stream: bool = False
-    sse_ping_interval: PingInterval | None = None
-    """llama-server's: a stream in which nothing was sent for so many seconds sends a `ping` event; 0 and
-    -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
-    service_tier: str | None = None
-    """Corral's own `flex` runs the request behind all others; Anthropic's tiers change nothing."""
     metadata: Metadata | None = None
-    cache_salt: CacheSalt | None = None
-    """vLLM's: cached prefixes are shared only with requests that send the same."""
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
@@ -198,14 +187,11 @@ class MessagesRequest(CountTokensRequest):
 
     def _sampling(self) -> dict[str, Any]:
         return {
-            "stream": self.stream,
-            "sse_ping_interval": self.sse_ping_interval,
+            **self.shared(),
             **given(self, Api.ANTHROPIC),
             "max_tokens": self.max_tokens,
             "thinking_budget_tokens": self.thinking.budget_tokens if self.thinking else None,
             "user": self.metadata.user_id if self.metadata else None,
-            "cache_salt": self.cache_salt,
-            "service_tier": self.service_tier,
         }
 
 

@@ -30,7 +30,7 @@ from pydantic import (
 from serve_app.errors import InvalidRequestError, NotSupportedError, TextTooLongError
 from serve_app.ingress.generation.preparation import chat_with_media, refuse_huge
 from serve_app.ingress.generation.requests import Text
-from serve_app.ingress.http.request_model import RequestModel, parsed
+from serve_app.ingress.http.request_model import ModelledRequest, RequestModel, parsed
 from serve_app.ingress.llama_server.preparation import media_prompt, mixed_tokens
 from serve_app.ingress.llama_server.protocol import MediaPrompt, Mixed, Prompt, plain, several
 from serve_app.ingress.model_registry import ModelInfo, Models, find
@@ -44,15 +44,13 @@ MAX_TEXTS = 2048
 _Batch = Field(min_length=1, max_length=MAX_TEXTS)
 
 
-class TextsRequest(RequestModel):
+class TextsRequest(ModelledRequest):
     """Texts, or a chat, of which a model makes numbers."""
 
     input: Annotated[Prompt | None, Field(validation_alias=AliasChoices("input", "content"))] = None
     """A text, token ids and texts mixed, or a text with pictures; or several of them."""
     messages: list[ChatMessage] | None = None
     """vLLM's: a chat in the place of the input, as the model's template writes it."""
-    model: str | None = None
-    """A name from /v1/models; the first of them if it is missing."""
     truncate: bool = False
     """Jina's: whether texts that are too long are cut, and not refused."""
     user: str | None = None
@@ -113,7 +111,7 @@ def _wrong_input() -> InvalidRequestError:
     )
 
 
-class TeiEmbedRequest(RequestModel):
+class TeiEmbedRequest(ModelledRequest):
     """POST /embed, as text-embeddings-inference has it."""
 
     inputs: Text | Annotated[list[Text], _Batch]
@@ -124,7 +122,6 @@ class TeiEmbedRequest(RequestModel):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     prompt_name: str | None = None
     """The instruction before each text, of the model's `defaults.prompts`."""
-    model: str | None = None
 
 
 class Document(RequestModel):
@@ -133,7 +130,7 @@ class Document(RequestModel):
     text: Text
 
 
-class RerankRequest(RequestModel):
+class RerankRequest(ModelledRequest):
     """POST /v1/rerank."""
 
     query: Text
@@ -149,7 +146,6 @@ class RerankRequest(RequestModel):
     """Whether the answer repeats the texts."""
     truncate: bool = False
     """Whether a query and a document that are too long together are cut, and not refused."""
-    model: str | None = None
     _is_tei: bool = PrivateAttr(default=False)
 
     @model_validator(mode="wrap")
@@ -171,7 +167,7 @@ class RerankRequest(RequestModel):
 _Side = Text | Annotated[list[Text], _Batch]
 
 
-class ScoreRequest(RequestModel):
+class ScoreRequest(ModelledRequest):
     """POST /v1/score, as vLLM has it: a query for all documents, or a query for each."""
 
     queries: _Side = Field(validation_alias=AliasChoices("queries", "text_1"))
@@ -179,7 +175,6 @@ class ScoreRequest(RequestModel):
     use_activation: bool = True
     """Whether scores are between 0 and 1, by the logistic function."""
     truncate: bool = False
-    model: str | None = None
 
     @property
     def pairs(self) -> list[tuple[str, str]]:

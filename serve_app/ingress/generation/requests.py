@@ -17,7 +17,12 @@ from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.generation.tools import Tool
 from serve_app.ingress.http import request_model
-from serve_app.ingress.http.request_model import RequestModel, name_ignored, name_what_is_taken
+from serve_app.ingress.http.request_model import (
+    ModelledRequest,
+    RequestModel,
+    name_ignored,
+    name_what_is_taken,
+)
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect
@@ -146,8 +151,27 @@ class LoraScale(RequestModel):
     scale: Annotated[Finite, Field(ge=-100, le=100)] = 0.0
 
 
+class AnswerParams(ModelledRequest):
+    """The fields that requests for an answer have in several protocols."""
+
+    stream: bool = False
+    service_tier: str | None = None
+    """`flex` runs the request behind all others, as lines of batches do, unless it has a deadline that it
+    can only meet beside them; other tiers change nothing."""
+    cache_salt: CacheSalt | None = None
+    """vLLM's: cached prefixes are shared only with requests that send the same."""
+    sse_ping_interval: PingInterval | None = None
+    """llama-server's: a stream in which nothing was sent for so many seconds sends a ping, which is a
+    comment but for Anthropic's clients; 0 and -1: never. Without it, `ingress.sse_ping_interval_s`
+    counts."""
+
+    def shared(self) -> dict[str, Any]:
+        """These fields, for the request in OpenAI's form."""
+        return {name: getattr(self, name) for name in AnswerParams.model_fields if name != "model"}
+
+
 @takes_sampling(Api.OPENAI)
-class GenerationParams(RequestModel):
+class GenerationParams(AnswerParams):
     """The common fields of completions and chat completions."""
 
     model_config = ConfigDict(json_schema_extra=_describe)
@@ -156,9 +180,6 @@ class GenerationParams(RequestModel):
         {"store", "prediction", "prompt_cache_key", "safety_identifier", "guided_decoding_backend"}
     )
 
-    model: str | None = None
-    """A name from /v1/models; the first of them if it is missing."""
-    stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokens | None = None
     n_predict: MaxTokens | None = None
@@ -212,9 +233,6 @@ class GenerationParams(RequestModel):
     after all samplers, as `prob` and `top_probs`."""
     user: str | None = None
     """The user whose request this is. Slots are shared fairly among users."""
-    service_tier: str | None = None
-    """`flex` runs the request behind all others, as lines of batches do, unless it has a deadline that it
-    can only meet beside them; other tiers change nothing."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """vLLM's: lower ones get a slot first."""
     context_shift: bool | None = None
@@ -230,11 +248,6 @@ class GenerationParams(RequestModel):
     """llama-server's: the slot to use, if it is idle, of the replica that gets the request."""
     cache_prompt: bool = True
     """llama-server's: false computes the whole prompt anew, and leaves nothing for others to start from."""
-    cache_salt: CacheSalt | None = None
-    """vLLM's: cached prefixes are shared only with requests that send the same."""
-    sse_ping_interval: PingInterval | None = None
-    """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
-    never. Without it, `ingress.sse_ping_interval_s` counts."""
     metadata: dict[str, Any] | None = None
     """Accepted and not used."""
 

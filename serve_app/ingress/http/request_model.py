@@ -73,8 +73,12 @@ class RequestModel(BaseModel):
                 raise InvalidRequestError(f"{name!r} is not supported, except as {accepted}.", name)
         return self
 
-    def _means_something(self, name: str, value: object) -> bool:
-        return name not in self.INERT and value not in self.NEUTRAL.get(name, ())
+
+class ModelledRequest(RequestModel):
+    """A request to a model."""
+
+    model: str | None = None
+    """A name from /v1/models; the first of them if it is missing."""
 
 
 class Foreign(BaseModel):
@@ -112,7 +116,7 @@ def _taken_out(request: object, path: str) -> Iterator[str]:
     elif isinstance(request, BaseModel):
         if isinstance(request, RequestModel) and (extra := request.model_extra):
             for name, value in extra.items():
-                if request._means_something(name, value):
+                if name not in request.INERT and value not in request.NEUTRAL.get(name, ()):
                     yield f"{path}{name}"
             extra.clear()
         for name in type(request).model_fields:

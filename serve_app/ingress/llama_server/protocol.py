@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.requests import MAX_CHOICES, GenerationParams, Text, TokenId
-from serve_app.ingress.http.request_model import RequestModel
+from serve_app.ingress.http.request_model import ModelledRequest, RequestModel
 from serve_app.ingress.openai.messages import ChatMessage
 
 MAX_TRIGGER_CHARS = 1024
@@ -199,7 +199,7 @@ class InfillRequest(LlamaParams):
     out."""
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(ModelledRequest):
     """POST /tokenize."""
 
     content: str
@@ -209,22 +209,19 @@ class TokenizeRequest(RequestModel):
     """Whether control tokens written out in the text are those."""
     with_pieces: bool = False
     """Whether to give each token's text, or its bytes if they are none."""
-    model: str | None = None
 
 
-class DetokenizeRequest(RequestModel):
+class DetokenizeRequest(ModelledRequest):
     """POST /detokenize."""
 
     tokens: list[TokenId]
-    model: str | None = None
 
 
-class SlotRequest(RequestModel):
+class SlotRequest(ModelledRequest):
     """POST /slots/{id_slot}."""
 
     filename: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """The file in `engine.slot_folder`, to save and to restore."""
-    model: str | None = None
 
 
 class ModelRequest(RequestModel):
@@ -237,11 +234,9 @@ class PropsRequest(RequestModel):
     """POST /props: llama-server has none yet that can be changed."""
 
 
-class AdapterChange(RequestModel):
+class AdapterChange(ModelledRequest):
     """POST /lora-adapters that loads an adapter or unloads one."""
 
-    model: str | None = None
-    """The model's name; the first model's if it is left out."""
     load: AdapterConfig | None = None
     """An adapter as in the configuration."""
     unload: str | None = None

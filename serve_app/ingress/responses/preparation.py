@@ -20,11 +20,10 @@ from serve_app.ingress.generation import preparation, sampling_fields
 from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.generation.requests import (
     MOST_TOKENS,
-    CacheSalt,
+    AnswerParams,
     Effort,
     NamedSchema,
     ObfuscationOptions,
-    PingInterval,
     RequestMetadata,
     StreamOptions,
     ToolChoice,
@@ -91,7 +90,7 @@ class ReasoningConfig(RequestModel):
 
 
 @takes_sampling(Api.RESPONSES)
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(AnswerParams):
     """POST /v1/responses."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -108,8 +107,6 @@ class ResponsesRequest(RequestModel):
         {"client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
     )
 
-    model: str | None = None
-    """A name from /v1/models; the first of them if it is missing."""
     input: Items
     """A text, or a list of items."""
     include: list[str] | None = None
@@ -124,20 +121,12 @@ class ResponsesRequest(RequestModel):
     """`auto`, `none`, `required`, or an object that names a tool, or those that are allowed."""
     parallel_tool_calls: bool | None = None
     text: TextConfig = Field(default=TextConfig())
-    stream: bool = False
     user: str | None = None
     """The user whose request this is. Slots are shared fairly among users."""
-    cache_salt: CacheSalt | None = None
-    """vLLM's: cached prefixes are shared only with requests that send the same."""
-    sse_ping_interval: PingInterval | None = None
-    """llama-server's: a stream in which nothing was sent for so many seconds sends a comment; 0 and -1:
-    never. Without it, `ingress.sse_ping_interval_s` counts."""
     return_progress: bool = False
     """llama-server's: whether a stream tells how far its prompt is computed, in `prompt_progress`."""
     timings_per_token: bool = False
     """llama-server's: whether a stream's events tell `timings`."""
-    service_tier: str | None = None
-    """`flex` runs the request behind all others, as in chats."""
     metadata: RequestMetadata | None = None
     """Given back with the answer."""
     previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -194,21 +183,18 @@ class ResponsesRequest(RequestModel):
             conversation.insert(0, Turn("system", (self.instructions,)))
         return TranslatedChat(
             turns=conversation,
-            stream=self.stream,
             stream_options=StreamOptions(**dict(self.stream_options or ())),
-            sse_ping_interval=self.sse_ping_interval,
             max_tokens=self.max_output_tokens,
             json_schema=self.text.schema_of_answer(),
             tools=list(functions(self.tools)),
             tool_choice=plain_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             user=self.user,
-            cache_salt=self.cache_salt,
-            service_tier=self.service_tier,
             return_progress=self.return_progress,
             timings_per_token=self.timings_per_token,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             verbosity=self.text.verbosity,
+            **self.shared(),
             **given(self, Api.RESPONSES),
         )
 
