@@ -85,7 +85,7 @@ def statistics(view: Json) -> Table:
             str(replica["waiting"]),
             f"{replica['generated_per_s']:,.1f}",
             f"{replica['prompt_per_s']:,.0f}",
-            _share(replica.get("hits")),
+            "-" if (hits := replica.get("hits")) is None else f"{hits:.0%}",
             _quantiles(replica["ttft"]),
             _quantiles(replica["itl"]),
             f"{replica['wait_s']:.1f} s",
@@ -180,10 +180,6 @@ def _add_missing(table: Table, view: Json) -> None:
 def _state(state: str) -> Text:
     styles = {"up": "green", "draining": "yellow", "silent": "red"}
     return Text(state, style=styles.get(state, ""))
-
-
-def _share(part: float | None) -> str:
-    return "-" if part is None else f"{part:.0%}"
 
 
 def _quantiles(quantiles_ms: list[float | None]) -> str:

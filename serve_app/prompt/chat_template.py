@@ -137,7 +137,11 @@ class ChatTemplate(Template):
                 f"chat_template_kwargs: {name!r} cannot be set by a request.",
                 "chat_template_kwargs",
             )
-        messages = [_with_own_role(self._known_format.message(message)) for message in messages]
+        # Roles are words of the API: templates make control tokens of them.
+        messages = [
+            {**message, "role": TemplateText.own(message["role"])}
+            for message in map(self._known_format.message, messages)
+        ]
         given = {
             "messages": _Given(messages),
             "add_generation_prompt": add_generation_prompt,
@@ -189,11 +193,6 @@ def delimiters(source: str) -> list[str]:
 
 class _Given(list[T]):
     """A list that a template may not change."""
-
-
-def _with_own_role(message: Message) -> Message:
-    """Roles are words of the API: templates make control tokens of them."""
-    return {**message, "role": TemplateText.own(message["role"])}
 
 
 class _OwnConstants(CodeGenerator):

@@ -101,7 +101,8 @@ def of_arguments(parameters: object) -> object:
 def compile_error(schema: Mapping[str, Any]) -> str:
     """The reason why llguidance cannot compile the schema; empty if it can."""
     try:
-        grammar = LLMatcher.grammar_from_json_schema(_dumped(schema), overrides=options())
+        text = json.dumps(schema, allow_nan=False)
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=options())
     except ValueError as error:
         return str(error)
     message = LLMatcher.validate_grammar(grammar)
@@ -111,10 +112,6 @@ def compile_error(schema: Mapping[str, Any]) -> str:
 def options() -> Any:
     """llguidance's options for every schema."""
     return {"whitespace_pattern": BLANKS, "lenient": True}
-
-
-def _dumped(schema: object) -> str:
-    return json.dumps(schema, allow_nan=False)
 
 
 @dataclass

@@ -108,7 +108,8 @@ class LoadedModel:
                 self._stage = ReplicaStage(place, place.gang)
                 self._closing.callback(self._stage.chain.close)
                 load = partial(self._stage.load, path, options, tell)
-            self._engine = await _in_new_thread(load)
+            with ThreadPoolExecutor(1) as pool:  # a new thread: it inherits this one's processors
+                self._engine = await asyncio.get_running_loop().run_in_executor(pool, load)
         self._closing.push_async_callback(asyncio.to_thread, self._engine.close, timeout_s=0)
         self._vocabulary_key = self._engine.vocabulary_key
         self._engine.on_delivered(self._channels.flush)
@@ -213,7 +214,9 @@ class LoadedModel:
             outcome = await entering
         except asyncio.CancelledError:
             if entering.done() and not entering.cancelled():
-                _give_up(entering.result())
+                accepted = entering.result()  # a moment ago, and nobody waits for it any more
+                if isinstance(accepted, Future):
+                    accepted.cancel()
             raise
         if isinstance(outcome, CorralError):
             raise outcome
@@ -343,12 +346,6 @@ async def _lay_out(engine: Engine, media: Sequence[Medium]) -> None:
         await asyncio.to_thread(engine.media_tokens, sizes)
 
 
-def _give_up(outcome: Future[NDArray[np.float32]] | CorralError) -> None:
-    """Nobody waits any more for texts that have just been accepted."""
-    if isinstance(outcome, Future):
-        outcome.cancel()
-
-
 def _log(request: GenerationRequest, end: SequenceEnd) -> None:
     usage, spent = end.usage, end.timings
     if end.error is not None:
@@ -375,9 +372,3 @@ def _prefixes(
         return ()
     tokenizer = Tokenizer(vocabulary_file(path), chat_template)
     return tuple(tokenizer.encode_system_prompt(text) for text in system_prompts)
-
-
-async def _in_new_thread(load: Callable[[], Engine]) -> Engine:
-    """The event loop goes on meanwhile. The thread is new because it inherits this one's processors."""
-    with ThreadPoolExecutor(1) as pool:
-        return await asyncio.get_running_loop().run_in_executor(pool, load)

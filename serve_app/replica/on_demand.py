@@ -193,7 +193,10 @@ class ModelLifecycle:
         while self.loaded is None:
             if self._coming is None or self._coming.done():
                 self._coming = asyncio.create_task(self._load_in_turn())
-                self._coming.add_done_callback(_take_note)
+                # So that asyncio does not log the error of a load that nobody waits for any more.
+                self._coming.add_done_callback(
+                    lambda coming: coming.cancelled() or coming.exception()
+                )
             await asyncio.shield(self._coming)
         return self.loaded
 
@@ -279,12 +282,6 @@ class ModelLifecycle:
         self._left()
         self._residency.leave()
         self._is_released = False
-
-
-def _take_note(coming: asyncio.Task[None]) -> None:
-    """Read the error of a load that nobody waits for any more, so that asyncio does not log it."""
-    if not coming.cancelled():
-        coming.exception()
 
 
 def _loading(method: Callable[..., Any]) -> Callable[..., Any]:

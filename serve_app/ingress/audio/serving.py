@@ -177,7 +177,7 @@ class Transcript(EventAnswer):
         """The pieces of the file's text, in their order. Raises CorralError."""
         while True:
             chat = self.group.chat
-            texts = self._texts_by_whisper() if chat is None else self._texts_of_group(chat)
+            texts = self._texts_by_whisper() if chat is None else self._texts_by_model(chat)
             async with aclosing(texts):
                 async for text in texts:
                     yield text
@@ -224,31 +224,28 @@ class Transcript(EventAnswer):
         if self.group.next_start is None:
             caller.count(self.group.model, {"requests": 1, "completed": 1})
 
-    async def _texts_of_group(self, chat: Chat) -> AsyncGenerator[str]:
+    async def _texts_by_model(self, chat: Chat) -> AsyncGenerator[str]:
         """Windows are heard side by side: what a later one says is held until its turn."""
-        async with aclosing(self._deltas):
-            async for text in self._texts_of_deltas(chat):
-                yield text
-
-    async def _texts_of_deltas(self, chat: Chat) -> AsyncGenerator[str]:
         segments = [Segment(window.start_s, window.end_s) for window in self.group.windows]
         self._segments += segments
         model = find(self._models, chat.generation.model)
         parsers = [generation.output_parser(model, chat) for _ in segments]
         held, current = [deque[TokenDelta]() for _ in segments], 0
-        async for index, delta in self._deltas:
-            held[index].append(delta)
-            while current < len(held) and held[current]:
-                delta, segment = held[current].popleft(), segments[current]
-                parts = generation.parts(parsers[current], delta)
-                if text := self._add(segment, [part for part in parts if isinstance(part, str)]):
-                    yield text
-                segment.tokens += delta.token_ids
-                segment.logprobs += (one.logprob for one in delta.logprobs)
-                if delta.end is not None:
-                    self._n_input += delta.end.usage.prompt_tokens
-                    self._n_output += delta.end.usage.completion_tokens
-                    current += 1
+        async with aclosing(self._deltas):
+            async for index, delta in self._deltas:
+                held[index].append(delta)
+                while current < len(held) and held[current]:
+                    delta, segment = held[current].popleft(), segments[current]
+                    parts = generation.parts(parsers[current], delta)
+                    texts = [part for part in parts if isinstance(part, str)]
+                    if text := self._add(segment, texts):
+                        yield text
+                    segment.tokens += delta.token_ids
+                    segment.logprobs += (one.logprob for one in delta.logprobs)
+                    if delta.end is not None:
+                        self._n_input += delta.end.usage.prompt_tokens
+                        self._n_output += delta.end.usage.completion_tokens
+                        current += 1
 
     def _add(self, segment: Segment, parts: Sequence[str]) -> str:
         """The piece of the file's text that these parts of a segment's text make."""

@@ -67,7 +67,8 @@ def serve(connection: socket.socket, models: Models) -> None:
             return
         answer = answered(order, models, data)
         del order, data
-        _unlimit_memory()  # so that there is room for the answer to be sent, and the next head
+        # So that there is room for the answer to be sent, and the next head.
+        set_limit(resource.RLIMIT_DATA, sys.maxsize)
         try:
             connection.sendall(answer)
         except OSError:
@@ -136,10 +137,6 @@ def grant_memory(n_bytes: int) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if soft not in (resource.RLIM_INFINITY, sys.maxsize):
         set_limit(resource.RLIMIT_DATA, soft + n_bytes)
-
-
-def _unlimit_memory() -> None:
-    set_limit(resource.RLIMIT_DATA, sys.maxsize)
 
 
 def set_limit(which: int, limit: int) -> None:

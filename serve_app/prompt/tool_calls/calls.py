@@ -61,7 +61,9 @@ class FunctionNames:
 
     def __init__(self, names: Iterable[str]) -> None:
         names = list(names)
-        self._of_model: dict[str, str] = {name: name for name in names if _is_safe(name)}
+        self._of_model: dict[str, str] = {
+            name: name for name in names if name and not _UNSAFE.search(name)
+        }
         for name in names:
             if name not in self._of_model:
                 self._of_model[name] = self._unused(_safe(name))
@@ -112,10 +114,6 @@ class FunctionNames:
 
     def _calls(self, calls: Sequence[PastCall]) -> tuple[PastCall, ...]:
         return tuple(replace(call, name=self.of_model(call.name)) for call in calls)
-
-
-def _is_safe(name: str) -> bool:
-    return bool(name) and not _UNSAFE.search(name)
 
 
 def _safe(name: str) -> str:
