@@ -10,8 +10,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol
 
-from fastapi import Depends, Request
-
 from serve_app.channel.handle import ReplicaHandle
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import ModelSource
@@ -23,6 +21,7 @@ from serve_app.errors import (
     PermissionDeniedError,
     QueueFullError,
 )
+from serve_app.ingress.http.dependencies import of_app
 from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.progress import Stage
 from serve_app.store import models as store
@@ -276,7 +275,10 @@ class ModelControl:
     async def _made(self, name: str, entry: Entry) -> AsyncGenerator[PullProgress]:
         yield PullProgress("pulling manifest")
         named = {**entry, "id": model_id_of(name), "keep_alive": KEEP_ALIVE}
-        model = await self._resolved(named)
+        try:
+            model = await self._host.resolve(named)
+        except ConfigError as error:
+            raise InvalidRequestError(_OF_CONFIGURATION.sub("", str(error)), "model") from None
         # The commit is kept: the next start asks nobody, and serves the same files.
         named["source"] = model.source.model_dump(mode="json", exclude_unset=True)
         for source in _sources(model):
@@ -286,12 +288,6 @@ class ModelControl:
         yield PullProgress("writing manifest")
         await self._add(named, model)
         yield PullProgress("success")
-
-    async def _resolved(self, entry: Entry) -> ResolvedModel:
-        try:
-            return await self._host.resolve(entry)
-        except ConfigError as error:
-            raise InvalidRequestError(_OF_CONFIGURATION.sub("", str(error)), "model") from None
 
     async def _add(self, entry: Entry, model: ResolvedModel) -> None:
         """Serve a model, in the place of one of the same name that was added before."""
@@ -398,15 +394,12 @@ async def _fetched(source: ModelSource, model: ResolvedModel) -> AsyncGenerator[
         is_left = True
 
 
-async def _model_control(request: Request) -> ModelControl:
-    control: ModelControl | None = request.app.state.model_control
-    if control is None:
-        raise PermissionDeniedError(
-            "This server's models are those of its configuration. Operators may add others while it serves "
-            "if `manage_models: true` is there."
-        )
-    return control
+def _not_managed() -> PermissionDeniedError:
+    return PermissionDeniedError(
+        "This server's models are those of its configuration. Operators may add others while it serves "
+        "if `manage_models: true` is there."
+    )
 
 
-ModelControlArgument = Annotated[ModelControl, Depends(_model_control)]
+ModelControlArgument = Annotated[ModelControl, of_app("model_control", _not_managed)]
 """The argument of a route that adds or removes models, where operators may."""

@@ -55,8 +55,8 @@ class KeyAccounts:
         """The ledger has the keys' budgets, and its folder the keys that operators made; without a ledger,
         this process alone holds budgets."""
         self._path = path
-        self._ledger = ledger or Ledger()
-        folder = self._ledger.folder
+        self.ledger = ledger or Ledger()
+        folder = self.ledger.folder
         self.created = None if folder is None else CreatedKeys(folder)
         """The keys that operators made, if there is a place for such."""
         self._clock = clock
@@ -82,7 +82,7 @@ class KeyAccounts:
         return [account.key for account in self._accounts.values()]
 
     def _has_expired(self, key: ApiKey) -> bool:
-        return key.expires is not None and key.expires.timestamp() <= self._ledger.clock()
+        return key.expires is not None and key.expires.timestamp() <= self.ledger.clock()
 
     def find(self, secret: str | None) -> KeyAccount:
         """The account of this key. Raises AuthenticationError. Hashes are looked up, so how long that takes
@@ -146,7 +146,7 @@ class KeyAccounts:
         for key in chain.from_iterable(self._keys.values()):
             digest = key.digest
             if key.name not in self._accounts and digest not in self._by_digest:
-                account = before.get(key.name) or KeyAccount(key, self._ledger, self._clock)
+                account = before.get(key.name) or KeyAccount(key, self.ledger, self._clock)
                 account.key = key.model_copy(update={"key": None, "sha256": digest})
                 self._accounts[key.name] = self._by_digest[digest] = account
         logger.info("%d API keys.", len(self._accounts))

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 
 from serve_app.config.keys import ApiKey
 from serve_app.errors import InvalidRequestError, NotSupportedError
 from serve_app.ingress.access import created_keys
 from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.access.created_keys import CreatedKeys, with_secret
-from serve_app.ingress.http.dependencies import operators_only, prepared
-from serve_app.ingress.usage.ledger import Ledger
+from serve_app.ingress.http.dependencies import of_app, operators_only, prepared
 
 ROUTER = APIRouter(dependencies=[operators_only("API keys")])
 
 
-async def _accounts(request: Request) -> KeyAccounts:
-    accounts: KeyAccounts | None = request.app.state.accounts
-    if accounts is None:
-        raise NotSupportedError("This server asks for no API keys. Set ingress.api_key_file.")
-    return accounts
+_NO_KEYS = "This server asks for no API keys. Set ingress.api_key_file."
+Accounts = Annotated[KeyAccounts, of_app("accounts", lambda: NotSupportedError(_NO_KEYS))]
 
 
-Accounts = Annotated[KeyAccounts, Depends(_accounts)]
+async def _created(accounts: Accounts) -> CreatedKeys:
+    if accounts.created is None:
+        raise NotSupportedError(
+            "Keys are made if there is a folder for them: ingress.usage_folder."
+        )
+    return accounts.created
+
+
+Created = Annotated[CreatedKeys, Depends(_created)]
 
 
 @ROUTER.get("/v1/keys")
@@ -35,39 +39,28 @@ async def list_keys(accounts: Accounts) -> dict[str, Any]:
 
 @ROUTER.post("/v1/keys")
 async def create_key(
-    request: Request, accounts: Accounts, key: Annotated[ApiKey, prepared(created_keys.new_key)]
+    accounts: Accounts, key: Annotated[ApiKey, prepared(created_keys.new_key)], created: Created
 ) -> dict[str, Any]:
     """Make an API key. Only this answer has its secret. For operators."""
-    ledger, created = _writable(request, accounts)
     if accounts.named(key.name) is not None:
         raise InvalidRequestError(f"There is a key {key.name!r}.", "name")
     key, secret = with_secret(key)
-    await ledger.call(lambda _: created.add(key))
+    await accounts.ledger.call(lambda _: created.add(key))
     return _shown(key) | {"key": secret}
 
 
 @ROUTER.post("/v1/keys/{name}/rotate")
-async def rotate_key(request: Request, accounts: Accounts, name: str) -> dict[str, Any]:
+async def rotate_key(accounts: Accounts, created: Created, name: str) -> dict[str, Any]:
     """Give an API key another secret; the one before is not valid any more. For operators."""
-    ledger, created = _writable(request, accounts)
-    key, secret = await ledger.call(lambda _: created.rotate(name))
+    key, secret = await accounts.ledger.call(lambda _: created.rotate(name))
     return _shown(key) | {"key": secret}
 
 
 @ROUTER.delete("/v1/keys/{name}")
-async def revoke_key(request: Request, accounts: Accounts, name: str) -> dict[str, Any]:
+async def revoke_key(accounts: Accounts, created: Created, name: str) -> dict[str, Any]:
     """Revoke an API key. Its requests that run go on. For operators."""
-    ledger, created = _writable(request, accounts)
-    await ledger.call(lambda _: created.revoke(name))
+    await accounts.ledger.call(lambda _: created.revoke(name))
     return {"object": "api_key", "name": name, "deleted": True}
-
-
-def _writable(request: Request, accounts: KeyAccounts) -> tuple[Ledger, CreatedKeys]:
-    if accounts.created is None:
-        raise NotSupportedError(
-            "Keys are made if there is a folder for them: ingress.usage_folder."
-        )
-    return request.app.state.ledger, accounts.created
 
 
 def _shown(key: ApiKey) -> dict[str, Any]:

@@ -23,7 +23,7 @@ ROUTER = APIRouter()
 """Errors have Anthropic's shape: see `serve_app.ingress.http.errors`."""
 
 
-@ROUTER.post("/v1/messages", response_model=None)
+@ROUTER.post("/v1/messages")
 async def messages(
     models: ModelsArgument, message: Annotated[Messages, prepared(preparation.messages)]
 ) -> Response:

@@ -28,15 +28,15 @@ async def _transcriber(request: Request) -> AsyncIterator[Transcriber]:
 TranscriberArgument = Annotated[Transcriber, Depends(_transcriber)]
 
 
-@ROUTER.post("/v1/audio/transcriptions", response_model=None)
-@ROUTER.post("/audio/transcriptions", response_model=None)
+@ROUTER.post("/v1/audio/transcriptions")
+@ROUTER.post("/audio/transcriptions")
 @streamed
 async def transcribe(request: Request, transcriber: TranscriberArgument) -> Response:
     """The text that is spoken in a file, as a form with `file`; `stream` sends server-sent events."""
     return await transcriber.respond(request, translates=False)
 
 
-@ROUTER.post("/v1/audio/translations", response_model=None)
+@ROUTER.post("/v1/audio/translations")
 @streamed
 async def translate(request: Request, transcriber: TranscriberArgument) -> Response:
     """English text of what is spoken in a file, in whatever language; else like a transcription."""

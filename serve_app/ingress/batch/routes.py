@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from serve_app.errors import InvalidRequestError, NotSupportedError, StorageFullError
@@ -29,7 +29,7 @@ from serve_app.ingress.batch.objects import (
 )
 from serve_app.ingress.batch.store import BatchStore, is_full
 from serve_app.ingress.http import request_context
-from serve_app.ingress.http.dependencies import prepared
+from serve_app.ingress.http.dependencies import of_app, prepared
 from serve_app.ingress.http.upload_form import UploadForm
 
 _BUFFER_BYTES = 2**20
@@ -39,14 +39,10 @@ BatchLimit = Annotated[int, Query(ge=1, le=100)]
 T = TypeVar("T")
 
 
-async def _batches(request: Request) -> BatchExecutor:
-    batches: BatchExecutor | None = request.app.state.batches
-    if batches is None:
-        raise NotSupportedError("Files and batches are not configured. Set ingress.batch.folder.")
-    return batches
-
-
-BatchesArgument = Annotated[BatchExecutor, Depends(_batches)]
+_NOT_CONFIGURED = "Files and batches are not configured. Set ingress.batch.folder."
+BatchesArgument = Annotated[
+    BatchExecutor, of_app("batches", lambda: NotSupportedError(_NOT_CONFIGURED))
+]
 ROUTER = APIRouter()
 
 
@@ -91,7 +87,7 @@ async def get_file(batches: BatchesArgument, file_id: str) -> FileObject:
     return await asyncio.to_thread(batches.store.file, _owner(), file_id)
 
 
-@ROUTER.get("/v1/files/{file_id}/content", response_model=None)
+@ROUTER.get("/v1/files/{file_id}/content")
 async def get_file_content(batches: BatchesArgument, file_id: str) -> Response:
     """The content of a file."""
     store = batches.store

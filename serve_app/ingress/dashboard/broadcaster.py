@@ -119,7 +119,7 @@ class Broadcaster:
 ROUTER = APIRouter()
 
 
-@ROUTER.get("/v1/live", response_model=None)
+@ROUTER.get("/v1/live")
 async def live(request: Request) -> Response:
     """Server-sent events, one a second: the first is all that replicas do, the others are what
     changes, as JSON merge patches. They end after a minute; a viewer who stays asks again. Only

@@ -31,7 +31,7 @@ from serve_app.types import Medium
 ROUTER = APIRouter()
 
 
-@ROUTER.post("/v1/embeddings", response_model=None)
+@ROUTER.post("/v1/embeddings")
 async def embeddings(
     models: ModelsArgument,
     bodies: BodiesArgument,
@@ -41,8 +41,8 @@ async def embeddings(
     return written(await bodies.work(preparation.openai_answer, *await computed(models, body)))
 
 
-@ROUTER.post("/embedding", response_model=None)
-@ROUTER.post("/embeddings", response_model=None)
+@ROUTER.post("/embedding")
+@ROUTER.post("/embeddings")
 async def embedding(
     models: ModelsArgument,
     bodies: BodiesArgument,
@@ -52,7 +52,7 @@ async def embedding(
     return written(await bodies.work(preparation.llama_answer, *await computed(models, body)))
 
 
-@ROUTER.post("/embed", response_model=None)
+@ROUTER.post("/embed")
 async def tei_embed(
     models: ModelsArgument,
     bodies: BodiesArgument,
@@ -62,8 +62,8 @@ async def tei_embed(
     return written(await bodies.work(preparation.tei_answer, *await computed(models, body)))
 
 
-@ROUTER.post("/v1/classify", response_model=None)
-@ROUTER.post("/classify", response_model=None)
+@ROUTER.post("/v1/classify")
+@ROUTER.post("/classify")
 async def classify(
     models: ModelsArgument,
     bodies: BodiesArgument,
@@ -91,11 +91,11 @@ async def computed(
     return ComputedVectors(name, n_tokens, *form).pieces(vectors)
 
 
-@ROUTER.post("/v1/rerank", response_model=None)
-@ROUTER.post("/v1/reranking", response_model=None)
-@ROUTER.post("/v2/rerank", response_model=None)
-@ROUTER.post("/rerank", response_model=None)
-@ROUTER.post("/reranking", response_model=None)
+@ROUTER.post("/v1/rerank")
+@ROUTER.post("/v1/reranking")
+@ROUTER.post("/v2/rerank")
+@ROUTER.post("/rerank")
+@ROUTER.post("/reranking")
 async def rerank(
     models: ModelsArgument, body: Annotated[PairsToRank, prepared(preparation.rerank)]
 ) -> Response:
@@ -115,8 +115,8 @@ async def rerank(
     return JSONResponse({"model": body.model, "object": "list", "usage": used, "results": results})
 
 
-@ROUTER.post("/v1/score", response_model=None)
-@ROUTER.post("/score", response_model=None)
+@ROUTER.post("/v1/score")
+@ROUTER.post("/score")
 async def score(
     models: ModelsArgument, body: Annotated[PairsToRank, prepared(preparation.score)]
 ) -> Response:

@@ -18,12 +18,17 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 
-from serve_app.errors import ContentEncodingError, InvalidRequestError, PicturesWantedError
-from serve_app.ingress.http import request_context, request_model
+from serve_app.errors import (
+    ContentEncodingError,
+    CorralError,
+    InvalidRequestError,
+    PicturesWantedError,
+)
+from serve_app.ingress.http import request_context
 from serve_app.ingress.model_registry import Models, ServedModel
-from serve_app.ingress.workers.pool import NO_FILES, Workers
+from serve_app.ingress.workers.pool import Workers
 from serve_app.ingress.workers.wire import Piece
-from serve_app.ingress.workers.worker import ENCODINGS, fetched, inflated
+from serve_app.ingress.workers.worker import ENCODINGS, inflated
 from serve_app.logs import ClientText
 
 logger = logging.getLogger("corral.ingress")
@@ -37,25 +42,6 @@ LOG_EVERY_S, MOST_CHARS = 60.0, 500
 
 Fetch = Callable[[str, PicturesWantedError], Awaitable[Mapping[str, bytes]]]
 """Fetches files for a client, by URL. Raises InvalidRequestError for what cannot be had."""
-
-
-class InProcess:
-    """Workers that read bodies in this process, without bounds: for tests, and for one's own requests."""
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-
-    async def run(
-        self,
-        client: str,
-        work: Callable[[Models, bytes], T],
-        *pieces: Piece,
-        files: Mapping[str, bytes] = NO_FILES,
-    ) -> T:
-        with request_model.ignored_fields() as ignored, fetched(files):
-            made = work(self._models, b"".join(pieces))
-        request_context.current().ignored += ignored
-        return made
 
 
 class Bodies:
@@ -159,14 +145,22 @@ async def _models(request: Request) -> Mapping[str, ServedModel]:
     return dict(request.app.state.models)  # it may change while a route awaits something
 
 
-async def _bodies(request: Request) -> Bodies:
-    bodies: Bodies = request.app.state.bodies
-    return bodies
+def of_app(name: str, missing: Callable[[], CorralError] | None = None) -> Any:
+    """A route's dependency on what the application's state has by that name. Where it has nothing, that
+    error is raised."""
+
+    async def find(request: Request) -> Any:
+        found = getattr(request.app.state, name)
+        if found is None and missing is not None:
+            raise missing()
+        return found
+
+    return Depends(find)
 
 
 ModelsArgument = Annotated[Mapping[str, ServedModel], Depends(_models)]
 """The argument of a route that is all models, by their ids."""
-BodiesArgument = Annotated[Bodies, Depends(_bodies)]
+BodiesArgument = Annotated[Bodies, of_app("bodies")]
 """The argument of a route that has workers write its answer."""
 
 

@@ -200,7 +200,7 @@ def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
     return find(models, request.model).id, request.filename
 
 
-def named_model(models: Models, body: bytes) -> str | None:
+def named_model(models: Models, body: bytes) -> str:
     """POST /models, /models/load and /models/unload: the model's name. Raises InvalidRequestError."""
     return parsed(ModelRequest, body).model
 

@@ -110,7 +110,7 @@ async def change_lora_adapters(
 
 @ROUTER.post("/models/load", dependencies=[_LOADING])
 async def load_model(
-    models: ModelsArgument, name: Annotated[str | None, prepared(preparation.named_model)]
+    models: ModelsArgument, name: Annotated[str, prepared(preparation.named_model)]
 ) -> dict[str, bool]:
     """Load a model that has `keep_alive`, and answer when it is there. For operators."""
     await find(models, name).engine.load()
@@ -121,23 +121,21 @@ async def load_model(
 async def unload_model(
     request: Request,
     models: ModelsArgument,
-    name: Annotated[str | None, prepared(preparation.named_model)],
+    name: Annotated[str, prepared(preparation.named_model)],
 ) -> dict[str, bool]:
     """Let a model that has `keep_alive` go as soon as nobody uses it, or end its download. For
     operators."""
     control: ModelControl | None = request.app.state.model_control
-    if name is None or control is None or not control.cancel(name):
+    if control is None or not control.cancel(name):
         await find(models, name).engine.release()
     return {"success": True}
 
 
 @ROUTER.post("/models", dependencies=[_LOADING])
 async def download_model(
-    control: ModelControlArgument, name: Annotated[str | None, prepared(preparation.named_model)]
+    control: ModelControlArgument, name: Annotated[str, prepared(preparation.named_model)]
 ) -> dict[str, bool]:
     """Begin to download a model of a hub, which is served then. For operators."""
-    if name is None:
-        raise InvalidRequestError("Name a model.", "model")
     control.pull_later(name)
     return {"success": True}
 
@@ -187,8 +185,8 @@ def _content(slot: Mapping[str, Any]) -> dict[str, Any]:
 _STARTED_S = time.time()
 
 
-@ROUTER.post("/completion", response_model=None)
-@ROUTER.post("/completions", response_model=None)
+@ROUTER.post("/completion")
+@ROUTER.post("/completions")
 async def completion(
     models: ModelsArgument,
     body: Annotated[PreparedLlamaCompletion, prepared(preparation.completion)],
@@ -197,7 +195,7 @@ async def completion(
     return await _respond(models, body)
 
 
-@ROUTER.post("/infill", response_model=None)
+@ROUTER.post("/infill")
 async def infill(
     models: ModelsArgument, body: Annotated[PreparedLlamaCompletion, prepared(preparation.infill)]
 ) -> Response:
@@ -225,19 +223,19 @@ async def _respond(models: Mapping[str, ServedModel], body: PreparedLlamaComplet
     return await answer.respond(model, plan, f"cmpl-{uuid.uuid4().hex}")
 
 
-@ROUTER.post("/tokenize", response_model=None)
+@ROUTER.post("/tokenize")
 async def tokenize(answer: Annotated[bytes, prepared(preparation.tokenize)]) -> Response:
     """A text's tokens."""
     return written(answer)
 
 
-@ROUTER.post("/detokenize", response_model=None)
+@ROUTER.post("/detokenize")
 async def detokenize(answer: Annotated[bytes, prepared(preparation.detokenize)]) -> Response:
     """The text of tokens."""
     return written(answer)
 
 
-@ROUTER.post("/apply-template", response_model=None)
+@ROUTER.post("/apply-template")
 async def apply_template(
     answer: Annotated[bytes, prepared(preparation.apply_template)],
 ) -> Response:

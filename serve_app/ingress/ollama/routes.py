@@ -46,7 +46,7 @@ BeganArgument = Annotated[float, Depends(_clock)]
 """When the request came, by `time.perf_counter`: a route's first argument."""
 
 
-@ROUTER.post("/api/chat", response_model=None)
+@ROUTER.post("/api/chat")
 async def ollama_chat(
     began: BeganArgument,
     models: ModelsArgument,
@@ -56,7 +56,7 @@ async def ollama_chat(
     return await _respond(models, "chat", body, began)
 
 
-@ROUTER.post("/api/generate", response_model=None)
+@ROUTER.post("/api/generate")
 async def ollama_generate(
     began: BeganArgument,
     models: ModelsArgument,
@@ -90,7 +90,7 @@ async def _respond(
     return await answer.respond(model, plan, f"ollama-{uuid.uuid4().hex}")
 
 
-@ROUTER.post("/api/embed", response_model=None)
+@ROUTER.post("/api/embed")
 async def ollama_embed(
     began: BeganArgument,
     models: ModelsArgument,
@@ -104,7 +104,7 @@ async def ollama_embed(
     return written(await bodies.work(preparation.several, *pieces))
 
 
-@ROUTER.post("/api/embeddings", response_model=None)
+@ROUTER.post("/api/embeddings")
 async def ollama_embeddings(
     models: ModelsArgument,
     bodies: BodiesArgument,
@@ -158,7 +158,7 @@ async def ollama_tags(models: ModelsArgument, described: DescriptionsArgument) -
     return {"models": [_named(name, described[model_id], _LISTED) for name, model_id in names]}
 
 
-@ROUTER.post("/api/show", response_model=None)
+@ROUTER.post("/api/show")
 async def ollama_show(
     model_id: Annotated[str, prepared(catalogue.named, any_type=True)],
     described: DescriptionsArgument,
@@ -195,7 +195,7 @@ async def _running(_: Request) -> Response:
 _MANAGING = operators_only("What models are served")
 
 
-@ROUTER.post("/api/pull", response_model=None, dependencies=[_MANAGING])
+@ROUTER.post("/api/pull", dependencies=[_MANAGING])
 async def ollama_pull(
     control: ModelControlArgument,
     change: Annotated[ModelChange, prepared(preparation.pull, any_type=True)],
@@ -204,7 +204,7 @@ async def ollama_pull(
     return await PullLines().respond(control.pull(change.name), in_lines=change.in_lines)
 
 
-@ROUTER.post("/api/create", response_model=None, dependencies=[_MANAGING])
+@ROUTER.post("/api/create", dependencies=[_MANAGING])
 async def ollama_create(
     control: ModelControlArgument,
     change: Annotated[ModelChange, prepared(preparation.create, any_type=True)],

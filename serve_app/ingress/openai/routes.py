@@ -23,7 +23,7 @@ from serve_app.ingress.openai.serving import Answer, Choice
 ROUTER = APIRouter()
 
 
-@ROUTER.post("/v1/completions", response_model=None)
+@ROUTER.post("/v1/completions")
 async def completions(
     models: ModelsArgument,
     completion: Annotated[PreparedCompletion, prepared(preparation.completion)],
@@ -43,8 +43,8 @@ async def completions(
     return await answer.respond(model, plan, answer_id)
 
 
-@ROUTER.post("/v1/chat/completions", response_model=None)
-@ROUTER.post("/chat/completions", response_model=None)
+@ROUTER.post("/v1/chat/completions")
+@ROUTER.post("/chat/completions")
 async def chat_completions(
     request: Request, models: ModelsArgument, chat: Annotated[Chat, prepared(preparation.chat)]
 ) -> Response:

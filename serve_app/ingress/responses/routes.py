@@ -32,6 +32,7 @@ from serve_app.ingress.http.dependencies import (
     BodiesArgument,
     ModelsArgument,
     PreparedBody,
+    of_app,
     written,
 )
 from serve_app.ingress.model_registry import find
@@ -49,12 +50,7 @@ def key() -> str | None:
     return None if account is None else account.key.name
 
 
-async def _responses(request: Request) -> BackgroundResponses:
-    responses: BackgroundResponses = request.app.state.responses
-    return responses
-
-
-ResponsesArgument = Annotated[BackgroundResponses, Depends(_responses)]
+ResponsesArgument = Annotated[BackgroundResponses, of_app("responses")]
 ROUTER = APIRouter()
 """A response is there for its own API key only."""
 
@@ -87,8 +83,8 @@ class Continued(PreparedBody[T | After]):
         return await bodies.work(self.prepare, *preparation.record(stored), *pieces)
 
 
-@ROUTER.post("/v1/responses", response_model=None)
-@ROUTER.post("/responses", response_model=None)
+@ROUTER.post("/v1/responses")
+@ROUTER.post("/responses")
 async def responses(
     models: ModelsArgument,
     responses: ResponsesArgument,
@@ -148,7 +144,7 @@ async def response_input_tokens(
     return InputTokens(input_tokens=await generation.n_tokens(models, length))
 
 
-@ROUTER.get("/v1/responses/{response_id}", response_model=None)
+@ROUTER.get("/v1/responses/{response_id}")
 async def get_response(
     models: ModelsArgument,
     responses: ResponsesArgument,
@@ -172,14 +168,14 @@ async def get_response(
     return sse.EventStream(answer.stream(_held(responses, response_id), answer.take))
 
 
-@ROUTER.delete("/v1/responses/{response_id}", response_model=None)
+@ROUTER.delete("/v1/responses/{response_id}")
 async def delete_response(responses: ResponsesArgument, response_id: str) -> dict[str, Any]:
     """Forget a response. If it is being made, that ends."""
     await responses.delete(response_id, key())
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@ROUTER.post("/v1/responses/{response_id}/cancel", response_model=None)
+@ROUTER.post("/v1/responses/{response_id}/cancel")
 @unread
 async def cancel_response(
     responses: ResponsesArgument, bodies: BodiesArgument, response_id: str
@@ -196,7 +192,7 @@ async def cancel_response(
     return written(await bodies.work(preparation.stored, *preparation.record(stored)))
 
 
-@ROUTER.get("/v1/responses/{response_id}/input_items", response_model=None)
+@ROUTER.get("/v1/responses/{response_id}/input_items")
 async def response_input_items(
     responses: ResponsesArgument,
     bodies: BodiesArgument,

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
 from serve_app.errors import InvalidRequestError, PermissionDeniedError
 from serve_app.ingress.http import request_context
+from serve_app.ingress.http.dependencies import of_app
 from serve_app.ingress.usage.budgets import DAY_S
 from serve_app.ingress.usage.ledger import (
     COUNTS,
@@ -45,16 +46,11 @@ _MOST_VALUES = 100
 Names = Annotated[list[str] | None, Query(max_length=_MOST_VALUES)]
 
 
-async def _ledger(request: Request) -> Ledger:
-    ledger: Ledger = request.app.state.ledger
-    return ledger
+LedgerArgument = Annotated[Ledger, of_app("ledger")]
 
 
-LedgerArgument = Annotated[Ledger, Depends(_ledger)]
-
-
-@ROUTER.get("/v1/usage", response_model=None)
-@ROUTER.get("/v1/organization/usage/completions", response_model=None)
+@ROUTER.get("/v1/usage")
+@ROUTER.get("/v1/organization/usage/completions")
 async def usage(
     ledger: LedgerArgument,
     start_time: Annotated[int | None, Query(ge=0, le=2**40)] = None,
