@@ -165,7 +165,8 @@ class AccessMiddleware:
         peer = scope.get("client")
         address = "" if peer is None else network_of(peer[0])
         caller = Caller(_request_id(headers), account, address, is_operator)
-        caller.answer_by = _deadline(headers).after(-time.monotonic())
+        within = (_milliseconds(headers, name) for name in (FIRST_TOKEN_WITHIN, END_WITHIN))
+        caller.answer_by = Deadline(*within).after(-time.monotonic())
         return caller
 
     def _account(self, accounts: KeyAccounts, scope: Scope, headers: Headers) -> KeyAccount:
@@ -221,12 +222,8 @@ def _noting_status(caller: Caller, send: Send) -> Send:
     return noting
 
 
-def _deadline(headers: Headers) -> Deadline:
-    """The deadline of a request. Raises InvalidRequestError."""
-    return Deadline(*(_milliseconds(headers, name) for name in (FIRST_TOKEN_WITHIN, END_WITHIN)))
-
-
 def _milliseconds(headers: Headers, name: str) -> float:
+    """The seconds until one of the deadlines. Raises InvalidRequestError."""
     value = headers.get(name)
     if value is None:
         return math.inf

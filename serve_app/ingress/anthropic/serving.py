@@ -5,7 +5,6 @@ Source: Anthropic's API reference, "Messages" and "Streaming Messages".
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import ErrorShape, cut
 from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
+from serve_app.prompt.tool_calls.calls import values_of
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
@@ -112,7 +112,7 @@ class MessageAnswer(ProtocolAnswer):
         signing = [self._delta({"type": "signature_delta", "signature": ""})]
         text = "".join(self._pieces)
         ended = (
-            self._called | {"input": _input(text)}
+            self._called | {"input": values_of(text)}
             if self._open == "tool_use"
             else _block(self._open, text)
         )
@@ -151,15 +151,6 @@ class MessageAnswer(ProtocolAnswer):
             elif reason == "end_turn" and any(b["type"] == "tool_use" for b in self._blocks):
                 reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": end.stop if end else None}
-
-
-def _input(arguments: str) -> Json:
-    """A call's arguments; none of those that were cut short."""
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _block(kind: Literal["text", "thinking"], text: str) -> Json:

@@ -206,19 +206,7 @@ async def infill(
 async def _respond(models: Mapping[str, ServedModel], body: PreparedLlamaCompletion) -> Response:
     plan = body.generation
     model = find(models, plan.model)
-    choices = [
-        LlamaChoice(
-            index=i,
-            prompt=body.prompt_texts[i // plan.n],
-            n_prompt=len(plan.prompts[i // plan.n]),
-            n_ctx_slot=model.n_ctx_slot,
-            asked=body,
-            sampling=plan.sampling_of(i),
-            piece=model.tokenizer.piece,
-            eog=sorted(model.tokenizer.model.eog_tokens),
-        )
-        for i in range(plan.n_answers)
-    ]
+    choices = [LlamaChoice(i, body, model) for i in range(plan.n_answers)]
     answer = LlamaAnswer(choices, body.is_batch)
     return await answer.respond(model, plan, f"cmpl-{uuid.uuid4().hex}")
 

@@ -12,8 +12,8 @@ from typing import Any
 from serve_app.ingress.generation import sampling_fields
 from serve_app.ingress.generation.answers import ProtocolAnswer
 from serve_app.ingress.llama_server.preparation import PreparedLlamaCompletion
+from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.openai import logprobs
-from serve_app.ingress.openai.logprobs import Piece
 from serve_app.ingress.openai.timings import Running, prompt_progress, timings
 from serve_app.sampling import CHAIN, Api, SamplingParams
 from serve_app.types import FinishReason, PromptProgress, SequenceEnd, TokenDelta
@@ -24,15 +24,8 @@ Json = dict[str, Any]
 @dataclass
 class LlamaChoice:
     index: int
-    prompt: str
-    """The prompt as the model got it."""
-    n_prompt: int
-    n_ctx_slot: int
     asked: PreparedLlamaCompletion
-    sampling: SamplingParams
-    piece: Piece
-    eog: Sequence[int]
-    """Tokens that end a text."""
+    model: ServedModel
     _text: list[str] = field(default_factory=list)
     _n_tokens: int = 0
     _running: Running = field(default_factory=Running)
@@ -75,6 +68,7 @@ class LlamaChoice:
         return event
 
     def _part(self, content: str, tokens: Sequence[int]) -> Json:
+        plan = self.asked.generation
         return {
             "index": self.index,
             "content": content,
@@ -82,7 +76,7 @@ class LlamaChoice:
             "stop": False,
             "id_slot": -1,
             "tokens_predicted": self._n_tokens,
-            "tokens_evaluated": self.n_prompt,
+            "tokens_evaluated": len(plan.prompts[self.index // plan.n]),
         }
 
     def _one_by_one(self, delta: TokenDelta) -> list[Json]:
@@ -96,24 +90,22 @@ class LlamaChoice:
         ]
 
     def _final(self, content: str, tokens: list[int], end: SequenceEnd) -> Json:
-        usage = end.usage
+        usage, plan = end.usage, self.asked.generation
+        sampling, n_ctx = plan.sampling_of(self.index), self.model.n_ctx_slot
+        eog = sorted(self.model.tokenizer.model.eog_tokens) if sampling.ignore_eos else ()
         return {
             "index": self.index,
             "content": content,
             "tokens": tokens,
             "id_slot": end.slot_id,
             "stop": True,
-            "model": self.asked.generation.model,
+            "model": plan.model,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": generation_settings(
-                self.sampling,
-                self.n_ctx_slot,
-                self.asked.generation.model,
-                self.asked,
-                self.eog if self.sampling.ignore_eos else (),
+                sampling, n_ctx, plan.model, self.asked, eog
             ),
-            "prompt": self.prompt,
+            "prompt": self.asked.prompt_texts[self.index // plan.n],
             "has_new_line": "\n" in "".join(self._text),
             "truncated": self._is_truncated(end),
             "stop_type": _stop_type(end),
@@ -124,12 +116,15 @@ class LlamaChoice:
 
     def _is_truncated(self, end: SequenceEnd) -> bool:
         used = end.usage.prompt_tokens + end.usage.completion_tokens
-        return end.reason == FinishReason.LENGTH and used >= self.n_ctx_slot
+        return end.reason == FinishReason.LENGTH and used >= self.model.n_ctx_slot
 
     def _probabilities(self, delta: TokenDelta) -> list[Json]:
         tokens = zip(delta.token_ids, delta.logprobs, strict=False)
-        shares = self.sampling.post_sampling_probs
-        return logprobs.entries(tokens, self.piece, shares=shares, with_ids=True)
+        piece, shares = (
+            self.model.tokenizer.piece,
+            self.asked.generation.sampling.post_sampling_probs,
+        )
+        return logprobs.entries(tokens, piece, shares=shares, with_ids=True)
 
     def _selected(self, answer: Json) -> Json:
         """Only the `response_fields`, if the request names some."""

@@ -5,7 +5,6 @@ Source: OpenAI's API reference, "Chat" and "Responses", `tools` and `tool_choice
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from pydantic import Field, model_validator
 
 from serve_app.ingress.generation.tools import FunctionDefinition, FunctionName
 from serve_app.ingress.http.request_model import RequestModel, name_ignored
+from serve_app.prompt.tool_calls.calls import values_of
 
 
 class TextGrammar(RequestModel):
@@ -79,10 +79,7 @@ CUSTOM_INPUT = "input"
 
 def input_of(arguments: str) -> str:
     """The input of a custom tool in the arguments of a call, or these as they are."""
-    try:
-        text = json.loads(arguments)[CUSTOM_INPUT]
-    except (ValueError, LookupError, TypeError):
-        return arguments
+    text = values_of(arguments).get(CUSTOM_INPUT)
     return text if isinstance(text, str) else arguments
 
 

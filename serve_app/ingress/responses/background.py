@@ -68,11 +68,15 @@ class BackgroundResponse:
         self,
         stored_request: StoredRequest,
         owner: Owner,
+        caller: Caller,
         chunks: Sequence[bytes] = (),
         turn: int = 0,
     ) -> None:
         """`chunks` are the log that another ingress has made of it."""
         self.stored_request, self.owner, self.turn = stored_request, owner, turn
+        self.caller = caller
+        self.held = ExitStack()
+        """Is closed when it is made."""
         self._chunks = list(chunks)
         self.n_told = len(self._chunks)
         """The chunks that the store has."""
@@ -135,7 +139,7 @@ class BackgroundResponses:
         """Make a response for this task's caller; it goes on when that one leaves. Returns when an engine
         has accepted it. Raises CorralError."""
         caller = request_context.current()
-        response = BackgroundResponse(stored_request, owner)
+        response = BackgroundResponse(stored_request, owner, caller)
         response.is_read = is_read
         with ExitStack() as held:
             held.enter_context(self.open_requests.entered(caller.holder))
@@ -144,7 +148,8 @@ class BackgroundResponses:
             except ConnectionError:
                 raise EngineUnavailableError("Responses cannot be kept now.") from None
             held.enter_context(caller.handed_over())
-            self._begin(response, stored_request.request, caller, held.pop_all())
+            response.held = held.pop_all()
+            self._begin(response, stored_request.request)
         try:
             await asyncio.shield(response.accepted)
         except BaseException:  # refused, or its client has left without its id
@@ -170,38 +175,27 @@ class BackgroundResponses:
         if (silent := self._responses.get(stored_request.id)) is not None:
             silent.task.cancel()
         logger.warning("%s continues in this ingress", stored_request.id)
-        response = BackgroundResponse(stored_request, stored.owner, stored.chunks, stored.turn)
         caller = Caller(request_id=stored_request.request.http_id, is_operator=False)
         if self.counter is not None:
             caller.counter = self.counter(stored.owner.key or "", "/v1/responses")
+        known = stored.chunks, stored.turn
+        response = BackgroundResponse(stored_request, stored.owner, caller, *known)
         events = [event async for event in self._events(stored)]
         tokens = (event.delta.token_ids for event in events if event.delta is not None)
         request = continued(stored_request.request, tuple(chain(*tokens)), stored.turn)
         response.accepted.set_result(None)
-        self._begin(response, request, caller, ExitStack())
+        self._begin(response, request)
 
-    def _begin(
-        self,
-        response: BackgroundResponse,
-        request: GenerationRequest,
-        caller: Caller,
-        held: ExitStack,
-    ) -> None:
+    def _begin(self, response: BackgroundResponse, request: GenerationRequest) -> None:
         self._responses[response.stored_request.id] = response
-        response.task = _aside(self._make(response, request, caller, held))
+        response.task = _aside(self._make(response, request))
         if self._telling is None or self._telling.done():
             self._telling = _aside(self._tell_on())
 
-    async def _make(
-        self,
-        response: BackgroundResponse,
-        request: GenerationRequest,
-        caller: Caller,
-        held: ExitStack,
-    ) -> None:
-        request_context.enter(caller)
+    async def _make(self, response: BackgroundResponse, request: GenerationRequest) -> None:
+        request_context.enter(response.caller)
         try:
-            with held:
+            with response.held:
                 model = find(self.models, response.stored_request.model)
                 deltas = await _started(model, request, patiently=response.turn > 0)
                 async with aclosing(deltas):

@@ -8,7 +8,6 @@ Source: OpenAI's API reference, "Responses", `tools` and `input`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -18,6 +17,7 @@ from pydantic import BeforeValidator, Field
 from serve_app.ingress.generation.tools import FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.tools import CustomDefinition, input_of, known_tools
+from serve_app.prompt.tool_calls.calls import values_of
 
 Json = dict[str, Any]
 SEPARATOR = "__"
@@ -157,7 +157,7 @@ class CallForm:
             return {**named, "arguments": arguments}
         if self.kind == "custom":
             return {**named, "input": input_of(arguments)}
-        values = _object(arguments)
+        values = values_of(arguments)
         if self.kind == "apply_patch":
             return {"operation": {"type": "update_file", "path": "", "diff": "", **values}}
         if self.kind == "shell":
@@ -176,11 +176,3 @@ def forms(tools: Iterable[Mapping[str, Any]]) -> dict[str, CallForm]:
         else:
             made.append(CallForm(kind, name))
     return {form.function: form for form in made}
-
-
-def _object(arguments: str) -> Json:
-    try:
-        values = json.loads(arguments)
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -53,6 +53,15 @@ def call_of(name: object, arguments: object) -> list[ToolCall]:
     return [ToolCall(name, text)]
 
 
+def values_of(arguments: str) -> dict[str, Any]:
+    """The arguments of a call; none if they were cut short, or are no object."""
+    try:
+        values = json.loads(arguments)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
 _UNSAFE = re.compile(r"[^\w.-]")
 
 

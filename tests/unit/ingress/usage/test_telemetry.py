@@ -23,10 +23,11 @@ from opentelemetry.trace import SpanKind
 
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import ConfigError
+from serve_app.ingress import api
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.usage import telemetry
 from serve_app.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
-from tests.doubles import api
+from tests.doubles.api import build_api
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine, chat
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -51,7 +52,7 @@ def client(
         tracers.add_span_processor(SimpleSpanProcessor(spans))
         monkeypatch.setattr(api, "tracers", lambda: tracers if traces else None)
         models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}  # type: ignore[arg-type]
-        transport = httpx.ASGITransport(api.build_api(models, IngressConfig(**access)))
+        transport = httpx.ASGITransport(build_api(models, IngressConfig(**access)))
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
     return made
