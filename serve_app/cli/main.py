@@ -471,8 +471,11 @@ def _forward(context: typer.Context, module: str, needs: Sequence[str] = ()) -> 
             f"This command needs {' and '.join(missing)}. To install what it needs, run: "
             f"{sys.executable} -m pip install 'corral[{context.info_name}]'"
         )
-    program = [sys.executable, "-P", "-m", module, *context.args]
-    raise typer.Exit(subprocess.run(program, check=False).returncode)
+    raise typer.Exit(_run(module, context.args))
+
+
+def _run(module: str, arguments: Sequence[str]) -> int:
+    return subprocess.run([sys.executable, "-P", "-m", module, *arguments], check=False).returncode
 
 
 def _client(url: str, api_key: str | None) -> Client:
