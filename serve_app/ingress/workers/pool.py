@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
+from serve_app.channel.protocol import framed
 from serve_app.errors import (
     CorralError,
     EngineClosedError,
@@ -192,7 +193,7 @@ class Zygote:
                 self.process = subprocess.Popen(command, pass_fds=[fd], env=environment)
             finally:
                 set_limit(resource.RLIMIT_STACK, before)
-        self._control.sendall(wire.framed(msgspec.msgpack.encode(start)))
+        self._control.sendall(framed(msgspec.msgpack.encode(start)))
         self._control.setblocking(False)
         self._reader: asyncio.StreamReader | None = None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-import struct
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,10 +18,10 @@ from typing import Any
 import msgspec
 
 from serve_app import msgpack
+from serve_app.channel.protocol import LENGTH_BYTES, framed, length_of
 from serve_app.errors import CorralError
 from serve_app.ingress.model_registry import ModelInfo, Models, NumberedAdapters
 
-_LENGTH = struct.Struct("<Q")
 # The event loop copies no more at once.
 _STRIDE = 64 * 2**10
 
@@ -100,8 +99,7 @@ def receive_order(connection: socket.socket) -> WorkOrder:
 
 def receive(connection: socket.socket) -> bytes:
     """Blocking: the next message of the ingress. Raises EOFError if it is gone."""
-    (length,) = _LENGTH.unpack(receive_bytes(connection, _LENGTH.size))
-    return receive_bytes(connection, length)
+    return receive_bytes(connection, length_of(receive_bytes(connection, LENGTH_BYTES)))
 
 
 def receive_bytes(connection: socket.socket, length: int) -> bytes:
@@ -123,8 +121,7 @@ async def received(reader: asyncio.StreamReader, kind: Any) -> Outcome:
     """Event loop: the next result, of this type, or an error. Raises EOFError if the other end is gone,
     and msgspec.MsgspecError if it sends anything else."""
     try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        data = await reader.readexactly(length)
+        data = await reader.readexactly(length_of(await reader.readexactly(LENGTH_BYTES)))
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         raise EOFError from error
     outcome: _PackedOutcome = msgpack.decoder(_PackedOutcome).decode(data)
@@ -136,7 +133,3 @@ async def received(reader: asyncio.StreamReader, kind: Any) -> Outcome:
 @functools.cache
 def result_type(work: Callable[..., Any]) -> Any:
     return typing.get_type_hints(work)["return"]
-
-
-def framed(body: bytes) -> bytes:
-    return _LENGTH.pack(len(body)) + body

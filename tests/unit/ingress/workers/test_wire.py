@@ -6,13 +6,13 @@ import asyncio
 import os
 import pickle
 import socket
-import struct
 from typing import Any
 
 import msgspec
 import pytest
 from fastapi.routing import APIRoute
 
+from serve_app.channel.protocol import framed
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import (
     CorralError,
@@ -134,10 +134,6 @@ class Exploit:
 
     def __reduce__(self) -> Any:
         return os.abort, ()
-
-
-def framed(body: bytes) -> bytes:
-    return struct.pack("<Q", len(body)) + body
 
 
 @pytest.mark.parametrize(
