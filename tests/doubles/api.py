@@ -27,12 +27,12 @@ class InProcess:
     async def run(
         self,
         client: str,
-        work: Callable[[Models, bytes], T],
+        work: Callable[[Models, Any], T],
         *pieces: Piece,
         files: Mapping[str, bytes] = NO_FILES,
     ) -> T:
         with request_model.ignored_fields() as ignored, fetched(files):
-            made = work(self._models, b"".join(pieces))
+            made = work(self._models, request_model.body_for(work, b"".join(pieces)))
         request_context.current().ignored += ignored
         return made
 

@@ -27,7 +27,7 @@ from serve_app.ingress.generation.requests import (
     TranslatedChat,
 )
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http.request_model import ModelledRequest, RequestModel, parsed
+from serve_app.ingress.http.request_model import ModelledRequest, RequestModel
 from serve_app.ingress.model_registry import Models, find
 from serve_app.prompt.conversation import Turn
 from serve_app.sampling import Api
@@ -217,9 +217,8 @@ class Messages:
     shows_reasoning: bool
 
 
-def messages(models: Models, body: bytes) -> Messages:
+def messages(models: Models, request: MessagesRequest) -> Messages:
     """POST /v1/messages. Raises CorralError."""
-    request = parsed(MessagesRequest, body)
     chat = request.as_chat()
     model = find(models, request.model, preparation.chat_beginning(chat.conversation))
     shown = (
@@ -228,9 +227,8 @@ def messages(models: Models, body: bytes) -> Messages:
     return Messages(preparation.chat(model, chat, 1, "messages"), shown)
 
 
-def count_tokens(models: Models, body: bytes) -> PromptLength:
+def count_tokens(models: Models, request: CountTokensRequest) -> PromptLength:
     """POST /v1/messages/count_tokens. Raises CorralError."""
-    request = parsed(CountTokensRequest, body)
     chat = request.as_chat()
     model = find(models, request.model, preparation.chat_beginning(chat.conversation))
     return preparation.length(model, chat, "messages")

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from serve_app.ingress.batch.objects import BatchRequest, LineError
-from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.model_registry import Models
 from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 
@@ -17,8 +16,8 @@ _PREFIX_BYTES = 512
 """Lines are computed in the order of so much of their prompts: lines that begin alike, together."""
 
 
-def batch(models: Models, body: bytes) -> BatchRequest:
-    return parsed(BatchRequest, body)
+def batch(models: Models, request: BatchRequest) -> BatchRequest:
+    return request
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from pydantic import (
 from serve_app.errors import InvalidRequestError, NotSupportedError, TextTooLongError
 from serve_app.ingress.generation.preparation import chat_with_media, refuse_huge
 from serve_app.ingress.generation.requests import Text
-from serve_app.ingress.http.request_model import ModelledRequest, RequestModel, parsed
+from serve_app.ingress.http.request_model import ModelledRequest, RequestModel
 from serve_app.ingress.llama_server.preparation import media_prompt, mixed_tokens
 from serve_app.ingress.llama_server.protocol import MediaPrompt, Mixed, Prompt, plain, several
 from serve_app.ingress.model_registry import ModelInfo, Models, find
@@ -219,18 +219,19 @@ class TextsToEmbed:
     """The model's name in the answer; empty for its id."""
 
 
-def embeddings(models: Models, body: bytes) -> TextsToEmbed:
+def embeddings(models: Models, request: EmbeddingsRequest) -> TextsToEmbed:
     """POST /v1/embeddings. Raises CorralError."""
-    return _embeddings(models, body, check_makes_embeddings)
+    return _embeddings(models, request, check_makes_embeddings)
 
 
-def llama_embedding(models: Models, body: bytes) -> TextsToEmbed:
+def llama_embedding(models: Models, request: EmbeddingsRequest) -> TextsToEmbed:
     """POST /embedding. Raises CorralError."""
-    return _embeddings(models, body, check_has_vectors)
+    return _embeddings(models, request, check_has_vectors)
 
 
-def _embeddings(models: Models, body: bytes, check: Callable[[ModelInfo], None]) -> TextsToEmbed:
-    request = parsed(EmbeddingsRequest, body)
+def _embeddings(
+    models: Models, request: EmbeddingsRequest, check: Callable[[ModelInfo], None]
+) -> TextsToEmbed:
     model = find(models, request.model)
     check(model)
     _check_dimensions(model, request.dimensions)
@@ -266,9 +267,8 @@ def _given(
     return replace(made, user=request.user)
 
 
-def classify(models: Models, body: bytes) -> TextsToEmbed:
+def classify(models: Models, request: ClassifyRequest) -> TextsToEmbed:
     """POST /v1/classify. Raises CorralError."""
-    request = parsed(ClassifyRequest, body)
     model, most = find(models, request.model), request.truncate_prompt_tokens
     _check_has_classifier(model, "classify", "classification")
     made = _given(model, request, cut=request.truncate or most is not None)
@@ -278,9 +278,8 @@ def classify(models: Models, body: bytes) -> TextsToEmbed:
     return replace(made, norm=2 if request.use_activation else -1)
 
 
-def tei_embed(models: Models, body: bytes) -> TextsToEmbed:
+def tei_embed(models: Models, request: TeiEmbedRequest) -> TextsToEmbed:
     """POST /embed. Raises CorralError."""
-    request = parsed(TeiEmbedRequest, body)
     model = find(models, request.model)
     check_makes_embeddings(model)
     _check_dimensions(model, request.dimensions)
@@ -341,18 +340,16 @@ class PairsToRank:
     """Whether scores become numbers between 0 and 1."""
 
 
-def rerank(models: Models, body: bytes) -> PairsToRank:
+def rerank(models: Models, request: RerankRequest) -> PairsToRank:
     """POST /v1/rerank. Raises CorralError."""
-    request = parsed(RerankRequest, body)
     pairs = [(request.query, text) for text in request.texts]
     model, texts = _pairs(models, request, pairs)
     told = tuple(request.texts) if request.return_documents else None
     return PairsToRank(model.id, texts, request.top_n, request.is_tei, told)
 
 
-def score(models: Models, body: bytes) -> PairsToRank:
+def score(models: Models, request: ScoreRequest) -> PairsToRank:
     """POST /v1/score. Raises CorralError."""
-    request = parsed(ScoreRequest, body)
     model, texts = _pairs(models, request, request.pairs)
     is_logistic = request.use_activation and not model.tokenizer.model.has_softmax
     return PairsToRank(model.id, texts, is_logistic=is_logistic)

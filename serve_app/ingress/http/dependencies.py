@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
+from starlette.routing import BaseRoute
 
 from serve_app.errors import (
     ContentEncodingError,
@@ -70,7 +71,7 @@ class Bodies:
             raise InvalidRequestError("Send JSON, with Content-Type: application/json.")
         return [await self.work(inflated, *pieces)] if encoding in ENCODINGS else pieces
 
-    async def work(self, function: Callable[[Models, bytes], T], *pieces: Piece) -> T:
+    async def work(self, function: Callable[[Models, Any], T], *pieces: Piece) -> T:
         caller = request_context.current()
         try:
             made = await self._workers.run(caller.holder, function, *pieces)
@@ -110,7 +111,7 @@ def _is_json(headers: Headers) -> bool:
 class PreparedBody(Generic[T]):
     """The dependency on a worker's result for the request's body. For the options, see Bodies."""
 
-    prepare: Callable[[Models, bytes], T]
+    prepare: Callable[[Models, Any], T]
     optional: bool = field(default=False, kw_only=True)
     any_type: bool = field(default=False, kw_only=True)
 
@@ -121,7 +122,7 @@ class PreparedBody(Generic[T]):
 
 
 def prepared(
-    prepare: Callable[[Models, bytes], Any], *, optional: bool = False, any_type: bool = False
+    prepare: Callable[[Models, Any], Any], *, optional: bool = False, any_type: bool = False
 ) -> Any:
     return Depends(PreparedBody(prepare, optional=optional, any_type=any_type))
 
@@ -176,13 +177,14 @@ def add_routes(app: FastAPI, routers: Iterable[APIRouter]) -> None:
 
 def worker_modules(routers: Iterable[APIRouter]) -> tuple[str, ...]:
     """The modules of all functions that prepare bodies for these routers' routes."""
-    functions = (prepare for router in routers for prepare in _preparations(router))
+    routes = [route for router in routers for route in router.routes]
+    functions = (prepare for route in routes for prepare in preparations(route))
     return tuple(dict.fromkeys(function.__module__ for function in functions))
 
 
-def _preparations(router: APIRouter) -> Iterator[Callable[..., Any]]:
-    for route in router.routes:
-        if isinstance(route, APIRoute):
-            for dependency in route.dependant.dependencies:
-                if isinstance(dependency.call, PreparedBody):
-                    yield dependency.call.prepare
+def preparations(route: BaseRoute) -> Iterator[Callable[..., Any]]:
+    """The functions that prepare the body of a route: none or one."""
+    if isinstance(route, APIRoute):
+        for dependency in route.dependant.dependencies:
+            if isinstance(dependency.call, PreparedBody):
+                yield dependency.call.prepare

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, Self, TypeVar, cast, get_args
+from typing import Any, ClassVar, Self, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
@@ -216,6 +216,18 @@ def parsed(kind: type[M], body: bytes) -> M:
         problem = error.errors(include_url=False, include_input=False)[0]
         raise invalid(problem["loc"], problem["msg"]) from None
     return request
+
+
+@functools.cache
+def body_type(work: Callable[..., Any]) -> Any:
+    """The type of the body that a work is done on, its second argument: `bytes` for any, as it came."""
+    return list(get_type_hints(work).values())[1]
+
+
+def body_for(work: Callable[..., Any], body: bytes) -> Any:
+    """The body as the work wants it. Raises InvalidRequestError."""
+    kind = body_type(work)
+    return body if kind is bytes else parsed(kind, body)
 
 
 @functools.cache

@@ -54,9 +54,8 @@ class PreparedLlamaCompletion:
     """The triggers of the grammar, as the request has them."""
 
 
-def completion(models: Models, body: bytes) -> PreparedLlamaCompletion:
+def completion(models: Models, request: LlamaCompletionRequest) -> PreparedLlamaCompletion:
     """POST /completion. Raises CorralError."""
-    request = parsed(LlamaCompletionRequest, body)
     model = find(models, request.model, preparation.text_beginning(request.prompts[0]))
     if isinstance(request.prompt, MediaPrompt):
         prompt, media = media_prompt(model, request.prompt, "prompt")
@@ -80,9 +79,8 @@ def media_prompt(
     return with_media(model, tuple(tokens), prompt.urls, field)
 
 
-def infill(models: Models, body: bytes) -> PreparedLlamaCompletion:
+def infill(models: Models, request: InfillRequest) -> PreparedLlamaCompletion:
     """POST /infill. Raises CorralError."""
-    request = parsed(InfillRequest, body)
     model = find(models, request.model, preparation.text_beginning(request.input_prefix))
     return _completion(model, request, [_infill_prompt(model, request)], is_batch=False)
 
@@ -156,9 +154,8 @@ def _infill_prompt(model: ModelInfo, request: InfillRequest) -> tuple[int, ...]:
     return (*extra[max(0, len(extra) - room) :], *prompt)
 
 
-def tokenize(models: Models, body: bytes) -> bytes:
+def tokenize(models: Models, request: TokenizeRequest) -> bytes:
     """POST /tokenize: the answer, as JSON. Raises CorralError."""
-    request = parsed(TokenizeRequest, body)
     tokenizer = find(models, request.model).tokenizer
     refuse_huge("content", len(request.content))
     tokens = tokenizer.tokenize(request.content, request.add_special, request.parse_special)
@@ -175,17 +172,15 @@ def _piece(piece: bytes) -> str | list[int]:
         return list(piece)
 
 
-def detokenize(models: Models, body: bytes) -> bytes:
+def detokenize(models: Models, request: DetokenizeRequest) -> bytes:
     """POST /detokenize: the answer, as JSON. Raises CorralError."""
-    request = parsed(DetokenizeRequest, body)
     model = find(models, request.model)
     refuse_unknown_tokens(model, "tokens", request.tokens)
     return _json({"content": model.tokenizer.decode(request.tokens, special=True)})
 
 
-def apply_template(models: Models, body: bytes) -> bytes:
+def apply_template(models: Models, request: ChatCompletionRequest) -> bytes:
     """POST /apply-template: the answer, as JSON. Raises CorralError."""
-    request = parsed(ChatCompletionRequest, body)
     return _json({"prompt": preparation.chat_text(find(models, request.model), request)})
 
 
@@ -200,9 +195,9 @@ def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
     return find(models, request.model).id, request.filename
 
 
-def named_model(models: Models, body: bytes) -> str:
+def named_model(models: Models, request: ModelRequest) -> str:
     """POST /models, /models/load and /models/unload: the model's name. Raises InvalidRequestError."""
-    return parsed(ModelRequest, body).model
+    return request.model
 
 
 def properties(models: Models, body: bytes) -> None:

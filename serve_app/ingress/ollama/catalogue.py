@@ -10,7 +10,6 @@ from typing import Any
 
 from gguf import LlamaFileType
 
-from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.model_registry import ModelInfo, Models, find, full_name
 from serve_app.ingress.ollama.protocol import OllamaShowRequest
 from serve_app.ingress.ollama.serving import timestamp
@@ -38,9 +37,8 @@ def _quantization(file_type: object) -> str:
     return "unknown"
 
 
-def named(models: Models, body: bytes) -> str:
+def named(models: Models, request: OllamaShowRequest) -> str:
     """POST /api/show: the model's id. Raises CorralError."""
-    request = parsed(OllamaShowRequest, body)
     return find(models, request.named).id
 
 

@@ -67,9 +67,8 @@ class OllamaGeneration(msgspec.Struct, frozen=True, tag=True):
     """Whether the answer tells the conversation's tokens."""
 
 
-def chat(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
+def chat(models: Models, request: OllamaChatRequest) -> OllamaGeneration | OllamaLoad:
     """POST /api/chat. Raises CorralError."""
-    request = parsed(OllamaChatRequest, body)
     turns = [message.as_turn() for message in request.messages]
     model = find(models, request.model, preparation.chat_beginning(turns) or None)
     if not turns:
@@ -86,9 +85,8 @@ def chat(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
     return _generation(model, request, prepared, context=False)
 
 
-def generate(models: Models, body: bytes) -> OllamaGeneration | OllamaLoad:
+def generate(models: Models, request: OllamaGenerateRequest) -> OllamaGeneration | OllamaLoad:
     """POST /api/generate. Raises CorralError."""
-    request = parsed(OllamaGenerateRequest, body)
     said = request.context or f"{request.system}\n{request.prompt}"
     model = find(
         models, request.model, preparation.text_beginning(said) if request.prompt else None
@@ -225,18 +223,16 @@ def _cut(prompt: tuple[int, ...], room: int, num_keep: int | None) -> tuple[int,
     return prompt[:n_keep] + prompt[len(prompt) - (room - n_keep) :]
 
 
-def embed(models: Models, body: bytes) -> TextsToEmbed:
+def embed(models: Models, request: OllamaEmbedRequest) -> TextsToEmbed:
     """POST /api/embed. Raises CorralError."""
-    request = parsed(OllamaEmbedRequest, body)
     model = find(models, request.model)
     made = _to_embed(model, request.model, request.texts, "input", cut=request.truncate)
     dimensions = max(0, request.dimensions or 0) or None  # as in Ollama, those below 1 are all
     return dataclasses.replace(made, dimensions=dimensions, user=request.user)
 
 
-def embeddings(models: Models, body: bytes) -> TextsToEmbed:
+def embeddings(models: Models, request: OllamaEmbeddingsRequest) -> TextsToEmbed:
     """POST /api/embeddings. Raises CorralError."""
-    request = parsed(OllamaEmbeddingsRequest, body)
     model = find(models, request.model)
     texts = [request.prompt] if request.prompt else []
     return _to_embed(model, request.model, texts, "prompt", cut=True)
@@ -262,26 +258,23 @@ class ModelChange(msgspec.Struct, frozen=True):
     in_lines: bool = True
 
 
-def pull(models: Models, body: bytes) -> ModelChange:
+def pull(models: Models, request: OllamaPullRequest) -> ModelChange:
     """POST /api/pull. Raises InvalidRequestError."""
-    request = parsed(OllamaPullRequest, body)
     return ModelChange(_required(request.named), in_lines=request.stream)
 
 
-def copy(models: Models, body: bytes) -> ModelChange:
+def copy(models: Models, request: OllamaCopyRequest) -> ModelChange:
     """POST /api/copy. Raises InvalidRequestError."""
-    request = parsed(OllamaCopyRequest, body)
     return ModelChange(_required(request.destination), _required(request.source))
 
 
-def delete(models: Models, body: bytes) -> ModelChange:
+def delete(models: Models, request: OllamaShowRequest) -> ModelChange:
     """DELETE /api/delete. Raises InvalidRequestError."""
-    return ModelChange(_required(parsed(OllamaShowRequest, body).named))
+    return ModelChange(_required(request.named))
 
 
-def create(models: Models, body: bytes) -> ModelChange:
+def create(models: Models, request: OllamaCreateRequest) -> ModelChange:
     """POST /api/create. Raises InvalidRequestError."""
-    request = parsed(OllamaCreateRequest, body)
     name, in_lines = _required(request.named), request.stream
     if request.modelfile:
         fields = modelfile.fields_of(request.modelfile)

@@ -30,7 +30,6 @@ from serve_app.ingress.generation.requests import (
     TokenId,
 )
 from serve_app.ingress.generation.tools import Tool
-from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.model_registry import ModelInfo, Models, find
 from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.tools import CustomTool, plain_choice, with_custom_tools
@@ -138,9 +137,8 @@ class PreparedCompletion:
     logprobs: bool
 
 
-def completion(models: Models, body: bytes) -> PreparedCompletion:
+def completion(models: Models, request: CompletionRequest) -> PreparedCompletion:
     """POST /v1/completions. Raises CorralError."""
-    request = parsed(CompletionRequest, body)
     model = find(models, request.model, preparation.text_beginning(request.prompts[0]))
     sampling = preparation.sampling(model, request)
     prompts, n = _prompts(model, request), request.best_of or request.n_answers
@@ -152,16 +150,14 @@ def completion(models: Models, body: bytes) -> PreparedCompletion:
     )
 
 
-def chat(models: Models, body: bytes) -> Chat:
+def chat(models: Models, request: ChatCompletionRequest) -> Chat:
     """POST /v1/chat/completions. Raises CorralError."""
-    request = parsed(ChatCompletionRequest, body)
     model = find(models, request.model, preparation.chat_beginning(request.conversation))
     return preparation.chat(model, request, request.n_answers, "messages")
 
 
-def input_tokens(models: Models, body: bytes) -> PromptLength:
+def input_tokens(models: Models, request: ChatCompletionRequest) -> PromptLength:
     """POST /v1/chat/completions/input_tokens: how many the prompt would have. Raises CorralError."""
-    request = parsed(ChatCompletionRequest, body)
     model = find(models, request.model, preparation.chat_beginning(request.conversation))
     return preparation.length(model, request, "messages")
 

@@ -13,47 +13,16 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core.core_schema import TaggedUnionSchema
 
 from serve_app.config.keys import ApiKey
-from serve_app.ingress.anthropic.preparation import (
-    AnthropicErrorResponse,
-    CountTokensRequest,
-    MessagesRequest,
-)
+from serve_app.ingress.anthropic.preparation import AnthropicErrorResponse
 from serve_app.ingress.audio.preparation import TranscriptionRequest
-from serve_app.ingress.batch.objects import BatchRequest
-from serve_app.ingress.embeddings.preparation import (
-    ClassifyRequest,
-    EmbeddingsRequest,
-    RerankRequest,
-    ScoreRequest,
-    TeiEmbedRequest,
-)
-from serve_app.ingress.llama_server.protocol import (
-    AdapterChange,
-    DetokenizeRequest,
-    InfillRequest,
-    LlamaCompletionRequest,
-    LoraAdapter,
-    ModelRequest,
-    SlotRequest,
-    TokenizeRequest,
-)
+from serve_app.ingress.http.dependencies import preparations
+from serve_app.ingress.http.request_model import body_type
+from serve_app.ingress.llama_server.protocol import AdapterChange, LoraAdapter, SlotRequest
 from serve_app.ingress.model_control import PullProgress
-from serve_app.ingress.ollama.protocol import (
-    OllamaChatRequest,
-    OllamaCopyRequest,
-    OllamaCreateRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaErrorResponse,
-    OllamaGenerateRequest,
-    OllamaPullRequest,
-    OllamaShowRequest,
-)
+from serve_app.ingress.ollama.protocol import OllamaErrorResponse
 from serve_app.ingress.openai.answers import ErrorResponse
-from serve_app.ingress.openai.preparation import ChatCompletionRequest, CompletionRequest
 from serve_app.ingress.openapi import response_schemas as d
 from serve_app.ingress.responses.preparation import ResponsesRequest
-from serve_app.ingress.versions.preparation import RollbackRequest, WeightsRequest
 
 Json = dict[str, Any]
 
@@ -64,10 +33,11 @@ class Route:
 
     answer: Any = None
     """The type of the answer, if the function returns a finished response; `bytes` is a file."""
-    body: Any = None
-    """The type of its body, if it has one. Workers read it, so FastAPI knows nothing of it."""
     example: Json | None = None
     """A body that the built-in model answers."""
+    body: Any = None
+    """The type of its body, if the function that prepares it does not tell. FastAPI knows no bodies, as
+    workers read them."""
     streams: bool = False
     """Whether `stream` asks for server-sent events."""
     line: Any = None
@@ -87,17 +57,14 @@ _SUBTITLES = ("text/plain", "text/vtt")
 
 ROUTES = {
     "completions": Route(
-        d.Completion,
-        CompletionRequest,
-        {"prompt": "The capital of Portugal is", "max_tokens": 8},
-        streams=True,
+        d.Completion, {"prompt": "The capital of Portugal is", "max_tokens": 8}, streams=True
     ),
-    "chat_completions": Route(d.ChatCompletion, ChatCompletionRequest, _CHAT, streams=True),
-    "input_tokens": Route(body=ChatCompletionRequest, example=_CHAT),
+    "chat_completions": Route(d.ChatCompletion, _CHAT, streams=True),
+    "input_tokens": Route(example=_CHAT),
     "responses": Route(
         d.Response,
-        ResponsesRequest,
         {"input": "Tell me a story.", "max_output_tokens": 32},
+        ResponsesRequest,
         streams=True,
     ),
     "response_input_tokens": Route(body=ResponsesRequest, example={"input": "Tell me a story."}),
@@ -105,29 +72,23 @@ ROUTES = {
     "delete_response": Route(d.DeletedResponse),
     "cancel_response": Route(d.Response),
     "response_input_items": Route(d.ResponseItems),
-    "messages": Route(d.AnthropicMessage, MessagesRequest, _CHAT, streams=True),
-    "count_tokens": Route(body=CountTokensRequest, example={"messages": [_ASKED]}),
-    "embeddings": Route(d.Embeddings, EmbeddingsRequest, {"input": ["A fox.", "A brave fox."]}),
-    "embedding": Route(list[d.LlamaEmbedding], EmbeddingsRequest, {"input": "A fox."}),
+    "messages": Route(d.AnthropicMessage, _CHAT, streams=True),
+    "count_tokens": Route(example={"messages": [_ASKED]}),
+    "embeddings": Route(d.Embeddings, {"input": ["A fox.", "A brave fox."]}),
+    "embedding": Route(list[d.LlamaEmbedding], {"input": "A fox."}),
     "rerank": Route(
-        d.Ranking,
-        RerankRequest,
-        {"query": "Where is Lisbon?", "documents": ["In Portugal.", "A fox."]},
+        d.Ranking, {"query": "Where is Lisbon?", "documents": ["In Portugal.", "A fox."]}
     ),
-    "tei_embed": Route(list[list[float]], TeiEmbedRequest, {"inputs": ["A fox."]}),
-    "score": Route(
-        d.Scores, ScoreRequest, {"queries": "Where is Lisbon?", "documents": ["In Portugal."]}
-    ),
-    "classify": Route(d.Classes, ClassifyRequest, {"input": ["A fox.", "A brave fox."]}),
+    "tei_embed": Route(list[list[float]], {"inputs": ["A fox."]}),
+    "score": Route(d.Scores, {"queries": "Where is Lisbon?", "documents": ["In Portugal."]}),
+    "classify": Route(d.Classes, {"input": ["A fox.", "A brave fox."]}),
     "completion": Route(
         d.LlamaCompletion | list[d.LlamaCompletion],
-        LlamaCompletionRequest,
         {"prompt": "The capital of Portugal is", "n_predict": 8},
         streams=True,
     ),
     "infill": Route(
         d.LlamaCompletion,
-        InfillRequest,
         {
             "input_prefix": "def one():\n",
             "input_suffix": "\n",
@@ -136,25 +97,18 @@ ROUTES = {
         },
         streams=True,
     ),
-    "tokenize": Route(d.TokenList, TokenizeRequest, {"content": "A fox.", "with_pieces": True}),
-    "detokenize": Route(d.Content, DetokenizeRequest, {"tokens": [65, 66]}),
-    "apply_template": Route(d.Prompt, ChatCompletionRequest, {"messages": [_ASKED]}),
-    "ollama_chat": Route(
-        d.OllamaChat, OllamaChatRequest, {"messages": [_ASKED], "stream": False}, line=d.OllamaChat
-    ),
+    "tokenize": Route(d.TokenList, {"content": "A fox.", "with_pieces": True}),
+    "detokenize": Route(d.Content, {"tokens": [65, 66]}),
+    "apply_template": Route(d.Prompt, {"messages": [_ASKED]}),
+    "ollama_chat": Route(d.OllamaChat, {"messages": [_ASKED], "stream": False}, line=d.OllamaChat),
     "ollama_generate": Route(
-        d.OllamaCompletion,
-        OllamaGenerateRequest,
-        {"prompt": "Tell me a story.", "stream": False},
-        line=d.OllamaCompletion,
+        d.OllamaCompletion, {"prompt": "Tell me a story.", "stream": False}, line=d.OllamaCompletion
     ),
-    "ollama_embed": Route(d.OllamaVectors, OllamaEmbedRequest, {"input": ["A fox."]}),
-    "ollama_embeddings": Route(d.OllamaVector, OllamaEmbeddingsRequest, {"prompt": "A fox."}),
-    "ollama_show": Route(d.OllamaModelInfo, OllamaShowRequest, {}),
-    "ollama_pull": Route(PullProgress, OllamaPullRequest, line=PullProgress),
-    "ollama_create": Route(PullProgress, OllamaCreateRequest, line=PullProgress),
-    "ollama_copy": Route(body=OllamaCopyRequest),
-    "ollama_delete": Route(body=OllamaShowRequest),
+    "ollama_embed": Route(d.OllamaVectors, {"input": ["A fox."]}),
+    "ollama_embeddings": Route(d.OllamaVector, {"prompt": "A fox."}),
+    "ollama_show": Route(d.OllamaModelInfo, {}),
+    "ollama_pull": Route(PullProgress, line=PullProgress),
+    "ollama_create": Route(PullProgress, line=PullProgress),
     "usage": Route(d.UsagePage, texts=("text/csv",)),
     "create_key": Route(body=ApiKey),
     "create_file": Route(
@@ -171,14 +125,8 @@ ROUTES = {
     "transcribe": Route(d.Transcription, form=_SPEECH, streams=True, texts=_SUBTITLES),
     "translate": Route(d.Transcription, form=_SPEECH, streams=True, texts=_SUBTITLES),
     "get_file_content": Route(bytes),
-    "create_batch": Route(body=BatchRequest),
     "live": Route(streams=True),
     "act_on_slot": Route(body=SlotRequest),
-    "load_model": Route(body=ModelRequest),
-    "unload_model": Route(body=ModelRequest),
-    "download_model": Route(body=ModelRequest),
-    "change_weights": Route(body=WeightsRequest),
-    "roll_back": Route(body=RollbackRequest),
     "change_lora_adapters": Route(body=AdapterChange | list[LoraAdapter]),
 }
 """The routes by the names of the functions that answer them. FastAPI knows the others."""
@@ -224,9 +172,10 @@ def _described(app: FastAPI) -> Json:
             continue
         operation = found["paths"][route.path_format][min(route.methods or ()).lower()]
         about = ROUTES.get(route.name, Route())
-        if about.body is not None:
-            operation["requestBody"] = _request_body(about, components["schemas"])
-        elif about.form is not None:
+        bodies = [about.body] if about.body is not None else map(body_type, preparations(route))
+        for body in bodies:
+            operation["requestBody"] = _request_body(body, about.example, components["schemas"])
+        if about.form is not None:
             content = {"multipart/form-data": {"schema": about.form}}
             operation["requestBody"] = {"content": content, "required": True}
         if route.name != "health":
@@ -238,14 +187,12 @@ def _described(app: FastAPI) -> Json:
     return found
 
 
-def _request_body(about: Route, schemas: Json) -> Json:
-    schema = _schema(about.body, schemas, "validation")
-    example = {} if about.example is None else {"example": about.example}
-    optional = about.body is SlotRequest
-    return {
-        "content": {"application/json": {"schema": schema, **example}},
-        **({} if optional else {"required": True}),
-    }
+def _request_body(kind: Any, example: Json | None, schemas: Json) -> Json:
+    content: Json = {"schema": _schema(kind, schemas, "validation")}
+    if example is not None:
+        content["example"] = example
+    required = {} if kind is SlotRequest else {"required": True}
+    return {"content": {"application/json": content}, **required}
 
 
 def _content(about: Route, schemas: Json) -> Json:

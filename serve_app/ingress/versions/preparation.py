@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from serve_app.ingress.http.request_model import RequestModel, parsed
+from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.model_registry import Models, family, find
 from serve_app.ingress.openai.answers import VersionCard
 
@@ -28,12 +28,11 @@ class VersionList(BaseModel):
     versions: list[VersionCard]
 
 
-def weights(models: Models, body: bytes) -> WeightsRequest:
+def weights(models: Models, asked: WeightsRequest) -> WeightsRequest:
     """POST /models/weights, with the name of all versions. Raises CorralError."""
-    asked = parsed(WeightsRequest, body)
     return asked.model_copy(update={"model": family(find(models, asked.model))})
 
 
-def rollback(models: Models, body: bytes) -> str:
+def rollback(models: Models, asked: RollbackRequest) -> str:
     """POST /models/rollback: the name of all versions. Raises CorralError."""
-    return family(find(models, parsed(RollbackRequest, body).model))
+    return family(find(models, asked.model))

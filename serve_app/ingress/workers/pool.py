@@ -240,7 +240,7 @@ class Workers(Protocol):
     async def run(
         self,
         client: str,
-        work: Callable[[Models, bytes], T],
+        work: Callable[[Models, Any], T],
         *pieces: Piece,
         files: Mapping[str, bytes] = NO_FILES,
     ) -> T:
@@ -291,7 +291,7 @@ class WorkerPool:
     async def run(
         self,
         client: str,
-        work: Callable[[Models, bytes], T],
+        work: Callable[[Models, Any], T],
         *pieces: Piece,
         files: Mapping[str, bytes] = NO_FILES,
     ) -> T:

@@ -85,7 +85,8 @@ def answered(order: WorkOrder, models: Models, data: bytes) -> bytes:
             start += n_bytes
         with request_model.ignored_fields() as ignored, fetched(files):
             work: Work = pkgutil.resolve_name(order.work)
-            value = work(order.changes.made_in(models), data[:n_body])
+            body = request_model.body_for(work, data[:n_body])
+            value = work(order.changes.made_in(models), body)
         return wire.packed_outcome(wire.WorkResult(value, ignored))
     except CorralError as error:
         return wire.packed_outcome(error)

@@ -166,7 +166,7 @@ async def test_a_failure_in_mid_stream_is_the_last_event(
 
 
 def test_every_route_that_streams_is_tried() -> None:
-    asked = [route for route in ROUTES.values() if route.streams and route.body is not None]
+    asked = [route for route in ROUTES.values() if route.streams and route.example is not None]
     assert len(asked) == 6
     assert len(STREAMING) == 9  # with other names
 
