@@ -18,6 +18,11 @@ from serve_app.ingress.workers.worker import fetched
 T = TypeVar("T")
 
 
+def prepared(work: Callable[[Models, Any], T], models: Models, body: bytes) -> T:
+    """What a worker makes of a body."""
+    return work(models, request_model.body_for(work, body))
+
+
 class InProcess:
     """Workers that are none."""
 
@@ -32,7 +37,7 @@ class InProcess:
         files: Mapping[str, bytes] = NO_FILES,
     ) -> T:
         with request_model.ignored_fields() as ignored, fetched(files):
-            made = work(self._models, request_model.body_for(work, b"".join(pieces)))
+            made = prepared(work, self._models, b"".join(pieces))
         request_context.current().ignored += ignored
         return made
 

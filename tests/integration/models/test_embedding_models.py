@@ -19,6 +19,7 @@ from serve_app.errors import TextTooLongError
 from serve_app.ingress.embeddings import preparation
 from serve_app.ingress.model_registry import ModelInfo
 from serve_app.prompt.tokenizer import Tokenizer
+from tests.doubles.api import prepared
 from tests.integration.models.embedding_models import write_reranker
 from tests.integration.reference import reference
 from tools.random_models.encoder import SHAPES, write_encoder
@@ -84,7 +85,9 @@ def test_tokens_that_see_the_whole_text(tmp_path: Path, pooling: PoolingType) ->
     body = json.dumps({"input": TEXTS, "inputs": TEXTS}).encode()
     models = {"m": ModelInfo("m", 256, tokenizer)}
     for prepare in (preparation.embeddings, preparation.tei_embed):
-        assert prepare(models, body).texts == (*map(tokenizer.encode_for_embedding, TEXTS),)
+        assert prepared(prepare, models, body).texts == (
+            *map(tokenizer.encode_for_embedding, TEXTS),
+        )
 
 
 def test_the_table_of_positions_ends_before_the_slot(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError, QueueFullError
 from serve_app.ingress.embeddings import preparation
 from serve_app.ingress.model_registry import ModelInfo
+from tests.doubles.api import prepared
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteModelFile, ByteTokenizer, ScriptedEngine
 
 LABELS = ("joy", "anger", "fear")
@@ -284,9 +285,9 @@ def test_the_models_instructions_stand_before_texts(
     models: Any = {"m": ModelInfo("m", N_CTX_SLOT, tokenizer, defaults=defaults)}
     if text is None:
         with pytest.raises(InvalidRequestError, match=r"no prompt 'other'\. It has: query"):
-            prepare(models, json.dumps(body).encode())
+            prepared(prepare, models, json.dumps(body).encode())
     else:
-        assert prepare(models, json.dumps(body).encode()).texts == (tuple(text),)
+        assert prepared(prepare, models, json.dumps(body).encode()).texts == (tuple(text),)
 
 
 @pytest.mark.parametrize(

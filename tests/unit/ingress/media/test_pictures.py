@@ -36,6 +36,7 @@ from serve_app.ingress.openai import preparation as openai
 from serve_app.ingress.responses import preparation as responses
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import MEDIUM, Picture
+from tests.doubles.api import prepared
 from tests.unit.ingress.harness import ScriptedEngine
 
 Image = pytest.importorskip("PIL.Image")
@@ -70,7 +71,7 @@ def of_openai(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     parts = [{"type": "image_url", "image_url": {"url": url(one)}} for one in files]
     content = [{"type": "text", "text": "See"}, *parts, {"type": "text", "text": "What?"}]
     body = {"messages": [{"role": "user", "content": content}]}
-    return openai.chat(models, json.dumps(body).encode()).generation
+    return prepared(openai.chat, models, json.dumps(body).encode()).generation
 
 
 def of_responses(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
@@ -78,7 +79,7 @@ def of_responses(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     parts = [{"type": "input_image", "image_url": url(one), "detail": "low"} for one in files]
     text = {"type": "input_text", "text": "What?"}
     body = {"input": [{"role": "user", "content": [*parts, text]}]}
-    made = responses.response(models, json.dumps(body).encode())
+    made = prepared(responses.response, models, json.dumps(body).encode())
     assert isinstance(made, responses.PreparedResponse)
     assert json.loads(made.items)[0]["content"][0]["image_url"] == url(files[0])
     return made.chat.generation
@@ -92,13 +93,13 @@ def of_anthropic(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     ]
     content = [*parts, {"type": "text", "text": "What?"}]
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": content}]}
-    return anthropic.messages(models, json.dumps(body).encode()).chat.generation
+    return prepared(anthropic.messages, models, json.dumps(body).encode()).chat.generation
 
 
 def of_ollama_chat(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     """The same."""
     turn = {"role": "user", "content": "What?", "images": [b64(one) for one in files]}
-    made = ollama.chat(models, json.dumps({"model": "m", "messages": [turn]}).encode())
+    made = prepared(ollama.chat, models, json.dumps({"model": "m", "messages": [turn]}).encode())
     assert isinstance(made, ollama.OllamaGeneration)
     return made.chat.generation
 
@@ -106,7 +107,7 @@ def of_ollama_chat(models: Mapping[str, ModelInfo], *files: bytes) -> Generation
 def of_ollama_generate(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     """The same."""
     body = {"model": "m", "prompt": "What?", "images": [b64(one) for one in files]}
-    made = ollama.generate(models, json.dumps(body).encode())
+    made = prepared(ollama.generate, models, json.dumps(body).encode())
     assert isinstance(made, ollama.OllamaGeneration)
     assert not made.has_context
     return made.chat.generation
@@ -116,12 +117,12 @@ def of_llama_server(models: Mapping[str, ModelInfo], *files: bytes) -> Generatio
     """The same."""
     prompt = "See " + "<__media__>" * len(files) + " What?"
     body = {"prompt": {"prompt_string": prompt, "multimodal_data": [b64(one) for one in files]}}
-    return llama_server.completion(models, json.dumps(body).encode()).generation
+    return prepared(llama_server.completion, models, json.dumps(body).encode()).generation
 
 
 def of_embeddings(models: Mapping[str, ModelInfo], **fields: Any) -> TextsToEmbed:
     """What /v1/embeddings makes of these fields."""
-    return embeddings.embeddings(models, json.dumps(fields).encode())
+    return prepared(embeddings.embeddings, models, json.dumps(fields).encode())
 
 
 Ask = Callable[..., Generation]
@@ -157,7 +158,7 @@ def test_the_bad_one_is_named(ask: Ask) -> None:
 def test_users_cannot_write_places() -> None:
     content = "<__media__> 123456789012<0>"
     body = {"messages": [{"role": "user", "content": content}]}
-    made = openai.chat(SEEING, json.dumps(body).encode())
+    made = prepared(openai.chat, SEEING, json.dumps(body).encode())
     assert made.generation.request.media == ()
     assert content in TOKENIZER.decode(made.prompt, special=True)
 
@@ -165,7 +166,7 @@ def test_users_cannot_write_places() -> None:
 def test_texts_are_the_same_tokens_around_a_picture() -> None:
     pictured = of_openai(SEEING, file_of()).prompt
     body = {"messages": [{"role": "user", "content": "See%What?"}]}
-    plain = openai.chat(SEEING, json.dumps(body).encode()).generation.prompt
+    plain = prepared(openai.chat, SEEING, json.dumps(body).encode()).generation.prompt
     (percent,) = TOKENIZER.tokenize("%", False, False)
     assert [percent if token == MEDIUM else token for token in pictured] == list(plain)
 
@@ -175,12 +176,12 @@ def test_what_is_left_to_count_is_told_to_who_counts_pictures() -> None:
         {"type": "image_url", "image_url": url(file_of(size=size))} for size in ((8, 6), (5, 4))
     ]
     body = json.dumps({"messages": [{"role": "user", "content": [parts[0], *parts]}]}).encode()
-    found = openai.input_tokens(SEEING, body)
+    found = prepared(openai.input_tokens, SEEING, body)
     assert (found.model, found.sizes) == ("m", ((8, 6), (8, 6), (5, 4)))
-    whole = openai.chat(SEEING, body).generation.prompt
+    whole = prepared(openai.chat, SEEING, body).generation.prompt
     assert found.n_tokens == len(whole) - 3
     with pytest.raises(InvalidRequestError, match="no projector"):
-        openai.input_tokens(BLIND, body)
+        prepared(openai.input_tokens, BLIND, body)
 
 
 async def test_the_engine_counts_the_tokens_of_pictures() -> None:
@@ -291,7 +292,7 @@ def message(role: str, content: Any) -> bytes:
 )
 def test_other_parts_are_refused(body: bytes, told: str) -> None:
     with pytest.raises(CorralError, match=told):
-        openai.chat(SEEING, body)
+        prepared(openai.chat, SEEING, body)
 
 
 PARTS = [
@@ -309,7 +310,7 @@ def test_a_text_with_a_picture_is_one_to_embed(given: Any) -> None:
     assert found.texts == ((*before, MEDIUM, *after),)
     assert [medium.size for medium in found.media] == [(8, 6)]
     body = json.dumps({"content": given}).encode()
-    assert embeddings.llama_embedding(SEEING, body) == replace(found, dimensions=None)
+    assert prepared(embeddings.llama_embedding, SEEING, body) == replace(found, dimensions=None)
 
 
 def test_pictures_of_several_texts_are_in_the_order_of_their_places() -> None:

@@ -24,6 +24,7 @@ from serve_app.ingress.openai import preparation as openai
 from serve_app.ingress.responses import preparation as responses
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.types import MEDIUM, SAMPLE_RATE, Sound
+from tests.doubles.api import prepared
 
 pytest.importorskip("miniaudio")
 
@@ -60,13 +61,13 @@ def asked(*parts: dict[str, Any]) -> bytes:
 
 
 def of_openai(models: Any, *files: bytes) -> Generation:
-    return openai.chat(models, asked(*map(part, files))).generation
+    return prepared(openai.chat, models, asked(*map(part, files))).generation
 
 
 def of_responses(models: Any, *files: bytes) -> Generation:
     content = [*map(part, files), {"type": "input_text", "text": "What is it?"}]
     body = {"input": [{"role": "user", "content": content}]}
-    made = responses.response(models, json.dumps(body).encode())
+    made = prepared(responses.response, models, json.dumps(body).encode())
     assert isinstance(made, responses.PreparedResponse)
     return made.chat.generation
 
@@ -75,7 +76,7 @@ def of_llama_server(models: Any, *files: bytes) -> Generation:
     data = [base64.b64encode(file).decode() for file in files]
     text = "<__media__>" * len(files) + "What is it?"
     body = {"prompt": {"prompt_string": text, "multimodal_data": data}}
-    return llama_server.completion(models, json.dumps(body).encode()).generation
+    return prepared(llama_server.completion, models, json.dumps(body).encode()).generation
 
 
 ASKS = [of_openai, of_responses, of_llama_server]
@@ -109,7 +110,7 @@ def test_mp3_is_heard() -> None:
 def test_the_file_tells_what_it_is_and_data_urls_are_taken() -> None:
     data = base64.b64encode(wav()).decode()
     one = {"type": "input_audio", "input_audio": {"data": f"data:audio/x-wav;base64,{data}"}}
-    made = openai.chat(HEARING, asked(one, part(wav(), "mp3")))
+    made = prepared(openai.chat, HEARING, asked(one, part(wav(), "mp3")))
     first, second = made.generation.request.media
     assert first == second
 
@@ -152,7 +153,7 @@ def test_what_is_no_base64_or_on_the_web_is_refused() -> None:
     for data, told in (("%%%", "not base64"), ("http://a.example/b.wav", "not base64")):
         one = {"type": "input_audio", "input_audio": {"data": data}}
         with pytest.raises(InvalidRequestError, match=told):
-            openai.chat(HEARING, asked(one))
+            prepared(openai.chat, HEARING, asked(one))
 
 
 @pytest.mark.parametrize("ask", ASKS)
@@ -164,4 +165,4 @@ def test_a_model_that_does_not_hear_refuses_them(ask: Any) -> None:
 def test_a_model_that_only_hears_refuses_pictures() -> None:
     one = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
     with pytest.raises(CorralError, match="this model hears, and does not see"):
-        openai.chat(HEARING, asked(one))
+        prepared(openai.chat, HEARING, asked(one))

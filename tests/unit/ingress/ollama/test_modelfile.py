@@ -8,10 +8,9 @@ import orjson
 import pytest
 
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.ollama import preparation
 from serve_app.ingress.ollama.modelfile import fields_of
-from serve_app.ingress.ollama.protocol import OllamaCreateRequest
+from tests.doubles.api import prepared
 
 MODELFILE = '''
 # A comment, and an empty line
@@ -47,8 +46,7 @@ def test_what_is_no_modelfile_is_refused(text: str) -> None:
 
 
 def created(**fields: Any) -> preparation.ModelChange:
-    body = orjson.dumps({"model": "mario"} | fields)
-    return preparation.create({}, parsed(OllamaCreateRequest, body))
+    return prepared(preparation.create, {}, orjson.dumps({"model": "mario"} | fields))
 
 
 def test_a_modelfile_changes_the_same_as_the_fields_of_a_request() -> None:
