@@ -166,7 +166,7 @@ class AnswerParams(ModelledRequest):
     counts."""
 
     def shared(self) -> dict[str, Any]:
-        """These fields, for the request in OpenAI's form."""
+        """Returns these fields, for the request in OpenAI's form."""
         return {name: getattr(self, name) for name in AnswerParams.model_fields if name != "model"}
 
 

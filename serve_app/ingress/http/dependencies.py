@@ -151,10 +151,10 @@ def of_app(name: str, missing: Callable[[], CorralError] | None = None) -> Any:
     error is raised."""
 
     async def find(request: Request) -> Any:
-        found = getattr(request.app.state, name)
-        if found is None and missing is not None:
+        part = getattr(request.app.state, name)
+        if part is None and missing is not None:
             raise missing()
-        return found
+        return part
 
     return Depends(find)
 

@@ -28,11 +28,11 @@ class VersionList(BaseModel):
     versions: list[VersionCard]
 
 
-def weights(models: Models, asked: WeightsRequest) -> WeightsRequest:
+def weights(models: Models, change: WeightsRequest) -> WeightsRequest:
     """POST /models/weights, with the name of all versions. Raises CorralError."""
-    return asked.model_copy(update={"model": family(find(models, asked.model))})
+    return change.model_copy(update={"model": family(find(models, change.model))})
 
 
-def rollback(models: Models, asked: RollbackRequest) -> str:
+def rollback(models: Models, change: RollbackRequest) -> str:
     """POST /models/rollback: the name of all versions. Raises CorralError."""
-    return family(find(models, asked.model))
+    return family(find(models, change.model))
