@@ -37,6 +37,7 @@ from serve_app.ingress.model_registry import ModelInfo, Models, find
 from serve_app.ingress.openai.messages import ChatMessage
 from serve_app.ingress.openai.preparation import ChatCompletionRequest
 from serve_app.ingress.workers.wire import Piece
+from serve_app.ingress.workers.worker import grant_memory
 from serve_app.types import Medium
 
 MAX_TEXTS = 2048
@@ -196,7 +197,10 @@ Vectors = NDArray[np.float32]
 MAX_TOKENS = 2**19
 """Tokens of all texts of one request."""
 MAX_NUMBERS = 2**22
-"""Numbers of all vectors of one answer that has one for each token."""
+"""Numbers of all vectors of one answer."""
+_COPIES = 24
+"""The bytes that an answer takes for each byte of its vectors: as JSON it has three times as many, of which
+there are several copies on their way to the ingress."""
 
 
 _INT16_MAX = 32760.0  # what llama-server makes of the largest number with `embd_normalize: 0`
@@ -415,11 +419,15 @@ def checked(
     longest = max(map(len, texts))
     if longest > model.longest_text:
         raise TextTooLongError(longest, model.longest_text, field)
-    most = MAX_TOKENS
-    if model.tokenizer.pooling == "none":
-        most = MAX_NUMBERS // model.tokenizer.model.n_embd
-    if sum(map(len, texts)) > most:
-        raise InvalidRequestError(f"{field}: more than {most} tokens in all.", field)
+    n_tokens, tokenizer = sum(map(len, texts)), model.tokenizer
+    if n_tokens > MAX_TOKENS:
+        raise InvalidRequestError(f"{field}: more than {MAX_TOKENS} tokens in all.", field)
+    n_vectors = n_tokens if tokenizer.pooling == "none" else len(texts)
+    if not tokenizer.has_classifier and n_vectors * tokenizer.model.n_embd > MAX_NUMBERS:
+        most = MAX_NUMBERS // tokenizer.model.n_embd
+        raise InvalidRequestError(
+            f"{field}: {n_vectors} vectors; an answer has {most} of this model's at most.", field
+        )
     return tuple(texts)
 
 
@@ -458,6 +466,7 @@ class ComputedVectors:
     @staticmethod
     def of(body: bytes) -> tuple[ComputedVectors, Vectors]:
         """What `pieces` were made of."""
+        grant_memory(_COPIES * len(body))
         end = body.index(b"\n")
         form, count, length = _HEADS.decode(body[:end])
         vectors = np.frombuffer(body, np.float32, offset=end + 1).reshape(count, length)
@@ -478,9 +487,7 @@ def openai_answer(models: Models, body: bytes) -> bytes:
                 {
                     "object": "embedding",
                     "index": i,
-                    "embedding": in_base64(vector)
-                    if result.as_base64
-                    else vector.astype(np.float64),
+                    "embedding": in_base64(vector) if result.as_base64 else vector,
                 }
                 for i, vector in enumerate(normalized(vectors, result.norm))
             ],
@@ -496,9 +503,7 @@ def llama_answer(models: Models, body: bytes) -> bytes:
         of_texts = list(normalized(vectors, result.norm)[:, np.newaxis])
     else:
         of_texts = np.split(vectors, np.cumsum(result.lengths)[:-1])
-    return _json(
-        [{"index": i, "embedding": one.astype(np.float64)} for i, one in enumerate(of_texts)]
-    )
+    return _json([{"index": i, "embedding": one} for i, one in enumerate(of_texts)])
 
 
 def tei_answer(models: Models, body: bytes) -> bytes:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import orjson
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
@@ -23,6 +22,7 @@ from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Chat, refuse_unknown_tokens, tokenize_checked
 from serve_app.ingress.generation.requests import GenerationParams, TranslatedChat
 from serve_app.ingress.http.request_model import parsed
+from serve_app.ingress.http.sse import encoded
 from serve_app.ingress.model_registry import ModelInfo, Models, find, full_name
 from serve_app.ingress.ollama import modelfile
 from serve_app.ingress.ollama.protocol import (
@@ -278,7 +278,7 @@ def create(models: Models, request: OllamaCreateRequest) -> ModelChange:
     name, in_lines = _required(request.named), request.stream
     if request.modelfile:
         fields = modelfile.fields_of(request.modelfile)
-        request = parsed(OllamaCreateRequest, orjson.dumps(fields))
+        request = parsed(OllamaCreateRequest, encoded(fields))
     if not request.origin:
         raise InvalidRequestError("Say what the model is made from: `from`, or FROM.", "from")
     return ModelChange(name, request.origin, modelfile.changes_of(request), in_lines)
@@ -308,7 +308,7 @@ def single(models: Models, body: bytes) -> bytes:
     """The answer to POST /api/embeddings, as JSON. The body is of `ComputedVectors.pieces`. The vector
     stays as the model made it."""
     _, vectors = ComputedVectors.of(body)
-    return _json({"embedding": vectors[0].astype(np.float64)})
+    return _json({"embedding": vectors[0]})
 
 
 def _json(answer: object) -> bytes:

@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import llama_cpp
+import numpy as np
 import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import CorralError, EngineClosedError, InvalidRequestError, QueueFullError
+from serve_app.ingress.embeddings.preparation import MAX_NUMBERS, ComputedVectors
 from serve_app.ingress.model_registry import ModelFile, ModelInfo
 from serve_app.ingress.workers import pool as pool_module
 from serve_app.ingress.workers import wire
@@ -348,3 +350,12 @@ async def test_the_largest_pictures_fit_into_a_workers_memory(
     made = io.BytesIO()
     image.new(mode, (4096, 4096)).save(made, kind)
     assert await pool.run("a", work.see, made.getvalue()) == (2048, 2048, 3 * 2048**2)
+
+
+@pytest.mark.parametrize("as_base64", [False, True])
+async def test_the_most_vectors_fit_into_a_workers_memory(pool: WorkerPool, as_base64: bool) -> None:
+    """They ended the worker when they were computed, and the client was told that it crashed."""
+    vectors = np.full((2048, MAX_NUMBERS // 2048), -1.2345678e-30, np.float32)
+    form = ComputedVectors("demo", 1, as_base64=as_base64, norm=-1)
+    answer = await pool.run("a", work.write_vectors, *form.pieces(vectors))
+    assert answer.count(b'"index":') == 2048

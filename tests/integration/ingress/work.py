@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from serve_app.errors import InvalidRequestError
+from serve_app.ingress.embeddings import preparation
 from serve_app.ingress.media import decoder
 from serve_app.ingress.model_registry import Models
 
@@ -40,6 +41,10 @@ def spend_time(models: Models, body: bytes) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
     while True:
         pass
+
+
+def write_vectors(models: Models, body: bytes) -> bytes:
+    return preparation.openai_answer(models, body)
 
 
 def count_tokens(models: Models, body: bytes) -> int:

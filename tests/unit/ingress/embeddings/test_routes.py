@@ -85,7 +85,7 @@ async def test_base64_holds_the_same_floats(client: httpx.AsyncClient) -> None:
     (plain,) = (await ask(client, input="abc", encoding_format="float"))["data"]
     (packed,) = (await ask(client, input="abc", encoding_format="base64"))["data"]
     floats = np.frombuffer(base64.b64decode(packed["embedding"]), "<f4")
-    assert floats.tolist() == plain["embedding"]
+    assert floats.tolist() == np.array(plain["embedding"], np.float32).tolist()
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,21 @@ async def test_vectors_of_all_tokens(
         assert "Pooling type 'none' is not OAI compatible" in str(error)
     monkeypatch.setattr(preparation, "MAX_NUMBERS", 8)
     error = await refused(client, "/embedding", content="abc")
-    assert error["message"] == "input: more than 2 tokens in all."
+    assert error["message"] == "input: 3 vectors; an answer has 2 of this model's at most."
+
+
+async def test_more_vectors_than_an_answer_has_are_refused_before_they_are_computed(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "MAX_NUMBERS", 8)
+    for path, field in ("/v1/embeddings", "input"), ("/embed", "inputs"), ("/api/embed", "input"):
+        answer = await client.post(path, json={"model": "first", field: ["a", "b", "c"]})
+        assert answer.status_code == 400
+        assert f"{field}: 3 vectors; an answer has 2" in answer.text
+    assert engine.texts == []
+    monkeypatch.setattr(ByteTokenizer, "labels", LABELS)
+    answer = await client.post("/v1/classify", json={"input": ["a", "b", "c"]})
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(
