@@ -50,11 +50,10 @@ class PastCall:
     @property
     def value(self) -> Any:
         """The arguments as an object if they are one, and else as the text that they are."""
-        try:
-            value = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            return self.arguments
-        return value if isinstance(value, dict) else {} if value is None else self.arguments
+        if self.arguments in ("", "null"):
+            return {}
+        value = json_object(self.arguments)
+        return self.arguments if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +106,18 @@ class Turn:
 
 
 Conversation = Sequence[Turn]
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The object that a text is; None if it is none. Halves of characters, as of a text that was cut, are
+    question marks."""
+    try:
+        value = json.loads(text)
+        if "\\u" in text:
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def json_text(value: object) -> str:

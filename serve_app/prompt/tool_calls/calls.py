@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serve_app.prompt.conversation import Conversation, PastCall
+from serve_app.prompt.conversation import Conversation, PastCall, json_object
 
 Function = Mapping[str, Any]
 """A function as OpenAI describes it: `name`, and `parameters`, a JSON schema, if there are any."""
@@ -55,11 +55,7 @@ def call_of(name: object, arguments: object) -> list[ToolCall]:
 
 def values_of(arguments: str) -> dict[str, Any]:
     """The arguments of a call; none if they were cut short, or are no object."""
-    try:
-        values = json.loads(arguments)
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}
+    return json_object(arguments) or {}
 
 
 _UNSAFE = re.compile(r"[^\w.-]")

@@ -44,6 +44,8 @@ def assistant(**fields: Any) -> dict[str, Any]:
         (assistant(content="a", audio={"id": "x"}), "assistant:a", "messages.audio"),
         (assistant(tool_calls=[call("{")]), "assistant:f{", None),
         (assistant(tool_calls=[call("[]")]), "assistant:f[]", None),
+        (assistant(tool_calls=[call('{"a": "\\ud83d"}')]), "assistant:f{'a': '?'}", None),
+        (assistant(tool_calls=[call('{"a": "\\ud83d\\ude00"}')]), "assistant:f{'a': '😀'}", None),
         (assistant(tool_calls=[call("null")]), "assistant:f{}", None),
         (assistant(tool_calls=[call(None)]), "assistant:f{}", None),
         (assistant(tool_calls=[call({"a": 1})]), "assistant:f{'a': 1}", None),
