@@ -120,8 +120,7 @@ def functions(tools: Iterable[AnyTool]) -> Iterator[Tool]:
 
 def _function(tool: FunctionTool | CustomTextTool, name: str) -> Tool:
     function = tool.as_function() if isinstance(tool, CustomTextTool) else tool
-    fields = function.model_dump(exclude={"type"})
-    return Tool(function=FunctionDefinition(**fields | {"name": name}))
+    return Tool(function=function.model_copy(update={"name": name}))  # longer with its namespace
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from serve_app.ingress.responses.items import (
     reasoning_fields,
     turns,
 )
-from serve_app.ingress.responses.tools import CustomTextTool, functions
+from serve_app.ingress.responses.tools import CustomTextTool, NamespaceTool, functions
 from tests.unit.ingress.generation.test_tools import script
 from tests.unit.ingress.harness import ByteTokenizer, ScriptedEngine
 from tests.unit.ingress.responses.test_routes import TOOL, answer, asked, streamed
@@ -95,6 +95,30 @@ async def test_a_call_has_the_form_of_its_tool(
     deltas = [event for event in events if event["type"].endswith(".delta")]
     written = "".join(event["delta"] for event in deltas)
     assert written == expected.get("input", expected.get("arguments", ""))
+
+
+async def test_half_a_character_in_a_call_is_a_question_mark(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    """No JSON has it: the answer could not be written."""
+    for kind, name in ("custom", "run_sql"), ("local_shell", "local_shell"):
+        arguments = r'{"input": "a\ud83d", "command": ["a\ud83d"]}'
+        engine.script = script(
+            f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        )
+        tools = [KINDS[kind][0]]
+        (whole,) = (await answer(client, tools=tools))["output"]
+        (item,) = (await streamed(client, tools=tools))[-1]["response"]["output"]
+        for one in whole, item:
+            assert one.get("input") == "a?" or one["action"]["command"] == ["a?"]
+
+
+@pytest.mark.parametrize("kind", ["function", "custom"])
+def test_a_name_may_be_longer_with_its_namespace(kind: str) -> None:
+    name, space = "f" * 128, "n" * 128
+    tool = {"type": "namespace", "name": space, "tools": [{"type": kind, "name": name}]}
+    (made,) = functions([NamespaceTool.model_validate(tool)])
+    assert made.function.name == made.for_template()["function"]["name"] == f"{space}__{name}"
 
 
 @every_kind
