@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from serve_app.errors import CorralError, error_of, fields_of
+from serve_app.errors import CorralError, InvalidRequestError, error_of, fields_of
 
 
 def _encoded(value: object) -> object:
@@ -42,7 +42,15 @@ def _decoded(kind: type[Any], value: Any) -> Any:
         raise ValueError(f"This is no {kind.__name__}.") from None
 
 
-packed = msgspec.msgpack.Encoder(enc_hook=_encoded).encode
+_encode = msgspec.msgpack.Encoder(enc_hook=_encoded).encode
+
+
+def packed(value: object) -> bytes:
+    """The message. Raises InvalidRequestError for integers that it has no room for: clients sent them."""
+    try:
+        return _encode(value)
+    except OverflowError:
+        raise InvalidRequestError("An integer has more than 64 bits.") from None
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import math
@@ -9,9 +10,9 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import schemathesis
 from fastapi import FastAPI
@@ -25,8 +26,10 @@ from schemathesis.python.asgi import shutdown_lifespans
 from serve_app.config.schema import IngressConfig
 from serve_app.engine import Engine, EngineOptions
 from serve_app.ingress.model_registry import ServedModel
+from serve_app.ingress.workers import wire
+from serve_app.ingress.workers.wire import Piece
 from serve_app.prompt.tokenizer import Tokenizer
-from tests.doubles.api import build_api
+from tests.doubles.api import InProcess, build_api
 from tools.local_client import LocalClient
 
 CHECKED = (
@@ -37,6 +40,7 @@ CHECKED = (
 )
 N_CTX_SLOT = 64
 Operation = APIOperation[Any, Any, Any, Any]
+T = TypeVar("T")
 PER_ROUND = 20
 """Cases that one search makes of one route."""
 
@@ -96,6 +100,17 @@ FULLER: dict[str, list[dict[str, Any]]] = {
 """By the name of a body's type: what most examples of it would lack."""
 
 
+class _PackingWorkers(InProcess):
+    """Packs each result as workers do: their messages have no room for some values."""
+
+    async def run(self, client: str, work: Callable[..., T], *pieces: Piece, **files: Any) -> T:
+        made = await super().run(client, work, *pieces, **files)
+        reader = asyncio.StreamReader()
+        reader.feed_data(wire.packed_outcome(wire.WorkResult(made)))
+        outcome: Any = await wire.received(reader, wire.result_type(work))
+        return cast(T, outcome.value)
+
+
 @contextmanager
 def served(path: str | os.PathLike[str]) -> Iterator[FastAPI]:
     """The API over a real engine of this model, in this process."""
@@ -103,8 +118,9 @@ def served(path: str | os.PathLike[str]) -> Iterator[FastAPI]:
         path, EngineOptions(n_slots=4, n_ctx_slot=N_CTX_SLOT, threads=1, profile_limit_s=0)
     )
     try:
-        model = ServedModel("m", N_CTX_SLOT, Tokenizer(path), engine=LocalClient(engine))
-        yield build_api({"m": model}, IngressConfig(allow_anonymous=True, anonymous_admin=True))
+        models = {"m": ServedModel("m", N_CTX_SLOT, Tokenizer(path), engine=LocalClient(engine))}
+        config = IngressConfig(allow_anonymous=True, anonymous_admin=True)
+        yield build_api(models, config, _PackingWorkers(models))
     finally:
         shutdown_lifespans()  # else the process waits at its end, where no thread is started any more
         engine.close(timeout_s=0)

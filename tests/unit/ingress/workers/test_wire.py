@@ -92,6 +92,14 @@ async def test_results_arrive_as_they_were(value: Any, kind: Any) -> None:
     assert await received(data, kind) == wire.WorkResult(value, ["x"])
 
 
+def test_an_integer_that_has_no_room_is_the_client_s_fault() -> None:
+    for number in (-(2**63), 2**64 - 1):
+        wire.packed_outcome(wire.WorkResult(number))
+    for number in (-(2**63) - 1, 2**64):
+        with pytest.raises(InvalidRequestError, match="more than 64 bits"):
+            wire.packed_outcome(wire.WorkResult({"maximum": number}))
+
+
 @pytest.mark.parametrize(
     "error",
     [
