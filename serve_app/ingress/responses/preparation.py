@@ -31,7 +31,8 @@ from serve_app.ingress.generation.requests import (
     Verbosity,
 )
 from serve_app.ingress.generation.sampling_fields import given, takes_sampling
-from serve_app.ingress.http.request_model import RequestModel, loads, name_ignored, parsed
+from serve_app.ingress.http.request_model import RequestModel, name_ignored, parsed
+from serve_app.ingress.http.sse import encoded
 from serve_app.ingress.model_registry import M, ModelInfo, Models, find
 from serve_app.ingress.openai.tools import plain_choice
 from serve_app.ingress.responses import items
@@ -295,7 +296,7 @@ def _answered(
 def stored(models: Models, body: bytes) -> bytes:
     """GET /v1/responses/{id}: the response whose record this is, as far as it is, as JSON."""
     request, chunks, _ = _record(body)
-    return orjson.dumps(_answered(models, request, chunks).whole())
+    return encoded(_answered(models, request, chunks).whole())
 
 
 def _conversation(models: Models, body: bytes) -> tuple[list[Any], bytes]:
@@ -308,21 +309,21 @@ def _conversation(models: Models, body: bytes) -> tuple[list[Any], bytes]:
     if answer.status in ("queued", "in_progress"):
         message = f"The response {request.id!r} is still being made."
         raise InvalidRequestError(message, "previous_response_id")
-    return [*loads(request.items.decode()), *answer.whole()["output"]], rest
+    return [*msgspec.json.decode(request.items), *answer.whole()["output"]], rest
 
 
 def page(models: Models, body: bytes) -> bytes:
     """GET /v1/responses/{id}/input_items: the query, and the record of the response."""
     query, _, rest = body.partition(b"\n")
     order, limit, after = orjson.loads(query)
-    listed = loads(_record(rest)[0].items.decode())
+    listed = msgspec.json.decode(_record(rest)[0].items)
     if order == "desc":
         listed.reverse()
     if after is not None:
         places = [place for place, item in enumerate(listed) if item["id"] == after]
         listed = listed[places[0] + 1 :] if places else []
     shown = listed[:limit]
-    return orjson.dumps(
+    return encoded(
         {
             "object": "list",
             "data": shown,

@@ -148,6 +148,18 @@ async def ended(ingress: Ingress, response_id: str) -> Any:
             await asyncio.sleep(0.002)
 
 
+async def test_a_long_conversation_is_read_again_as_it_came(first: Ingress, second: Ingress) -> None:
+    """Two inputs together have more lists than one request may have, and numbers of any size."""
+    unknown = {"type": "unknown", "x": [[]] * 130_000 + [2**70]}
+    asked = [{"role": "user", "content": "Hi"}, unknown]
+    response_id = None
+    for ingress in (first, second):
+        body = await posted(ingress, input=asked, previous_response_id=response_id)
+        response_id = body["id"]
+    page = (await got(first, f"{response_id}/input_items")).json()
+    assert [item["x"] for item in page["data"] if "x" in item] == [unknown["x"]] * 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_is_found_again_by_any_ingress(
     first: Ingress, second: Ingress, stream: bool
