@@ -28,6 +28,8 @@ _MOST_STOPS, _MOST_BREAKERS = MaxLen(256), MaxLen(16)
 StopStrings = Annotated[list[StopString], _MOST_STOPS]
 _SHARE = Interval(ge=0, le=1)
 _INT_MAX = 2**31 - 1
+_SEEDS = Interval(ge=-(2**63), lt=2**63)
+Seed = Annotated[int, _SEEDS]
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
@@ -280,7 +282,7 @@ class SamplingParams:
     seed: int | None = parameter(
         None,
         "Of the draws; without one, each request draws its own.",
-        Interval(ge=-(2**63), lt=2**64),
+        _SEEDS,
     )
     stop: tuple[StopString, ...] = parameter(
         (),

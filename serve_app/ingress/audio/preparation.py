@@ -21,6 +21,7 @@ from serve_app.ingress.media.windows import Window, group
 from serve_app.ingress.model_registry import ModelInfo, Models, find
 from serve_app.ingress.workers.worker import more_memory
 from serve_app.prompt.conversation import Attachment, Turn
+from serve_app.sampling import Seed
 from serve_app.types import MEDIUM
 
 MAX_FILE_BYTES = 25 * 2**20
@@ -47,7 +48,7 @@ class TranscriptionRequest(RequestModel):
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = WINDOW_TOKENS
     """The most tokens of the text of each half minute."""
-    seed: int | None = None
+    seed: Seed | None = None
     stream: bool = False
     """Whether the text comes as server-sent events while the file is heard."""
     timestamp_granularities: str = Field(default="segment", alias="timestamp_granularities[]")

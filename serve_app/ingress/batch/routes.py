@@ -181,7 +181,7 @@ def _taken(store: BatchStore, owner: str, arriving: Path, form: UploadForm) -> F
         raise InvalidRequestError("`purpose` must be `batch`.", "purpose")
     seconds = form.fields.get("expires_after[seconds]")
     least, most = _EXPIRES_S
-    if seconds is not None and not (seconds.isdecimal() and least <= int(seconds[:9]) <= most):
+    if seconds is not None and not (seconds.isdecimal() and least <= float(seconds) <= most):
         raise InvalidRequestError(
             f"`expires_after[seconds]` must be {least} to {most}.", "expires_after"
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from gguf import LlamaFileType
 
+from serve_app.ingress.http.request_model import loads
 from serve_app.ingress.model_registry import ModelInfo, Models, find, full_name
 from serve_app.ingress.ollama.protocol import OllamaShowRequest
 from serve_app.ingress.ollama.serving import timestamp
@@ -88,14 +89,11 @@ def value_of(name: str, text: str) -> str | int | float | bool:
     """A value of a file's metadata, which llama.cpp tells as text only."""
     if name.startswith("general.") and name not in _NUMBERS:
         return text
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        value = loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) else text
 
 
 def _capabilities(model: ModelInfo) -> list[str]:

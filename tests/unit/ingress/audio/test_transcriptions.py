@@ -203,6 +203,7 @@ async def test_dictations_and_files_that_are_too_large_do_not_wait_for_a_long_fi
         (wav(1), {"model": "whisper-1"}, 404, "whisper-1"),
         (wav(1), {"response_format": "xml"}, 400, "response_format"),
         (wav(1), {"temperature": "hot"}, 400, "temperature"),
+        (wav(1), {"seed": str(2**63)}, 400, "seed"),
         (wav(1), {"stream": "true", "response_format": "srt"}, 400, "json or text"),
         (wav(1), {"timestamp_granularities[]": ["word", "segment"]}, 400, "words have none"),
     ],

@@ -461,6 +461,15 @@ async def test_files_that_expire(server: Server) -> None:
     assert not store.path(file.id).exists()
 
 
+@pytest.mark.parametrize("seconds", ["3599", "2592001", "000003600" + "9" * 4000, "soon"])
+async def test_files_expire_within_bounds(server: Server, seconds: str) -> None:
+    transport = httpx.ASGITransport(server.api())
+    form = {"purpose": "batch", "expires_after[seconds]": seconds}
+    async with httpx.AsyncClient(transport=transport, base_url=URL) as http:
+        answer = await http.post("/v1/files", data=form, files={"file": ("a", b"{}")})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "expires_after")
+
+
 async def test_without_a_folder() -> None:
     transport = httpx.ASGITransport(build_api({}))
     async with httpx.AsyncClient(transport=transport, base_url=URL) as http:

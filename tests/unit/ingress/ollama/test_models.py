@@ -232,3 +232,5 @@ def test_values_of_metadata() -> None:
     assert value_of("x.rope.freq_base", "1e6") == 1e6
     assert value_of("x.attention.causal", "false") is False
     assert value_of("tokenizer.ggml.pre", "qwen2") == "qwen2"
+    for text in ("nan", "inf", "1_000", "[1]"):
+        assert value_of("x.y", text) == text
