@@ -53,7 +53,7 @@ assert.deepEqual([call.function.name, call.function.arguments], ["get_weather", 
 const { models } = await client.list();
 assert.deepEqual(models.map((model) => model.name), ["demo:latest", "small:latest"]);
 const shown = await client.show({ model: "demo" });
-assert.deepEqual(shown.capabilities, ["completion", "tools"]);
+assert.deepEqual(shown.capabilities, ["completion", "tools", "vision"]);
 const vectors = await client.embed({ model: "demo", input: ["A fox.", "A brave fox."] });
 assert.deepEqual(vectors.embeddings.map((vector) => vector.length), [256, 256]);
 assert.ok((await client.version()).version);

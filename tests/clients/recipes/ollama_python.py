@@ -105,7 +105,7 @@ def models(client: ollama.Client) -> None:
     """What is served, and what it can do."""
     assert [model.model for model in client.list().models] == ["demo:latest", "small:latest"]
     shown = client.show("demo")
-    assert shown.capabilities == ["completion", "tools"], shown.capabilities
+    assert shown.capabilities == ["completion", "tools", "vision"], shown.capabilities
     assert shown.modelinfo
     assert shown.modelinfo["general.architecture"] == "qwen3"
     assert shown.modelinfo["qwen3.context_length"] == 2048
