@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 from pydantic import (
     AliasChoices,
@@ -31,6 +30,7 @@ from serve_app.errors import InvalidRequestError, NotSupportedError, TextTooLong
 from serve_app.ingress.generation.preparation import chat_with_media, refuse_huge
 from serve_app.ingress.generation.requests import Text
 from serve_app.ingress.http.request_model import ModelledRequest, RequestModel
+from serve_app.ingress.http.sse import encoded
 from serve_app.ingress.llama_server.preparation import media_prompt, mixed_tokens
 from serve_app.ingress.llama_server.protocol import MediaPrompt, Mixed, Prompt, plain, several
 from serve_app.ingress.model_registry import ModelInfo, Models, find
@@ -479,7 +479,7 @@ _HEADS = msgspec.json.Decoder(tuple[ComputedVectors, int, int])
 def openai_answer(models: Models, body: bytes) -> bytes:
     """The answer to POST /v1/embeddings, as JSON. The body is of `ComputedVectors.pieces`."""
     result, vectors = ComputedVectors.of(body)
-    return _json(
+    return encoded(
         {
             "object": "list",
             "model": result.model,
@@ -503,13 +503,13 @@ def llama_answer(models: Models, body: bytes) -> bytes:
         of_texts = list(normalized(vectors, result.norm)[:, np.newaxis])
     else:
         of_texts = np.split(vectors, np.cumsum(result.lengths)[:-1])
-    return _json([{"index": i, "embedding": one} for i, one in enumerate(of_texts)])
+    return encoded([{"index": i, "embedding": one} for i, one in enumerate(of_texts)])
 
 
 def tei_answer(models: Models, body: bytes) -> bytes:
     """The answer to POST /embed, as JSON. The body is of `ComputedVectors.pieces`."""
     result, vectors = ComputedVectors.of(body)
-    return _json(normalized(vectors, result.norm))
+    return encoded(normalized(vectors, result.norm))
 
 
 def classify_answer(models: Models, body: bytes) -> bytes:
@@ -524,7 +524,7 @@ def classify_answer(models: Models, body: bytes) -> bytes:
         {"index": i, "label": labels[row.argmax()], "probs": row, "num_classes": len(row)}
         for i, row in enumerate(probs)
     ]
-    return _json(
+    return encoded(
         {
             "id": f"classify-{uuid.uuid4().hex}",
             "object": "list",
@@ -548,10 +548,6 @@ def probabilities(outputs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def usage(n_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-
-
-def _json(answer: Any) -> bytes:
-    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def normalized(vectors: Vectors, kind: int) -> Vectors:

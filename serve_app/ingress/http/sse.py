@@ -23,10 +23,10 @@ PING = b": ping\n\n"
 
 
 def encoded(body: Any) -> bytes:
-    """The JSON of a body of any size: the standard library would take ten times as long to write it, but
-    knows integers of more than 64 bits, which a model may write."""
+    """The JSON of a body of any size, also of NumPy's arrays: the standard library would take ten times as
+    long to write it, but knows integers of more than 64 bits, which a model may write."""
     try:
-        return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+        return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:
         return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 

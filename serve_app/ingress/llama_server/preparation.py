@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from serve_app.ingress.generation.preparation import (
     with_media,
 )
 from serve_app.ingress.http.request_model import parsed
+from serve_app.ingress.http.sse import encoded
 from serve_app.ingress.llama_server.protocol import (
     MEDIA_MARKER,
     AdapterChange,
@@ -160,9 +160,9 @@ def tokenize(models: Models, request: TokenizeRequest) -> bytes:
     refuse_huge("content", len(request.content))
     tokens = tokenizer.tokenize(request.content, request.add_special, request.parse_special)
     if not request.with_pieces:
-        return _json({"tokens": tokens})
+        return encoded({"tokens": tokens})
     pieces = [(token, tokenizer.piece(token, special=True)) for token in tokens]
-    return _json({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]})
+    return encoded({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]})
 
 
 def _piece(piece: bytes) -> str | list[int]:
@@ -176,17 +176,12 @@ def detokenize(models: Models, request: DetokenizeRequest) -> bytes:
     """POST /detokenize: the answer, as JSON. Raises CorralError."""
     model = find(models, request.model)
     refuse_unknown_tokens(model, "tokens", request.tokens)
-    return _json({"content": model.tokenizer.decode(request.tokens, special=True)})
+    return encoded({"content": model.tokenizer.decode(request.tokens, special=True)})
 
 
 def apply_template(models: Models, request: ChatCompletionRequest) -> bytes:
     """POST /apply-template: the answer, as JSON. Raises CorralError."""
-    return _json({"prompt": preparation.chat_text(find(models, request.model), request)})
-
-
-def _json(answer: dict[str, Any]) -> bytes:
-    """The answer's JSON, which is as long as its request: a worker writes it, too."""
-    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+    return encoded({"prompt": preparation.chat_text(find(models, request.model), request)})
 
 
 def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
-import orjson
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
 from serve_app.ingress.embeddings.preparation import (
@@ -293,7 +292,7 @@ def _required(name: str | None) -> str:
 def several(models: Models, body: bytes) -> bytes:
     """The answer to POST /api/embed, as JSON. The body is of `ComputedVectors.pieces`."""
     result, vectors = ComputedVectors.of(body)
-    return _json(
+    return encoded(
         {
             "model": result.model,
             "embeddings": normalized(vectors, 2),
@@ -308,8 +307,4 @@ def single(models: Models, body: bytes) -> bytes:
     """The answer to POST /api/embeddings, as JSON. The body is of `ComputedVectors.pieces`. The vector
     stays as the model made it."""
     _, vectors = ComputedVectors.of(body)
-    return _json({"embedding": vectors[0]})
-
-
-def _json(answer: object) -> bytes:
-    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+    return encoded({"embedding": vectors[0]})
