@@ -353,7 +353,9 @@ async def test_the_largest_pictures_fit_into_a_workers_memory(
 
 
 @pytest.mark.parametrize("as_base64", [False, True])
-async def test_the_most_vectors_fit_into_a_workers_memory(pool: WorkerPool, as_base64: bool) -> None:
+async def test_the_most_vectors_fit_into_a_workers_memory(
+    pool: WorkerPool, as_base64: bool
+) -> None:
     """They ended the worker when they were computed, and the client was told that it crashed."""
     vectors = np.full((2048, MAX_NUMBERS // 2048), -1.2345678e-30, np.float32)
     form = ComputedVectors("demo", 1, as_base64=as_base64, norm=-1)

@@ -148,7 +148,9 @@ async def ended(ingress: Ingress, response_id: str) -> Any:
             await asyncio.sleep(0.002)
 
 
-async def test_a_long_conversation_is_read_again_as_it_came(first: Ingress, second: Ingress) -> None:
+async def test_a_long_conversation_is_read_again_as_it_came(
+    first: Ingress, second: Ingress
+) -> None:
     """Two inputs together have more lists than one request may have, and numbers of any size."""
     unknown = {"type": "unknown", "x": [[]] * 130_000 + [2**70]}
     asked = [{"role": "user", "content": "Hi"}, unknown]
