@@ -6,6 +6,7 @@
     |   |-- InvalidRequestError     400 invalid_request_error
     |   |   |-- PromptTooLongError    400 context_length_exceeded
     |   |   |   `-- TextTooLongError  400 context_length_exceeded
+    |   |   |-- ConstraintError       400 constraint_failed
     |   |   |-- KeyLimitError         400 key_limit_exceeded
     |   |   |-- PicturesWantedError   400 invalid_request_error, unless they are fetched
     |   |   `-- PreviousResponseError 400 previous_response_not_found
@@ -34,7 +35,6 @@
     |-- DecodeError               500 decode_failed
     |   |-- CacheFullError        500 decode_failed, if it cannot be helped
     |   `-- DecodeCancelledError  never over HTTP: nobody waits for it
-    |-- ConstraintError           500 constraint_failed
     |-- EngineFailedError         500 engine_failed
     |   `-- ChannelBrokenError    500 engine_failed
     |-- LedgerError               500 server_error
@@ -274,8 +274,8 @@ class DecodeCancelledError(DecodeError):
     """A batch was cancelled before its end, because nobody waits for it any more."""
 
 
-class ConstraintError(CorralError, code="constraint_failed"):
-    """No token is left that the request's grammar allows; its neighbours go on."""
+class ConstraintError(InvalidRequestError, code="constraint_failed"):
+    """No token is left that the request's grammar allows, or it takes too much; its neighbours go on."""
 
 
 class EngineFailedError(CorralError, code="engine_failed"):

@@ -527,10 +527,10 @@ class Model:
 
     def _compile(self, grammar: str) -> Constraint:
         made = Constraint(LLMatcher(self._trie, grammar, log_level=0, limits=LIMITS), self.n_vocab)
-        probe = made.fresh()
-        probe.allowed()  # expressions that blow up do so at the first token
-        if probe.fault is not None:
-            raise InvalidRequestError(f"The grammar takes too much: {probe.fault.splitlines()[0]}")
+        for probe in (made.fresh(), made.fresh()):
+            probe.allowed()  # expressions that blow up do so at the first token, or when they are copied
+            if probe.fault is not None:
+                raise InvalidRequestError(f"The grammar takes too much: {probe.fault}")
         return made
 
     def history(

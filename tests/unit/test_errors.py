@@ -119,7 +119,7 @@ def test_pickle_round_trip(error: CorralError) -> None:
         (errors.QueueFullError("x", 3), 429, "rate_limit_error", "queue_full", None, 3),
         (errors.EngineClosedError("x"), 503, "server_error", "engine_closed", None, 1),
         (errors.DecodeError("x"), 500, "server_error", "decode_failed", None, None),
-        (errors.ConstraintError("x"), 500, "server_error", "constraint_failed", None, None),
+        (errors.ConstraintError("x"), 400, "invalid_request_error", "constraint_failed", None, None),
         (errors.EngineFailedError("x"), 500, "server_error", "engine_failed", None, None),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, CorralError) else "",

@@ -62,8 +62,8 @@ class Constraint:
 
     @property
     def fault(self) -> str | None:
-        """The reason why the grammar gave up, if it did."""
-        return self._matcher.get_error() or None
+        """The reason why the grammar gave up, if it did: llguidance's state is left out."""
+        return self._matcher.get_error().partition("\n")[0] or None
 
 
 class CompiledGrammars:

@@ -149,6 +149,23 @@ def test_an_expression_that_blows_up_is_refused(
         engine.prepare(GenerationRequest("a", (5,), SamplingParams(grammar=grammar)))
 
 
+@pytest.mark.parametrize("expression", ["(a?){500}a{500}", "(a{1000}){1000}"])
+def test_an_expression_that_blows_up_when_it_is_copied_is_refused(
+    engine: Engine, expression: str
+) -> None:
+    grammar = grammars.from_regex(expression, "regex")
+    with pytest.raises(InvalidRequestError, match="takes too much"):
+        engine.prepare(GenerationRequest("a", (5,), SamplingParams(grammar=grammar)))
+
+
+async def test_a_grammar_that_takes_too_much_later_is_the_clients_fault(engine: Engine) -> None:
+    """What is told of it is a line: llguidance adds its state."""
+    choices = " | ".join(f'"{number}"' for number in range(20_000))
+    with pytest.raises(ConstraintError, match=r"Current row has \d+ items") as failed:
+        await say(engine, grammars.from_gbnf(f"root ::= {choices}", "grammar"))
+    assert (failed.value.status, "\n" in failed.value.message) == (400, False)
+
+
 async def test_what_is_no_grammar_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequestError, match="grammar"):
         engine.submit(GenerationRequest("a", PROMPT, SamplingParams(grammar="start: nothing")))
