@@ -280,9 +280,7 @@ class SamplingParams:
         0.1, "How fast Mirostat learns, from 0 to 1.", Interval(ge=0, le=1)
     )
     seed: int | None = parameter(
-        None,
-        "Of the draws; without one, each request draws its own.",
-        _SEEDS,
+        None, "Of the draws; without one, each request draws its own.", _SEEDS
     )
     stop: tuple[StopString, ...] = parameter(
         (),
