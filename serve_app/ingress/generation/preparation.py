@@ -13,6 +13,7 @@ from serve_app.errors import InvalidRequestError, MediaError, PromptTooLongError
 from serve_app.ingress.generation.requests import ChatRequest, GenerationParams
 from serve_app.ingress.http.request_model import name_ignored
 from serve_app.ingress.model_registry import MediaReader, ModelInfo, active
+from serve_app.ingress.workers.worker import more_memory
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.tool_calls.calls import FunctionNames
@@ -20,7 +21,9 @@ from serve_app.sampling import LogitBias, ReasoningBudget, SamplingParams
 from serve_app.types import MEDIUM, Adapters, GenerationRequest, Medium, Size
 
 MAX_TEXT_CHARS = 3 * 2**18
-"""Characters of one prompt or text: llama.cpp takes some forty bytes for each while it tokenizes."""
+"""Characters of one prompt or text."""
+CHAR_BYTES = 64
+"""The bytes of memory that a character takes while it is tokenized: some forty in llama.cpp."""
 
 
 def tokenize_checked(
@@ -29,7 +32,8 @@ def tokenize_checked(
     """The tokens that `encode` makes of these arguments, which have so many characters. Raises
     PromptTooLongError for more than can fit, before they are tokenized."""
     refuse_far_too_long(model, field, n_chars)
-    return encode(*args)
+    with more_memory(CHAR_BYTES * n_chars):
+        return encode(*args)
 
 
 def refuse_far_too_long(model: ModelInfo, field: str, n_chars: int) -> None:
@@ -353,14 +357,15 @@ def _rendered(
     # Templates may leave out all but the contents.
     n_chars = sum(len(turn.text) for turn in turns) + len(prefill)
     refuse_far_too_long(model, "messages", n_chars)
-    return render(
-        turns,
-        body.tools_for_template(),
-        {**model.defaults.chat_template_kwargs, **body.template_kwargs},
-        body.may_think and not prefill,
-        add_generation_prompt=bool(prefill) or body.add_generation_prompt is not False,
-        prefill=prefill,
-    )
+    with more_memory(CHAR_BYTES * n_chars):
+        return render(
+            turns,
+            body.tools_for_template(),
+            {**model.defaults.chat_template_kwargs, **body.template_kwargs},
+            body.may_think and not prefill,
+            add_generation_prompt=bool(prefill) or body.add_generation_prompt is not False,
+            prefill=prefill,
+        )
 
 
 def chat_sampling(

@@ -8,6 +8,7 @@ from typing import Any
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import (
+    CHAR_BYTES,
     Generation,
     check_medium,
     refuse_huge,
@@ -33,6 +34,7 @@ from serve_app.ingress.llama_server.protocol import (
 )
 from serve_app.ingress.model_registry import ModelInfo, Models, find
 from serve_app.ingress.openai.preparation import ChatCompletionRequest
+from serve_app.ingress.workers.worker import grant_memory
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Medium
 
@@ -158,6 +160,7 @@ def tokenize(models: Models, request: TokenizeRequest) -> bytes:
     """POST /tokenize: the answer, as JSON. Raises CorralError."""
     tokenizer = find(models, request.model).tokenizer
     refuse_huge("content", len(request.content))
+    grant_memory(2 * CHAR_BYTES * len(request.content))  # for the answer, too
     tokens = tokenizer.tokenize(request.content, request.add_special, request.parse_special)
     if not request.with_pieces:
         return encoded({"tokens": tokens})

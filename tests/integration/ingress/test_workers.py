@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ import pytest
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import CorralError, EngineClosedError, InvalidRequestError, QueueFullError
 from serve_app.ingress.embeddings.preparation import MAX_NUMBERS, ComputedVectors
+from serve_app.ingress.generation.preparation import MAX_TEXT_CHARS
 from serve_app.ingress.model_registry import ModelFile, ModelInfo
 from serve_app.ingress.workers import pool as pool_module
 from serve_app.ingress.workers import wire
@@ -361,3 +363,14 @@ async def test_the_most_vectors_fit_into_a_workers_memory(
     form = ComputedVectors("demo", 1, as_base64=as_base64, norm=-1)
     answer = await pool.run("a", work.write_vectors, *form.pieces(vectors))
     assert answer.count(b'"index":') == 2048
+
+
+async def test_the_longest_text_fits_into_a_workers_memory() -> None:
+    text = ("The quick brown fox jumps over the lazy dog. " * 20_000)[:MAX_TEXT_CHARS]
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    long_context = ModelFile(str(BUILTIN_MODEL), "demo", 2**20)
+    pool = WorkerPool([long_context], [work.__name__], n_quick=1, n_slow=1)
+    try:
+        assert await pool.run("a", work.count_tokens_of_chat, body) > 150_000
+    finally:
+        await pool.close()
