@@ -152,7 +152,7 @@ async def test_a_long_conversation_is_read_again_as_it_came(
     first: Ingress, second: Ingress
 ) -> None:
     """Two inputs together have more lists than one request may have, and numbers of any size."""
-    unknown = {"type": "unknown", "x": [[]] * 130_000 + [2**70]}
+    unknown: dict[str, Any] = {"type": "unknown", "x": [[]] * 130_000 + [2**70]}
     asked = [{"role": "user", "content": "Hi"}, unknown]
     response_id = None
     for ingress in (first, second):
