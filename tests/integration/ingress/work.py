@@ -15,7 +15,7 @@ from serve_app.errors import InvalidRequestError
 from serve_app.ingress.embeddings import preparation
 from serve_app.ingress.media import decoder
 from serve_app.ingress.model_registry import Models
-from serve_app.ingress.openai.preparation import chat
+from serve_app.ingress.openai.preparation import ChatCompletionRequest, chat
 
 _kept: list[bytes] = []
 
@@ -44,8 +44,8 @@ def spend_time(models: Models, body: bytes) -> None:
         pass
 
 
-def count_tokens_of_chat(models: Models, body: bytes) -> int:
-    return len(chat(models, body).prompt)
+def count_tokens_of_chat(models: Models, request: ChatCompletionRequest) -> int:
+    return len(chat(models, request).prompt)
 
 
 def write_vectors(models: Models, body: bytes) -> bytes:
