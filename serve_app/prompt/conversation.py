@@ -50,9 +50,7 @@ class PastCall:
     @property
     def value(self) -> Any:
         """The arguments as an object if they are one, and else as the text that they are."""
-        if self.arguments in ("", "null"):
-            return {}
-        value = json_object(self.arguments)
+        value = {} if self.arguments in ("", "null") else json_object(self.arguments)
         return self.arguments if value is None else value
 
 
@@ -109,8 +107,7 @@ Conversation = Sequence[Turn]
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The object that a text is; None if it is none. Halves of characters, as of a text that was cut, are
-    question marks."""
+    """The object that a text is; None if it is none. Halves of characters become question marks."""
     try:
         value = json.loads(text)
         if "\\u" in text:

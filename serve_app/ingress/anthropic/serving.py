@@ -15,9 +15,9 @@ from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.answers import ProtocolAnswer
 from serve_app.ingress.http import sse
 from serve_app.ingress.http.errors import ErrorShape, cut
+from serve_app.prompt.conversation import json_object
 from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
-from serve_app.prompt.tool_calls.calls import values_of
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta, Usage
 
 Json = dict[str, Any]
@@ -112,7 +112,7 @@ class MessageAnswer(ProtocolAnswer):
         signing = [self._delta({"type": "signature_delta", "signature": ""})]
         text = "".join(self._pieces)
         ended = (
-            self._called | {"input": values_of(text)}
+            self._called | {"input": json_object(text) or {}}
             if self._open == "tool_use"
             else _block(self._open, text)
         )

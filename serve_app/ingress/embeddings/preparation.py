@@ -199,8 +199,7 @@ MAX_TOKENS = 2**19
 MAX_NUMBERS = 2**22
 """Numbers of all vectors of one answer."""
 _COPIES = 24
-"""The bytes that an answer takes for each byte of its vectors: as JSON it has three times as many, of which
-there are several copies on their way to the ingress."""
+"""The bytes that an answer takes for each byte of its vectors: its JSON has three, and several copies."""
 
 
 _INT16_MAX = 32760.0  # what llama-server makes of the largest number with `embd_normalize: 0`

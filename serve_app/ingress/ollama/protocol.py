@@ -124,13 +124,6 @@ class Options(RequestModel):
         most = self.num_predict
         return most if most is not None and most > 0 else None
 
-    def sampling(self) -> dict[str, Any]:
-        """The request's parameters, by the names of OpenAI's requests. A `seed` of -1 is none."""
-        parameters = given(self, Api.OPENAI)
-        if parameters.get("seed") == -1:
-            del parameters["seed"]
-        return parameters
-
 
 # Go's durations, `5m`, `1h30m`, `-1s`, and seconds without their unit.
 _DURATION = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|\d+(?:\.\d*)?)")
@@ -224,7 +217,7 @@ class OllamaRequest(OllamaModelRequest):
             "priority": self.priority,
             "cache_salt": self.cache_salt,
             "sse_ping_interval": self.sse_ping_interval,
-            **self.options.sampling(),
+            **given(self.options, Api.OPENAI),
         }
 
     def as_chat(self, turns: list[Turn], tools: list[Tool], *, can_think: bool) -> TranslatedChat:

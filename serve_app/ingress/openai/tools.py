@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from serve_app.ingress.generation.tools import FunctionDefinition, FunctionName
 from serve_app.ingress.http.request_model import RequestModel, name_ignored
-from serve_app.prompt.tool_calls.calls import values_of
+from serve_app.prompt.conversation import json_object
 
 
 class TextGrammar(RequestModel):
@@ -79,7 +79,7 @@ CUSTOM_INPUT = "input"
 
 def input_of(arguments: str) -> str:
     """The input of a custom tool in the arguments of a call, or these as they are."""
-    text = values_of(arguments).get(CUSTOM_INPUT)
+    text = (json_object(arguments) or {}).get(CUSTOM_INPUT)
     return text if isinstance(text, str) else arguments
 
 

@@ -284,9 +284,7 @@ Items = Annotated[
 def kept(before: Sequence[Json], items: Iterable[AnyItem]) -> bytes:
     """A conversation as JSON, for `before` of the next response."""
     new = [
-        {"id": f"item_{uuid.uuid4().hex}", **item.model_dump()}
-        if isinstance(item, Foreign)
-        else item.told()
+        {**_identity("item"), **item.model_dump()} if isinstance(item, Foreign) else item.told()
         for item in items
     ]
     return json.dumps([*before, *new], ensure_ascii=False, separators=(",", ":")).encode()

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-import orjson
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from serve_app.errors import (
@@ -315,7 +314,7 @@ def _conversation(models: Models, body: bytes) -> tuple[list[Any], bytes]:
 def page(models: Models, body: bytes) -> bytes:
     """GET /v1/responses/{id}/input_items: the query, and the record of the response."""
     query, _, rest = body.partition(b"\n")
-    order, limit, after = orjson.loads(query)
+    order, limit, after = msgspec.json.decode(query)
     listed = msgspec.json.decode(_record(rest)[0].items)
     if order == "desc":
         listed.reverse()

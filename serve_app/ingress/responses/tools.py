@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field
 from serve_app.ingress.generation.tools import FunctionDefinition, FunctionName, Tool
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.tools import CustomDefinition, input_of, known_tools
-from serve_app.prompt.tool_calls.calls import values_of
+from serve_app.prompt.conversation import json_object
 
 Json = dict[str, Any]
 SEPARATOR = "__"
@@ -156,7 +156,7 @@ class CallForm:
             return {**named, "arguments": arguments}
         if self.kind == "custom":
             return {**named, "input": input_of(arguments)}
-        values = values_of(arguments)
+        values = json_object(arguments) or {}
         if self.kind == "apply_patch":
             return {"operation": {"type": "update_file", "path": "", "diff": "", **values}}
         if self.kind == "shell":

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serve_app.prompt.conversation import Conversation, PastCall, json_object
+from serve_app.prompt.conversation import Conversation, PastCall
 
 Function = Mapping[str, Any]
 """A function as OpenAI describes it: `name`, and `parameters`, a JSON schema, if there are any."""
@@ -51,11 +51,6 @@ def call_of(name: object, arguments: object) -> list[ToolCall]:
     except (ValueError, RecursionError):  # infinities, half characters
         return []
     return [ToolCall(name, text)]
-
-
-def values_of(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; none if they were cut short, or are no object."""
-    return json_object(arguments) or {}
 
 
 _UNSAFE = re.compile(r"[^\w.-]")
