@@ -175,8 +175,7 @@ class CallParser:
         """The call of that name whose arguments, a JSON object, come next; none if there is none."""
         if not (self.in_pieces and name):
             return call_of(name, (yield from text.json()))
-        yield from text.run(BLANKS)
-        if (yield from text.peek()) != "{":
+        if (yield from text.after_blanks()) != "{":
             raise NoCallError
         self._tell(CallPiece(name, ""))
         self._arguments = []
@@ -213,12 +212,10 @@ class CallParser:
         call without arguments has none of these, unless it needs them."""
         body: dict[str, object] = {}
         calls: Sequence[ToolCall] = ()
-        yield from text.run(BLANKS)
-        yield from text.one_of("{")
+        yield from text.mark("{")
         for _ in range(_MOST_KEYS):
             key = yield from text.json('"')
-            yield from text.run(BLANKS)
-            yield from text.one_of(":")
+            yield from text.mark(":")
             yield from text.run(BLANKS)
             name = body.get(self.name_key)
             is_object = (yield from text.peek()) == "{"
@@ -228,8 +225,7 @@ class CallParser:
                     raise NoCallError
             else:
                 body[str(key)] = yield from text.json_value()
-            yield from text.run(BLANKS)
-            if (yield from text.one_of(",", "}")) == "}":
+            if (yield from text.mark(",", "}")) == "}":
                 return calls or self._late_call(body, keys, None if needs_arguments else {})
         raise NoCallError
 
@@ -247,13 +243,11 @@ class CallParser:
     def _json_calls(self, text: TextReader, keys: tuple[str, ...]) -> Reading[Sequence[ToolCall]]:
         """The calls of a JSON list of such objects, which comes next."""
         calls: list[ToolCall] = []
-        yield from text.run(BLANKS)
-        yield from text.one_of("[")
+        yield from text.mark("[")
         while True:
             called = yield from self._json_call(text, keys)
             if not called:
                 raise NoCallError
             calls += called
-            yield from text.run(BLANKS)
-            if (yield from text.one_of(",", "]")) == "]":
+            if (yield from text.mark(",", "]")) == "]":
                 return calls

@@ -77,6 +77,11 @@ class TextReader:
             yield
         return self.text[self.at]
 
+    def after_blanks(self) -> Reading[str]:
+        """The next character that is no blank, which stays unread."""
+        yield from self.run(BLANKS)
+        return (yield from self.peek())
+
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
         """The characters up to the first one that is not in the pattern, a class with a star."""
         pieces: list[str] = []
@@ -100,6 +105,11 @@ class TextReader:
             if not any(text.startswith(rest) for text in texts):
                 raise NoCallError
             yield
+
+    def mark(self, *texts: str) -> Reading[str]:
+        """Whichever of these texts is next after blanks: see `one_of`."""
+        yield from self.run(BLANKS)
+        return (yield from self.one_of(*texts))
 
     def some_until(self, text: str) -> Reading[str | None]:
         """The text before the next such text, and not empty; None when that is next, and read."""
@@ -127,8 +137,7 @@ class TextReader:
     def json(self, brackets: str = "{") -> Reading[object]:
         """The JSON value that comes next, after blanks: it begins with one of these brackets. Decoded
         once, when its last bracket is there."""
-        yield from self.run(BLANKS)
-        if (yield from self.peek()) not in brackets:
+        if (yield from self.after_blanks()) not in brackets:
             raise NoCallError
         n_before = len(self._held())
         yield from self.skip_json()

@@ -126,8 +126,7 @@ class CommandRParser(ChannelParser):
 
     def _calls(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
         calls = yield from self._json_calls(text, ("parameters",))
-        yield from text.run(BLANKS)
-        yield from text.one_of(ACTION_CLOSE)
+        yield from text.mark(ACTION_CLOSE)
         return calls
 
 
@@ -180,23 +179,20 @@ class GemmaParser(ChannelParser):
 
 
 def _next_key(text: TextReader, *, is_first: bool) -> Reading[str | None]:
-    yield from text.run(BLANKS)
-    if is_first and (yield from text.peek()) != "}":
+    if is_first and (yield from text.after_blanks()) != "}":
         return (yield from _read_key(text))
-    if (yield from text.one_of(",", "}")) == "}":
+    if (yield from text.mark(",", "}")) == "}":
         return None
-    yield from text.run(BLANKS)
     return (yield from _read_key(text))
 
 
 def _read_key(text: TextReader) -> Reading[str]:
-    if (yield from text.peek()) == QUOTE[0]:
+    if (yield from text.after_blanks()) == QUOTE[0]:
         yield from text.one_of(QUOTE)
         key = yield from text.until(QUOTE)
     else:
         key = (yield from text.run(_KEY)).strip()
-    yield from text.run(BLANKS)
-    yield from text.one_of(":")
+    yield from text.mark(":")
     return key
 
 
@@ -205,8 +201,7 @@ def _value(text: TextReader) -> Reading[object]:
     written: list[str] = []
     n_open = 0
     while True:
-        yield from text.run(BLANKS)
-        first = yield from text.peek()
+        first = yield from text.after_blanks()
         if first == QUOTE[0]:
             yield from text.one_of(QUOTE)
             string = yield from text.until(QUOTE)
@@ -216,8 +211,7 @@ def _value(text: TextReader) -> Reading[object]:
             written.append((yield from text.one_of(first)))
         else:
             word = yield from text.run(_KEY)
-            yield from text.run(BLANKS)
-            is_key = (yield from text.peek()) == ":"
+            is_key = (yield from text.after_blanks()) == ":"
             written.append(json.dumps(word.strip()) if is_key else word)
         if n_open <= 0:
             return decode("".join(written))

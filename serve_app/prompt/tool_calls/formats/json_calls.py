@@ -91,8 +91,7 @@ class MistralParser(CallParser):
     opening = MISTRAL_OPEN
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        yield from text.run(BLANKS)
-        if (first := (yield from text.peek())) in "[{":
+        if (first := (yield from text.after_blanks())) in "[{":
             read = self._json_calls if first == "[" else self._json_call
             return (yield from read(text, ("arguments", "parameters")))
         name = yield from text.run(_NAME)
@@ -153,11 +152,9 @@ class KimiParser(MarkupParser):
     def _one(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
         yield from text.run(BLANKS)
         name = _KIMI_NAME.fullmatch((yield from text.run(_KIMI_ID)))
-        yield from text.run(BLANKS)
-        yield from text.one_of(KIMI_ARGUMENTS)
+        yield from text.mark(KIMI_ARGUMENTS)
         calls = yield from self._named_call(name and name[1], text)
-        yield from text.run(BLANKS)
-        yield from text.one_of(KIMI_CALL_END)
+        yield from text.mark(KIMI_CALL_END)
         return calls
 
 

@@ -133,8 +133,7 @@ class MarkupParser(CallParser):
             if again:
                 goes_on = yield from _either(text, again, _marks(end))
             else:
-                yield from text.run(BLANKS)
-                goes_on = (yield from text.peek()) == "{"
+                goes_on = (yield from text.after_blanks()) == "{"
                 yield from _pass(text, () if goes_on else _marks(end))
             if not goes_on:
                 return calls
@@ -143,8 +142,7 @@ class MarkupParser(CallParser):
         body, end = self._markup.body, _marks(self._markup.call[1])
         if isinstance(body, JsonObject):
             # Some models write a list, or `parameters` where they should write `arguments`.
-            yield from text.run(BLANKS)
-            is_list = (yield from text.peek()) == "["
+            is_list = (yield from text.after_blanks()) == "["
             read = self._json_calls if is_list else self._json_call
             calls = yield from read(text, (body.keys[1], "parameters"))
             yield from _pass(text, end)
