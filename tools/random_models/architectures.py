@@ -24,8 +24,8 @@ from tools.gguf_file import add_tokenizer
 from tools.random_models.model import vocabulary
 
 N_VOCAB = 512
-SHARED = r"^(token_embd|output)\.|rope_freqs|post_|layer_output_scale|attn_sinks"
-"""Tensors that a DFlash draft takes from its model, or only some have: for `without`."""
+SHARED, RARE = r"^(token_embd|output)\.", r"rope_freqs|post_|layer_output_scale|attn_sinks"
+"""Tensors that most DFlash drafts take from their model, and that only some have: for `without`."""
 _TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
 _SCALES = (b".scale", b".input_scale")
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from tools.random_models.architectures import N_VOCAB, SHARED, Weights, drawn, write_architecture
+from tools.random_models.architectures import (
+    N_VOCAB,
+    RARE,
+    SHARED,
+    Weights,
+    drawn,
+    write_architecture,
+)
 
 _N_EMBD, _N_LAYER = 64, 2
 _SIZES: dict[str, Any] = {
@@ -227,7 +234,7 @@ def write_dflash(
             of_block = {name.removeprefix("blk.0."): one for name, one in weights.items()}
             _count_in_blocks(of_block, ahead=int(is_dspark))
 
-    write_architecture(path, "dflash", metadata, change, without=SHARED)
+    write_architecture(path, "dflash", metadata, change, without=f"{SHARED}|{RARE}")
 
 
 def _count_in_blocks(weights: Weights, ahead: int) -> None:
