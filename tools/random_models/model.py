@@ -105,6 +105,8 @@ _RARE_STD = _EMBEDDING_STD / 4
 _LOGIT_STD = 3.0
 _QK_NORM = 1.5
 _BIAS = 0.5
+_EXPERT_BIAS = 0.1
+"""OpenVINO leaves out what is 0, and does not know the experts then."""
 _NIBBLE_STD = (255 / 12) ** 0.5  # of a uniform integer from -8 to 7
 _BYTE_STD = ((255**2 - 1) / 12) ** 0.5  # of a uniform integer from -127 to 127
 _MXFP4_MEAN_SQUARE = 274 / 8  # of the integers that MXFP4 has: twice the numbers 0 to 6
@@ -287,9 +289,9 @@ def _tensors(
         yield _matrix(f"{block}ffn_up{suffix}.weight", *experts, shape.n_ff, n_embd)
         yield _matrix(f"{block}ffn_down{suffix}.weight", *experts, n_embd, shape.n_ff)
         if shape.architecture == "gpt-oss":
-            yield _Tensor(f"{block}ffn_gate_inp.bias", experts, value=0.0)
+            yield _Tensor(f"{block}ffn_gate_inp.bias", experts, value=_EXPERT_BIAS)
             for name, n in (("gate", shape.n_ff), ("up", shape.n_ff), ("down", n_embd)):
-                yield _Tensor(f"{block}ffn_{name}_exps.bias", (*experts, n), value=0.0)
+                yield _Tensor(f"{block}ffn_{name}_exps.bias", (*experts, n), value=_EXPERT_BIAS)
 
 
 def _attention(shape: ModelShape, block: str) -> Iterator[_Tensor]:

@@ -28,6 +28,7 @@ from serve_app.engine.backends.openvino import OpenVinoBackend
 from serve_app.openvino import convert
 from serve_app.openvino.architectures import ARCHITECTURES
 from serve_app.openvino.gguf_model import UnreadableError, readable
+from serve_app.openvino.graph import build
 from serve_app.openvino.paged import shifts
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.model import PagedModel
@@ -382,6 +383,19 @@ def test_formats_that_are_rounded_are_named_in_the_log(
     with caplog.at_level(logging.INFO, "corral.engine"):
         OpenVinoBackend(path, _OPTIONS).close()
     assert "Q6_K weights with 8 bits" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "n_products"), [("qwen2moe", 3), ("qwen3moe", 3), ("gpt-oss", 2), ("gpt-oss-mxfp4", 2)]
+)
+def test_only_experts_that_were_chosen_are_computed(
+    tmp_path: Path, name: str, n_products: int
+) -> None:
+    graph = build([MODELS[name].write(tmp_path / "model.gguf")], lambda _: None)
+    compiled = openvino.Core().compile_model(graph, "CPU")
+    nodes = compiled.get_runtime_model().get_ordered_ops()
+    kinds = [node.get_rt_info()["layerType"].astype(str) for node in nodes]
+    assert kinds.count("GatherMatmul") == n_products * MODELS[name].n_layer
 
 
 @pytest.mark.parametrize(
