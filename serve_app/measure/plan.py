@@ -103,7 +103,7 @@ def measured(model: Model, threads: int, n_slots: int) -> MeasuredLayers:
     from serve_app.openvino.slices import converted_slice
 
     options = EngineOptions(n_slots, 4096, threads, n_batch=512, backend="openvino")
-    with converted_slice(model, None, nowhere) as (path, _):
+    with converted_slice(model, None, nowhere) as (path, *_):
         context = small_context(Model(path, vocab_only=True), options, 4096)
         context.warm_up()
         profile = profile_of(context, options, Threads.alike(threads, threads))

@@ -33,14 +33,16 @@ _Tensor = tuple[str, NDArray[Any], GGMLQuantizationType]
 @contextmanager
 def converted_slice(
     model: Model, max_bytes: int | None, report: Report
-) -> Iterator[tuple[Path, float]]:
-    """A slice that is also converted, until the end, and the seconds that it takes to convert the whole
-    model; or the model, converted, if it is small. Raises ConfigError, UnreadableError and OSError."""
+) -> Iterator[tuple[Path, float, float]]:
+    """A slice that is also converted, until the end; its part of the model's time; and the seconds that it
+    takes to convert the whole model. A small model is its own slice, and stays converted.
+
+    Raises ConfigError, UnreadableError and OSError."""
     whole, models = convert.checked(model.files), convert.converted_models(max_bytes)
     layers = sliced_layers(whole)
     if len(layers) == len(whole.layers):
         convert.converted_of(model, max_bytes, report)
-        yield model.path, 0.0
+        yield model.path, 1.0, 0.0
         models.leave(convert.name_of(model.fingerprint()))
         return
     name = f"{convert.name_of(model.fingerprint())}-slice"
@@ -56,7 +58,8 @@ def converted_slice(
             try:
                 convert.converted_of(part, max_bytes, report)
                 seconds = time.monotonic() - began
-                yield path, seconds * sum(one.data.nbytes for one in whole.tensors) / n_bytes
+                seconds *= sum(one.data.nbytes for one in whole.tensors) / n_bytes
+                yield path, len(layers) / len(whole.layers), seconds
             finally:
                 models.leave(converted)
                 models.remove(converted)

@@ -178,7 +178,7 @@ def _measured_choice(
             reason = f"measured: the time of texts, OpenVINO's to llama.cpp's, is {theirs_s / ours_s:.2f}"
             return KernelsChoice(OPENVINO if theirs_s < ours_s else LLAMA_CPP, reason), True
         converted = converted_slice(model, options.max_converted_bytes, report)
-        with converted as (part, conversion_s):
+        with converted as (part, share, conversion_s):
             report(stage)
             theirs, ours = apart(profiles_of_backends, part, options)
     except UnreadableError as error:
@@ -187,6 +187,8 @@ def _measured_choice(
         return KernelsChoice(LLAMA_CPP, f"OpenVINO could not be measured: {_said(error)}"), False
     finally:
         convert.converted_models(None).leave(convert.name_of(model.fingerprint()))
+    if options.max_stall_s is not None:  # a slice has to keep its part of it
+        options = replace(options, max_stall_s=share * options.max_stall_s)
     comparison = compared(theirs, ours, options, PAGED, MODE)
     if comparison is None:
         return KernelsChoice(LLAMA_CPP, "nothing was measured"), False

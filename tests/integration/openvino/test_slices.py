@@ -48,7 +48,7 @@ def test_a_slice_has_some_layers_and_as_large_a_part_of_the_vocabulary(
     model = Model(made.write(tmp_path / "model.gguf"), vocab_only=True)
     whole = {tensor.name: tensor for tensor in readable(model.files).tensors}
     stages: list[Stage] = []
-    with slices.converted_slice(model, None, stages.append) as (path, conversion_s):
+    with slices.converted_slice(model, None, stages.append) as (path, share, conversion_s):
         part = readable([path])
         assert part.count("block_count") == len(layers)
         for tensor in part.tensors:
@@ -65,6 +65,7 @@ def test_a_slice_has_some_layers_and_as_large_a_part_of_the_vocabulary(
         profiles = profiles_of_backends(path, _OPTIONS)
     assert all(profile.decode_s.keys() == {1, 2} for profile in profiles)
     assert conversion_s > 0
+    assert share == len(layers) / _N_LAYERS
     assert {stage.name for stage in stages} == {"converting"}
     assert [path.name for path in folder.iterdir()] == [".locks"]
 
@@ -73,16 +74,15 @@ def test_windows_stay_where_they_are(tmp_path: Path) -> None:
     made, layers = MODELS["gpt-oss"]
     whole = readable([made.write(tmp_path / "model.gguf")])
     model = Model(tmp_path / "model.gguf", vocab_only=True)
-    with slices.converted_slice(model, None, nowhere) as (path, _):
+    with slices.converted_slice(model, None, nowhere) as (path, *_):
         assert readable([path]).windows == [whole.windows[layer] for layer in layers] == [24, 0]
 
 
 def test_a_small_model_is_its_own_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices, "_BYTES", 2**29)
     model = Model(Made("qwen3", n_layer=4).write(tmp_path / "model.gguf"), vocab_only=True)
-    with slices.converted_slice(model, None, nowhere) as (path, conversion_s):
-        assert path == model.path
-        assert conversion_s == 0
+    with slices.converted_slice(model, None, nowhere) as (path, share, conversion_s):
+        assert (path, share, conversion_s) == (model.path, 1, 0)
     assert convert.converted_models(None).of(convert.name_of(model.fingerprint())).is_file()
 
 

@@ -62,8 +62,8 @@ class Machine:
         ]
 
     @contextmanager
-    def converted_slice(self, *_: object) -> Iterator[tuple[Path, float]]:
-        yield Path("slice.gguf"), self.conversion_s
+    def converted_slice(self, *_: object) -> Iterator[tuple[Path, float, float]]:
+        yield Path("slice.gguf"), 1 / 8, self.conversion_s
 
     def convert(self, *_: object) -> Path:
         self.converted.set()
@@ -199,6 +199,22 @@ def test_an_encoder_that_openvino_lacks_is_llama_cpps(
     choice = choosing.chosen(model, options)
     assert choice.name == LLAMA_CPP
     assert "attention to tokens behind" in choice.reason
+
+
+def test_streams_wait_for_a_slice_for_its_part_of_the_time(
+    machine: Machine, model: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = []
+
+    def compare(_: Profile, __: Profile, sized: EngineOptions, *___: object) -> tuple[bool, str]:
+        bounds.append(sized.max_stall_s)
+        return True, "scripted"
+
+    monkeypatch.setattr(choosing, "compared", compare)
+    choosing.chosen(model, replace(options, max_stall_s=0.25))
+    choosing.chosen(model, replace(options, max_stall_s=None))
+    assert machine.n_measured == 2
+    assert bounds == [0.25 / 8, None]
 
 
 def test_a_small_model_is_not_measured(
