@@ -32,11 +32,12 @@ def give_back() -> None:
 
 def trim_soon() -> None:
     """Give back what is free, in a moment and in a thread of its own: it takes milliseconds. Any thread."""
-    timer = threading.Timer(_SOON_S, _trim)
+    timer = threading.Timer(_SOON_S, trim)
     timer.daemon = True
     timer.start()
 
 
-def _trim() -> None:
+def trim() -> None:
+    """Give back what is free now. Any thread."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_app import heap
 from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channel, Channels
 from serve_app.config import sizing
@@ -36,7 +37,6 @@ from serve_app.replica.batching import Batcher
 from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.place import ReplicaPlace
 from serve_app.replica.reporting import ReplicaMetrics, Reporting, pressure
-from serve_app.replica.stages import ReplicaStage
 from serve_app.store.encryption import check_encrypted
 from serve_app.store.models import n_bytes
 from serve_app.store.shared_entries import LoadedAdapters, progress_told
@@ -105,6 +105,8 @@ class LoadedModel:
         async with progress_told(*whose) as tell:
             load = partial(Engine.load, path, options, tell)
             if place.gang is not None:
+                from serve_app.replica.stages import ReplicaStage  # OpenVINO comes with it
+
                 self._stage = ReplicaStage(place, place.gang)
                 self._closing.callback(self._stage.chain.close)
                 load = partial(self._stage.load, path, options, tell)
@@ -140,6 +142,7 @@ class LoadedModel:
             await self._kv_transfer.pull()
         self._reporter = asyncio.create_task(self._reporting.run())
         self._closing.callback(self._reporter.cancel)
+        heap.trim_soon()
 
     async def generate(
         self, request: GenerationRequest, vocabulary_key: bytes, address: Address, number: int
