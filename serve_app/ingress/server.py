@@ -80,6 +80,8 @@ class IngressPlace:
     """Has all ingresses look at what they share, which has changed."""
     model_host: ModelHost | None = None
     """Starts engines of models that operators add while serving, if they may."""
+    forks_workers: bool = False
+    """Whether the process may be forked when the ingress starts: nothing else runs in it."""
 
 
 def _file(model: ResolvedModel) -> ModelFile:
@@ -120,8 +122,13 @@ class IngressServer:
         self._files: dict[str, ModelFile] = {}
         for model in models:
             self._files[model.name] = await asyncio.to_thread(_file, model)
+        files = [*self._files.values()]
+        self._opened = {file.id: opened(file) for file in files if place.forks_workers}
+        heap.trim()
         self._workers = WorkerPool(
-            list(self._files.values()), WORKER_MODULES, opened, keeps_texts=settings.keeps_texts
+            *(files, WORKER_MODULES, opened),
+            keeps_texts=settings.keeps_texts,
+            opened=self._opened if place.forks_workers else None,
         )
         self._listener = Listener(place.node_id, place.host, reports.HERE.connection)
         reports.HERE.address = await self._listener.address()
@@ -150,7 +157,7 @@ class IngressServer:
 
     def _served(self, model: ResolvedModel, handle: ReplicaHandle) -> ServedModel:
         """A model, whose vocabulary is read, with the way to its engines."""
-        info = opened(self._files[model.name])
+        info = self._opened.pop(model.name, None) or opened(self._files[model.name])
         if not info.tokenizer.has_template:
             logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
         client = HandleClient(

@@ -116,6 +116,7 @@ class LocalServer:
             configured,
             Store(settings.kept_responses),
             model_host=self if self._app.manage_models else None,
+            forks_workers=True,
         )
         ingress = IngressServer()
         await ingress.start(self.configured, settings, place)

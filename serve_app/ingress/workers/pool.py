@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import select
 import signal
 import socket
@@ -15,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -32,16 +32,11 @@ from serve_app.ingress.model_registry import ModelFile, ModelInfo, Models, Numbe
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 from serve_app.ingress.workers.wire import ModelChanges, Outcome, Piece, WorkOrder
-from serve_app.ingress.workers.worker import CPU_S, NO_PID, PID, STACK_BYTES, Start, set_limit
+from serve_app.ingress.workers.worker import CPU_S, NO_PID, PID, Start, forked
 
 NICENESS = 10
 """The addition to the niceness of workers that read long prompts. Beside a thread that decodes, they get a
 tenth of a core."""
-_ENVIRONMENT = {
-    "GGML_NO_BACKTRACE": "1",  # llama.cpp would start a debugger when it gives up
-    "OPENBLAS_NUM_THREADS": "1",  # threads do not survive a fork
-}
-
 
 logger = logging.getLogger("corral.ingress")
 
@@ -179,20 +174,22 @@ class Worker:
 class Zygote:
     """The process that workers are forked from. Event loop only, but for the constructor."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, models: Models | None = None) -> None:
+        """With `models`, it is forked from this process, which has read them and knows no client yet."""
         self._control, theirs = socket.socketpair()
+        self._end: tuple[Callable[[], object], ...]
         with theirs:
-            fd = theirs.fileno()
-            command = [sys.executable, "-m", set_limit.__module__, str(fd)]
-            path = os.pathsep.join(filter(None, sys.path))
-            environment = os.environ | {"PYTHONPATH": path} | _ENVIRONMENT
-            # The kernel leaves room for a program's stack when it starts, by the limit of that moment.
-            before, _ = resource.getrlimit(resource.RLIMIT_STACK)
-            set_limit(resource.RLIMIT_STACK, STACK_BYTES)
-            try:
-                self.process = subprocess.Popen(command, pass_fds=[fd], env=environment)
-            finally:
-                set_limit(resource.RLIMIT_STACK, before)
+            if models is None:
+                command = [sys.executable, "-m", forked.__module__, str(theirs.fileno())]
+                path = os.pathsep.join(filter(None, sys.path))
+                # OpenBLAS's threads would not survive the forks.
+                environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+                started = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+                self.pid, self._end = started.pid, (started.kill, started.wait)
+            else:
+                self.pid = forked(theirs.fileno(), models)
+                kill = partial(os.kill, self.pid, signal.SIGKILL)
+                self._end = kill, partial(os.waitpid, self.pid, 0)
         self._control.sendall(framed(msgspec.msgpack.encode(start)))
         self._control.setblocking(False)
         self._reader: asyncio.StreamReader | None = None
@@ -226,8 +223,9 @@ class Zygote:
 
     def close(self) -> None:
         """End it; its workers end when they have nothing to do. Idempotent."""
-        self.process.kill()
-        self.process.wait()
+        for step in self._end:
+            step()
+        self._end = ()  # the number may be another process's later
         if self._reader is None:
             self._control.close()
         else:
@@ -270,12 +268,14 @@ class WorkerPool:
         n_quick: int = 2,
         n_slow: int = 2,
         keeps_texts: bool = True,
+        opened: Models | None = None,
     ) -> None:
         """Start the zygote. It imports the modules, and reads the vocabularies by `read`, a function that
         can be imported. Workers start when they are needed. `keeps_texts` says whether their log may have
-        clients' texts."""
+        clients' texts. With `opened`, which are the models as `read` has read them here, the first zygote
+        is forked from this process and shares its memory; no thread may hold a lock then."""
         self._start = Start(tuple(models), tuple(modules), wire.name_of(read), keeps_texts)
-        self._zygote = Zygote(self._start)
+        self._zygote = Zygote(self._start, opened)
         self._forking = asyncio.Lock()
         self._n_quick = n_quick
         self._small, self._larger = FairSemaphore(n_quick), FairSemaphore(n_quick)

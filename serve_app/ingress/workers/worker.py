@@ -208,9 +208,30 @@ def _shorten_slices() -> None:
         ctypes.CDLL(None).syscall(number, 0, attributes, 0)
 
 
-def main(fd: int) -> None:
-    """Fork workers until the ingress is gone."""
+def forked(fd: int, opened: Models) -> int:
+    """The process id of one that does the same as `main`, forked from the ingress, which has read these
+    models."""
+    gc.freeze()  # so that neither process copies what is there now
+    if pid := os.fork():
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for other in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, fd}:  # noqa: PTH208
+            with suppress(OSError):
+                os.close(other)
+        main(fd, opened)
+    except BaseException:
+        logger.exception("The process that forks workers failed.")
+    finally:
+        os._exit(0)
+
+
+def main(fd: int, opened: Models | None = None) -> None:
+    """Fork workers until the ingress is gone. `opened` are the models, if they are read already."""
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # llama.cpp would start a debugger when it gives up
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    set_limit(resource.RLIMIT_STACK, STACK_BYTES)  # Linux leaves 128 MiB for it at least
     _shorten_slices()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
@@ -218,7 +239,7 @@ def main(fd: int) -> None:
         start = msgspec.msgpack.decode(wire.receive(control), type=Start)
         if not start.keeps_texts:
             logs.forbid_texts(logging.getLogger().handlers)
-        models = _models(start)
+        models = _models(start, opened)
         outcome = wire.WorkResult(None) if isinstance(models, dict) else models
         control.sendall(wire.packed_outcome(outcome))
         gc.freeze()  # so that workers need not copy what is there now
@@ -229,17 +250,17 @@ def main(fd: int) -> None:
             _fork(control, socket.socket(fileno=fds[0]), models)
 
 
-def _models(start: Start) -> dict[str, ModelInfo] | CorralError:
+def _models(start: Start, opened: Models | None = None) -> dict[str, ModelInfo] | CorralError:
     try:
         for module in start.modules:
             importlib.import_module(module)
         read: Callable[[ModelFile], ModelInfo] = pkgutil.resolve_name(start.read)
-        models = [read(file) for file in start.models]
-        for model in models:
+        models = {file.id: read(file) for file in start.models} if opened is None else opened
+        for model in models.values():
             model.tokenizer.warm_up()
             if model.media is not None:
                 model.media.load()
-        return {model.id: model for model in models}
+        return dict(models)
     except CorralError as error:
         return error
 

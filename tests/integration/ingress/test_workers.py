@@ -10,6 +10,7 @@ import platform
 import re
 import signal
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp
@@ -32,9 +33,10 @@ FILE = ModelFile(str(BUILTIN_MODEL), "demo", 2048)
 LINUX = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 
 
-@pytest.fixture
-async def pool() -> AsyncIterator[WorkerPool]:
-    made = WorkerPool([FILE], [work.__name__], n_quick=2, n_slow=2)
+@pytest.fixture(params=["started", "forked"])
+async def pool(request: pytest.FixtureRequest) -> AsyncIterator[WorkerPool]:
+    opened = {FILE.id: ModelInfo.open(FILE)} if request.param == "forked" else None
+    made = WorkerPool([FILE], [work.__name__], n_quick=2, n_slow=2, opened=opened)
     yield made
     await made.close()
 
@@ -314,10 +316,26 @@ async def test_workers_have_room_for_the_tokenizers_recursion(pool: WorkerPool) 
     assert await pool.run("a", work.stack_limit, b"") == STACK_BYTES
 
 
+async def test_a_forked_zygote_reads_no_vocabulary_and_has_no_files_of_the_ingress() -> None:
+    """It would keep connections open that the ingress has closed."""
+    gone, opened = replace(FILE, path="/nowhere.gguf"), {FILE.id: ModelInfo.open(FILE)}
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    pool = WorkerPool([gone], [work.__name__], opened=opened)
+    os.close(writing)
+    try:
+        assert await pool.run("a", work.count_tokens, b"The quick brown fox.") > 3
+        assert os.read(reading, 1) == b""  # it would block if somebody had the other end
+    finally:
+        os.close(reading)
+        await pool.close()
+
+
 async def test_the_zygote_is_started_again(pool: WorkerPool) -> None:
     first = await pool.run("a", work.pid, b"")
-    pool._zygote.process.kill()
-    pool._zygote.process.wait()
+    os.kill(pool._zygote.pid, signal.SIGKILL)
+    ended = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    await until(lambda: os.waitid(os.P_PID, pool._zygote.pid, ended) is not None)
     with pytest.raises(InvalidRequestError):
         await pool.run("a", work.crash, b"x")  # the idle worker goes, too
     second = await pool.run("a", work.pid, b"")
@@ -326,9 +344,9 @@ async def test_the_zygote_is_started_again(pool: WorkerPool) -> None:
 
 async def test_all_processes_end_with_the_pool() -> None:
     pool = WorkerPool([], [work.__name__], n_quick=1, n_slow=1)
-    worker, zygote = await pool.run("a", work.pid, b""), pool._zygote.process
+    worker, zygote = await pool.run("a", work.pid, b""), pool._zygote.pid
     await pool.close()
-    assert zygote.poll() is not None
+    assert not is_alive(zygote)
     await until(lambda: not is_alive(worker))
 
 
@@ -341,7 +359,7 @@ async def test_work_ends_with_the_pool_and_starts_no_process_again() -> None:
         await running
     with pytest.raises(EngineClosedError):
         await pool.run("a", work.pid, b"")
-    assert pool._zygote.process.poll() is not None
+    assert not is_alive(pool._zygote.pid)
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("RGB", "PNG"), ("RGBA", "PNG"), ("CMYK", "JPEG")])
