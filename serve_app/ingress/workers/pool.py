@@ -177,7 +177,7 @@ class Zygote:
     def __init__(self, start: Start, models: Models | None = None) -> None:
         """With `models`, it is forked from this process, which has read them and knows no client yet."""
         self._control, theirs = socket.socketpair()
-        self._end: tuple[Callable[[], object], ...]
+        self._end: list[Callable[[], object]]  # the last one first
         with theirs:
             if models is None:
                 command = [sys.executable, "-m", forked.__module__, str(theirs.fileno())]
@@ -185,11 +185,10 @@ class Zygote:
                 # OpenBLAS's threads would not survive the forks.
                 environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
                 started = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-                self.pid, self._end = started.pid, (started.kill, started.wait)
+                self.pid, self._end = started.pid, [started.wait, started.kill]
             else:
-                self.pid = forked(theirs.fileno(), models)
-                kill = partial(os.kill, self.pid, signal.SIGKILL)
-                self._end = kill, partial(os.waitpid, self.pid, 0)
+                pid = self.pid = forked(theirs.fileno(), models)
+                self._end = [partial(os.waitpid, pid, 0), partial(os.kill, pid, signal.SIGKILL)]
         self._control.sendall(framed(msgspec.msgpack.encode(start)))
         self._control.setblocking(False)
         self._reader: asyncio.StreamReader | None = None
@@ -223,9 +222,8 @@ class Zygote:
 
     def close(self) -> None:
         """End it; its workers end when they have nothing to do. Idempotent."""
-        for step in self._end:
-            step()
-        self._end = ()  # the number may be another process's later
+        while self._end:  # once: the number may be another process's later
+            self._end.pop()()
         if self._reader is None:
             self._control.close()
         else:
@@ -272,8 +270,8 @@ class WorkerPool:
     ) -> None:
         """Start the zygote. It imports the modules, and reads the vocabularies by `read`, a function that
         can be imported. Workers start when they are needed. `keeps_texts` says whether their log may have
-        clients' texts. With `opened`, which are the models as `read` has read them here, the first zygote
-        is forked from this process and shares its memory; no thread may hold a lock then."""
+        clients' texts. With `opened`, the models as `read` has read them here, the first zygote is forked
+        from this process and shares its memory. No thread may hold a lock then."""
         self._start = Start(tuple(models), tuple(modules), wire.name_of(read), keeps_texts)
         self._zygote = Zygote(self._start, opened)
         self._forking = asyncio.Lock()

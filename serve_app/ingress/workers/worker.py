@@ -209,8 +209,7 @@ def _shorten_slices() -> None:
 
 
 def forked(fd: int, opened: Models) -> int:
-    """The process id of one that does the same as `main`, forked from the ingress, which has read these
-    models."""
+    """The id of a process forked from the ingress, which has read these models. It runs `main`."""
     gc.freeze()  # so that neither process copies what is there now
     if pid := os.fork():
         return pid
