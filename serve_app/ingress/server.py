@@ -122,11 +122,10 @@ class IngressServer:
         self._files: dict[str, ModelFile] = {}
         for model in models:
             self._files[model.name] = await asyncio.to_thread(_file, model)
-        files = [*self._files.values()]
-        self._opened = {file.id: opened(file) for file in files if place.forks_workers}
+        self._opened = {f.id: opened(f) for f in self._files.values() if place.forks_workers}
         heap.trim()
         self._workers = WorkerPool(
-            *(files, WORKER_MODULES, opened),
+            *([*self._files.values()], WORKER_MODULES, opened),
             keeps_texts=settings.keeps_texts,
             opened=self._opened if place.forks_workers else None,
         )
