@@ -175,7 +175,7 @@ class Zygote:
     """The process that workers are forked from. Event loop only, but for the constructor."""
 
     def __init__(self, start: Start, models: Models | None = None) -> None:
-        """With `models`, it is forked from this process, which has read them and knows no client yet."""
+        """Start it, or fork it from this process, which has read `models` and knows no client yet."""
         self._control, theirs = socket.socketpair()
         self._end: list[Callable[[], object]]  # the last one first
         with theirs:
