@@ -54,7 +54,11 @@ def converted_slice(
             path = folder / f"{model.path.stem}-slice.gguf"
             _write(path, whole, layers, tensors)
             part = Model(path, vocab_only=True)
-            converted, began = convert.name_of(part.fingerprint()), time.monotonic()
+            converted = convert.name_of(part.fingerprint())
+            with models.locks.alone(converted, wait=True):
+                pass  # the conversion of a start that was killed goes on
+            models.remove(converted)  # what is there already would seem to take no time
+            began = time.monotonic()
             try:
                 convert.converted_of(part, max_bytes, report)
                 seconds = time.monotonic() - began

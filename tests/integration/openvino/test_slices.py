@@ -91,3 +91,16 @@ def test_nothing_stays_of_a_slice_whose_measurement_fails(tmp_path: Path, folder
     with pytest.raises(OSError, match="scripted"), slices.converted_slice(model, None, nowhere):
         raise OSError("scripted")
     assert [path.name for path in folder.iterdir()] == [".locks"]
+
+
+def test_a_slice_that_a_killed_start_left_is_converted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(Made("qwen3", n_layer=4).write(tmp_path / "model.gguf"), vocab_only=True)
+    with monkeypatch.context() as killed:
+        killed.setattr(convert.ConvertedModels, "remove", lambda *_: None)
+        with slices.converted_slice(model, None, nowhere):
+            pass
+    stages: list[Stage] = []
+    with slices.converted_slice(model, None, stages.append):
+        assert {stage.name for stage in stages} == {"converting"}
