@@ -175,7 +175,7 @@ class ReplicaView:
         if turns and prompt.turn not in turns:
             turns_s = _ALONE * min(prompt.max_tokens, report.answer_tokens) * token_s
         own_s = missing_s * len(turns | {prompt.turn})
-        ttft_s = first_token_s(wait_s, prefill_s, own_s, n_live / report.n_slots)
+        ttft_s = first_token_s(wait_s, prefill_s, own_s, crowding(n_live / report.n_slots))
         return TTFTForecast(ttft_s, missing, missing_s, turns_s)
 
     def serves(self, turn: int) -> bool:
@@ -258,11 +258,14 @@ class Fleet(Generic[ReplicaT]):
                 return
 
 
-def first_token_s(wait_s: float, prefill_s: float, own_s: float, load: float) -> float:
+def crowding(load: float) -> float:
+    """The factor by which streams slow prompts down, by the number of other requests for each slot."""
+    return 1 + min(load, 1)
+
+
+def first_token_s(wait_s: float, prefill_s: float, own_s: float, crowding: float) -> float:
     """Seconds to the first token of a prompt that takes `own_s`, behind prompts that take `prefill_s`, if a
-    slot is free after `wait_s`. `load` is the number of other requests for each slot: streams slow prompts
-    down."""
-    crowding = 1 + min(load, 1)
+    slot is free after `wait_s`, and prompts take `crowding` times as long as without streams."""
     return max(wait_s, prefill_s * crowding) + own_s * crowding
 
 

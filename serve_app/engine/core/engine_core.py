@@ -363,7 +363,7 @@ class EngineCore:
         return seconds or n_prompt + n_generated
 
     def _view(self) -> View:
-        forecast = self.backlog.forecast(self.live)
+        forecast = self.backlog.forecast(self.live, self.scheduler.crowding)
         return View(engine_stats(self, forecast), self._cached_prefixes(), forecast)
 
     def _cached_prefixes(self) -> CachedPrefixes:

@@ -64,9 +64,14 @@ class StepBudget:
         """Seconds that decoding and prompts may take together in this step, of `n_turns` that share what a
         stream may wait for prompts. Where decoding alone takes more than half of the bound, prompts get as
         long as it takes, but never more than the bound."""
-        bound_s = self._margin * (self.max_stall_s or 0.0) / n_turns
-        planned_s = max(bound_s, decode_s + min(decode_s, bound_s))
-        return planned_s - self.elapsed_s - self._expected_s
+        return self.planned_s(decode_s, n_turns) - self.elapsed_s - self._expected_s
+
+    def planned_s(self, decode_s: float, n_turns: int = 1) -> float:
+        """The same for a step that begins; infinite without a bound."""
+        if self.max_stall_s is None:
+            return math.inf
+        bound_s = self._margin * self.max_stall_s / n_turns
+        return max(bound_s, decode_s + min(decode_s, bound_s))
 
     def observe(self, seconds: float) -> None:
         """Learn how well a step that had both decoding sequences and prompts kept to the bound."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.metrics.stats import ForecastStats
-from serve_app.routing.score import first_token_s, slot_wait_s
+from serve_app.routing.score import crowding, first_token_s, slot_wait_s
 from serve_app.types import Accepted, FinishReason, SequenceEnd
 
 # Seconds of full slots after which the speed of before hardly counts any more.
@@ -74,6 +74,8 @@ class Forecast:
     """The correction of forecasts of ends."""
     first_end_s: float = 0.0
     """Seconds until the first of those that have a slot ends; 0 if there are none."""
+    crowding: float = 1.0
+    """The factor by which the streams of that moment slow prompts down."""
 
     def expected(
         self, sequence: Sequence, live: Mapping[str, int], arrived: Iterable[Sequence]
@@ -88,7 +90,8 @@ class Forecast:
         else:
             wait_s = self.wait_s(account, live, arrived)
         prefill_s = self.prefill_s + self.parts_of(arrived)[0]
-        before_s = first_token_s(wait_s, prefill_s, prompt_s, n_live / self.n_slots)
+        slowed = max(self.crowding, crowding(n_live / self.n_slots))
+        before_s = first_token_s(wait_s, prefill_s, prompt_s, slowed)
         n_left, sampling_s = self._n_left(sequence), sequence.sampling_cost.token_s
         busy_s = self.n_slots * self.token_s - self.alone_token_s
         alone_s = self.alone_token_s + sampling_s
@@ -237,8 +240,8 @@ class Backlog:
             *(end.n, round(end.ratio, 3), round(end.close, 3)),
         )
 
-    def forecast(self, live: Iterable[Sequence]) -> Forecast:
-        """The forecast over these sequences."""
+    def forecast(self, live: Iterable[Sequence], crowding: float = 1.0) -> Forecast:
+        """The forecast over these sequences, of which streams slow prompts down by that factor."""
         prompt_token_s, token_s = (
             seconds / self._pace for seconds in (self._costs.prompt_token_s, self._token_s)
         )
@@ -261,4 +264,5 @@ class Backlog:
             self._first_tokens.correction,
             self._ends.correction,
             first_end_s,
+            crowding,
         )

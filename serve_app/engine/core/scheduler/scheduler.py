@@ -195,6 +195,20 @@ class Scheduler:
         batches = [self._plan(turns) for turns in groups]
         return [*batches, *([plan_batch(prompts)] if prompts else []), *spans]
 
+    @property
+    def crowding(self) -> float:
+        """The factor by which those who have a slot slow prompts down, when they stream."""
+        n_streams = sum(not sequence.is_behind for sequence in self._running)
+        if not (n_streams and self.costs.prompt_token_s):
+            return 1.0
+        decode_s = self.costs.steps_s(n_streams, 0)
+        n_beside = n_streams if self._mixed else 0
+        within_s = self._budget.planned_s(decode_s) - (0.0 if self._mixed else decode_s)
+        n_rows = self.costs.chunk(self._n_batch, 0, within_s=within_s, n_beside=n_beside)
+        n_rows = n_rows or self.costs.smallest_chunk(self._n_batch)
+        step_s = self.costs.prefill_s(n_beside + n_rows, 0) + (0.0 if self._mixed else decode_s)
+        return max(1.0, step_s / (n_rows * self.costs.prompt_token_s))
+
     def mix(self, mixed: bool) -> None:
         """Plan for another kind of cache, as `mixed` says in the constructor."""
         self._mixed = mixed

@@ -213,3 +213,4 @@ def test_without_a_bound_all_fits() -> None:
 def test_prompts_get_what_decoding_leaves(decode_s: float, n_turns: int, expected: float) -> None:
     budget = StepBudget(0.25, lambda: 0.0)
     assert budget.prompts_s(decode_s, n_turns) == pytest.approx(expected)
+    assert budget.planned_s(decode_s, n_turns) == pytest.approx(expected)

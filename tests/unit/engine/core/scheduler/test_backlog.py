@@ -54,6 +54,16 @@ def test_the_first_end_is_that_of_the_shortest_answer_that_runs() -> None:
     assert backlog.forecast([*running, waiting(1, 9)]).first_end_s == pytest.approx(30 * 0.08)
 
 
+def test_a_first_token_waits_for_the_prompts_before_it_as_streams_slow_them() -> None:
+    """Prompts take 0.5 s each, and a token of the one request that is alone 0.05 s."""
+    backlog, other, own = Backlog(COSTS, n_slots=4), waiting(101, 50, "a"), waiting(101, 50, "b")
+    for crowding, expected_s in ((1.0, 1.25), (3.0, 3.0)):  # at least by its slots' load: a quarter
+        expected = backlog.forecast([other], crowding).expected(own, {"a": 1}, [])
+        token_s = 0.05 + (0.08 - 0.05) / 3
+        assert expected.first_token_s == pytest.approx(expected_s + token_s)
+        assert expected.alone_s == pytest.approx(0.55)
+
+
 def test_places_get_free_one_by_one() -> None:
     backlog = Backlog(COSTS, n_slots=4)
     assert backlog.forecast([]).place_free_s("", {}, []) == 1

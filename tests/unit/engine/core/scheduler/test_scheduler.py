@@ -272,6 +272,26 @@ def test_prompts_get_what_the_stall_budget_leaves(
     assert served(made.schedule(NOW)) == list(enumerate(rows))
 
 
+@pytest.mark.parametrize(
+    ("max_stall_s", "n_streams", "mixed", "expected"),
+    [
+        pytest.param(0.25, 0, False, 1.0, id="nobody streams"),
+        pytest.param(0.25, 1, False, (0.03 + 0.192) / 0.192, id="chunks of 192 rows"),
+        pytest.param(0.1, 4, False, (0.06 + 0.032) / 0.032, id="chunks of 32 rows"),
+        pytest.param(
+            0.1, 8, False, (0.1 + 0.088) / 0.088, id="chunks of 88 rows, as long as the bound"
+        ),
+        pytest.param(None, 8, False, (0.1 + 0.256) / 0.256, id="no bound"),
+        pytest.param(0.25, 8, True, 0.224 / 0.216, id="chunks of 216 rows in a pass of 224"),
+    ],
+)
+def test_streams_slow_prompts_by_what_a_step_leaves(
+    max_stall_s: float | None, n_streams: int, mixed: bool, expected: float
+) -> None:
+    made = stalling(max_stall_s, *(streaming(i) for i in range(n_streams)), mixed=mixed)
+    assert made.crowding == pytest.approx(expected)
+
+
 def test_what_guests_took_is_taken_from_prompts() -> None:
     def n_rows(elapsed_s: float) -> int:
         made = Scheduler(256, CostModel(SLOW), still(0.3, elapsed_s))
