@@ -67,7 +67,7 @@ class StepBudget:
         return self.planned_s(decode_s, n_turns) - self.elapsed_s - self._expected_s
 
     def planned_s(self, decode_s: float, n_turns: int = 1) -> float:
-        """The same for a step that begins; infinite without a bound."""
+        """The seconds of `prompts_s` in a step that has just begun; infinite without a bound."""
         if self.max_stall_s is None:
             return math.inf
         bound_s = self._margin * self.max_stall_s / n_turns
