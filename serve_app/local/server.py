@@ -150,10 +150,7 @@ class LocalServer:
             task.add_done_callback(ended)
         draining = asyncio.create_task(self._drain(server))
         tell("deployed")
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # uvicorn raises them again when it has ended
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again at its end
             signal.signal(number, lambda *_: None)
         await server.serve(_sockets(config.host, config.port))
         ending = draining, *self._keeping.values()
@@ -245,9 +242,7 @@ def serve(content: Content, events: int | None) -> str | None:
     with ExitStack() as stack:
         folder = stack.enter_context(_own_folder())
         metrics.keep_in(folder / "metrics")
-        stack.callback(
-            os.environ.pop, metrics.FOLDER, None
-        )  # Ray's processes have metrics of Ray's
+        stack.callback(os.environ.pop, metrics.FOLDER, None)  # Ray has metrics of its own
         shared_entries.keep_in(folder / "entries")
         children = [EngineChild(folder) for _ in args.get("models") or ()]
         for child in children:

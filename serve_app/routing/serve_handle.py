@@ -60,9 +60,7 @@ class ServeCall:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            await asyncio.sleep(
-                _LEAVING_S
-            )  # nobody asks another replica for a client that has left
+            await asyncio.sleep(_LEAVING_S)  # so that a client that has left gets no other replica
             raise EngineFailedError("The engine replica cancelled the request.") from None
         except CorralError:
             raise
@@ -70,9 +68,7 @@ class ServeCall:
             raise _translated(error) from error
 
     def cancel(self) -> None:
-        with suppress(
-            Exception
-        ):  # where no replica took it, Serve raises once more what it failed with
+        with suppress(Exception):  # Serve raises it once more if no replica took the call
             self._response.cancel()
 
 

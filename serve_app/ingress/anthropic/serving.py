@@ -172,9 +172,7 @@ def error_body(error: CorralError, status: int) -> Json:
     otherwise = "invalid_request_error" if status < 500 else "api_error"
     kind = _ERROR_TYPES.get(status, otherwise)
     message = error.message
-    if isinstance(
-        error, PromptTooLongError
-    ):  # agents look for these words, and compact their history
+    if isinstance(error, PromptTooLongError):  # agents that see these words compact their history
         n_prompt, n_ctx = error.details["n_prompt_tokens"], error.details["n_ctx"]
         message = f"prompt is too long: {n_prompt} tokens > {n_ctx - 1} maximum. {error.hint}"
     return {"type": "error", "error": {"type": kind, "message": cut(message)}}

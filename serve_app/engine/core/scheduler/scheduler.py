@@ -407,9 +407,7 @@ class Scheduler:
                     continue
                 n_rows = span.end - span.start
             turns.append(SequenceRows(sequence, n_rows))
-            if (
-                n_rows == sequence.n_pending
-            ):  # a first token, which waits for no client with more slots
+            if n_rows == sequence.n_pending:  # a first token waits for no client with more slots
                 n_most = min(n_most, n_slots[sequence.request.account])
             left -= n_rows
             if left <= 0:
