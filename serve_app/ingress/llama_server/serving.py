@@ -24,7 +24,7 @@ Json = dict[str, Any]
 @dataclass
 class LlamaChoice:
     index: int
-    asked: PreparedLlamaCompletion
+    completion: PreparedLlamaCompletion
     model: ServedModel
     _text: list[str] = field(default_factory=list)
     _n_tokens: int = 0
@@ -34,7 +34,7 @@ class LlamaChoice:
         """The answer to a request without `stream`."""
         assert delta.end is not None
         self._text = [delta.text]
-        tokens = list(delta.token_ids) if self.asked.return_tokens else []
+        tokens = list(delta.token_ids) if self.completion.return_tokens else []
         answer = self._final(delta.text, tokens, delta.end)
         if delta.logprobs:
             answer["completion_probabilities"] = self._probabilities(delta)
@@ -43,7 +43,7 @@ class LlamaChoice:
     def events(self, delta: TokenDelta) -> list[Json]:
         """The events of a delta: how far its prompt is, its text, and at the end what the whole was."""
         self._running.saw(delta)
-        tells_progress = self.asked.generation.return_progress
+        tells_progress = self.completion.generation.return_progress
         events = [self._progress(one) for one in delta.progress] if tells_progress else []
         self._text.append(delta.text)
         self._n_tokens += len(delta.token_ids)
@@ -57,18 +57,18 @@ class LlamaChoice:
 
     def _progress(self, progress: PromptProgress) -> Json:
         fields = {"prompt_progress": prompt_progress(progress)}
-        if self.asked.generation.timings_per_token:
+        if self.completion.generation.timings_per_token:
             fields["timings"] = self._running.told(progress)
         return self._part("", ()) | fields
 
     def _event(self, content: str, tokens: Sequence[int]) -> Json:
         event = self._part(content, tokens)
-        if self.asked.generation.timings_per_token:
+        if self.completion.generation.timings_per_token:
             event["timings"] = self._running.told()
         return event
 
     def _part(self, content: str, tokens: Sequence[int]) -> Json:
-        plan = self.asked.generation
+        plan = self.completion.generation
         return {
             "index": self.index,
             "content": content,
@@ -90,7 +90,7 @@ class LlamaChoice:
         ]
 
     def _final(self, content: str, tokens: list[int], end: SequenceEnd) -> Json:
-        usage, plan = end.usage, self.asked.generation
+        usage, plan = end.usage, self.completion.generation
         sampling, n_ctx = plan.sampling_of(self.index), self.model.n_ctx_slot
         eog = sorted(self.model.tokenizer.model.eog_tokens) if sampling.ignore_eos else ()
         return {
@@ -103,9 +103,9 @@ class LlamaChoice:
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": generation_settings(
-                sampling, n_ctx, plan.model, self.asked, eog
+                sampling, n_ctx, plan.model, self.completion, eog
             ),
-            "prompt": self.asked.prompt_texts[self.index // plan.n],
+            "prompt": self.completion.prompt_texts[self.index // plan.n],
             "has_new_line": "\n" in "".join(self._text),
             "truncated": self._is_truncated(end),
             "stop_type": _stop_type(end),
@@ -120,18 +120,16 @@ class LlamaChoice:
 
     def _probabilities(self, delta: TokenDelta) -> list[Json]:
         tokens = zip(delta.token_ids, delta.logprobs, strict=False)
-        piece, shares = (
-            self.model.tokenizer.piece,
-            self.asked.generation.sampling.post_sampling_probs,
-        )
+        piece, sampling = self.model.tokenizer.piece, self.completion.generation.sampling
+        shares = sampling.post_sampling_probs
         return logprobs.entries(tokens, piece, shares=shares, with_ids=True)
 
     def _selected(self, answer: Json) -> Json:
         """Only the `response_fields`, if the request names some."""
-        if self.asked.response_fields is None:
+        if self.completion.response_fields is None:
             return answer
         found: Json = {}
-        for path in self.asked.response_fields:
+        for path in self.completion.response_fields:
             value: Any = answer
             for one in path.split("/"):
                 value = value.get(one, _MISSING) if isinstance(value, dict) else _MISSING

@@ -212,10 +212,10 @@ class CallParser:
         call without arguments has none of these, unless it needs them."""
         body: dict[str, object] = {}
         calls: Sequence[ToolCall] = ()
-        yield from text.mark("{")
+        yield from text.delimiter("{")
         for _ in range(_MOST_KEYS):
             key = yield from text.json('"')
-            yield from text.mark(":")
+            yield from text.delimiter(":")
             yield from text.run(BLANKS)
             name = body.get(self.name_key)
             is_object = (yield from text.peek()) == "{"
@@ -225,7 +225,7 @@ class CallParser:
                     raise NoCallError
             else:
                 body[str(key)] = yield from text.json_value()
-            if (yield from text.mark(",", "}")) == "}":
+            if (yield from text.delimiter(",", "}")) == "}":
                 return calls or self._late_call(body, keys, None if needs_arguments else {})
         raise NoCallError
 
@@ -243,11 +243,11 @@ class CallParser:
     def _json_calls(self, text: TextReader, keys: tuple[str, ...]) -> Reading[Sequence[ToolCall]]:
         """The calls of a JSON list of such objects, which comes next."""
         calls: list[ToolCall] = []
-        yield from text.mark("[")
+        yield from text.delimiter("[")
         while True:
             called = yield from self._json_call(text, keys)
             if not called:
                 raise NoCallError
             calls += called
-            if (yield from text.mark(",", "]")) == "]":
+            if (yield from text.delimiter(",", "]")) == "]":
                 return calls

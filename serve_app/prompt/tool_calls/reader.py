@@ -106,8 +106,8 @@ class TextReader:
                 raise NoCallError
             yield
 
-    def mark(self, *texts: str) -> Reading[str]:
-        """Whichever of these texts is next after blanks: see `one_of`."""
+    def delimiter(self, *texts: str) -> Reading[str]:
+        """Whichever of these texts is next after blanks, by `one_of`."""
         yield from self.run(BLANKS)
         return (yield from self.one_of(*texts))
 

@@ -126,7 +126,7 @@ class CommandRParser(ChannelParser):
 
     def _calls(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
         calls = yield from self._json_calls(text, ("parameters",))
-        yield from text.mark(ACTION_CLOSE)
+        yield from text.delimiter(ACTION_CLOSE)
         return calls
 
 
@@ -181,7 +181,7 @@ class GemmaParser(ChannelParser):
 def _next_key(text: TextReader, *, is_first: bool) -> Reading[str | None]:
     if is_first and (yield from text.after_blanks()) != "}":
         return (yield from _read_key(text))
-    if (yield from text.mark(",", "}")) == "}":
+    if (yield from text.delimiter(",", "}")) == "}":
         return None
     return (yield from _read_key(text))
 
@@ -192,7 +192,7 @@ def _read_key(text: TextReader) -> Reading[str]:
         key = yield from text.until(QUOTE)
     else:
         key = (yield from text.run(_KEY)).strip()
-    yield from text.mark(":")
+    yield from text.delimiter(":")
     return key
 
 

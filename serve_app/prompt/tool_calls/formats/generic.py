@@ -51,7 +51,7 @@ class GenericParser(CallParser):
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
         key = yield from text.json('"')
-        yield from text.mark(":")
+        yield from text.delimiter(":")
         yield from text.run(BLANKS)
         calls: Sequence[ToolCall] | None = None
         if key == RESPONSE:
@@ -61,7 +61,7 @@ class GenericParser(CallParser):
             calls = yield from self._json_calls(text, ("arguments",))
         else:
             raise NoCallError
-        yield from text.mark("}")
+        yield from text.delimiter("}")
         return calls
 
     def _response(self, text: TextReader) -> Reading[None]:

@@ -152,9 +152,9 @@ class KimiParser(MarkupParser):
     def _one(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
         yield from text.run(BLANKS)
         name = _KIMI_NAME.fullmatch((yield from text.run(_KIMI_ID)))
-        yield from text.mark(KIMI_ARGUMENTS)
+        yield from text.delimiter(KIMI_ARGUMENTS)
         calls = yield from self._named_call(name and name[1], text)
-        yield from text.mark(KIMI_CALL_END)
+        yield from text.delimiter(KIMI_CALL_END)
         return calls
 
 
