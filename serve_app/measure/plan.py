@@ -1,12 +1,12 @@
-"""What nodes would serve together that compute one model in stages, before they are there.
+"""Plans nodes that compute one model in stages: what they would serve, before they are there.
 
     corral capacity plan MODEL.gguf --nodes 3,4 --memory 64 --network 1,10
 
-The times of some layers and a part of the output are measured on this machine, which the nodes are taken to
-be like, and kept in FILE. A FILE of a smaller model with such weights will do, too: times are to each other
-as bytes. No machine needs memory for the whole model. There are as many chains as nodes are enough for.
-They get longer while nodes are left; with --one-chain, all nodes are one. Layers are divided as a first
-start does it. All else is simulated: engines, passes through all stages, and the network between them.
+The times of a slice of the model are measured on this machine, which should be like the nodes. FILE keeps
+them, and serves a larger model with weights of the same format, too: times count by bytes. This machine
+needs no memory for the whole model. There are as many chains as nodes are enough for. Chains get longer
+while nodes are left; with --one-chain, all nodes are one chain. Layers are divided as a first start does
+it. All else is simulated: engines, passes through all stages, and the network between them.
 
 Tokens/s are those of all slots, and of a single user. Users are those who ask as --prompt-tokens,
 --max-tokens and --think say, and get what --slo says. A Markdown table goes to stdout.
@@ -48,12 +48,11 @@ def planned(
     n_ctx_train: int,
     nodes: int,
     stages: int,
-    memory_gib: float,
+    node: StageNode,
     network_gbit: float,
 ) -> dict[str, Any]:
-    """The figures of so many nodes, by their names, with chains of so many stages. `bounds` are an SLO's,
-    as `parse_slo` gives them, of ttft and itl only. Raises ConfigError if memory has no room."""
-    node = StageNode(memory_bytes=memory_gib * 2**30 - PROCESS_BYTES)
+    """The figures of so many such nodes, by their names, with chains of so many stages. `bounds` are an
+    SLO's, as `parse_slo` gives them, of ttft and itl only. Raises ConfigError if memory has no room."""
     chains, n_at_once = nodes // stages, load.n_slots * stages
     least = min(MIN_DEFAULT_CTX, n_ctx_train) * n_at_once
     read = shape.read_bytes(load.n_slots)
@@ -179,7 +178,7 @@ def _plans(args: argparse.Namespace) -> list[dict[str, Any]]:
             stages=nodes
             if args.one_chain
             else min(len(shape.layer_bytes), nodes // (nodes // fewest)),
-            memory_gib=args.memory,
+            node=node,
             network_gbit=network,
         )
         for nodes in args.nodes

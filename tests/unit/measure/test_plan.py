@@ -18,7 +18,7 @@ from serve_app.errors import ConfigError
 from serve_app.measure import plan as planning
 from serve_app.measure.pipeline import MeasuredLayers, PipelineLoad
 from serve_app.measure.plan import planned
-from serve_app.openvino.parts import ModelShape
+from serve_app.openvino.parts import ModelShape, StageNode
 
 MIB = 2**20
 SHAPE = ModelShape((10 * MIB,) * 12, (0,) * 12, 0.0, 30 * MIB, 30 * MIB, (100,) * 12, 64)
@@ -39,7 +39,7 @@ def plan(nodes: int, stages: int, memory_mib: int = 400, network: float = 1.0) -
         n_ctx_train=2**17,
         nodes=nodes,
         stages=stages,
-        memory_gib=(memory_mib * MIB + PROCESS_BYTES) / 2**30,
+        node=StageNode(memory_bytes=memory_mib * MIB),
         network_gbit=network,
     )
 
