@@ -40,8 +40,7 @@ class IdleActor(ABC):
     """A process that outlives whoever starts it, and ends when it has not been needed for long. Its methods
     run in the actor's event loop."""
 
-    def __init__(self) -> None:
-        self._watching: asyncio.Task[None] | None = None
+    _watching: asyncio.Task[None] | None = None
 
     @abstractmethod
     def is_needed(self) -> bool:

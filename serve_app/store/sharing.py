@@ -293,7 +293,6 @@ class PeerActor(IdleActor):
     that asks for something."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._asked = time.monotonic()
 
     def is_needed(self) -> bool:

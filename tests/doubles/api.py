@@ -11,9 +11,9 @@ from serve_app.config.schema import IngressConfig
 from serve_app.ingress import api
 from serve_app.ingress.http import request_context, request_model
 from serve_app.ingress.model_registry import Models, ServedModel
-from serve_app.ingress.workers.pool import NO_FILES, Workers
+from serve_app.ingress.workers.pool import Workers
 from serve_app.ingress.workers.wire import Piece
-from serve_app.ingress.workers.worker import fetched
+from serve_app.ingress.workers.worker import NO_FILES, fetched
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def prepared(work: Callable[[Models, Any], T], models: Models, body: bytes) -> T
 
 
 class InProcess:
-    """Workers that are none."""
+    """Reads bodies in this process, in the place of workers."""
 
     def __init__(self, models: Models) -> None:
         self._models = models

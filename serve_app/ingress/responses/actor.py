@@ -34,7 +34,6 @@ class StoreActor(IdleActor):
     """A Store in a process of its own."""
 
     def __init__(self, bounds: Bounds) -> None:
-        super().__init__()
         self._store = Store(bounds)
 
     def is_needed(self) -> bool:

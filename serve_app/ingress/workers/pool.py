@@ -32,7 +32,7 @@ from serve_app.ingress.model_registry import ModelFile, ModelInfo, Models, Numbe
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 from serve_app.ingress.workers.wire import ModelChanges, Outcome, Piece, WorkOrder
-from serve_app.ingress.workers.worker import CPU_S, NO_PID, PID, Start, forked
+from serve_app.ingress.workers.worker import CPU_S, NO_FILES, NO_PID, PID, Start, forked
 
 NICENESS = 10
 """The addition to the niceness of workers that read long prompts. Beside a thread that decodes, they get a
@@ -41,7 +41,6 @@ tenth of a core."""
 logger = logging.getLogger("corral.ingress")
 
 T = TypeVar("T")
-NO_FILES: Mapping[str, bytes] = {}
 
 SMALL_BYTES, QUICK_BYTES = 16 * 2**10, 512 * 2**10
 """Bodies of more than SMALL_BYTES are read at a lower priority, by workers of their own, as they may well

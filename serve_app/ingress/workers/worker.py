@@ -67,7 +67,7 @@ def serve(connection: socket.socket, models: Models) -> None:
             return
         answer = answered(order, models, data)
         del order, data
-        # So that there is room for the answer to be sent, and the next head.
+        # So that there is room to send the answer, and for the next order.
         set_limit(resource.RLIMIT_DATA, sys.maxsize)
         try:
             connection.sendall(answer)
@@ -97,8 +97,8 @@ def answered(order: WorkOrder, models: Models, data: bytes) -> bytes:
         return wire.packed_outcome(CorralError("The server failed to handle this request."))
 
 
-_NO_FILES: Mapping[str, File] = {}
-_files: ContextVar[Mapping[str, File]] = ContextVar("files", default=_NO_FILES)
+NO_FILES: Mapping[str, bytes] = {}
+_files: ContextVar[Mapping[str, File]] = ContextVar("files", default=NO_FILES)
 
 
 @contextmanager
@@ -230,7 +230,7 @@ def main(fd: int, opened: Models | None = None) -> None:
     """Fork workers until the ingress is gone. `opened` are the models, if they are read already."""
     os.environ["GGML_NO_BACKTRACE"] = "1"  # llama.cpp would start a debugger when it gives up
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    set_limit(resource.RLIMIT_STACK, STACK_BYTES)  # Linux leaves 128 MiB for it at least
+    set_limit(resource.RLIMIT_STACK, STACK_BYTES)  # it has room: Linux leaves 128 MiB at least
     _shorten_slices()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
@@ -249,7 +249,7 @@ def main(fd: int, opened: Models | None = None) -> None:
             _fork(control, socket.socket(fileno=fds[0]), models)
 
 
-def _models(start: Start, opened: Models | None = None) -> dict[str, ModelInfo] | CorralError:
+def _models(start: Start, opened: Models | None) -> dict[str, ModelInfo] | CorralError:
     try:
         for module in start.modules:
             importlib.import_module(module)

@@ -59,7 +59,8 @@ def test_what_a_vocabulary_costs_once_is_paid_before_workers_are_forked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each would pay it again, at its first text: a large vocabulary made that slow work."""
-    models = worker_module._models(worker_module.Start((FILE,), (), wire.name_of(ModelInfo.open)))
+    start = worker_module.Start((FILE,), (), wire.name_of(ModelInfo.open))
+    models = worker_module._models(start, None)
     assert isinstance(models, dict)
     monkeypatch.delattr(llama_cpp, "llama_vocab_get_text")
     assert models["demo"].tokenizer.least_tokens(1000) > 1
@@ -376,7 +377,7 @@ async def test_the_largest_pictures_fit_into_a_workers_memory(
 async def test_the_most_vectors_fit_into_a_workers_memory(
     pool: WorkerPool, as_base64: bool
 ) -> None:
-    """They ended the worker when they were computed, and the client was told that it crashed."""
+    """Their JSON and its copies take many times their own bytes."""
     vectors = np.full((2048, MAX_NUMBERS // 2048), -1.2345678e-30, np.float32)
     form = ComputedVectors("demo", 1, as_base64=as_base64, norm=-1)
     answer = await pool.run("a", work.write_vectors, *form.pieces(vectors))
