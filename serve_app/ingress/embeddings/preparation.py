@@ -425,7 +425,7 @@ def checked(
     if not tokenizer.has_classifier and n_vectors * tokenizer.model.n_embd > MAX_NUMBERS:
         most = MAX_NUMBERS // tokenizer.model.n_embd
         raise InvalidRequestError(
-            f"{field}: {n_vectors} vectors; an answer has {most} of this model's at most.", field
+            f"{field}: {n_vectors} vectors, and an answer has at most {most} of this model.", field
         )
     return tuple(texts)
 

@@ -434,7 +434,7 @@ async def test_vectors_of_all_tokens(
         assert "Pooling type 'none' is not OAI compatible" in str(error)
     monkeypatch.setattr(preparation, "MAX_NUMBERS", 8)
     error = await refused(client, "/embedding", content="abc")
-    assert error["message"] == "input: 3 vectors; an answer has 2 of this model's at most."
+    assert error["message"] == "input: 3 vectors, and an answer has at most 2 of this model."
 
 
 async def test_more_vectors_than_an_answer_has_are_refused_before_they_are_computed(
@@ -444,7 +444,7 @@ async def test_more_vectors_than_an_answer_has_are_refused_before_they_are_compu
     for path, field in ("/v1/embeddings", "input"), ("/embed", "inputs"), ("/api/embed", "input"):
         answer = await client.post(path, json={"model": "first", field: ["a", "b", "c"]})
         assert answer.status_code == 400
-        assert f"{field}: 3 vectors; an answer has 2" in answer.text
+        assert f"{field}: 3 vectors, and an answer has at most 2" in answer.text
     assert engine.texts == []
     monkeypatch.setattr(ByteTokenizer, "labels", LABELS)
     answer = await client.post("/v1/classify", json={"input": ["a", "b", "c"]})
