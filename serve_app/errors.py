@@ -275,7 +275,8 @@ class DecodeCancelledError(DecodeError):
 
 
 class ConstraintError(InvalidRequestError, code="constraint_failed"):
-    """No token is left that the request's grammar allows, or it takes too much; its neighbours go on."""
+    """No token is left that the request's grammar allows, or the grammar takes too much. Other requests go
+    on."""
 
 
 class EngineFailedError(CorralError, code="engine_failed"):

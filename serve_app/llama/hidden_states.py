@@ -92,7 +92,8 @@ class GuessingContext(Context):
     """
 
     _TELLS_ALL = False
-    # Rows that want logits only so that one pass is enough; encoding has logits of as many in its buffer.
+    # Of so many rows, all have logits, so that one pass is enough. As many are encoded at once, as the
+    # buffer of logits has room for them.
     _MOST = 16
     _IN_PARTS = False
     """Whether rows with logits have a pass of their own, however few the rows are."""
@@ -185,6 +186,6 @@ class BlockContext(EagleContext):
 
     def _run(self, batch: llama_cpp.llama_batch, n_rows: int) -> None:
         made: Any = llama_cpp.llama_batch.from_buffer_copy(batch)
-        if batch.embd:
+        if batch.embd:  # these cells have states only
             made.token = None
         super()._run(made, n_rows)

@@ -155,9 +155,7 @@ class Model:
         params.use_extra_bufts = repack
         params.load_mtp = own_layers
         if on_loaded is not None:
-            params.progress_callback = _progress(
-                on_loaded
-            )  # which ctypes keeps as long as `params`
+            params.progress_callback = _progress(on_loaded)  # ctypes keeps it as long as `params`
         with library.captured() as lines:
             pointer = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not pointer:
@@ -313,8 +311,8 @@ class Model:
 
     @functools.cached_property
     def guesses_from_anchor(self) -> bool:
-        """Whether a DFlash draft's first guess is in the row of the text's last token, and not in that of a
-        mask behind it: DSpark's is. Source: llama.cpp, `build_dspark_markov_head`."""
+        """Whether a DFlash draft's first guess is in the row of the text's last token, as DSpark's is, and
+        not in the row of the first mask. Source: llama.cpp, `build_dspark_markov_head`."""
         if self.meta(f"{DFLASH}.sample_from_anchor") == "false":
             return False
         pointer, name = ctypes.c_void_p, ctypes.c_char_p
@@ -331,7 +329,7 @@ class Model:
 
     @property
     def mask(self) -> int | None:
-        """The token that stands for one to be guessed, if the vocabulary has one."""
+        """The token that stands in the place of a token to be guessed, if the vocabulary has it."""
         return _token(llama_cpp.llama_vocab_mask(self._vocab))
 
     @property

@@ -253,8 +253,8 @@ class _Graph:
         return op.reduce_sum(op.multiply(added, op.unsqueeze(spread, _int(-1))), _ints(0), False)
 
     def _clamped(self, block: str, tiled: Node) -> Node:
-        """What is in the middle of gpt-oss's experts. OpenVINO knows them if gate and up are one product,
-        with rows in turns."""
+        """The inner values of gpt-oss's experts. OpenVINO knows these experts if gate and up are one
+        product, with their rows in turns."""
         both = self._expert_product(tiled, *(f"{block}ffn_{one}_exps" for one in _GATE_UP))
         end = 2 * self._model.count("expert_feed_forward_length")
         gate, up = (op.slice(both, _ints(at), _ints(end), _ints(2), _ints(-1)) for at in (0, 1))
@@ -262,7 +262,8 @@ class _Graph:
         return op.multiply(op.add(op.clamp(up, -_CLAMP, _CLAMP), op.constant(np.float32(1))), gate)
 
     def _expert_product(self, values: Node, *names: str) -> Node:
-        """The product with these matrices of all experts, whose rows are in turns, and their biases."""
+        """The product with the matrices of these names, of all experts, whose rows are in turns; with their
+        biases."""
         model, tensors = self._model, [self._model.take(f"{name}.weight") for name in names]
         if len({tensor.kind for tensor in tensors}) > 1:
             raise ConfigError(f"{' and '.join(names)} have different formats")

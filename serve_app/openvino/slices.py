@@ -21,11 +21,11 @@ from serve_app.openvino import convert
 from serve_app.openvino.gguf_model import GgufModel, block_of
 from serve_app.progress import Report
 
-# Smaller files are their own slices, as they are converted in seconds. Slices are larger where two layers
-# or a period are. Of smaller ones, a processor's cache would hold too much of the weights.
+# The bytes of a slice, if so many layers or a period have no more. A processor's cache would hold too much
+# of fewer bytes. Smaller files are their own slices, as they are converted in seconds.
 _BYTES, _LEAST_LAYERS = 2**29, 2
 # A slice has a multiple of these tokens: with OpenVINO, a product with 84,408 rows took a third longer than
-# its part of one with 151,936.
+# its part of a product with 151,936 rows.
 _TOKENS = 256
 _Tensor = tuple[str, NDArray[Any], GGMLQuantizationType]
 
@@ -35,7 +35,7 @@ def converted_slice(
     model: Model, max_bytes: int | None, report: Report
 ) -> Iterator[tuple[Path, float, float]]:
     """A slice that is also converted, until the end; its part of the model's time; and the seconds that it
-    takes to convert the whole model. A small model is its own slice, and stays converted.
+    takes to convert the whole model. A small model is its own slice, and stays converted and open.
 
     Raises ConfigError, UnreadableError and OSError."""
     whole, models = convert.checked(model.files), convert.converted_models(max_bytes)
@@ -43,7 +43,6 @@ def converted_slice(
     if len(layers) == len(whole.layers):
         convert.converted_of(model, max_bytes, report)
         yield model.path, 1.0, 0.0
-        models.leave(convert.name_of(model.fingerprint()))
         return
     name = f"{convert.name_of(model.fingerprint())}-slice"
     with models.locks.alone(name, wait=True):
@@ -62,7 +61,7 @@ def converted_slice(
             try:
                 convert.converted_of(part, max_bytes, report)
                 seconds = time.monotonic() - began
-                seconds *= sum(one.data.nbytes for one in whole.tensors) / n_bytes
+                seconds *= sum(tensor.data.nbytes for tensor in whole.tensors) / n_bytes
                 yield path, len(layers) / len(whole.layers), seconds
             finally:
                 models.leave(converted)
@@ -87,11 +86,11 @@ def sliced_layers(model: GgufModel) -> list[int]:
 
 
 def _tensors(model: GgufModel, layers: Sequence[int]) -> list[_Tensor]:
-    """The tensors of these layers, as those of the first ones, and rows of the matrices around them."""
+    """The tensors of these layers, by their numbers in the slice, and rows of the matrices around them."""
     names = {f"blk.{layer}": f"blk.{i}" for i, layer in enumerate(layers)}
     tensors = []
-    for one in model.tensors:
-        name, data, block = one.name, one.data, block_of(one.name)
+    for tensor in model.tensors:
+        name, data, block = tensor.name, tensor.data, block_of(tensor.name)
         if block is not None and block not in names:
             continue
         if block is not None:
@@ -99,7 +98,7 @@ def _tensors(model: GgufModel, layers: Sequence[int]) -> list[_Tensor]:
         elif name.split(".")[0] in ("token_embd", "output"):
             n_tokens = len(data) * len(layers) // len(model.layers)
             data = data[: max(1, n_tokens // _TOKENS) * _TOKENS]
-        tensors.append((name, data, one.kind))
+        tensors.append((name, data, tensor.kind))
     return tensors
 
 

@@ -49,8 +49,8 @@ _LARGE_STEP = 32
 # than one row the smallest chunk may take.
 _FEW_ROWS, _HARDLY_LONGER = (1, 2, 4), 1.25
 AHEAD_S = 0.02
-"""Passes follow each other in one step as long as they end in so many seconds: what surrounds a pass takes
-as long as a pass of a tiny model, and nobody sees whether tokens come one by one so fast."""
+"""Passes follow each other in one step if they end in so many seconds: the work around a pass takes as long
+as a pass of a tiny model, and nobody sees whether tokens come so fast one by one."""
 # A split that gains less than this part is noise.
 _LEAST_GAIN = 0.05
 # Weight of the newest batch with drafts of several sequences.
@@ -392,9 +392,9 @@ class CostModel:
         llama.cpp computes only consecutive slots together, so a batch also has a row for each slot between
         its own, which is wasted; none of those may be `blocked`. All slots are in one batch, unless
         several batches are measured to be faster: too many slots may lie between, or small batches may be
-        fast (Q8_0 at two rows, on AVX-512). Consecutive slots stay in one batch if others may follow it in
-        the step: what surrounds several batches takes longer than they save. Now and then consecutive slots
-        are in one batch all the same, so that its time is measured again."""
+        fast (Q8_0 at two rows, on AVX-512). Consecutive slots stay in one batch if more passes may follow
+        it in the step: the work around several batches takes longer than they save. Now and then
+        consecutive slots are in one batch all the same, so that its time is measured again."""
         n_slots = len(slots)
         if not self:
             return (n_slots,)
@@ -425,8 +425,7 @@ class CostModel:
         split_s, parts = best[-1]
         whole_s = self.decode_s(_span(slots), n_past)
         whole = blocked.isdisjoint(range(slots[0], slots[-1]))
-        are_neighbours = _span(slots) == len(slots)
-        is_followed = are_neighbours and 2 * whole_s < AHEAD_S
+        is_followed = _span(slots) == len(slots) and 2 * whole_s < AHEAD_S
         gains = not is_followed and split_s < (1 - _LEAST_GAIN) * whole_s
         return parts if gains or not whole else (len(slots),)
 

@@ -154,7 +154,8 @@ class DraftModel(Protocol):
     reads_states: bool
     """Whether it goes by the other model's hidden states."""
     n_block: int
-    """The most tokens that a pass guesses at once behind a row; 0: one, which is fed for the next."""
+    """The most tokens that a pass guesses behind a row. With 0, it guesses a single token, which is fed to
+    the next pass."""
 
     def first_fed(self, seq_id: int) -> int:
         """The first place in the text of the other model's slot from which on `decode` can be fed."""

@@ -46,8 +46,8 @@ LLAMA_CPP: KernelsName = "llama.cpp"
 OPENVINO: KernelsName = "openvino"
 # Smaller models gain less than the process of a measurement costs.
 _LEAST_BYTES = 20 * 2**20
-# Nobody waits longer for a conversion, and the priority of the process of a longer one.
-_MOST_CONVERSION_S, _LAST = 30.0, 19
+# A start waits for a conversion of so many seconds. A longer one has this niceness, beside requests.
+_MOST_CONVERSION_S, _NICENESS = 30.0, 19
 # The tokens that a slot has room for in a measurement, and those that are before each batch.
 _N_CTX_SLOT, _N_BEFORE = 512, 256
 # The tokens of a text, the rows of a batch, and the trials that compare encoders.
@@ -61,7 +61,7 @@ class KernelsChoice:
     name: KernelsName
     reason: str
     conversion_s: float = 0.0
-    """The seconds that it takes to convert the model for OpenVINO, where that is measured to be faster."""
+    """The seconds of the conversion that OpenVINO, which is measured to be faster, still needs."""
 
 
 def open_named(
@@ -114,10 +114,9 @@ def open_backend(
 
 
 def _convert(path: Path, options: EngineOptions) -> None:
-    """Convert the model for later starts, in a process that all others go before."""
-    os.setpriority(
-        os.PRIO_PROCESS, threading.get_native_id(), _LAST
-    )  # of this thread, for its process
+    """Convert the model for later starts, in a process of the lowest priority."""
+    # It gets the priority of this thread, which starts it.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     try:
         convert.converted_of(Model(path, vocab_only=True), options.max_converted_bytes)
     except (ConfigError, OSError) as error:
@@ -153,10 +152,10 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
         return replace(choice, conversion_s=0.0)
     reason = f"{choice.reason}, but to convert the file takes about {choice.conversion_s:.0f} s"
     if not has_room_for_both(files, options):
-        reason += " and much memory, so backend: openvino has to ask for it"
+        reason += " and much memory: set backend: openvino for that"
         return KernelsChoice(LLAMA_CPP, reason)
     reason += ": that is done beside the requests, for the next start"
-    return replace(choice, name=LLAMA_CPP, reason=reason)
+    return KernelsChoice(LLAMA_CPP, reason, choice.conversion_s)
 
 
 def _measured_choice(
@@ -187,7 +186,7 @@ def _measured_choice(
         return KernelsChoice(LLAMA_CPP, f"OpenVINO could not be measured: {_said(error)}"), False
     finally:
         convert.converted_models(None).leave(convert.name_of(model.fingerprint()))
-    if options.max_stall_s is not None:  # a slice has to keep its part of it
+    if options.max_stall_s is not None:  # a slice has its part of that time
         options = replace(options, max_stall_s=share * options.max_stall_s)
     comparison = compared(theirs, ours, options, PAGED, MODE)
     if comparison is None:

@@ -148,7 +148,7 @@ def hidden_layers(target: Model, model: Model | None, options: EngineOptions) ->
     check_target(target)
     if options.own_layers:
         check_own_layers(target)
-        _try(target, target, options)
+        _check_states(target, target, options)
         return (target.n_layer,)
     if model is None:
         return ()
@@ -160,7 +160,7 @@ def hidden_layers(target: Model, model: Model | None, options: EngineOptions) ->
             "back what it proposed."
         )
     if model.is_head:
-        _try(target, model, options)
+        _check_states(target, model, options)
     return model.target_layers
 
 
@@ -305,8 +305,8 @@ class GuessingDraft(LlamaDraft):
 
 
 class BlockDraft(GuessingDraft):
-    """A DFlash draft. What it is fed of a text are the states of these tokens, and one pass guesses several
-    tokens: its rows are a text's last token, whose state is not known yet, and a mask for each guess."""
+    """A DFlash draft. It is fed the states of a text's tokens, and one pass guesses several tokens: its
+    rows are the text's last token, whose state is not known yet, and a mask for each guess."""
 
     _context: BlockContext
 
@@ -330,7 +330,7 @@ class BlockDraft(GuessingDraft):
 
     def most_likely(self, row: int, n_guessed: int) -> list[int]:
         first = self._first_guess[row]
-        return [self._best(row) for row in range(first, first + n_guessed)]
+        return [self._best(first + i) for i in range(n_guessed)]
 
 
 _FEW_ROWS = ContextOptions(
@@ -351,7 +351,7 @@ def check_own_layers(target: Model) -> None:
         )
 
 
-def _try(target: Model, model: Model, options: EngineOptions) -> None:
+def _check_states(target: Model, model: Model, options: EngineOptions) -> None:
     """Raises ConfigError if llama.cpp does not compute layers that read hidden states. Some graphs end the
     process where a file lacks tensors or has several layers, or do not tell the states. So another process
     tries, unless there is a profile of an earlier start."""

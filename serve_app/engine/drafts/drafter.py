@@ -182,7 +182,7 @@ class Drafter:
     def draft_s(self, n_sequences: int, n_drafted: int, n_fed: int) -> float:
         """Seconds to propose so many tokens for each of so many sequences, `n_fed` tokens fed before."""
         n_past = self._n_cells
-        if self._model.n_block:  # to feed a few is learnt as a part of it
+        if self._model.n_block:  # the time to feed a few tokens is learnt as a part of it
             return self._costs.verify_s(n_sequences, n_drafted, n_past)
         first_s = self._costs.decode_s(n_fed, n_past)
         if n_sequences == 1:
@@ -274,7 +274,7 @@ class Drafter:
         try:
             with self._progress.computing(partial(self._costs.batch_s, n_rows, n_past)):
                 self._model.decode(rows, places, n_guessed)
-            found = [self._model.most_likely(row, n_guessed) for row in last_rows]
+            guesses = [self._model.most_likely(row, n_guessed) for row in last_rows]
         except DecodeError as error:
             self._fail(error)
             return None
@@ -284,7 +284,7 @@ class Drafter:
         else:
             self._costs.observe_decode(len(last_rows), n_rows, n_past, seconds)
         self.spent += [(one, seconds / len(sequences)) for one in sequences]
-        return found
+        return guesses
 
     def _fail(self, error: DecodeError) -> None:
         self._n_failed += 1

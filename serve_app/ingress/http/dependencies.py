@@ -147,8 +147,8 @@ async def _models(request: Request) -> Mapping[str, ServedModel]:
 
 
 def of_app(name: str, missing: Callable[[], CorralError] | None = None) -> Any:
-    """A route's dependency on what the application's state has by that name. Where it has nothing, that
-    error is raised."""
+    """A route's dependency on the part of the application's state that has this name. `missing` makes the
+    error that is raised if there is none."""
 
     async def find(request: Request) -> Any:
         part = getattr(request.app.state, name)

@@ -220,7 +220,7 @@ def parsed(kind: type[M], body: bytes) -> M:
 
 @functools.cache
 def body_type(work: Callable[..., Any]) -> Any:
-    """The type of the body that a work is done on, its second argument: `bytes` for any, as it came."""
+    """The type of the body that a work is done on, its second argument: `bytes` for a body as it came."""
     return list(get_type_hints(work).values())[1]
 
 

@@ -23,8 +23,8 @@ PING = b": ping\n\n"
 
 
 def encoded(body: Any) -> bytes:
-    """The JSON of a body of any size, also of NumPy's arrays: the standard library would take ten times as
-    long to write it, but knows integers of more than 64 bits, which a model may write."""
+    """The JSON of a body of any size, which may have NumPy's arrays. The standard library would take ten
+    times as long, but knows integers of more than 64 bits, which a model may write."""
     try:
         return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:

@@ -28,8 +28,8 @@ _STRIDE = 64 * 2**10
 Piece = bytes | memoryview
 """A part of a body or of a file."""
 Work = Callable[[Models, Any], Any]
-"""The work on a request's body: a function that can be imported, with types. The body comes as its second
-argument's type: as `bytes`, or else parsed. It may raise CorralError."""
+"""The work on a request's body: a function that can be imported, with types. The body is its second
+argument: as it came if that is of `bytes`, and else parsed as that type. It may raise CorralError."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Constraint:
 
     @property
     def fault(self) -> str | None:
-        """The reason why the grammar gave up, if it did: llguidance's state is left out."""
+        """The reason why the grammar gave up, if it did, without llguidance's state."""
         return self._matcher.get_error().partition("\n")[0] or None
 
 
