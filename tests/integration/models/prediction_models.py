@@ -218,12 +218,12 @@ DFLASH: dict[str, Any] = EAGLE | {
 def write_dflash(
     path: Path, metadata: dict[str, Any] = DFLASH, *, counts: bool = False, is_dspark: bool = False
 ) -> None:
-    """A DFlash draft for those models, or a DSpark draft, whose guesses begin a row
-    before. One that `counts` is right behind some text.
+    """A DFlash draft for those models, or a DSpark draft, whose guesses begin a row before. A draft that
+    `counts` is right behind some text.
 
-    Its heads look at places, the first one right before a row, and the next ones each one further. What
-    stands there is turned by as many steps. So a row reads its token from each state of the text. Masks
-    tell others, not as loud.
+    Each head looks at a place: the first head right before a row, each next head a place further. It turns
+    the state there by as many steps. So a row reads its token from each state of the text. Masks say other
+    tokens, less loud.
     """
 
     def change(weights: Weights) -> None:

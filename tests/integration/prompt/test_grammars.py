@@ -159,7 +159,7 @@ def test_an_expression_that_blows_up_when_it_is_copied_is_refused(
 
 
 async def test_a_grammar_that_takes_too_much_later_is_the_clients_fault(engine: Engine) -> None:
-    """What is told of it is a line: llguidance adds its state."""
+    """The error has one line, without llguidance's state."""
     choices = " | ".join(f'"{number}"' for number in range(20_000))
     with pytest.raises(ConstraintError, match=r"Current row has \d+ items") as failed:
         await say(engine, grammars.from_gbnf(f"root ::= {choices}", "grammar"))
