@@ -169,9 +169,9 @@ class DraftModel(Protocol):
 
     def decode(self, rows: Sequence[Row], places: Sequence[int], n_guessed: int) -> None:
         """Compute a forward pass that guesses so many tokens behind each row that wants logits. `places`
-        says where each row is in the other model's text, or `GUESSED`. With `n_block`, what is in the cache
-        from such a row on is good for this pass only. Raises DecodeError if the rows cannot be decoded;
-        some may be in the cache."""
+        says where each row is in the other model's text, or `GUESSED`. With `n_block`, cells from such a
+        row on are good for this pass only. Raises DecodeError if the rows cannot be decoded; some may be in
+        the cache."""
 
     def most_likely(self, row: int, n_guessed: int) -> list[int]:
         """The tokens of the other model's vocabulary, `n_guessed`, that are most likely behind a row last

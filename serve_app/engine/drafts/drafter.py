@@ -28,9 +28,9 @@ class SlotWindow:
     A draft may be wrong, so it need not see all: a long text is fed from its last `n_fed` tokens on, and
     when the cells are full, it is fed so again. So a draft model never costs more than that at once.
 
-    With `reads_states`, what is fed of a text is the other model's hidden states. Then guesses are never
-    the text's, as they were made without these, and a window may begin anywhere, without the first tokens.
-    With `n_block`, the last token that is fed is a guess, too: its states are not known yet.
+    With `reads_states`, the other model's hidden states are fed. Guesses never become the text's then, as
+    they were made without these, and a window may begin anywhere, without the first tokens. With `n_block`,
+    the last token that is fed counts as a guess, too: its states are not known yet.
     """
 
     def __init__(self, n_ctx: int, *, reads_states: bool = False, n_block: int = 0) -> None:
@@ -125,7 +125,7 @@ _MAX_FAILED = 3
 
 
 class Drafter:
-    """Proposes what running sequences may go on with: what its model finds most likely. Decoder
+    """Proposes how running sequences may go on: with the tokens that its model finds most likely. Decoder
     thread only.
 
     Its passes are learnt from, as the engine's own batches are. A pass that fails proposes nothing; after
@@ -201,8 +201,8 @@ class Drafter:
     def propose(
         self, sequences: SequenceOf[Sequence], n_drafted: int
     ) -> dict[str, tuple[int, ...]]:
-        """Propose the next `n_drafted` tokens of each of these sequences, by id. `begin` was told of
-        them, and they are ready and ordered by slot. Returns nothing if a pass fails."""
+        """Propose the next `n_drafted` tokens of each of these sequences, by id. They were among those of
+        `begin`, and are ready and ordered by slot. Returns nothing if a pass fails."""
         windows = [self._windows[one.slot_id] for one in sequences]
         if not all(windows):
             return {}
