@@ -46,7 +46,7 @@ _encode = msgspec.msgpack.Encoder(enc_hook=_encoded).encode
 
 
 def packed(value: object) -> bytes:
-    """The message. Raises InvalidRequestError for integers that it has no room for: clients sent them."""
+    """The message. Raises InvalidRequestError for an integer of more than 64 bits, which a client sent."""
     try:
         return _encode(value)
     except OverflowError:

@@ -106,15 +106,15 @@ class GuessingContext(Context):
         """Decode rows with the state of the token before each; without states, with zeros."""
         if states is None:
             states = np.zeros((len(rows), self.n_hidden), np.float32)
-        telling = list(range(len(rows)))
+        wanted = list(range(len(rows)))
         if len(rows) > self._MOST or self._IN_PARTS:
-            telling = [i for i, row in enumerate(rows) if row[3]]
-            silent = [i for i, row in enumerate(rows) if not row[3]]
-            if silent:
-                self._pass([rows[i] for i in silent], states[silent])
-        self._at = {i: n for n, i in enumerate(telling)}
-        if telling:
-            self._tell([(*rows[i][:3], True) for i in telling], states[telling])
+            wanted = [i for i, row in enumerate(rows) if row[3]]
+            others = [i for i, row in enumerate(rows) if not row[3]]
+            if others:
+                self._pass([rows[i] for i in others], states[others])
+        self._at = {i: n for n, i in enumerate(wanted)}
+        if wanted:
+            self._pass_with_logits([(*rows[i][:3], True) for i in wanted], states[wanted])
 
     def _pass(self, rows: Sequence[Row], states: States) -> None:
         self._batch.embd = states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
@@ -123,7 +123,7 @@ class GuessingContext(Context):
         finally:
             self._batch.embd = None  # llama.cpp would free it with the batch
 
-    def _tell(self, rows: Sequence[Row], states: States) -> None:
+    def _pass_with_logits(self, rows: Sequence[Row], states: States) -> None:
         self._pass(rows, states)
 
     def logits(self, row: int, n_highest: int | None = None) -> NDArray[np.float32]:
@@ -181,7 +181,7 @@ class BlockContext(EagleContext):
         n_more = self.n_hidden * (len(self.model.target_layers) - 1)
         super()._pass(rows, np.pad(states, ((0, 0), (0, n_more))))
 
-    def _tell(self, rows: Sequence[Row], states: States) -> None:
+    def _pass_with_logits(self, rows: Sequence[Row], states: States) -> None:
         Context.decode(self, rows)
 
     def _run(self, batch: llama_cpp.llama_batch, n_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""What Ray keeps for all processes of a cluster: values, and actors that end when nobody needs them."""
+"""Ray's values for all processes of a cluster, and its actors that end when nobody needs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ray.experimental import internal_kv
 NAMESPACE = "corral"
 _NAMESPACE = NAMESPACE.encode()
 LOOK_S, IDLE_S = 10.0, 60.0
-"""The seconds between two looks whether an actor is needed. It ends when it was not for the longer time."""
+"""The seconds between two looks whether an actor is needed, and the seconds without need after which it
+ends."""
 
 
 class RayValues:

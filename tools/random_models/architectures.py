@@ -25,7 +25,8 @@ from tools.random_models.model import vocabulary
 
 N_VOCAB = 512
 SHARED, RARE = r"^(token_embd|output)\.", r"rope_freqs|post_|layer_output_scale|attn_sinks"
-"""Tensors that most DFlash drafts take from their model, and that only some have: for `without`."""
+"""Patterns for `without`: tensors that most DFlash drafts take from their model, and tensors that only
+some drafts have."""
 _TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
 _SCALES = (b".scale", b".input_scale")
 

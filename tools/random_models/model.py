@@ -106,7 +106,7 @@ _LOGIT_STD = 3.0
 _QK_NORM = 1.5
 _BIAS = 0.5
 _EXPERT_BIAS = 0.1
-"""OpenVINO leaves out what is 0, and does not know the experts then."""
+"""OpenVINO leaves out biases of 0, and does not know the experts then."""
 _NIBBLE_STD = (255 / 12) ** 0.5  # of a uniform integer from -8 to 7
 _BYTE_STD = ((255**2 - 1) / 12) ** 0.5  # of a uniform integer from -127 to 127
 _MXFP4_MEAN_SQUARE = 274 / 8  # of the integers that MXFP4 has: twice the numbers 0 to 6

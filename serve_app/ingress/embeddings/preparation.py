@@ -198,8 +198,8 @@ MAX_TOKENS = 2**19
 """Tokens of all texts of one request."""
 MAX_NUMBERS = 2**22
 """Numbers of all vectors of one answer."""
-_COPIES = 24
-"""The bytes that an answer takes for each byte of its vectors: its JSON has three, and several copies."""
+_ANSWER_FACTOR = 24
+"""The bytes of memory for each byte of an answer's vectors: its JSON has three, and there are copies."""
 
 
 _INT16_MAX = 32760.0  # what llama-server makes of the largest number with `embd_normalize: 0`
@@ -465,7 +465,7 @@ class ComputedVectors:
     @staticmethod
     def of(body: bytes) -> tuple[ComputedVectors, Vectors]:
         """What `pieces` were made of."""
-        grant_memory(_COPIES * len(body))
+        grant_memory(_ANSWER_FACTOR * len(body))
         end = body.index(b"\n")
         form, count, length = _HEADS.decode(body[:end])
         vectors = np.frombuffer(body, np.float32, offset=end + 1).reshape(count, length)

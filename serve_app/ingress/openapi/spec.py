@@ -36,8 +36,8 @@ class Route:
     example: Json | None = None
     """A body that the built-in model answers."""
     body: Any = None
-    """The type of its body, if the function that prepares it does not tell. FastAPI knows no bodies, as
-    workers read them."""
+    """The type of its body, if it is not in the types of the function that prepares it. FastAPI knows no
+    bodies, as workers read them."""
     streams: bool = False
     """Whether `stream` asks for server-sent events."""
     line: Any = None

@@ -120,7 +120,8 @@ def functions(tools: Iterable[AnyTool]) -> Iterator[Tool]:
 
 def _function(tool: FunctionTool | CustomTextTool, name: str) -> Tool:
     function = tool.as_function() if isinstance(tool, CustomTextTool) else tool
-    return Tool(function=function.model_copy(update={"name": name}))  # longer with its namespace
+    # A copy is not validated: with its namespace, the name may be longer than a client's.
+    return Tool(function=function.model_copy(update={"name": name}))
 
 
 @dataclass(frozen=True, slots=True)
