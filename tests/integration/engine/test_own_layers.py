@@ -1,5 +1,4 @@
-"""Own prediction layers, EAGLE-3 heads and DFlash drafts: texts stay the same, and guesses are right where
-hidden states are known.
+"""Own layers, EAGLE-3 heads and DFlash drafts: the same texts, and right guesses where states are known.
 
 The counting model's layer is right only where it is fed the hidden state of the token before, and its own
 behind a guess.
