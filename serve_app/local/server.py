@@ -270,6 +270,8 @@ def main() -> None:
     args = arguments("serve_app.local.server", __doc__)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
+    # Who started this may ignore it. Nobody could wait for processes then, and their ids would be others'.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         if args.events is not None:
             os.set_inheritable(args.events, False)

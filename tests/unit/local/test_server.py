@@ -1,6 +1,7 @@
 """A local server's own folder, and models that cannot be loaded."""
 
 import fcntl
+import signal
 import socket
 import subprocess
 import sys
@@ -64,3 +65,22 @@ async def test_a_model_that_no_process_could_load_is_given_up(
     with pytest.raises(EngineFailedError):
         await LocalHandle(model, tmp_path, 1.0).keep(_DyingChild(tmp_path))
     assert _DyingChild.n_started == 3
+
+
+def test_a_server_waits_for_its_processes_where_who_started_it_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, two requests and a model that was added failed after workers had died."""
+    config, ended = tmp_path / "serve.yaml", list[int]()
+    config.write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["server", str(config)])
+    monkeypatch.setattr(server, "serve", lambda *_: ended.append(subprocess.call(["false"])))
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGCHLD
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        server.main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended == [1]
