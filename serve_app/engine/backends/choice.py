@@ -30,7 +30,7 @@ from serve_app.engine.backends.layouts import (
     small_context,
 )
 from serve_app.engine.options import EngineOptions, KernelsName
-from serve_app.errors import ConfigError, EngineFailedError
+from serve_app.errors import ConfigError, CorralError
 from serve_app.folders import GIB
 from serve_app.llama import library
 from serve_app.llama.model import Model, files_of, fingerprint_of
@@ -182,7 +182,7 @@ def _measured_choice(
             theirs, ours = apart(profiles_of_backends, part, options)
     except UnreadableError as error:
         return KernelsChoice(LLAMA_CPP, _said(error)), True
-    except (ConfigError, EngineFailedError, OSError) as error:
+    except (CorralError, OSError, ValueError) as error:  # some metadata cannot be in a slice
         return KernelsChoice(LLAMA_CPP, f"OpenVINO could not be measured: {_said(error)}"), False
     finally:
         convert.converted_models(None).leave(convert.name_of(model.fingerprint()))

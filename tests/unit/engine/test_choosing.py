@@ -269,7 +269,9 @@ def test_nobody_waits_for_a_long_conversion(
         assert not machine.converted.wait(0.1)
 
 
-@pytest.mark.parametrize("error", [ConfigError("scripted"), EngineFailedError("scripted")])
+@pytest.mark.parametrize(
+    "error", [ConfigError("scripted"), EngineFailedError("scripted"), ValueError("scripted")]
+)
 def test_a_measurement_that_failed_is_tried_again(
     machine: Machine, model: Path, options: EngineOptions, error: Exception
 ) -> None:
