@@ -96,9 +96,8 @@ def take_memory(models: Models, body: bytes) -> int:
 
 
 def answer_at_length(models: Models, body: bytes) -> bytes:
-    return bytes(
-        2**29
-    )  # a process that has freed much has room for less, as it does not give all back
+    # A process that has freed much has room for less, as it does not give all back.
+    return bytes(2**29)
 
 
 def answer_with_a_socket(models: Models, body: bytes) -> socket.socket:
