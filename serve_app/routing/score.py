@@ -175,7 +175,7 @@ class ReplicaView:
         if turns and prompt.turn not in turns:
             turns_s = _ALONE * min(prompt.max_tokens, report.answer_tokens) * token_s
         own_s = missing_s * len(turns | {prompt.turn})
-        ttft_s = first_token_s(wait_s, prefill_s, own_s, crowding(n_live / report.n_slots))
+        ttft_s = first_token_s(wait_s, prefill_s, own_s, crowding_by_load(n_live / report.n_slots))
         return TTFTForecast(ttft_s, missing, missing_s, turns_s)
 
     def serves(self, turn: int) -> bool:
@@ -258,7 +258,7 @@ class Fleet(Generic[ReplicaT]):
                 return
 
 
-def crowding(load: float) -> float:
+def crowding_by_load(load: float) -> float:
     """The factor by which streams slow prompts down, by the number of other requests for each slot."""
     return 1 + min(load, 1)
 

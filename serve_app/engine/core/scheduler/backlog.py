@@ -10,7 +10,7 @@ from typing import NamedTuple
 from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.metrics.stats import ForecastStats
-from serve_app.routing.score import crowding, first_token_s, slot_wait_s
+from serve_app.routing.score import crowding_by_load, first_token_s, slot_wait_s
 from serve_app.types import Accepted, FinishReason, SequenceEnd
 
 # Seconds of full slots after which the speed of before hardly counts any more.
@@ -90,7 +90,7 @@ class Forecast:
         else:
             wait_s = self.wait_s(account, live, arrived)
         prefill_s = self.prefill_s + self.parts_of(arrived)[0]
-        slowed = max(self.crowding, crowding(n_live / self.n_slots))
+        slowed = max(self.crowding, crowding_by_load(n_live / self.n_slots))
         before_s = first_token_s(wait_s, prefill_s, prompt_s, slowed)
         n_left, sampling_s = self._n_left(sequence), sequence.sampling_cost.token_s
         busy_s = self.n_slots * self.token_s - self.alone_token_s

@@ -202,11 +202,11 @@ class Scheduler:
         if not (n_streams and self.costs.prompt_token_s):
             return 1.0
         decode_s = self.costs.steps_s(n_streams, 0)
-        n_beside = n_streams if self._mixed else 0
-        within_s = self._budget.planned_s(decode_s) - (0.0 if self._mixed else decode_s)
-        n_rows = self.costs.chunk(self._n_batch, 0, within_s=within_s, n_beside=n_beside)
+        n_beside, beside_s = (n_streams, 0.0) if self._mixed else (0, decode_s)
+        within_s = self._budget.planned_s(decode_s)
+        n_rows = self._chunk(self._n_batch, n_beside, 0, within_s, beside_s)
         n_rows = n_rows or self.costs.smallest_chunk(self._n_batch)
-        step_s = self.costs.prefill_s(n_beside + n_rows, 0) + (0.0 if self._mixed else decode_s)
+        step_s = beside_s + self.costs.prefill_s(n_beside + n_rows, 0)
         return max(1.0, step_s / (n_rows * self.costs.prompt_token_s))
 
     def mix(self, mixed: bool) -> None:
