@@ -18,6 +18,7 @@ PURE = (
     "core.postprocessor",
     "kv_cache.slots",
     "core.text",
+    "policy",
     "autotune.cost_model",
     "autotune.modes",
     "autotune.traffic",
@@ -141,6 +142,7 @@ CORE_NEEDS = (
     "health",
     "metrics",
     "options",
+    "policy",
 )
 """The modules beside the core of the engine that it is built on."""
 
