@@ -114,7 +114,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
             background_running=n_running[True],
             background_waiting=n_waiting[True],
             background_backlog_s=round(forecast.background_s, 3),
-            draining=core.is_draining,
+            draining=core.steps.is_draining,
         ),
         requests=_group(RequestStats, counts, ended=dict(counts.ended)),
         tokens=_group(TokenStats, counts),

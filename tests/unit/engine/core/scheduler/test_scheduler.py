@@ -21,6 +21,7 @@ from serve_app.engine.kv_cache.packing import token_array
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest, Sampled, TokenLogprobs
 from tests.doubles.backend import FakeVocabulary
+from tests.unit.engine.harness import steps
 
 N_CTX_SLOT = 1000
 NOW = 100.0
@@ -470,7 +471,7 @@ def drafting(profile: Profile, *, speculate: bool = True, left_s: float | None =
     costs, budget = CostModel(profile), still(left_s)
     made = Scheduler(256, costs, budget)
     if speculate:
-        made.drafts = Drafting(costs, budget, lookup=True)
+        made.drafts = Drafting(costs, steps(budget), lookup=True)
     return made
 
 
