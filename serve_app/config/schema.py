@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic.networks import IPvAnyNetwork
 
+from serve_app.config.defaults import MAX_STALL_MS
 from serve_app.config.sources import (
     MODEL_ID,
     NO_DOWNLOADS,
@@ -174,9 +175,9 @@ class EngineConfig(Section):
     load_mode: LoadMode = "auto"
     """How the weights come into memory. `mlock` keeps them in RAM; `none` reads them instead of mapping
     the file."""
-    max_stall_ms: PositiveFloat | None = 250
+    max_stall_ms: PositiveFloat = MAX_STALL_MS
     """Longest time, in milliseconds, that a running stream should wait between two tokens because of
-    others' prompts. Prompts are processed in chunks that fit, by measured times. `null` sets no
+    others' prompts. Prompts are processed in chunks that fit, by measured times. `.inf` sets no
     bound."""
     speculate: bool = True
     """Whether tokens are drafted from a request's own text and verified together, where that is

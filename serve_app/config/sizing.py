@@ -207,7 +207,6 @@ def resolve(
             "checkpoint_ram_bytes": _ram_bytes(
                 config.checkpoint_ram_mib, _CHECKPOINT_SHARE_OF_MEMORY * left
             ),
-            "max_stall_s": None if config.max_stall_ms is None else config.max_stall_ms / 1000,
             "prefix_folder": config.cache_folder,
             "slot_folder_max_bytes": config.slot_folder_max_mib << 20,
         }

@@ -23,7 +23,7 @@ from serve_app.errors import DecodeError, PromptTooLongError
 logger = logging.getLogger("corral.engine")
 
 # What a change must save, by what it costs: while nobody waits; while nobody gets tokens yet; while
-# somebody does. And the longest that streams wait for it, in seconds, if the options set no bound.
+# somebody does. And the longest that streams wait for it, in seconds, whatever the bound is.
 _AT_REST, _BEFORE_STREAMS, _BESIDE_STREAMS = 1, 1, 4
 _LONGEST_PAUSE_S = 2.0
 # What it saves is compared with no less: forecasts of less are noise.
@@ -45,7 +45,7 @@ class CacheModeSwitcher(Guest):
 
     Best while nobody waits. When many come at once whose prompts begin alike, that shows before the first
     of them streams: the change costs them less than it saves. Streams are interrupted only for what saves
-    them several times as much, and if by the forecast they wait no longer than `max_stall_s`. Never, if
+    them several times as much, and if by the forecast they wait no longer than `max_stall_ms`. Never, if
     the options say what kind of cache it is to be, or the model forgets.
 
     A request that is longer than a slot's share of a split cache needs a unified one: streams are
@@ -64,7 +64,7 @@ class CacheModeSwitcher(Guest):
         self._options, self._backend, self._cache = options, backend, cache
         self._scheduler, self._costs = scheduler, scheduler.costs
         self._backlog, self._steps = backlog, steps
-        self._longest_pause_s = self._options.max_stall_s or _LONGEST_PAUSE_S
+        self._longest_pause_s = min(steps.budget.max_stall_s, _LONGEST_PAUSE_S)
         profile, modes = self._backend.setup.profile, self._backend.modes
         can_change = profile.decode_s and not self._backend.traits.forgets
         self._modes = modes if can_change else None

@@ -323,7 +323,7 @@ class EmbeddingQueue(Guest):
         n_rows = min(self._shape.n_rows, n_pending)
         among_clients = time.monotonic() < self._others_ran + _AMONG_CLIENTS_S
         may_be_long = not (beside or among_clients or first.request.background)
-        if may_be_long or not (self._steps.budget.max_stall_s and self._costs):
+        if may_be_long or not (self._steps.budget.is_bounded and self._costs):
             return n_rows
         share = _SHARE if beside else 1.0  # such a batch is not left, and somebody may come
         share = _SHARE_AMONG_CLIENTS if among_clients else share

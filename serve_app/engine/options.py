@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from serve_app.config.defaults import MAX_STALL_MS
 from serve_app.errors import ConfigError
 from serve_app.llama.formats import (
     CacheType,
@@ -78,9 +79,9 @@ class EngineOptions:
     backend: BackendName = "llama.cpp"
     max_converted_bytes: int | None = None
     """The most bytes of models that are converted for OpenVINO; None for what the disk has room for."""
-    max_stall_s: float | None = 0.25
+    max_stall_ms: float = MAX_STALL_MS
     """Longest time that a running sequence should wait between two tokens because of others'
-    prompts; None sets no bound."""
+    prompts; infinite sets no bound."""
     speculate: bool = True
     context_shift: bool = False
     n_keep: int = 0

@@ -170,8 +170,8 @@ class NodeTimes:
 # Of the stall budget, what a step and a piece of encoding are planned for together; of what the step
 # leaves, what prompts leave to the encoding beside them.
 _MARGIN, _BESIDE_PROMPTS = 0.84, 0.5
-# The budget, if the options set none.
-_UNBOUNDED_S = 1.0
+# The longest budget that encoding plans for, whatever the bound is.
+_LONGEST_S = 1.0
 # Seconds of a piece while nobody streams: how long who comes waits to be seen.
 _CALM_S = 0.05
 # And at least, however long steps take: pictures get on, too.
@@ -317,7 +317,7 @@ class Encoding(Guest):
         readers, budget = self._readers, self._steps.budget
         if not any(one.n_generated for one in readers):
             return _CALM_S
-        bound_s = budget.max_stall_s or _UNBOUNDED_S
+        bound_s = min(budget.max_stall_s, _LONGEST_S)
         left_s = _MARGIN * bound_s - budget.elapsed_s - budget.reserved_s - step_s
         if any(one.n_pending > 1 and not one.is_blocked for one in readers):
             left_s *= _BESIDE_PROMPTS

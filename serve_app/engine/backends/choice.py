@@ -186,8 +186,8 @@ def _measured_choice(
         return KernelsChoice(LLAMA_CPP, f"OpenVINO could not be measured: {_said(error)}"), False
     finally:
         convert.converted_models(None).leave(convert.name_of(model.fingerprint()))
-    if options.max_stall_s is not None:  # a slice has its part of that time
-        options = replace(options, max_stall_s=share * options.max_stall_s)
+    # A slice has its part of that time.
+    options = replace(options, max_stall_ms=share * options.max_stall_ms)
     comparison = compared(theirs, ours, options, PAGED, MODE)
     if comparison is None:
         return KernelsChoice(LLAMA_CPP, "nothing was measured"), False

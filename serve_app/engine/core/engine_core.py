@@ -73,7 +73,7 @@ class EngineCore:
         self.command_queue = command_queue
         self.progress = progress
         self.costs = costs = CostModel(backend.setup.profile)
-        self.budget = StepBudget(options.max_stall_s)
+        self.budget = StepBudget(options.max_stall_ms)
         self.policy = command_queue.policy
         self.counts = Counts()
         self.latencies = Latencies()

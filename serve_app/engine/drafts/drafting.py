@@ -108,8 +108,7 @@ class Drafting(Guest):
             now = self._best(decoding, looked_up, ready, n_past, mixed)
             if self._pays(late, best, now, sum(drafter.feed_s(behind[seq.id]) for seq in late)):
                 bound_s = self._steps.budget.max_stall_s
-                within_s = None if bound_s is None else min(_FED_PART * bound_s, self._most_s)
-                drafter.catch_up(late, within_s)
+                drafter.catch_up(late, min(_FED_PART * bound_s, self._most_s))
             best = now
         self._stake -= best.n_steps - 1
         drafts = {seq.id: looked_up[seq.id][: best.n_drafted] for seq in best.looked_up}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -207,14 +208,14 @@ def test_streams_wait_for_a_slice_for_its_part_of_the_time(
     bounds = []
 
     def compare(_: Profile, __: Profile, sized: EngineOptions, *___: object) -> tuple[bool, str]:
-        bounds.append(sized.max_stall_s)
+        bounds.append(sized.max_stall_ms)
         return True, "scripted"
 
     monkeypatch.setattr(choosing, "compared", compare)
-    choosing.chosen(model, replace(options, max_stall_s=0.25))
-    choosing.chosen(model, replace(options, max_stall_s=None))
+    choosing.chosen(model, replace(options, max_stall_ms=250))
+    choosing.chosen(model, replace(options, max_stall_ms=math.inf))
     assert machine.n_measured == 2
-    assert bounds == [0.25 / 8, None]
+    assert bounds == [250 / 8, math.inf]
 
 
 def test_a_small_model_is_not_measured(

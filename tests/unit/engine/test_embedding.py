@@ -86,7 +86,7 @@ def test_packing(pending: list[int], limit: int, whole: bool, packed: list[int])
 
 def idle_queue(backend: FakeBackend, costs: CostModel, policy: SlotPolicy) -> EmbeddingQueue:
     """No text waits, and streams may wait for a quarter of a second."""
-    budget = StepBudget(0.25, lambda: 0.0)
+    budget = StepBudget(250, lambda: 0.0)
     return EmbeddingQueue(backend, costs, Progress(), policy, steps(budget, policy))
 
 

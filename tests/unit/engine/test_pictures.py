@@ -31,7 +31,7 @@ def test_a_piece_takes_its_time_from_the_budget_of_the_step_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    budget = StepBudget(1.0, lambda: now)
+    budget = StepBudget(1000, lambda: now)
     monkeypatch.setattr(time, "monotonic", lambda: now)
 
     class Projector(ScriptedProjector):
