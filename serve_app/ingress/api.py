@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app import __version__
+from serve_app import __version__, plugin_table
 from serve_app.config.schema import IngressConfig
 from serve_app.ingress import information
 from serve_app.ingress.access import routes as key_routes
@@ -21,7 +21,7 @@ from serve_app.ingress.anthropic import routes as anthropic_routes
 from serve_app.ingress.anthropic import serving as anthropic_serving
 from serve_app.ingress.audio import preparation as audio_preparation
 from serve_app.ingress.audio import routes as audio_routes
-from serve_app.ingress.audio.recognizer import Recognizer
+from serve_app.ingress.audio.hearing import Recognizer
 from serve_app.ingress.audio.serving import Transcriber
 from serve_app.ingress.batch import routes as batch_routes
 from serve_app.ingress.batch.executor import BatchExecutor
@@ -124,7 +124,9 @@ def build_api(
     app.state.responses.counter = ledger.counter
     app.state.batches = executor
     app.state.broadcaster = Broadcaster(models)
-    recognizer = None if config.whisper is None else Recognizer(config.whisper)
+    recognizer: Recognizer | None = None
+    if config.whisper is not None:
+        recognizer = plugin_table.load("whisper").WhisperProcess(config.whisper)
     app.state.transcriber = Transcriber(models, bodies, recognizer)
     errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)
     app.state.ledger, app.state.accounts = ledger, accounts

@@ -23,6 +23,7 @@ import numpy as np
 
 from serve_app.config.schema import WhisperConfig
 from serve_app.errors import ConfigError, CorralError, EngineUnavailableError, InvalidRequestError
+from serve_app.ingress.audio.hearing import Heard, HeardSegment, HeardWord, HearingOrder
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
 from serve_app.ingress.workers.pool import NICENESS
@@ -34,49 +35,10 @@ _BEAMS = 5
 """faster-whisper's and OpenAI's own number of candidates."""
 
 
-class HearingOrder(msgspec.Struct, array_like=True, frozen=True):
-    """How the samples that follow are heard."""
-
-    n_bytes: int
-    language: str | None
-    translates: bool
-    prompt: str | None
-    temperature: float
-    with_words: bool
-
-
-class HeardWord(msgspec.Struct, frozen=True):
-    """A word. Times are in seconds since the beginning of the samples."""
-
-    word: str
-    start: float
-    end: float
-
-
-class HeardSegment(msgspec.Struct, frozen=True):
-    """What was said without a pause."""
-
-    start: float
-    end: float
-    text: str
-    tokens: list[int]
-    avg_logprob: float
-    no_speech_prob: float
-    words: list[HeardWord]
-
-
-class Heard(msgspec.Struct, frozen=True):
-    """The speech of a window."""
-
-    language: str
-    """The code of the language that is spoken."""
-    segments: list[HeardSegment]
-
-
 _ORDERS = msgspec.msgpack.Decoder(HearingOrder)
 
 
-class Recognizer:
+class WhisperProcess:
     """Whisper's process, which is started by the first order and ends when nobody has asked it for long.
     Event loop only. Windows are heard one after the other, those of different clients in turn."""
 

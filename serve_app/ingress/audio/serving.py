@@ -19,8 +19,8 @@ from starlette.datastructures import Headers
 from serve_app.errors import InvalidRequestError, KeyLimitError, RateLimitError
 from serve_app.ingress.access.bodies import BodyLimits, BodyReader
 from serve_app.ingress.audio import preparation
+from serve_app.ingress.audio.hearing import HeardSegment, HearingOrder, Recognizer
 from serve_app.ingress.audio.preparation import MAX_FILE_BYTES, PreparedWindows, WindowOrder
-from serve_app.ingress.audio.recognizer import HeardSegment, HearingOrder, Recognizer
 from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.answers import EventAnswer
 from serve_app.ingress.generation.generation import Deltas

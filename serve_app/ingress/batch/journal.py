@@ -12,9 +12,9 @@ from typing import Any
 
 import orjson
 
+from serve_app.databases import transaction
 from serve_app.ingress.batch.objects import LineError
 from serve_app.ingress.batch.preparation import BatchLine
-from serve_app.ingress.batch.store import transaction
 from serve_app.ingress.workers.worker import MAX_BODY_BYTES
 
 EXPIRED = (

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from serve_app.config.schema import BatchConfig
+from serve_app.databases import transaction
 from serve_app.errors import InvalidRequestError, ObjectNotFoundError, RateLimitError
 from serve_app.ingress.batch.objects import (
     ENDED,
@@ -85,19 +86,6 @@ def is_full(error: Exception, folder: Path) -> bool:
     if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
         return shutil.disk_usage(folder).free < _LEAST_FREE_BYTES
     return code == sqlite3.SQLITE_FULL
-
-
-@contextmanager
-def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """A transaction that begins at once, and is rolled back if the block fails."""
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
 
 
 class BatchStore:

@@ -28,14 +28,20 @@ from pydantic import (
 
 from serve_app.errors import InvalidRequestError, NotSupportedError, TextTooLongError
 from serve_app.ingress.generation.preparation import chat_with_media, refuse_huge
+from serve_app.ingress.generation.prompts import (
+    MediaPrompt,
+    Mixed,
+    Prompt,
+    media_prompt,
+    mixed_tokens,
+    plain,
+    several,
+)
 from serve_app.ingress.generation.requests import Text
 from serve_app.ingress.http.request_model import ModelledRequest, RequestModel
 from serve_app.ingress.http.sse import encoded
-from serve_app.ingress.llama_server.preparation import media_prompt, mixed_tokens
-from serve_app.ingress.llama_server.protocol import MediaPrompt, Mixed, Prompt, plain, several
 from serve_app.ingress.model_registry import ModelInfo, Models, find
-from serve_app.ingress.openai.messages import ChatMessage
-from serve_app.ingress.openai.preparation import ChatCompletionRequest
+from serve_app.ingress.openai.messages import ChatCompletionRequest, ChatMessage
 from serve_app.ingress.workers.wire import Piece
 from serve_app.ingress.workers.worker import grant_memory
 from serve_app.types import Medium

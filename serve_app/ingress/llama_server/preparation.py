@@ -10,30 +10,27 @@ from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import (
     CHAR_BYTES,
     Generation,
-    check_medium,
     refuse_huge,
     refuse_unknown_tokens,
     tokenize_checked,
-    with_media,
 )
+from serve_app.ingress.generation.prompts import MediaPrompt, media_prompt, mixed_tokens
 from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.http.sse import encoded
 from serve_app.ingress.llama_server.protocol import (
-    MEDIA_MARKER,
     AdapterChange,
     DetokenizeRequest,
     InfillRequest,
     LlamaCompletionRequest,
     LlamaParams,
     LoraAdapter,
-    MediaPrompt,
     ModelRequest,
     PropsRequest,
     SlotRequest,
     TokenizeRequest,
 )
 from serve_app.ingress.model_registry import ModelInfo, Models, find
-from serve_app.ingress.openai.preparation import ChatCompletionRequest
+from serve_app.ingress.openai.messages import ChatCompletionRequest
 from serve_app.ingress.workers.worker import grant_memory
 from serve_app.sampling import SamplingParams, Triggers
 from serve_app.types import Medium
@@ -64,21 +61,6 @@ def completion(models: Models, request: LlamaCompletionRequest) -> PreparedLlama
         return _completion(model, request, [prompt], is_batch=request.is_batch, media=media)
     prompts = [mixed_tokens(model, prompt, "prompt") for prompt in request.prompts]
     return _completion(model, request, prompts, is_batch=request.is_batch)
-
-
-def media_prompt(
-    model: ModelInfo, prompt: MediaPrompt, field: str
-) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
-    """The prompt's tokens, with those that the model wants around a text, and MEDIUM for each of its media.
-    Raises InvalidRequestError, and MediaError like `check_medium`."""
-    check_medium(model, model.hears, field)
-    encode, first = model.tokenizer.tokenize, model.tokenizer.model.first_tokens
-    tokens = list(first)
-    for i, text in enumerate(prompt.prompt_string.split(MEDIA_MARKER)):
-        tokens += [-i] if i else []
-        tokens += tokenize_checked(model, field, len(text), encode, text, False, True)
-    tokens += encode("", True, True)[len(first) :]
-    return with_media(model, tuple(tokens), prompt.urls, field)
 
 
 def infill(models: Models, request: InfillRequest) -> PreparedLlamaCompletion:
@@ -127,20 +109,6 @@ def _with_triggers(model: ModelInfo, request: LlamaParams) -> SamplingParams:
         sampling = replace(sampling, triggers=Triggers(tuple(sorted(ids)), tuple(texts)))
     kept = tuple(sorted({tokens[0] for tokens in preserved if len(tokens) == 1}))
     return replace(sampling, preserved_tokens=kept) if kept else sampling
-
-
-def mixed_tokens(model: ModelInfo, prompt: str | list[int | str], field: str) -> tuple[int, ...]:
-    """Texts among token ids are tokenized where they stand; only one at the beginning gets a BOS."""
-    parts: list[int | str] = [prompt] if isinstance(prompt, str) else prompt
-    refuse_unknown_tokens(model, field, [part for part in parts if isinstance(part, int)])
-    encode = model.tokenizer.tokenize
-    tokens: list[int] = []
-    for i, part in enumerate(parts):
-        if isinstance(part, int):
-            tokens.append(part)
-        else:
-            tokens += tokenize_checked(model, "prompt", len(part), encode, part, i == 0, True)
-    return tuple(tokens)
 
 
 def _infill_prompt(model: ModelInfo, request: InfillRequest) -> tuple[int, ...]:

@@ -12,72 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.requests import MAX_CHOICES, GenerationParams, Text, TokenId
+from serve_app.ingress.generation.prompts import MediaPrompt, Prompt, plain, several
+from serve_app.ingress.generation.requests import MAX_CHOICES, GenerationParams, TokenId
 from serve_app.ingress.http.request_model import ModelledRequest, RequestModel
-from serve_app.ingress.openai.messages import ChatMessage
 
 MAX_TRIGGER_CHARS = 1024
 _TOKEN, _WORD = range(2)
-MEDIA_MARKER = "<__media__>"
-"""Stands for a picture in a prompt."""
-
-Mixed = list[TokenId | str]
-"""Token ids and texts, side by side."""
-
-
-class MediaPrompt(RequestModel):
-    """A prompt with pictures and sounds."""
-
-    prompt_string: Text
-    """`<__media__>` stands for the next one."""
-    multimodal_data: Annotated[list[str], Field(min_length=1)]
-    """Files in base64, or their URLs."""
-
-    @model_validator(mode="after")
-    def _check_markers(self) -> MediaPrompt:
-        n_markers, n_media = self.prompt_string.count(MEDIA_MARKER), len(self.multimodal_data)
-        if n_markers != n_media:
-            raise InvalidRequestError(
-                f"The prompt has {n_markers} markers {MEDIA_MARKER} for {n_media} pictures and sounds.",
-                "prompt",
-            )
-        return self
-
-    @property
-    def urls(self) -> list[str]:
-        return [
-            data if data.startswith(("data:", "http:", "https:")) else f"data:;base64,{data}"
-            for data in self.multimodal_data
-        ]
-
-
-Prompt = str | MediaPrompt | list[Mixed | str | TokenId | MediaPrompt]
-"""A text, token ids and texts mixed, or a prompt with pictures; or several of them."""
-
-
-def several(prompt: Prompt) -> list[str | Mixed | MediaPrompt]:
-    """The prompts, one or several: a list of texts only, or with a list in it, is of several."""
-    if not isinstance(prompt, list):
-        return [prompt]
-    mixed = [part for part in prompt if isinstance(part, int | str)]
-    if len(mixed) == len(prompt) and any(isinstance(part, int) for part in mixed):
-        return [mixed]
-    return [[part] if isinstance(part, int) else part for part in prompt]
-
-
-def plain(prompt: object) -> object:
-    """The prompt with texts where llama-server's clients may send objects, as `{"prompt_string": "Hello"}`
-    and `{"content": [{"type": "text", "text": "Hello"}]}`. Objects with media are MediaPrompts."""
-    if isinstance(prompt, list):
-        return [one if isinstance(one, int | str) else plain(one) for one in prompt]
-    if not isinstance(prompt, dict) or prompt.get("multimodal_data"):
-        return prompt
-    if not isinstance(content := prompt.get("content"), list):
-        return prompt.get("prompt_string", prompt)
-    parts = ChatMessage(role="user", content=content).as_turn().parts
-    text = "".join(part if isinstance(part, str) else MEDIA_MARKER for part in parts)
-    urls = [part.url for part in parts if not isinstance(part, str)]
-    return {"prompt_string": text, "multimodal_data": urls} if urls else text
 
 
 class GrammarTrigger(BaseModel):

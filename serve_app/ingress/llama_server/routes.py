@@ -18,17 +18,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve_app.errors import EngineUnavailableError, InvalidRequestError, NotSupportedError
 from serve_app.ingress.generation.answers import EventAnswer
+from serve_app.ingress.generation.prompts import MEDIA_MARKER
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import ModelsArgument, operators_only, prepared, written
 from serve_app.ingress.http.sse import EventStream
 from serve_app.ingress.llama_server import metrics as llama_metrics
 from serve_app.ingress.llama_server import preparation, serving
 from serve_app.ingress.llama_server.preparation import PreparedLlamaCompletion
-from serve_app.ingress.llama_server.protocol import MEDIA_MARKER, AdapterChange
+from serve_app.ingress.llama_server.protocol import AdapterChange
 from serve_app.ingress.llama_server.serving import LlamaAnswer, LlamaChoice
 from serve_app.ingress.model_control import ModelControl, ModelControlArgument
 from serve_app.ingress.model_registry import Answers, ServedModel, find
-from serve_app.ingress.openai.serving import BUILD
+from serve_app.ingress.openai.timings import BUILD
 from serve_app.metrics import exposition
 from serve_app.sampling import SamplingParams
 

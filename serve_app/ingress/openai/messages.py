@@ -19,9 +19,18 @@ from pydantic import (
     model_validator,
 )
 
-from serve_app.ingress.generation.tools import refuse_media
+from serve_app.ingress.generation.requests import ChatRequest
+from serve_app.ingress.generation.tools import Tool, refuse_media
 from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
-from serve_app.prompt.conversation import Attachment, PastCall, Turn, json_text, text_of
+from serve_app.ingress.openai.tools import CustomTool, plain_choice, with_custom_tools
+from serve_app.prompt.conversation import (
+    Attachment,
+    Conversation,
+    PastCall,
+    Turn,
+    json_text,
+    text_of,
+)
 
 
 class TextPart(RequestModel):
@@ -196,3 +205,24 @@ def _canonical(part: TextPart | PicturePart | SoundPart | Foreign) -> str | Atta
     if isinstance(part, TextPart | Foreign):
         return part.text
     return Attachment(part.url, is_sound=isinstance(part, SoundPart))
+
+
+class ChatCompletionRequest(ChatRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+
+    @field_validator("tools", mode="before", json_schema_input_type=list[Tool | CustomTool])
+    @classmethod
+    def _known_tools(cls, value: object) -> object:
+        return with_custom_tools(value)
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _plain_choice(cls, value: object) -> object:
+        return plain_choice(value)
+
+    @property
+    def conversation(self) -> Conversation:
+        """The messages in the canonical form."""
+        return [message.as_turn() for message in self.messages]

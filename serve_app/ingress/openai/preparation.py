@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
@@ -24,16 +24,12 @@ from serve_app.ingress.generation.preparation import (
 from serve_app.ingress.generation.requests import (
     MAX_CHOICES,
     MAX_LOGPROBS,
-    ChatRequest,
     GenerationParams,
     MaxTokens,
     TokenId,
 )
-from serve_app.ingress.generation.tools import Tool
 from serve_app.ingress.model_registry import ModelInfo, Models, find
-from serve_app.ingress.openai.messages import ChatMessage
-from serve_app.ingress.openai.tools import CustomTool, plain_choice, with_custom_tools
-from serve_app.prompt.conversation import Conversation
+from serve_app.ingress.openai.messages import ChatCompletionRequest
 from serve_app.sampling import SamplingParams
 
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -102,27 +98,6 @@ class CompletionRequest(GenerationParams):
         """The number of likely tokens to tell. Log probabilities also find the best of several answers."""
         found = self.logprobs if self.logprobs is not None else super().n_logprobs
         return 0 if found is None and self.best_of is not None else found
-
-
-class ChatCompletionRequest(ChatRequest):
-    """POST /v1/chat/completions."""
-
-    messages: list[ChatMessage]
-
-    @field_validator("tools", mode="before", json_schema_input_type=list[Tool | CustomTool])
-    @classmethod
-    def _known_tools(cls, value: object) -> object:
-        return with_custom_tools(value)
-
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _plain_choice(cls, value: object) -> object:
-        return plain_choice(value)
-
-    @property
-    def conversation(self) -> Conversation:
-        """The messages in the canonical form."""
-        return [message.as_turn() for message in self.messages]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from serve_app import __version__
 from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.answers import ProtocolAnswer
 from serve_app.ingress.generation.preparation import Generation
 from serve_app.ingress.http import sse
 from serve_app.ingress.openai import logprobs
-from serve_app.ingress.openai.timings import Running, llama_timings, prompt_progress, timings
+from serve_app.ingress.openai.timings import BUILD, Running, llama_timings, prompt_progress, timings
 from serve_app.ingress.openai.tools import input_of
 from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tokenizer import Tokenizer
@@ -22,7 +21,6 @@ from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.types import FinishReason, SequenceEnd, TokenDelta
 
 Json = dict[str, Any]
-BUILD = f"b-corral-{__version__}"
 """The build, as llama-server calls its own: its clients look for the first letter."""
 
 

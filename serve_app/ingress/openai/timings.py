@@ -8,9 +8,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from serve_app import __version__
 from serve_app.types import PromptProgress, RequestRecord, SequenceEnd, TokenDelta
 
 Json = dict[str, Any]
+
+BUILD = f"b-corral-{__version__}"
+"""The version, in the form of llama-server's builds."""
 
 
 def llama_timings(end: SequenceEnd) -> Json:

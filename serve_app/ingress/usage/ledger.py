@@ -24,8 +24,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from serve_app.config.schema import PriceConfig
+from serve_app.databases import transaction
 from serve_app.errors import CorralError, LedgerError
-from serve_app.ingress.batch.store import transaction
 from serve_app.ingress.http.request_context import UsageCounts
 from serve_app.ingress.usage import budgets
 from serve_app.ingress.usage.budgets import DAY_S, LEASE_S, Period

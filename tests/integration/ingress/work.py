@@ -15,7 +15,8 @@ from serve_app.errors import InvalidRequestError
 from serve_app.ingress.embeddings import preparation
 from serve_app.ingress.media import decoder
 from serve_app.ingress.model_registry import Models
-from serve_app.ingress.openai.preparation import ChatCompletionRequest, chat
+from serve_app.ingress.openai.messages import ChatCompletionRequest
+from serve_app.ingress.openai.preparation import chat
 
 _kept: list[bytes] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.ingress.openai.preparation import ChatCompletionRequest
+from serve_app.ingress.openai.messages import ChatCompletionRequest
 from tests.unit.ingress.harness import ScriptedEngine, chat, events
 
 
