@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,12 +61,12 @@ def exposition() -> bytes:
 
 
 def counter(name: str, what: str, labels: Sequence[str] = ("model",), tags: Tags = {}) -> Counter:  # noqa: B006
-    made: Counter = _made("Counter", name, what, labels, tags)
+    made: Counter = _make("Counter", name, what, labels, tags)
     return made
 
 
 def gauge(name: str, what: str, labels: Sequence[str] = ("model",), tags: Tags = {}) -> Gauge:  # noqa: B006
-    made: Gauge = _made("Gauge", name, what, labels, tags, multiprocess_mode="mostrecent")
+    made: Gauge = _make("Gauge", name, what, labels, tags, multiprocess_mode="mostrecent")
     return made
 
 
@@ -78,11 +78,22 @@ def histogram(
     tags: Tags = {},  # noqa: B006
 ) -> Histogram:
     """A histogram whose buckets have these upper ends."""
-    made: Histogram = _made("Histogram", name, what, labels, tags, ends)
+    made: Histogram = _make("Histogram", name, what, labels, tags, ends)
     return made
 
 
-def _made(
+Maker = Callable[[str, str, str, Sequence[float] | None, Sequence[str], Tags], Any]
+"""Makes a metric, from its kind (`Counter`, `Gauge` or `Histogram`), name, text, upper ends, labels and tags."""
+_maker: Maker | None = None
+
+
+def make_with(maker: Maker | None) -> None:
+    """Have another exporter make the metrics of this process from now on; None for prometheus_client."""
+    global _maker
+    _maker = maker
+
+
+def _make(
     kind: str,
     name: str,
     what: str,
@@ -91,20 +102,15 @@ def _made(
     ends: Sequence[float] | None = None,
     **options: Any,
 ) -> Any:
-    if FOLDER in os.environ:
-        import prometheus_client
+    if _maker is not None and FOLDER not in os.environ:
+        return _maker(kind, f"corral_{name}", what, ends, labels, tags)
+    import prometheus_client
 
-        if ends is not None:
-            options["buckets"] = ends
-        of_kind = getattr(prometheus_client, kind)
-        made = of_kind(f"ray_corral_{name}", what, labels, registry=None, **options)
-        return PrometheusMetric(made, tags)
-    from ray.util import metrics
-
-    boundaries = () if ends is None else (list(ends),)
-    of_ray = getattr(metrics, kind)(f"corral_{name}", what, *boundaries, tuple(labels))
-    of_ray.set_default_tags(dict(tags))
-    return of_ray
+    if ends is not None:
+        options["buckets"] = ends
+    of_kind = getattr(prometheus_client, kind)
+    metric = of_kind(f"ray_corral_{name}", what, labels, registry=None, **options)
+    return PrometheusMetric(metric, tags)
 
 
 class PrometheusMetric:

@@ -16,7 +16,8 @@ from serve_app.ingress.model_control import ModelHost
 from serve_app.ingress.responses.actor import RayStore
 from serve_app.ingress.server import IngressPlace, IngressServer, IngressSettings
 from serve_app.logs import forward_to_serve
-from serve_app.routing.autoscaling import PRESSURE, ingress_pressure
+from serve_app.routing.metrics import use_rays_exporter
+from serve_app.routing.pressure import PRESSURE, ingress_pressure
 from serve_app.routing.serve_handle import ServeHandle
 
 _TELL_S = 2.0
@@ -46,6 +47,7 @@ class Ingress(IngressServer):
         model_host: ModelHost | None = None,
     ) -> None:
         forward_to_serve(keeps_texts=settings.keeps_texts)
+        use_rays_exporter()
         self._cpu_s, self._cpu_at = time.process_time(), time.monotonic()
         node: Any = ray.get_runtime_context()
         place = IngressPlace(

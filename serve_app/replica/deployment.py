@@ -17,6 +17,7 @@ from serve_app.logs import forward_to_serve
 from serve_app.replica.loaded_model import LoadedModel
 from serve_app.replica.on_demand import OnDemandModel
 from serve_app.replica.place import Gang, ReplicaPlace
+from serve_app.routing.metrics import use_rays_exporter
 from serve_app.routing.serve_handle import handle_for_now
 from serve_app.store.shared_entries import whole_application
 
@@ -26,6 +27,7 @@ def prepared(*, keeps_texts: bool) -> ReplicaPlace:
     """The place of this process's replica. `keeps_texts` says whether its log may have clients' texts."""
     forward_to_serve(keeps_texts=keeps_texts)
     heap.give_back()
+    use_rays_exporter()
     context = serve.get_replica_context()
     ray_context: Any = ray.get_runtime_context()
     node_id = ray_context.get_node_id()

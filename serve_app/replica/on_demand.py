@@ -26,7 +26,7 @@ from serve_app.errors import CorralError, EngineUnavailableError
 from serve_app.locks import is_locked, lock, make_private
 from serve_app.replica.loaded_model import LoadedModel
 from serve_app.replica.place import ReplicaPlace
-from serve_app.routing.autoscaling import PRESSURE
+from serve_app.routing.pressure import PRESSURE
 from serve_app.types import Asleep, ReplicaRecords
 
 logger = logging.getLogger("corral.replica")

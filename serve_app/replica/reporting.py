@@ -14,8 +14,8 @@ from serve_app.channel.sender import Channel, Channels
 from serve_app.engine import CachedPrefixes, Engine, EngineStats
 from serve_app.metrics import Counter, Histogram
 from serve_app.placement.machine import throttled_s
-from serve_app.routing.autoscaling import PRESSURE, engine_pressure
 from serve_app.routing.blocks import Inventory, request_key, turn_key
+from serve_app.routing.pressure import PRESSURE, engine_pressure
 from serve_app.routing.score import Report
 from serve_app.types import GAP_BOUNDARIES_S, SequenceEnd
 

@@ -13,7 +13,9 @@ from serve_app.cli.main import app
 from serve_app.ingress.usage.key_metrics import KeyMetrics
 from serve_app.ingress.usage.ledger import COUNTS
 from serve_app.ingress.versions.control import VersionControl
+from serve_app.metrics import make_with
 from serve_app.replica.reporting import ReplicaMetrics
+from serve_app.routing.metrics import use_rays_exporter
 from tests.documents.tables import table
 
 _ROOT = Path(__file__).parents[2]
@@ -50,7 +52,9 @@ def metrics() -> str:
     nobody: Any = None
     by_key = KeyMetrics()
     by_key.add("a", "m", dict.fromkeys(COUNTS, 0.0))
+    use_rays_exporter()  # which tells what a metric is
     exporters = (ReplicaMetrics("m"), VersionControl({}, nobody, nobody), by_key)
+    make_with(None)
     values: list[Any] = [value for one in exporters for value in vars(one).values()]
     values += [one for value in values if isinstance(value, dict) for one in value.values()]
     rows: dict[str, tuple[str, ...]] = {}

@@ -33,7 +33,9 @@ from serve_app.cli.main import app
 from serve_app.config import schema
 from serve_app.errors import RateLimitError, SlowRequestError
 from serve_app.folders import cache_folder
+from serve_app.metrics import make_with
 from serve_app.replica.reporting import ReplicaMetrics
+from serve_app.routing.metrics import use_rays_exporter
 from serve_app.start import one_machine
 from serve_app.start.one_machine import environment_of
 
@@ -377,7 +379,9 @@ def test_alerts_are_about_what_replicas_export_and_are_documented() -> None:
 
 def exported() -> set[str]:
     """The names of a replica's metrics as Prometheus sees them."""
+    use_rays_exporter()
     values = [*vars(ReplicaMetrics("m")).values()]
+    make_with(None)
     values += [one for value in values if isinstance(value, dict) for one in value.values()]
     suffixes = {Counter: ["_total"], Histogram: ["_bucket", "_sum", "_count"]}
     return {

@@ -85,7 +85,6 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
             for name in ("blocks", "score")
         ),
         ("serve_app.routing.request_router", ("serve_app.engine",)),
-        ("serve_app.routing.autoscaling", ("serve_app",)),
         ("serve_app", ("loadtests", "tests", "tools")),
         *(
             (f"serve_app.{package}", PICKLES)

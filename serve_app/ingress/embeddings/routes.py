@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping
 from typing import Annotated
 
 import numpy as np
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from serve_app.errors import CorralError, InvalidRequestError
 from serve_app.ingress.embeddings import preparation
-from serve_app.ingress.embeddings.preparation import (
-    ComputedVectors,
-    PairsToRank,
-    Texts,
-    TextsToEmbed,
-    Vectors,
-    usage,
-)
-from serve_app.ingress.http import request_context
+from serve_app.ingress.embeddings.preparation import PairsToRank, usage
+from serve_app.ingress.generation.vectors import TextsToEmbed, compute, embed
 from serve_app.ingress.http.dependencies import BodiesArgument, ModelsArgument, prepared, written
 from serve_app.ingress.http.sse import Json
-from serve_app.ingress.model_registry import ServedModel, family, find
-from serve_app.ingress.workers.wire import Piece
-from serve_app.types import Medium
+from serve_app.ingress.model_registry import find
 
 ROUTER = APIRouter()
 
@@ -38,7 +25,7 @@ async def embeddings(
     body: Annotated[TextsToEmbed, prepared(preparation.embeddings)],
 ) -> Response:
     """Texts, with pictures or without, as vectors of length 1, OpenAI's way."""
-    return written(await bodies.work(preparation.openai_answer, *await computed(models, body)))
+    return written(await bodies.work(preparation.openai_answer, *await compute(models, body)))
 
 
 @ROUTER.post("/embedding")
@@ -49,7 +36,7 @@ async def embedding(
     body: Annotated[TextsToEmbed, prepared(preparation.llama_embedding)],
 ) -> Response:
     """Texts, with pictures or without, as vectors, llama-server's way."""
-    return written(await bodies.work(preparation.llama_answer, *await computed(models, body)))
+    return written(await bodies.work(preparation.llama_answer, *await compute(models, body)))
 
 
 @ROUTER.post("/embed")
@@ -59,7 +46,7 @@ async def tei_embed(
     body: Annotated[TextsToEmbed, prepared(preparation.tei_embed)],
 ) -> Response:
     """Texts as a list of vectors, as text-embeddings-inference answers."""
-    return written(await bodies.work(preparation.tei_answer, *await computed(models, body)))
+    return written(await bodies.work(preparation.tei_answer, *await compute(models, body)))
 
 
 @ROUTER.post("/v1/classify")
@@ -70,25 +57,7 @@ async def classify(
     body: Annotated[TextsToEmbed, prepared(preparation.classify)],
 ) -> Response:
     """The most likely class of each text, and the probabilities of all, as vLLM answers."""
-    return written(await bodies.work(preparation.classify_answer, *await computed(models, body)))
-
-
-async def computed(
-    models: Mapping[str, ServedModel], body: TextsToEmbed, began: float = math.nan
-) -> tuple[Piece, ...]:
-    """A request's vectors, for the worker that writes the answer, and the time that they took, for a
-    request that came at `began`. Raises CorralError."""
-    model = find(models, body.model)
-    n_tokens, vectors = await embed(model, body.texts, body.user, body.media)
-    lengths = None
-    if model.tokenizer.pooling == "none":
-        if body.media:
-            raise InvalidRequestError("Pictures need another pooling type than 'none'.", "model")
-        lengths = tuple(map(len, body.texts))
-    name = body.name or body.model
-    total_ns = 0 if math.isnan(began) else round((time.perf_counter() - began) * 1e9)
-    form = body.dimensions, body.as_base64, body.norm, lengths, total_ns
-    return ComputedVectors(name, n_tokens, *form).pieces(vectors)
+    return written(await bodies.work(preparation.classify_answer, *await compute(models, body)))
 
 
 @ROUTER.post("/v1/rerank")
@@ -130,26 +99,3 @@ async def score(
     ]
     used = usage(n_tokens)
     return JSONResponse({"model": body.model, "object": "list", "usage": used, "data": data})
-
-
-async def embed(
-    model: ServedModel, texts: Texts, user: str | None = None, media: tuple[Medium, ...] = ()
-) -> tuple[int, Vectors]:
-    """The number of tokens of texts and their media, and the texts' vectors, charged to the caller. Raises
-    KeyLimitError or RateLimitError for what the caller may not, and what the engine does."""
-    caller = request_context.current()
-    caller.check_model(model.id, family(model))
-    await caller.admit(texts)
-    n_tokens = sum(map(len, texts)) - len(media)
-    try:
-        if media:
-            n_tokens += await model.engine.media_tokens([medium.size for medium in media])
-        vectors = await model.engine.embed(
-            texts, caller.client(user), background=caller.is_background, media=media
-        )
-    except CorralError:
-        caller.count(model.id, {"refused": 1})
-        raise
-    caller.computed()
-    caller.count(model.id, {"requests": 1, "completed": 1, "prompt_tokens": n_tokens})
-    return n_tokens, vectors

@@ -10,16 +10,16 @@ from typing import Any, Literal
 import msgspec
 
 from serve_app.errors import InvalidRequestError, PromptTooLongError
-from serve_app.ingress.embeddings.preparation import (
+from serve_app.ingress.generation import preparation
+from serve_app.ingress.generation.preparation import Chat, refuse_unknown_tokens, tokenize_checked
+from serve_app.ingress.generation.requests import GenerationParams, TranslatedChat
+from serve_app.ingress.generation.vectors import (
     ComputedVectors,
     TextsToEmbed,
     check_makes_embeddings,
     normalized,
     to_embed,
 )
-from serve_app.ingress.generation import preparation
-from serve_app.ingress.generation.preparation import Chat, refuse_unknown_tokens, tokenize_checked
-from serve_app.ingress.generation.requests import GenerationParams, TranslatedChat
 from serve_app.ingress.http.request_model import parsed
 from serve_app.ingress.http.sse import encoded
 from serve_app.ingress.model_registry import ModelInfo, Models, find, full_name

@@ -16,9 +16,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from serve_app.errors import PermissionDeniedError
 from serve_app.ingress.access.bodies import unread
-from serve_app.ingress.embeddings.preparation import TextsToEmbed
-from serve_app.ingress.embeddings.routes import computed
 from serve_app.ingress.generation import generation
+from serve_app.ingress.generation.vectors import TextsToEmbed, compute
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import (
     BodiesArgument,
@@ -100,7 +99,7 @@ async def ollama_embed(
     """Texts as vectors of length 1, Ollama's way."""
     if not body.texts:
         return JSONResponse({"model": body.name, "embeddings": []})
-    pieces = await computed(models, body, began)
+    pieces = await compute(models, body, began)
     return written(await bodies.work(preparation.several, *pieces))
 
 
@@ -113,7 +112,7 @@ async def ollama_embeddings(
     """A text as a vector, as Ollama did it before."""
     if not body.texts:
         return JSONResponse({"embedding": []})
-    return written(await bodies.work(preparation.single, *await computed(models, body)))
+    return written(await bodies.work(preparation.single, *await compute(models, body)))
 
 
 VERSION = "0.32.15"

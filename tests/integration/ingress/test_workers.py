@@ -19,8 +19,8 @@ import pytest
 
 from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.errors import CorralError, EngineClosedError, InvalidRequestError, QueueFullError
-from serve_app.ingress.embeddings.preparation import MAX_NUMBERS, ComputedVectors
 from serve_app.ingress.generation.preparation import MAX_TEXT_CHARS
+from serve_app.ingress.generation.vectors import MAX_NUMBERS, ComputedVectors
 from serve_app.ingress.model_registry import ModelFile, ModelInfo
 from serve_app.ingress.workers import pool as pool_module
 from serve_app.ingress.workers import wire

@@ -15,6 +15,7 @@ from serve_app.engine.metrics.stats import CacheStats, EngineStats, PictureStats
 from serve_app.engine.metrics.trace import Trace
 from serve_app.replica import reporting
 from serve_app.replica.reporting import ReplicaMetrics
+from serve_app.routing.metrics import use_rays_exporter
 from serve_app.types import GAP_BOUNDARIES_S, FinishReason, SequenceEnd, Timings, Usage
 
 STATS = EngineStats(n_slots=2, n_ctx_slot=100, n_ctx=200)
@@ -68,7 +69,9 @@ def test_one_token_has_no_gap(clock: Clock) -> None:
 def test_every_gap_is_observed_in_its_bucket(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The boundaries are those that Ray's histogram gets, and its sum is the time between the tokens."""
     observed: list[float] = []
+    use_rays_exporter()
     made = ReplicaMetrics("m")
+    metrics.make_with(None)
     of_ray: Any = made._itl
     assert of_ray.info["boundaries"] == list(GAP_BOUNDARIES_S)
     monkeypatch.setattr(made._itl, "observe", observed.append)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingConfig
 
-from serve_app.routing.autoscaling import PRESSURE, by_pressure, engine_pressure
+from serve_app.routing.autoscaling import by_pressure
+from serve_app.routing.pressure import PRESSURE, engine_pressure
 
 
 @pytest.mark.parametrize(

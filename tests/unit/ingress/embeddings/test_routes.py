@@ -13,6 +13,7 @@ import pytest
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError, QueueFullError
 from serve_app.ingress.embeddings import preparation
+from serve_app.ingress.generation import vectors
 from serve_app.ingress.model_registry import ModelInfo
 from tests.doubles.api import prepared
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteModelFile, ByteTokenizer, ScriptedEngine
@@ -432,7 +433,7 @@ async def test_vectors_of_all_tokens(
         body = {"input": "ab", "model": "first"}
         error = (await client.post(path, json=body)).json()["error"]
         assert "Pooling type 'none' is not OAI compatible" in str(error)
-    monkeypatch.setattr(preparation, "MAX_NUMBERS", 8)
+    monkeypatch.setattr(vectors, "MAX_NUMBERS", 8)
     error = await refused(client, "/embedding", content="abc")
     assert error["message"] == "input: 3 vectors, and an answer has at most 2 of this model."
 
@@ -440,7 +441,7 @@ async def test_vectors_of_all_tokens(
 async def test_more_vectors_than_an_answer_has_are_refused_before_they_are_computed(
     client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "MAX_NUMBERS", 8)
+    monkeypatch.setattr(vectors, "MAX_NUMBERS", 8)
     for path, field in ("/v1/embeddings", "input"), ("/embed", "inputs"), ("/api/embed", "input"):
         answer = await client.post(path, json={"model": "first", field: ["a", "b", "c"]})
         assert answer.status_code == 400

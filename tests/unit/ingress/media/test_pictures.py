@@ -24,9 +24,9 @@ from serve_app.errors import (
 )
 from serve_app.ingress.anthropic import preparation as anthropic
 from serve_app.ingress.embeddings import preparation as embeddings
-from serve_app.ingress.embeddings.preparation import TextsToEmbed
 from serve_app.ingress.generation.generation import n_tokens
 from serve_app.ingress.generation.preparation import Generation, PromptLength
+from serve_app.ingress.generation.vectors import TextsToEmbed
 from serve_app.ingress.llama_server import preparation as llama_server
 from serve_app.ingress.media import decoder
 from serve_app.ingress.media.decoder import MediaDecoder
