@@ -83,7 +83,7 @@ def histogram(
 
 
 Maker = Callable[[str, str, str, Sequence[float] | None, Sequence[str], Tags], Any]
-"""Makes a metric, from its kind (`Counter`, `Gauge` or `Histogram`), name, text, upper ends, labels and tags."""
+"""Makes a metric, from its kind (`Counter`, `Gauge` or `Histogram`), name, text, ends, labels, and tags."""
 _maker: Maker | None = None
 
 

@@ -50,9 +50,9 @@ def settings(name: str) -> str:
 def metrics() -> str:
     """What replicas and ingresses export, in the order in which it is made."""
     nobody: Any = None
+    use_rays_exporter()  # which tells what a metric is
     by_key = KeyMetrics()
     by_key.add("a", "m", dict.fromkeys(COUNTS, 0.0))
-    use_rays_exporter()  # which tells what a metric is
     exporters = (ReplicaMetrics("m"), VersionControl({}, nobody, nobody), by_key)
     make_with(None)
     values: list[Any] = [value for one in exporters for value in vars(one).values()]
