@@ -300,8 +300,6 @@ class FetchingReplica:
     node_id: str
     stage: str
     done: float
-    from_origin_bytes: int = 0
-    from_nodes_bytes: int = 0
     limit_s: float | None = None
     """The most seconds that the stage takes; None: no limit."""
 

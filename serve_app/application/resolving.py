@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from serve_app.application import rollout
@@ -56,7 +55,7 @@ from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.sampling import Api
 from serve_app.store import models as store
 from serve_app.store.remote import UnreachableError
-from serve_app.store.shared_entries import MOST_ADDED, sharing_here
+from serve_app.store.shared_entries import MOST_ADDED
 
 logger = logging.getLogger("corral.config")
 
@@ -202,7 +201,7 @@ def _fewest_stages(model: ModelConfig, memory_bytes: int, downloads: DownloadsCo
     source = store.pinned(model.source, downloads)
     if store.is_in_openvinos_format(source):
         raise ConfigError(ONLY_GGUF)
-    opened = Model(_vocabulary(source, downloads), vocab_only=True)
+    opened = Model(store.vocabulary(source, downloads), vocab_only=True)
     reserved = model.deployment.ray_actor_options.num_cpus
     shape = shape_of(opened.files, model.engine.quantization)
     nodes = _memory_of_nodes(reserved or 1) or [memory_bytes]
@@ -301,7 +300,7 @@ def _looked_up(
         projector = _projector(model, source, opened, downloads)
         if projector is not None and not is_sized:
             with _naming("projector"):  # with a hole in its file, maybe
-                n_bytes = _vocabulary(projector, downloads).stat().st_size
+                n_bytes = store.vocabulary(projector, downloads).stat().st_size
             needs = replace(needs, weight_bytes=needs.weight_bytes + n_bytes)
         return source, projector, needs
     except UnreachableError:
@@ -314,7 +313,7 @@ def _opened(model: ModelConfig, source: ModelSource, downloads: DownloadsConfig)
     """The model without its weights, of which everything is read that a worker is going to need. Raises
     ConfigError, also for a chat template or recommended sampling parameters that cannot be used."""
     defaults = model_defaults(model.defaults)
-    path, pooling = _vocabulary(source, downloads), model.engine.embedding_pooling
+    path, pooling = store.vocabulary(source, downloads), model.engine.embedding_pooling
     tokenizer = Tokenizer(path, defaults.chat_template, None if pooling == "auto" else pooling)
     try:
         tokenizer.recommended  # noqa: B018  # is read here
@@ -426,7 +425,7 @@ def _projector_beside(
         if projector is None or projector.builtin:
             return projector
         reason = why_unusable(
-            _vocabulary(projector, downloads), opened.meta_int("embedding_length", 0)
+            store.vocabulary(projector, downloads), opened.meta_int("embedding_length", 0)
         )
     except UnreachableError:
         raise
@@ -460,7 +459,7 @@ def _with_draft(
         return needs  # replicas on other nodes look for themselves
     try:
         with _naming("engine.draft"):
-            draft = Model(_vocabulary(source, downloads), vocab_only=True)
+            draft = Model(store.vocabulary(source, downloads), vocab_only=True)
     except UnreachableError:
         if not is_sized:
             raise
@@ -469,8 +468,3 @@ def _with_draft(
     needs = needs.with_draft(ModelNeeds.of(draft), N_CTX)
     n_states = states_bytes(target, len(draft.target_layers))
     return replace(needs, draft_bytes=needs.draft_bytes + n_states)
-
-
-def _vocabulary(source: ModelSource, downloads: DownloadsConfig) -> Path:
-    """The model's vocabulary, which replicas and ingresses may copy from here."""
-    return store.vocabulary(source, downloads, sharing_here())

@@ -31,10 +31,7 @@ from serve_app.ingress.http.request_context import Caller
 from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.ingress.server import IngressPlace, IngressServer, IngressSettings
 from serve_app.local.handle import EngineChild, LocalHandle, folder_for
-from serve_app.progress import nowhere
 from serve_app.store import shared_entries
-from serve_app.store.models import locate
-from serve_app.store.sharing import ClusterSharing
 
 AT_ONCE = 2
 """Parts that an engine has at a time: the second one's lines take the slots that the first one's leave."""
@@ -79,7 +76,6 @@ class Answerer:
             aliases=("*",),  # requests may have been written for another server
             on_demand=None,
         )
-        await asyncio.to_thread(locate, model.source, model.downloads, nowhere, ClusterSharing())
         folder = _own_folder()
         metrics.keep_in(folder / "metrics")
         shared_entries.keep_in(folder / "entries")

@@ -60,9 +60,8 @@ def named(model: str | None) -> NamedModel:
             "OWNER/NAME:QUANT."
         ) from None
     if not (name.choice or "").endswith(".gguf"):
-        files = hub.files(name, folders.cache_folder() / "models" / ".names")
-        first, *_ = names.chosen(files, name)
-        name = replace(name, choice=first)
+        pinned = hub.pinned(name, folders.cache_folder() / "models" / ".names")
+        name = replace(name, choice=pinned.choice)
     if name.choice == GRAPH:
         return NamedModel(_id_of(name.repo), {"repo": str(name)}, _OPENVINO)
     return NamedModel(_id_of(name.choice or ""), {"repo": str(name)})

@@ -31,7 +31,7 @@ from serve_app.llama.vision.senses import senses as senses_of
 from serve_app.routing import reports
 from serve_app.store.encryption import check_encrypted
 from serve_app.store.models import vocabulary
-from serve_app.store.shared_entries import LoadedAdapters, VersionWeights, sharing_here
+from serve_app.store.shared_entries import LoadedAdapters, VersionWeights
 
 logger = logging.getLogger("corral.ingress")
 
@@ -86,7 +86,7 @@ class IngressPlace:
 
 def _file(model: ResolvedModel) -> ModelFile:
     """The file with the model's vocabulary, for all processes here; blocks. Raises ConfigError."""
-    path = vocabulary(model.source, model.downloads, sharing_here())
+    path = vocabulary(model.source, model.downloads)
     senses = NO_SENSES
     if model.projector is not None:
         senses = senses_of(vocabulary(model.projector, model.downloads))

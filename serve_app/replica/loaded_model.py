@@ -39,7 +39,7 @@ from serve_app.replica.place import ReplicaPlace
 from serve_app.replica.reporting import ReplicaMetrics, Reporting, pressure
 from serve_app.store.encryption import check_encrypted
 from serve_app.store.models import n_bytes
-from serve_app.store.shared_entries import LoadedAdapters, progress_told
+from serve_app.store.shared_entries import LoadedAdapters, publish_progress
 from serve_app.types import (
     GenerationRequest,
     Medium,
@@ -71,7 +71,7 @@ class LoadedModel:
             check_encrypted("engine.slot_folder", model.options.slot_folder)
         self._closing = AsyncExitStack()
         whose = place.app, place.deployment, place.replica_id, place.node_id
-        async with progress_told(*whose) as tell:
+        async with publish_progress(*whose) as tell:
             files = Files(model.downloads, tell)
             find = files.find
             path = await find(model.source)
@@ -102,7 +102,7 @@ class LoadedModel:
         self._channels = Channels(place.node_id, place.replica_id)
         self._closing.callback(self._channels.close)
         self._stage = None
-        async with progress_told(*whose) as tell:
+        async with publish_progress(*whose) as tell:
             load = partial(Engine.load, path, options, tell)
             if place.gang is not None:
                 from serve_app.replica.stages import ReplicaStage  # OpenVINO comes with it

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -23,7 +22,6 @@ from urllib.parse import quote, unquote
 from serve_app.config.sources import AdapterConfig
 from serve_app.errors import InvalidRequestError
 from serve_app.progress import Report, Stage
-from serve_app.store.remote import ALONE, Sharing
 from serve_app.types import AdapterUse, FetchingReplica
 
 _TELL_EVERY_S = 1.0
@@ -111,16 +109,6 @@ def shared_values() -> KeyValues:
 
         _values = RayValues()
     return _values
-
-
-def sharing_here() -> Sharing:
-    """The help of the cluster's other nodes, if this is a process of Ray's."""
-    ray: Any = sys.modules.get("ray")  # whoever has not imported it has no other nodes
-    if ray is None or not ray.is_initialized():
-        return ALONE
-    from serve_app.store.sharing import ClusterSharing
-
-    return ClusterSharing()
 
 
 class NumberedEntries:
@@ -334,7 +322,7 @@ class VersionWeights:
 
 
 @asynccontextmanager
-async def progress_told(
+async def publish_progress(
     app: str, deployment: str, replica_id: str, node_id: str
 ) -> AsyncIterator[Report]:
     """Let everybody know, every second until the end of the block, how far this replica is with its model:
@@ -349,8 +337,8 @@ async def progress_told(
     async def keep_telling() -> None:
         while not enough.is_set():
             for stage in latest:
-                figures = stage.from_origin_bytes, stage.from_nodes_bytes, stage.limit_s
-                replica = FetchingReplica(replica_id, node_id, stage.name, stage.done, *figures)
+                figures = stage.name, stage.done, stage.limit_s
+                replica = FetchingReplica(replica_id, node_id, *figures)
                 value = json.dumps({"at": time.time(), "told": asdict(replica)}).encode()
                 with suppress(Exception):  # Ray's head is away for a moment
                     await asyncio.to_thread(shared_values().put, key, value, overwrite=True)

@@ -191,13 +191,11 @@ export class LivePage {
   }
 }
 
-/** How far downloads are: of the last one to end, as all are needed. @param {Object<string, [number, number]>} [fetching] */
+/** How far downloads are: of the last one to end, as all are needed. @param {Object<string, number>} [fetching] */
 function downloads(fetching = {}) {
   const all = Object.values(fetching);
   if (!all.length) return "";
-  const done = Math.min(...all.map(([part]) => part));
-  const fromNodes = all.reduce((most, [, part]) => Math.max(most, part), 0);
-  return `: ${Math.floor(100 * done)}% downloaded${fromNodes ? `, ${Math.round(100 * fromNodes)}% of it from other nodes` : ""}`;
+  return `: ${Math.floor(100 * Math.min(...all))}% downloaded`;
 }
 
 /** @param {any[]} replicas @param {string} name */
