@@ -150,11 +150,7 @@ def _listing(name: HubName, folder: Path) -> remote.Listing:
 def _ask(name: HubName) -> remote.Listing:
     """The listing by the Hub's API: the library's own method for it asks a busy server once only."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import (
-        build_hf_headers,
-        hf_raise_for_status,
-        http_backoff,
-    )  # type: ignore[attr-defined]  # it exports them lazily
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]  # it exports them lazily
 
     url = f"{_endpoint() or constants.ENDPOINT}/api/models/{name.repo}"
     if name.revision is not None:

@@ -14,8 +14,6 @@ from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSour
 from serve_app.errors import ConfigError
 from serve_app.folders import sync
 from serve_app.llama import shards
-from serve_app.openvino.exported import files as exported
-from serve_app.openvino.exported.header import vocabulary_file
 from serve_app.progress import Report, Stage
 from serve_app.store import gguf_header, hub, names
 from serve_app.store.folder import ModelsFolder, disk_error
@@ -63,7 +61,7 @@ def vocabulary(source: ModelSource, configured: DownloadsConfig) -> Path:
     if source.builtin:
         return _in_package(source)
     if source.path is not None:
-        return vocabulary_file(_at(source.path))
+        return _at(source.path)
     model = remote_model(source, configured)
     folder = _folder(configured)
     try:
@@ -102,21 +100,6 @@ def pinned_projector(source: ProjectorSource, configured: DownloadsConfig) -> Pr
     return ProjectorSource(repo=str(projector))
 
 
-def n_bytes(path: Path) -> int:
-    """Bytes of all files of a model, by the path that `locate` gave. Raises ConfigError, OSError."""
-    if exported.is_graph(path):
-        return path.stat().st_size + path.with_name(exported.WEIGHTS).stat().st_size
-    return shards.n_bytes(path)
-
-
-def is_in_openvinos_format(source: ModelSource) -> bool:
-    """Whether a pinned source is a model in OpenVINO's format."""
-    if source.path is None:
-        return False
-    path = source.path.expanduser()
-    return exported.is_graph(path) or (path / exported.GRAPH).is_file()
-
-
 def names_a_file(source: ModelSource) -> bool:
     """Whether it means one file, whatever else a repository has."""
     wanted = _hub_name(source)
@@ -137,18 +120,9 @@ def projector_beside(source: ModelSource, configured: DownloadsConfig) -> Projec
 
 
 def _at(path: Path) -> Path:
-    """The model's file, or its graph in that folder. Raises ConfigError unless all files of it are here."""
+    """The model's file. Raises ConfigError unless all files of it are here."""
     path = path.expanduser()
-    if path.is_dir() or exported.is_graph(path):
-        folder = exported.folder_of(path)
-        if lacking := exported.missing(
-            name for name in exported.FILES if (folder / name).is_file()
-        ):
-            raise ConfigError(
-                f"source.path: the folder {folder} lacks {', '.join(lacking)}, which a model in OpenVINO's "
-                "format has. Of a GGUF model, name the file"
-            )
-        return folder / exported.GRAPH
+    shards.refuse_exported(path)
     for name in shards.names(path.name):
         if not path.with_name(name).is_file():
             raise ConfigError(f"source.path: there is no file {path.with_name(name)} on this node")
