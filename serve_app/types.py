@@ -412,28 +412,6 @@ class SlotAction:
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
-    """A version of a model."""
-
-    model: str
-    """The id that it is served under, with others."""
-    name: str
-    weight: float
-    """The version's part of the requests that name no version, in proportion to the others' weights."""
-    given: float | None = None
-    """The weight that it has at this moment, if that is not yet the same."""
-
-    @property
-    def full_name(self) -> str:
-        """Clients' name for this version, and no other."""
-        return f"{self.model}@{self.name}"
-
-    @property
-    def present_weight(self) -> float:
-        return self.weight if self.given is None else self.given
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaStats:
     """An engine replica's state and statistics."""
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from serve_app.application import rollout
 from serve_app.config import sizing
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import OnDemandSettings, ResolvedModel
@@ -79,7 +78,6 @@ def resolve(
     shares = plan.shares(here, n_places)
     always, when_asked_for = iter(shares[n_at_once:]), itertools.cycle(shares[:n_at_once])
     resolved = []
-    versions, aliases = rollout.versions(models), rollout.shared_aliases(models)
     for i, model in enumerate(models):
         share = next(always if model.keep_alive is None else when_asked_for)
         if i < n_resolved:
@@ -89,26 +87,19 @@ def resolve(
         try:
             undecided = _resolve(model, share, here, n_places, downloads)
         except (ConfigError, OSError) as error:
-            raise ConfigError(f"models ({rollout.engine_id(model)}): {error}") from None
+            raise ConfigError(f"models ({model.id}): {error}") from None
         on_demand = undecided.on_demand
         if on_demand is not None:
             n_processes = max(n_on_demand, 2 * MOST_ADDED) if more_may_come else n_on_demand
             on_demand = on_demand.beside_others(max_loaded, min(1.0, n_at_once / n_processes))
-        resolved.append(
-            replace(
-                undecided,
-                on_demand=on_demand,
-                version=versions.get(undecided.id),
-                aliases=aliases[model.id],
-            )
-        )
+        resolved.append(replace(undecided, on_demand=on_demand))
     return resolved
 
 
 def resolve_all(app: AppConfig, n_resolved: int = 0) -> list[ResolvedModel]:
     """All models of an application but the first `n_resolved`, with nothing left open. Raises
     ConfigError."""
-    models = [
+    return [
         replace(
             model,
             batches_may_scale=app.ingress.batch.may_scale,
@@ -124,13 +115,6 @@ def resolve_all(app: AppConfig, n_resolved: int = 0) -> list[ResolvedModel]:
             n_resolved=n_resolved,
         )
     ]
-    here_alone = [
-        model
-        for model, configured in zip(models, app.models[n_resolved:], strict=True)
-        if not names_its_share(configured)
-    ]
-    rollout.check_memory(here_alone, machine.read().total_bytes)
-    return models
 
 
 def names_its_share(model: ModelConfig) -> bool:
@@ -168,7 +152,7 @@ def _resolve(
         n_replicas=n_together,
     )
     return ResolvedModel(
-        id=rollout.engine_id(model),
+        id=model.id,
         aliases=tuple(model.aliases),
         tags=tuple(model.tags),
         defaults=model_defaults(model.defaults),
@@ -187,7 +171,6 @@ def _resolve(
         adapters=tuple(pinned_adapter(one, downloads) for one in model.adapters),
         projector=projector,
         draft=pinned_source("engine.draft", draft_source(model), downloads),
-        weight_bytes=0 if needs is None else needs.weight_bytes,
         on_demand=None
         if model.keep_alive is None
         else OnDemandSettings(model.keep_alive, reserved, n_together, has_peers=has_peers),

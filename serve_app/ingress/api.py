@@ -46,8 +46,6 @@ from serve_app.ingress.usage import routes as usage_routes
 from serve_app.ingress.usage.ledger import Ledger
 from serve_app.ingress.usage.telemetry import Telemetry
 from serve_app.ingress.usage.telemetry import provider as tracers
-from serve_app.ingress.versions import routes as version_routes
-from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.workers.pool import Workers
 
 ROUTERS = (
@@ -55,7 +53,6 @@ ROUTERS = (
     information.ROUTER,
     broadcaster.ROUTER,
     llama_routes.ROUTER,
-    version_routes.ROUTER,
     anthropic_routes.ROUTER,
     responses_routes.ROUTER,
     embedding_routes.ROUTER,
@@ -76,16 +73,14 @@ def build_api(
     workers: Workers,
     open_requests: OpenRequests | None = None,
     responses: BackgroundResponses | None = None,
-    versions: VersionControl | None = None,
     model_control: ModelControl | None = None,
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 
     The workers read bodies. `open_requests` counts those that are answered. `responses` makes responses
     that are kept; without it, this process alone keeps some. Batches are worked on from the application's
-    start on, as its lifespan. `versions` changes the weights of models that have several, and
-    `model_control` the models. Raises ConfigError for a key file that cannot be used, and OSError for a
-    folder.
+    start on, as its lifespan. `model_control` adds and removes models. Raises ConfigError for a key file
+    that cannot be used, and OSError for a folder.
     """
     fetch = Fetcher(config.picture_hosts).fetch if config.picture_hosts else None
     bodies = Bodies(workers, strict=config.strict, fetch=fetch)
@@ -119,7 +114,7 @@ def build_api(
     app.state.models, app.state.bodies = models, bodies
     app.state.verbose, app.state.has_ui = config.verbose, bool(config.ui)
     app.state.sse_ping_interval_s = config.sse_ping_interval_s
-    app.state.versions, app.state.model_control = versions, model_control
+    app.state.model_control = model_control
     app.state.responses = responses or BackgroundResponses(models, Store(Bounds()), open_requests)
     app.state.responses.counter = ledger.counter
     app.state.batches = executor

@@ -89,7 +89,7 @@ class LocalServer:
         host = ConfiguredHost(app, models)
         self.entry, self.resolve, self._entries = host.entry, host.resolve, host.entries
         self.handles = {
-            model.name: LocalHandle(model, folder, _reserved_cpus(configured.deployment, model))
+            model.id: LocalHandle(model, folder, _reserved_cpus(configured.deployment, model))
             for configured, model in zip(app.models, models, strict=True)
         }
         self._keeping: dict[str, asyncio.Task[None]] = {}
@@ -170,9 +170,9 @@ class LocalServer:
         from serve_app.routing import reports
 
         handle = LocalHandle(model, self._folder, model.num_cpus)
-        self.handles[model.name], self._entries[model.name] = handle, entry
+        self.handles[model.id], self._entries[model.id] = handle, entry
         child = EngineChild(self._folder)
-        self._keeping[model.name] = asyncio.create_task(handle.keep(child))
+        self._keeping[model.id] = asyncio.create_task(handle.keep(child))
         assert reports.HERE.address is not None  # the ingress listens
         await handle.attach(reports.HERE.address)
         return handle

@@ -175,7 +175,7 @@ def _ask(name: HubName) -> remote.Listing:
             sibling.get("blobId") or "",
         )
         for sibling in info["siblings"]
-        if names.is_known(sibling["rfilename"])
+        if sibling["rfilename"].endswith(".gguf")
     ]
     return {"commit": info["sha"], "files": [asdict(file) for file in files]}
 

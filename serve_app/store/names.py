@@ -100,11 +100,6 @@ def parts_of(files: Iterable[str], name: HubName) -> tuple[str, ...]:
     return chosen(present, name)
 
 
-def is_known(name: str) -> bool:
-    """Whether a file may be a part of a model."""
-    return name.endswith(".gguf")
-
-
 def _file(models: Sequence[str], name: HubName) -> str:
     first, *_ = shards.names(name.choice or "")
     if first not in models:

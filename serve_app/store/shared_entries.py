@@ -1,4 +1,4 @@
-"""Entries that all ingresses and replicas of an application know: adapters, weights, downloads.
+"""Entries that all ingresses and replicas of an application know: adapters, added models, downloads.
 
 Processes of Ray keep them with Ray's head, and they last as long as it does. Those of a local server keep
 them in its folder (`keep_in`). Functions and methods block meanwhile, and raise errors of Ray or of the
@@ -30,10 +30,8 @@ _STALE_S = 10.0
 MOST_ADDED = 32
 """Models that may be added: each has a process, also while it is not loaded."""
 MOST_ADAPTERS = 64
-MOST_CHANGES = 32
 
 Entry = Mapping[str, Any]
-Weights = Mapping[str, float]
 
 
 class KeyValues(Protocol):
@@ -122,10 +120,10 @@ class NumberedEntries:
         listed = shared_values().list(self._of(model))
         return sorted(int(key.rpartition("/")[2]) for key in listed)
 
-    def read(self, model: str, last: int = 0) -> list[tuple[int, Entry]]:
-        """The last entries, or all, with their numbers, the lowest first, without the empty ones."""
+    def read(self, model: str) -> list[tuple[int, Entry]]:
+        """The entries with their numbers, the lowest first, without the empty ones."""
         entries = []
-        for number in self.numbers(model)[-last:]:
+        for number in self.numbers(model):
             key = self._key(model, number)
             value = shared_values().get(key)
             if value is not None and (entry := json.loads(value)):
@@ -286,39 +284,6 @@ def added_application(app: str, model_id: str) -> str:
 def whole_application(name: str) -> str:
     """The name of the application that an engine's Serve application is a part of."""
     return name.partition(_ADDED)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightChange:
-    """A change of a model's weights."""
-
-    weights: Weights
-    configured: Weights
-    """The configuration's weights when the change was made."""
-
-
-class VersionWeights:
-    """The weights of versions as they were changed while serving, the same for all ingresses.
-
-    The newest change counts, unless the configuration's weights are others than the ones that it changed.
-    """
-
-    def __init__(self, app: str) -> None:
-        self._entries = NumberedEntries("versions", app)
-
-    def history(self, model: str) -> list[WeightChange]:
-        """All changes that are remembered, the newest first."""
-        return [WeightChange(**entry) for _, entry in reversed(self._entries.read(model))]
-
-    def newest(self, model: str) -> WeightChange | None:
-        changes = [WeightChange(**entry) for _, entry in self._entries.read(model, last=1)]
-        return changes[0] if changes else None
-
-    def add(self, model: str, weights: Weights, configured: Weights) -> None:
-        """Add a change. Of two that are made at once, the later one counts."""
-        self._entries.add(model, {"weights": dict(weights), "configured": dict(configured)})
-        for number in self._entries.numbers(model)[:-MOST_CHANGES]:
-            self._entries.remove(model, number)
 
 
 @asynccontextmanager

@@ -12,7 +12,6 @@ from ray.util.metrics import Metric
 from serve_app.cli.main import app
 from serve_app.ingress.usage.key_metrics import KeyMetrics
 from serve_app.ingress.usage.ledger import COUNTS
-from serve_app.ingress.versions.control import VersionControl
 from serve_app.replica.reporting import ReplicaMetrics
 from tests.documents.tables import table
 
@@ -47,10 +46,9 @@ def settings(name: str) -> str:
 
 def metrics() -> str:
     """What replicas and ingresses export, in the order in which it is made."""
-    nobody: Any = None
     by_key = KeyMetrics()
     by_key.add("a", "m", dict.fromkeys(COUNTS, 0.0))
-    exporters = (ReplicaMetrics("m"), VersionControl({}, nobody, nobody), by_key)
+    exporters = (ReplicaMetrics("m"), by_key)
     values: list[Any] = [value for one in exporters for value in vars(one).values()]
     values += [one for value in values if isinstance(value, dict) for one in value.values()]
     rows: dict[str, tuple[str, ...]] = {}

@@ -113,7 +113,7 @@ def test_package_does_not_import(importer: str, forbidden: tuple[str, ...]) -> N
 INGRESS_CORE = tuple(
     f"serve_app.ingress.{name}" for name in ("http", "workers", "generation", "model_registry")
 )
-"""What a chat passes in every protocol. Protocols, media, batches, versions and views are its guests."""
+"""What a chat passes in every protocol. Protocols, media, batches and views are its guests."""
 
 
 def in_ingress_core(module: str) -> bool:

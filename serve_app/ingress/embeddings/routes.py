@@ -24,7 +24,7 @@ from serve_app.ingress.embeddings.preparation import (
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import BodiesArgument, ModelsArgument, prepared, written
 from serve_app.ingress.http.sse import Json
-from serve_app.ingress.model_registry import ServedModel, family, find
+from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.ingress.workers.wire import Piece
 from serve_app.types import Medium
 
@@ -138,7 +138,7 @@ async def embed(
     """The number of tokens of texts and their media, and the texts' vectors, charged to the caller. Raises
     KeyLimitError or RateLimitError for what the caller may not, and what the engine does."""
     caller = request_context.current()
-    caller.check_model(model.id, family(model))
+    caller.check_model(model.id)
     await caller.admit(texts)
     n_tokens = sum(map(len, texts)) - len(media)
     try:

@@ -12,7 +12,7 @@ from serve_app.errors import CorralError
 from serve_app.ingress.generation.preparation import Chat, Generation, PromptLength
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.request_context import Caller, UsageCounts
-from serve_app.ingress.model_registry import ServedModel, family, find
+from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.prompt.output_parser import OutputParser, Part
 from serve_app.types import Accepted, FinishReason, GenerationRequest, TokenDelta
 
@@ -30,7 +30,7 @@ async def requests(
     """The requests of all answers, the first prompt's first. The caller is charged. Raises KeyLimitError,
     RateLimitError or PermissionDeniedError for what the caller may not."""
     caller = request_context.current()
-    caller.check_model(model.id, family(model))
+    caller.check_model(model.id)
     caller.check_priority(generation.request.priority)
     most = [caller.most_new(len(p), generation.sampling.max_tokens) for p in generation.prompts]
     await caller.ask_for(generation.n_answers)

@@ -142,7 +142,6 @@ export class LivePage {
     const stopping = model.states?.STOPPING ?? 0;
     const hits = replicas.filter((one) => one.hits != null).map((one) => one.hits);
     tiles(byId("tiles"), [
-      ...(model.share == null ? [] : [["Share", `${(100 * model.share).toFixed(0)}%`, "of the model's requests"]]),
       ["Replicas", String(replicas.length), [starting && `${starting} starting${downloads(model.fetching)}`, stopping && `${stopping} draining`].filter(Boolean).join(", ")],
       ["Slots busy", `${sum(replicas, "running")}`, `of ${sum(replicas, "n_slots")}`],
       ["Waiting", `${sum(replicas, "waiting")}`, waitNote(waits)],
