@@ -54,6 +54,7 @@ class HubOrigin:
     def download(self, file: remote.RemoteFile, folder: Path, on_bytes: remote.OnBytes) -> Path:
         from huggingface_hub import hf_hub_download
 
+        bar: Any = _Bar(on_bytes)  # the library calls it, as if it were a class
         with _explain_errors(self._repo, self._commit):
             path = hf_hub_download(
                 self._repo,
@@ -62,7 +63,7 @@ class HubOrigin:
                 local_dir=folder,
                 endpoint=_endpoint(),
                 library_name=_LIBRARY,
-                tqdm_class=_Bar(on_bytes),  # type: ignore[arg-type]  # it calls it, and no more
+                tqdm_class=bar,
             )
         return Path(path)
 

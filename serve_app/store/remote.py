@@ -36,7 +36,7 @@ class RemoteFile:
     """A file at its origin."""
 
     path: str
-    """Its path there."""
+    """The path at its origin."""
     n_bytes: int
     sha256: str | None = None
     """SHA-256 of the content in hexadecimal digits, if the origin tells."""
@@ -146,13 +146,13 @@ class UrlOrigin:
     def download(self, file: RemoteFile, folder: Path, on_bytes: OnBytes) -> Path:
         from fsspec import Callback
 
-        class Progress(Callback):  # type: ignore[misc]  # fsspec has no types
+        class ByteCallback(Callback):  # type: ignore[misc]  # fsspec has no types
             def relative_update(self, inc: int = 1) -> None:
                 on_bytes(inc)
 
         path = folder / file.name
         try:
-            self._files.get_file(file.path, str(path), callback=Progress())
+            self._files.get_file(file.path, str(path), callback=ByteCallback())
         except Exception as error:
             if isinstance(error, ConfigError) or is_of_disk(error):
                 raise

@@ -91,10 +91,7 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
             (f"serve_app.{package}", PICKLES)
             for package in ("ingress", "replica", "channel", "routing", "engine", "store", "batch")
         ),
-        *(
-            (f"serve_app.store.{name}", ("ray", "serve_app.store.sharing"))
-            for name in ("models", "download", "remote", "folder", "hub")
-        ),
+        *((f"serve_app.store.{name}", ("ray",)) for name in ("models", "remote", "folder", "hub")),
         ("serve_app.types", ("ray", "fastapi", "pydantic", "llama_cpp", "serve_app.engine")),
         *(
             (f"serve_app.{package}", ("serve_app.cli",))
@@ -225,7 +222,6 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.routing.serve_handle",
         "serve_app.start.one_machine",
         "serve_app.store.ray_values",
-        "serve_app.store.sharing",
     }
 
 
