@@ -177,6 +177,7 @@ def _obtain(
                     folder.make_room(model)
                     progress.begin()
                     for file in model.files:
+                        progress.add(0)  # hf_xet does not end in the middle of a file
                         if not folder.has(model, file):
                             _download(model, file, folder, progress)
                     folder.finish(model)
