@@ -28,7 +28,6 @@ from serve_app.errors import ConfigError
 from serve_app.ingress.batch.executor import post
 from serve_app.ingress.batch.preparation import prefix_of
 from serve_app.ingress.http.request_context import Caller
-from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.ingress.server import IngressPlace, IngressServer, IngressSettings
 from serve_app.local.handle import EngineChild, LocalHandle, folder_for
 from serve_app.store import shared_entries
@@ -87,7 +86,7 @@ class Answerer:
                 await self._keeping
             if child.process.poll() is not None:
                 raise ConfigError(f"The process of model {model.id} cannot load it.")
-        place = IngressPlace("corral", "local", "", [handle], Store(Bounds()))
+        place = IngressPlace("corral", "local", "", [handle])
         settings = IngressSettings(IngressConfig(allow_anonymous=True))
         ingress = IngressServer()
         await ingress.start([model], settings, place)

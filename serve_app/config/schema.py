@@ -497,14 +497,6 @@ class IngressConfig(Section):
     responses_kept_s: Annotated[float, Field(ge=0, le=86400)] = 1800
     """Seconds for which a response of `/v1/responses` is kept after its end, unless its request says
     `store: false`. 0 keeps none."""
-    max_responses_per_key: PositiveInt = 256
-    """Responses that are kept for each API key, or for each address without keys. One more replaces the
-    oldest."""
-    max_responses_mib_per_key: PositiveInt = 16
-    """Memory of the responses of each key, in MiB."""
-    max_responses_mib: PositiveInt = 256
-    """Memory of all keys' responses, in MiB. At the limit, the key with the most loses its oldest
-    one."""
     usage_folder: Path | None = None
     """The folder where [usage](usage.md) is kept by key and model, without any text. All nodes with an
     ingress must see it, on a file system with locks. Without it, each ingress replica knows what it has

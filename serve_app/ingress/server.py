@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fastapi import FastAPI
@@ -22,8 +22,7 @@ from serve_app.ingress.handle_client import HandleClient
 from serve_app.ingress.media.decoder import opened
 from serve_app.ingress.model_control import ModelControl, ModelHost
 from serve_app.ingress.model_registry import ModelFile, ServedModel
-from serve_app.ingress.responses.background import BackgroundResponses, ResponseStore
-from serve_app.ingress.responses.store import Bounds
+from serve_app.ingress.responses.store import ResponseStore, Store
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.llama.vision.senses import NO_SENSES
 from serve_app.llama.vision.senses import senses as senses_of
@@ -50,15 +49,6 @@ class IngressSettings:
         """Whether clients' texts may lie on any disk."""
         return self.data_at_rest is True
 
-    @property
-    def kept_responses(self) -> Bounds:
-        return Bounds(
-            self.config.responses_kept_s,
-            self.config.max_responses_per_key,
-            self.config.max_responses_mib_per_key << 20,
-            self.config.max_responses_mib << 20,
-        )
-
 
 async def _tell_nobody() -> None:
     """There are no other ingresses."""
@@ -74,7 +64,8 @@ class IngressPlace:
     """The address at which other nodes' engines reach this process."""
     handles: Sequence[ReplicaHandle]
     """The way to each model's replicas."""
-    store: ResponseStore
+    store: ResponseStore = field(default_factory=Store)
+    """The responses that all ingresses keep."""
     tell_ingresses: Callable[[], Awaitable[None]] = _tell_nobody
     """Has all ingresses look at what they share, which has changed."""
     model_host: ModelHost | None = None
@@ -115,7 +106,7 @@ class IngressServer:
             folder = settings.config.batch.folder
             check_encrypted("ingress.batch.folder", folder and folder.expanduser())
         heap.give_back()
-        self._settings = settings
+        self._settings, self._place = settings, place
         self.open_requests = OpenRequests(settings.config.max_ongoing_requests)
         self._files: dict[str, ModelFile] = {}
         for model in models:
@@ -142,7 +133,6 @@ class IngressServer:
             self._models[model.id] = self._served(model, handle)
         await self._adapters.look()
         self._watching = asyncio.create_task(self._watch())
-        self.responses = BackgroundResponses(self._models, place.store, self.open_requests)
         self._control = None
         if place.model_host is not None:
             self._control = ModelControl(self._models, self, place.model_host, place.tell_ingresses)
@@ -191,7 +181,7 @@ class IngressServer:
             self._settings.config,
             self._workers,
             self.open_requests,
-            self.responses,
+            self._place.store,
             self._control,
         )
 
@@ -199,7 +189,6 @@ class IngressServer:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             await self.look_again()
-            await self.responses.adopt()
 
     async def look_again(self) -> bool:
         """Look at what ingresses share, which has changed."""

@@ -101,7 +101,6 @@ class LocalServer:
         import uvicorn
 
         from serve_app.application.deployments import ingress_settings
-        from serve_app.ingress.responses.store import Store
         from serve_app.ingress.server import IngressPlace, IngressServer
         from serve_app.local.http import BoundedHttp
         from serve_app.routing import reports
@@ -114,7 +113,6 @@ class LocalServer:
         place = IngressPlace(
             *("corral", "local", ""),
             configured,
-            Store(settings.kept_responses),
             model_host=self if self._app.manage_models else None,
             forks_workers=True,
         )

@@ -91,17 +91,14 @@ class RequestMeter:
         self._counts_prompt = counts_prompt
         self._caller, self._model, self._request = caller, model, request
         self._prepared = time.monotonic_ns()
-        self._n_prompt, self._n_tokens = len(request.prompt), len(request.generated)
-        self._n_before = self._n_counted = self._n_tokens
-        """The tokens that another ingress has counted, with the prompt; and all that are counted."""
+        self._n_prompt, self._n_tokens, self._n_counted = len(request.prompt), 0, 0
         self._is_running = self._has_ended = self._is_due = False
 
     def accepted(self) -> None:
         if not self._is_running:
             self._is_running = True
-            if not self._n_before:
-                n_prompt = self._n_prompt if self._counts_prompt else 0
-                self._count({"requests": 1, "prompt_tokens": n_prompt})
+            n_prompt = self._n_prompt if self._counts_prompt else 0
+            self._count({"requests": 1, "prompt_tokens": n_prompt})
 
     def delivered(self, delta: TokenDelta) -> None:
         self.accepted()
