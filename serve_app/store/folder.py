@@ -9,8 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from serve_app.errors import ConfigError
@@ -59,27 +58,21 @@ class ModelsFolder(BoundedFolder):
 
     def has(self, model: RemoteModel, file: RemoteFile) -> bool:
         """Whether a file of the model is here, and was checked, though others may be still to come."""
-        return any(
-            _size(path) == file.n_bytes
-            for path in (self.of(model) / file.name, self.file(model, file))
-        )
+        paths = self.of(model) / file.name, self.file(model, file)
+        return any(_size(path) == file.n_bytes for path in paths)
 
     def n_present(self, model: RemoteModel) -> int:
         """Bytes of the model that are here, or have come of what is downloaded now."""
         here = model.n_bytes if self.is_whole(model) else _bytes_on_disk(self._part(model))
         return min(here, model.n_bytes)
 
-    @contextmanager
-    def alone(self, model: RemoteModel) -> Iterator[bool]:
-        """Whether nobody else uses or changes the model's folder now; nobody does then until the end."""
-        with self.locks.alone(model.folder) as lock:
-            yield lock is not None
+    def alone(self, model: RemoteModel) -> AbstractContextManager[int | None]:
+        """A lock: nobody else uses or changes the model's folder until the end. None if somebody does."""
+        return self.locks.alone(model.folder)
 
-    @contextmanager
-    def alone_with_vocabulary(self, model: RemoteModel) -> Iterator[None]:
-        """Nobody else makes the model's files without weights until the end. Waits for who does."""
-        with self.locks.alone(f"{model.folder}.{_VOCABULARIES}", wait=True):
-            yield
+    def alone_with_vocabulary(self, model: RemoteModel) -> AbstractContextManager[int | None]:
+        """A lock: nobody else makes the model's files without weights until the end. Waits for who does."""
+        return self.locks.alone(f"{model.folder}.{_VOCABULARIES}", wait=True)
 
     def make_room(self, model: RemoteModel) -> None:
         """Reserve what the model takes. Files that no process has open are deleted for it, the least
@@ -105,8 +98,8 @@ class ModelsFolder(BoundedFolder):
 
     def delete(self, model: RemoteModel) -> None:
         """Delete a model's files, and what has come of them, unless a process uses them."""
-        for path in (self.of(model), self._part(model)):
-            self.remove(path.name)
+        self.remove(model.folder)
+        self.remove(self._part(model).name)
 
     def _part(self, model: RemoteModel) -> Path:
         return self.path / f"{model.folder}{PART}"

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from serve_app import folders
@@ -66,14 +67,14 @@ def vocabulary(source: ModelSource, configured: DownloadsConfig) -> Path:
     folder = _folder(configured)
     try:
         with folder.alone_with_vocabulary(model):
-            local = _local(model, folder)
             folder.vocabularies(model).mkdir(parents=True, exist_ok=True)
             hollow = [folder.vocabularies(model) / file.name for file in model.files]
             for file, path in zip(model.files, hollow, strict=True):
                 if not path.exists():
                     is_first = file is model.files[0]
                     first = gguf_header.FIRST_BYTES if is_first else gguf_header.SHARD_BYTES
-                    header = gguf_header.read(_reader(model, file, local), file.path, first)
+                    reader = partial(_read, model, file, folder)
+                    header = gguf_header.read(reader, file.path, first)
                     gguf_header.write_hollow(path, header, file.n_bytes)
     except OSError as error:
         raise disk_error(folder.path, error) from error
@@ -172,8 +173,8 @@ def _obtain(
     progress = _Progress(model, folder, report)
     try:
         while not is_here(model):
-            with folder.alone(model) as is_mine:
-                if is_mine:
+            with folder.alone(model) as lock:
+                if lock is not None:
                     folder.make_room(model)
                     progress.begin()
                     for file in model.files:
@@ -266,24 +267,15 @@ class _Progress:
         self._report(Stage("downloading", done, n_bytes=self._n_done - self._n_before))
 
 
-def _local(model: RemoteModel, folder: ModelsFolder) -> Path | None:
-    """Where the model's files are on this node, if they are."""
-    if (path := hub.in_library_cache(model)) is not None:
-        return path.parent
-    return folder.of(model) if folder.is_whole(model) else None
-
-
-def _reader(model: RemoteModel, file: RemoteFile, local: Path | None) -> gguf_header.Read:
-    """Reads of a file: here, or from its origin."""
-
-    def read(start: int, end: int) -> bytes:
-        end = min(end, file.n_bytes)
-        if start >= end:
-            return b""
-        if local is None:
-            return model.origin.read(file, start, end)
-        with (local / file.name).open("rb") as opened:
-            opened.seek(start)
-            return opened.read(end - start)
-
-    return read
+def _read(
+    model: RemoteModel, file: RemoteFile, folder: ModelsFolder, start: int, end: int
+) -> bytes:
+    """The bytes of a file from a start up to an end, from this node if the model is here."""
+    end = min(end, file.n_bytes)
+    local = hub.in_library_cache(model)
+    if local is None and not folder.is_whole(model):
+        return model.origin.read(file, start, end) if start < end else b""
+    here = folder.of(model) if local is None else local.parent
+    with (here / file.name).open("rb") as opened:
+        opened.seek(start)
+        return opened.read(end - start)

@@ -18,34 +18,49 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from serve_app.errors import CorralError
 from serve_app.ingress.responses.store import LogAppend, Owner, Store, StoredResponse
-from serve_app.store.ray_values import NAMESPACE, IdleActor, actor_named
+from serve_app.store.ray_values import NAMESPACE
 
 logger = logging.getLogger("corral.ingress")
 
 _AT_ONCE = 10_000
 """Calls at once, most of which wait for news."""
 _ANSWER_S = 10.0
+_LOOK_S, _IDLE_S = 10.0, 60.0
+"""The seconds between two looks whether the actor keeps a response, and without one until it ends."""
 _RETRY_S = (0.2, 1.0, 3.0)
 """An actor that has just ended is still found by its name for a moment."""
 T = TypeVar("T")
 
 
-class StoreActor(IdleActor):
-    """A Store in a process of its own."""
+class StoreActor:
+    """A Store in a process of its own, which ends when it has kept nothing for a while."""
 
     def __init__(self) -> None:
         self._store = Store()
-
-    def is_needed(self) -> bool:
-        return len(self._store) > 0
+        self._watching: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The result of the store's method, or the CorralError that it raises."""
-        self.watch()
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
         try:
             return await getattr(self._store, method)(*arguments)
         except CorralError as error:
             return error
+
+    async def _watch(self) -> None:
+        idle_s = 0.0
+        while idle_s < _IDLE_S:
+            await asyncio.sleep(_LOOK_S)
+            idle_s = 0.0 if len(self._store) else idle_s + _LOOK_S
+        ray.get_runtime_context().current_actor.leave.remote()
+
+    async def leave(self) -> None:
+        """End this process, unless it keeps a response since a moment ago."""
+        if len(self._store):
+            self._watching = asyncio.create_task(self._watch())
+            return
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
 
 class RayStore:
@@ -128,7 +143,18 @@ class RayStore:
         """The actor, started if it must be."""
         async with self._finding:
             if self._actor is None:
-                self._actor = await asyncio.to_thread(
-                    actor_named, self._name, StoreActor, n_at_once=_AT_ONCE
-                )
+                self._actor = await asyncio.to_thread(_store_actor, self._name)
         return self._actor
+
+
+def _store_actor(name: str) -> Any:
+    """The actor of that name, started if it is not there. Asks Ray's head. Raises RayError."""
+    made: Any = ray.remote(StoreActor)
+    return made.options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_concurrency=_AT_ONCE,
+    ).remote()

@@ -29,8 +29,8 @@ def arrive(folder: ModelsFolder, model: RemoteModel, n_files: int) -> None:
 def test_what_others_are_still_to_get_counts_from_the_start(tmp_path: Path) -> None:
     folder = ModelsFolder(tmp_path, 100 * KIB)
     first, second = model("first", 40 * KIB, 20 * KIB), model("second", 50 * KIB)
-    with folder.alone(first) as is_mine:
-        assert is_mine
+    with folder.alone(first) as lock:
+        assert lock is not None
         folder.make_room(first)
         with pytest.raises(ConfigError, match=r"second takes .* more than there is room for"):
             folder.make_room(second)
