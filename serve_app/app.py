@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 from ray import serve
@@ -11,6 +14,7 @@ from ray.serve._private.config import DeploymentConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from serve_app import __version__
 from serve_app.application.deployments import (
     engine_options,
     ingress_options,
@@ -19,7 +23,6 @@ from serve_app.application.deployments import (
 )
 from serve_app.application.model_host import ConfiguredHost
 from serve_app.application.resolving import resolve_all
-from serve_app.application.rollout import fingerprint
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import ModelConfig, with_models
@@ -116,3 +119,14 @@ def _keep(engines: Application, model: ResolvedModel) -> Application:
     kept.version = fingerprint(model)
     deployment._deployment_config = kept
     return engines
+
+
+def fingerprint(model: ResolvedModel) -> str:
+    """A text that changes when engines must be replaced. The memory that is free at this moment does not
+    count, nor what only the ingress reads."""
+    shares: Mapping[str, Any] = dict.fromkeys(model.memory_shares, 0)
+    options = dataclasses.replace(model.options, **shares)
+    counting = dataclasses.replace(
+        model, options=options, aliases=(), tags=(), sizing="", n_replicas=0
+    )
+    return blake2b(f"{__version__} {counting!r}".encode(), digest_size=16).hexdigest()

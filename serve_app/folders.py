@@ -80,6 +80,8 @@ class BoundedFolder:
             # Without its first file it is no model, even if this process is killed meanwhile.
             for path in sorted(_files(folder), reverse=True):
                 path.unlink(missing_ok=True)
+            if name.endswith(PART):
+                shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):  # something is to stay in it
                 folder.rmdir()
         if n_bytes:

@@ -16,8 +16,8 @@ class Stage:
     """The part of the weights that is here, converted or loaded; nothing while measuring."""
     limit_s: float | None = None
     """The most seconds that the stage takes; None: no limit."""
-    from_origin_bytes: int = 0
-    from_nodes_bytes: int = 0
+    n_bytes: int = 0
+    """The bytes that this process has downloaded in the stage."""
 
 
 Report = Callable[[Stage], None]

@@ -300,8 +300,6 @@ class FetchingReplica:
     node_id: str
     stage: str
     done: float
-    from_origin_bytes: int = 0
-    from_nodes_bytes: int = 0
     limit_s: float | None = None
     """The most seconds that the stage takes; None: no limit."""
 
@@ -411,28 +409,6 @@ class SlotAction:
     n_bytes: int
     """The size of the file, if there was one."""
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A version of a model."""
-
-    model: str
-    """The id that it is served under, with others."""
-    name: str
-    weight: float
-    """The version's part of the requests that name no version, in proportion to the others' weights."""
-    given: float | None = None
-    """The weight that it has at this moment, if that is not yet the same."""
-
-    @property
-    def full_name(self) -> str:
-        """Clients' name for this version, and no other."""
-        return f"{self.model}@{self.name}"
-
-    @property
-    def present_weight(self) -> float:
-        return self.weight if self.given is None else self.given
 
 
 @dataclass(frozen=True, slots=True)

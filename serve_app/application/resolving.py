@@ -12,10 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from serve_app.application import rollout
 from serve_app.config import sizing
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import OnDemandSettings, ResolvedModel
@@ -47,7 +45,6 @@ from serve_app.ingress.generation.sampling_fields import given
 from serve_app.llama.model import Model
 from serve_app.llama.vision.senses import why_unusable
 from serve_app.openvino.convert import shape_of
-from serve_app.openvino.exported.files import ONLY_GGUF, ONLY_OPENVINO
 from serve_app.openvino.parts import StageNode, fewest_stages
 from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
@@ -56,7 +53,7 @@ from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.sampling import Api
 from serve_app.store import models as store
 from serve_app.store.remote import UnreachableError
-from serve_app.store.shared_entries import MOST_ADDED, sharing_here
+from serve_app.store.shared_entries import MOST_ADDED
 
 logger = logging.getLogger("corral.config")
 
@@ -81,7 +78,6 @@ def resolve(
     shares = plan.shares(here, n_places)
     always, when_asked_for = iter(shares[n_at_once:]), itertools.cycle(shares[:n_at_once])
     resolved = []
-    versions, aliases = rollout.versions(models), rollout.shared_aliases(models)
     for i, model in enumerate(models):
         share = next(always if model.keep_alive is None else when_asked_for)
         if i < n_resolved:
@@ -91,26 +87,19 @@ def resolve(
         try:
             undecided = _resolve(model, share, here, n_places, downloads)
         except (ConfigError, OSError) as error:
-            raise ConfigError(f"models ({rollout.engine_id(model)}): {error}") from None
+            raise ConfigError(f"models ({model.id}): {error}") from None
         on_demand = undecided.on_demand
         if on_demand is not None:
             n_processes = max(n_on_demand, 2 * MOST_ADDED) if more_may_come else n_on_demand
             on_demand = on_demand.beside_others(max_loaded, min(1.0, n_at_once / n_processes))
-        resolved.append(
-            replace(
-                undecided,
-                on_demand=on_demand,
-                version=versions.get(undecided.id),
-                aliases=aliases[model.id],
-            )
-        )
+        resolved.append(replace(undecided, on_demand=on_demand))
     return resolved
 
 
 def resolve_all(app: AppConfig, n_resolved: int = 0) -> list[ResolvedModel]:
     """All models of an application but the first `n_resolved`, with nothing left open. Raises
     ConfigError."""
-    models = [
+    return [
         replace(
             model,
             batches_may_scale=app.ingress.batch.may_scale,
@@ -126,13 +115,6 @@ def resolve_all(app: AppConfig, n_resolved: int = 0) -> list[ResolvedModel]:
             n_resolved=n_resolved,
         )
     ]
-    here_alone = [
-        model
-        for model, configured in zip(models, app.models[n_resolved:], strict=True)
-        if not names_its_share(configured)
-    ]
-    rollout.check_memory(here_alone, machine.read().total_bytes)
-    return models
 
 
 def names_its_share(model: ModelConfig) -> bool:
@@ -170,7 +152,7 @@ def _resolve(
         n_replicas=n_together,
     )
     return ResolvedModel(
-        id=rollout.engine_id(model),
+        id=model.id,
         aliases=tuple(model.aliases),
         tags=tuple(model.tags),
         defaults=model_defaults(model.defaults),
@@ -189,7 +171,6 @@ def _resolve(
         adapters=tuple(pinned_adapter(one, downloads) for one in model.adapters),
         projector=projector,
         draft=pinned_source("engine.draft", draft_source(model), downloads),
-        weight_bytes=0 if needs is None else needs.weight_bytes,
         on_demand=None
         if model.keep_alive is None
         else OnDemandSettings(model.keep_alive, reserved, n_together, has_peers=has_peers),
@@ -200,9 +181,7 @@ def _fewest_stages(model: ModelConfig, memory_bytes: int, downloads: DownloadsCo
     """The fewest stages that hold a model with the caches of all their engines, each on a node of its own:
     the smallest node of Ray, or a machine with so much memory if Ray does not run. Raises ConfigError."""
     source = store.pinned(model.source, downloads)
-    if store.is_in_openvinos_format(source):
-        raise ConfigError(ONLY_GGUF)
-    opened = Model(_vocabulary(source, downloads), vocab_only=True)
+    opened = Model(store.vocabulary(source, downloads), vocab_only=True)
     reserved = model.deployment.ray_actor_options.num_cpus
     shape = shape_of(opened.files, model.engine.quantization)
     nodes = _memory_of_nodes(reserved or 1) or [memory_bytes]
@@ -292,16 +271,12 @@ def _looked_up(
         return model.source, _projector(model, model.source, None, downloads), None
     try:
         source = store.pinned(model.source, downloads)
-        if model.engine.backend == "llama.cpp" and store.is_in_openvinos_format(source):
-            raise ConfigError(ONLY_OPENVINO)
-        if model.engine.stages != 1 and store.is_in_openvinos_format(source):
-            raise ConfigError(ONLY_GGUF)
         opened = _opened(model, source, downloads)
         needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
         projector = _projector(model, source, opened, downloads)
         if projector is not None and not is_sized:
             with _naming("projector"):  # with a hole in its file, maybe
-                n_bytes = _vocabulary(projector, downloads).stat().st_size
+                n_bytes = store.vocabulary(projector, downloads).stat().st_size
             needs = replace(needs, weight_bytes=needs.weight_bytes + n_bytes)
         return source, projector, needs
     except UnreachableError:
@@ -314,7 +289,7 @@ def _opened(model: ModelConfig, source: ModelSource, downloads: DownloadsConfig)
     """The model without its weights, of which everything is read that a worker is going to need. Raises
     ConfigError, also for a chat template or recommended sampling parameters that cannot be used."""
     defaults = model_defaults(model.defaults)
-    path, pooling = _vocabulary(source, downloads), model.engine.embedding_pooling
+    path, pooling = store.vocabulary(source, downloads), model.engine.embedding_pooling
     tokenizer = Tokenizer(path, defaults.chat_template, None if pooling == "auto" else pooling)
     try:
         tokenizer.recommended  # noqa: B018  # is read here
@@ -367,9 +342,7 @@ def pinned_source(
         return None
     try:
         with _naming(name):
-            pinned = store.pinned(source, downloads)
-            _check_readable(pinned)
-            return pinned
+            return store.pinned(source, downloads)
     except UnreachableError:  # replicas look for themselves
         return source
 
@@ -389,11 +362,6 @@ def _naming(field: str) -> Iterator[None]:
         raise ConfigError(f"{field}: {error}") from None
 
 
-def _check_readable(source: ModelSource) -> None:
-    if store.is_in_openvinos_format(source):
-        raise ConfigError("llama.cpp cannot read OpenVINO's format. Give a GGUF file")
-
-
 def _projector(
     model: ModelConfig, source: ModelSource, opened: Model | None, downloads: DownloadsConfig
 ) -> ProjectorSource | None:
@@ -405,7 +373,6 @@ def _projector(
     try:
         with _naming("projector"):
             if projector is not None:
-                _check_readable(projector)
                 return store.pinned_projector(projector, downloads)
             if opened is None:
                 return None
@@ -426,7 +393,7 @@ def _projector_beside(
         if projector is None or projector.builtin:
             return projector
         reason = why_unusable(
-            _vocabulary(projector, downloads), opened.meta_int("embedding_length", 0)
+            store.vocabulary(projector, downloads), opened.meta_int("embedding_length", 0)
         )
     except UnreachableError:
         raise
@@ -460,7 +427,7 @@ def _with_draft(
         return needs  # replicas on other nodes look for themselves
     try:
         with _naming("engine.draft"):
-            draft = Model(_vocabulary(source, downloads), vocab_only=True)
+            draft = Model(store.vocabulary(source, downloads), vocab_only=True)
     except UnreachableError:
         if not is_sized:
             raise
@@ -469,8 +436,3 @@ def _with_draft(
     needs = needs.with_draft(ModelNeeds.of(draft), N_CTX)
     n_states = states_bytes(target, len(draft.target_layers))
     return replace(needs, draft_bytes=needs.draft_bytes + n_states)
-
-
-def _vocabulary(source: ModelSource, downloads: DownloadsConfig) -> Path:
-    """The model's vocabulary, which replicas and ingresses may copy from here."""
-    return store.vocabulary(source, downloads, sharing_here())

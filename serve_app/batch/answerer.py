@@ -28,13 +28,9 @@ from serve_app.errors import ConfigError
 from serve_app.ingress.batch.executor import post
 from serve_app.ingress.batch.preparation import prefix_of
 from serve_app.ingress.http.request_context import Caller
-from serve_app.ingress.responses.store import Bounds, Store
 from serve_app.ingress.server import IngressPlace, IngressServer, IngressSettings
 from serve_app.local.handle import EngineChild, LocalHandle, folder_for
-from serve_app.progress import nowhere
 from serve_app.store import shared_entries
-from serve_app.store.models import locate
-from serve_app.store.sharing import ClusterSharing
 
 AT_ONCE = 2
 """Parts that an engine has at a time: the second one's lines take the slots that the first one's leave."""
@@ -79,7 +75,6 @@ class Answerer:
             aliases=("*",),  # requests may have been written for another server
             on_demand=None,
         )
-        await asyncio.to_thread(locate, model.source, model.downloads, nowhere, ClusterSharing())
         folder = _own_folder()
         metrics.keep_in(folder / "metrics")
         shared_entries.keep_in(folder / "entries")
@@ -91,7 +86,7 @@ class Answerer:
                 await self._keeping
             if child.process.poll() is not None:
                 raise ConfigError(f"The process of model {model.id} cannot load it.")
-        place = IngressPlace("corral", "local", "", [handle], Store(Bounds()))
+        place = IngressPlace("corral", "local", "", [handle])
         settings = IngressSettings(IngressConfig(allow_anonymous=True))
         ingress = IngressServer()
         await ingress.start([model], settings, place)

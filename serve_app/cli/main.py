@@ -396,47 +396,6 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts or ())
 
 
-@app.command(rich_help_panel=_LOOK)
-def traffic(
-    model: Annotated[str, typer.Argument(help="The model's id.")],
-    changes: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[VERSION=PERCENT]...",
-            help="The percentage of the requests that a version gets. The others share the rest as before.",
-        ),
-    ] = None,
-    url: Url = _URL,
-    api_key: ApiKey = None,
-) -> None:
-    """Show or change the share of a model's traffic that each version gets.
-
-    Examples:
-
-    * `corral traffic qwen3-4b`
-    * `corral traffic qwen3-4b new=10` gives a tenth to the version `new`.
-    * `corral traffic qwen3-4b new=100`
-    """
-    from serve_app.cli import live
-
-    live.traffic(_client(url, api_key), _console(), model, changes or ())
-
-
-@app.command(rich_help_panel=_LOOK)
-def rollback(
-    model: Annotated[str, typer.Argument(help="The model's id.")],
-    url: Url = _URL,
-    api_key: ApiKey = None,
-) -> None:
-    """Give all requests of a model to the version that had all of them before.
-
-    Example: `corral rollback qwen3-4b`
-    """
-    from serve_app.cli import live
-
-    live.rollback(_client(url, api_key), _console(), model)
-
-
 @app.command(rich_help_panel=_OFFLINE, context_settings=_FORWARDED, add_help_option=False)
 def batch(context: typer.Context) -> None:
     """Answer a file of requests, or a column of a table. No server is needed."""

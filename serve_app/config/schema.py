@@ -51,8 +51,6 @@ from serve_app.sampling import Api
 
 _HOST_NAME = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]+)$"
 _MODEL_NAME = rf"^\*$|{MODEL_ID}"
-VERSION_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-DEFAULT_VERSION = "default"
 _INGRESS_ONGOING_REQUESTS = 1000
 
 
@@ -316,12 +314,6 @@ class ModelConfig(Section):
 
     id: Annotated[str, Field(pattern=MODEL_ID, max_length=128)]
     """The name that clients put into `model`. A request without `model` gets the first model."""
-    version: Annotated[str, Field(pattern=VERSION_NAME, max_length=64)] | None = None
-    """The name of this version, where several entries have one `id`: see
-    [Model files](model-files.md#replace-a-model). Default: `default`."""
-    weight: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    """The version's part of the requests for `id`, in proportion to the other versions. Operators change it
-    while serving. Default: the first version gets everything."""
     aliases: list[Annotated[str, Field(pattern=_MODEL_NAME, max_length=128)]] = []
     """Other names of the model that clients may send. `*` stands for every name that no model has. Default:
     none."""
@@ -505,14 +497,6 @@ class IngressConfig(Section):
     responses_kept_s: Annotated[float, Field(ge=0, le=86400)] = 1800
     """Seconds for which a response of `/v1/responses` is kept after its end, unless its request says
     `store: false`. 0 keeps none."""
-    max_responses_per_key: PositiveInt = 256
-    """Responses that are kept for each API key, or for each address without keys. One more replaces the
-    oldest."""
-    max_responses_mib_per_key: PositiveInt = 16
-    """Memory of the responses of each key, in MiB."""
-    max_responses_mib: PositiveInt = 256
-    """Memory of all keys' responses, in MiB. At the limit, the key with the most loses its oldest
-    one."""
     usage_folder: Path | None = None
     """The folder where [usage](usage.md) is kept by key and model, without any text. All nodes with an
     ingress must see it, on a file system with locks. Without it, each ingress replica knows what it has
@@ -585,15 +569,18 @@ class AppConfig(Section):
 
     @model_validator(mode="after")
     def _distinct_names(self) -> AppConfig:
-        names: list[str] = []
-        for model_id, versions in self.versions.items():
-            names += {name for version in versions for name in (model_id, *version.aliases)}
-            adapters: Counter[str] = Counter()
-            for version in versions:  # each may have the same ones
-                adapters |= Counter(f"{model_id}:{adapter.id}" for adapter in version.adapters)
-            names += adapters.elements()
-        if len(set(names)) != len(names):
-            raise ValueError(f"models: two models have the same name ({', '.join(sorted(names))})")
+        ids = Counter(model.id for model in self.models)
+        if twice := [name for name, n in ids.items() if n > 1]:
+            raise ValueError(
+                f"models: several entries have the id {twice[0]!r}. Give each an id of its own. The name "
+                "that clients send can be an alias of one of them"
+            )
+        names: Counter[str] = Counter()
+        for model in self.models:
+            names.update([model.id, *model.aliases])
+            names.update(f"{model.id}:{adapter.id}" for adapter in model.adapters)
+        if twice := sorted(name for name, n in names.items() if n > 1):
+            raise ValueError(f"models: two models have the same name ({', '.join(twice)})")
         return self
 
     @model_validator(mode="after")
@@ -614,27 +601,6 @@ class AppConfig(Section):
             told = "encrypted" if self.data_at_rest else "false"
             raise ValueError(f"data_at_rest: {told} forbids {', '.join(names)}")
         return self
-
-    @model_validator(mode="after")
-    def _distinct_versions(self) -> AppConfig:
-        for model_id, versions in self.versions.items():
-            names = [one.version or DEFAULT_VERSION for one in versions]
-            if len(set(names)) != len(names):
-                raise ValueError(
-                    f"models: several entries have the id {model_id!r}. Give each a different `version` "
-                    f"({', '.join(names)})"
-                )
-            if all(one.weight == 0 for one in versions):
-                raise ValueError(f"models ({model_id}): no version has a weight above 0")
-        return self
-
-    @property
-    def versions(self) -> dict[str, list[ModelConfig]]:
-        """The entries of each id."""
-        entries: dict[str, list[ModelConfig]] = {}
-        for model in self.models:
-            entries.setdefault(model.id, []).append(model)
-        return entries
 
 
 def parse(args: object) -> AppConfig:

@@ -55,19 +55,16 @@ class ModelSource(Section):
     builtin: bool = False
     """The small model that comes with Corral. Nothing is downloaded."""
     path: Path | None = None
-    """A GGUF file, or a folder in OpenVINO's format. It must exist under this path on every node that runs
-    a replica or the ingress."""
+    """A GGUF file. It must exist under this path on every node that runs a replica or the ingress."""
     repo: str | None = None
     """A model of a Hugging Face repository: `OWNER/NAME`, `OWNER/NAME:QUANT` or `OWNER/NAME:FILE.gguf`.
-    `@REVISION` at the end chooses another revision than the newest. A repository without GGUF files may
-    have a model in OpenVINO's format. A cluster downloads it once."""
+    `@REVISION` at the end chooses another revision than the newest."""
     repo_id: str | None = None
     """A Hugging Face repository, with `filename`. `repo` is the shorter way."""
     filename: str | None = None
     """The file in that repository."""
     url: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")] | None = None
-    """A file at a URL that fsspec reads, such as `https://`, `s3://` or `gs://`. A cluster
-    downloads it once."""
+    """A file at a URL that fsspec reads, such as `https://`, `s3://` or `gs://`."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ModelSource:
@@ -98,9 +95,6 @@ class DownloadsConfig(Section):
     max_gib: Annotated[float, Field(gt=0)] | None = None
     """The most that downloaded models take together, in GiB. At the limit, the least recently used
     model that is not in use is deleted. Default: what the disk has room for."""
-    share: bool = True
-    """Whether one node of a cluster downloads a file, and the others copy it from each other meanwhile.
-    Otherwise each node downloads all of it."""
     max_converted_gib: Annotated[float, Field(gt=0)] | None = None
     """The most that models converted for OpenVINO take together, in GiB. They are in `openvino` in
     the cache folder. Default: what the disk has room for."""

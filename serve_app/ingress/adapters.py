@@ -47,8 +47,8 @@ class AdapterControl:
         """Serve what is loaded now. Raises nothing: Ray's head may be away for a moment."""
         try:
             loaded = {
-                name: await asyncio.to_thread(self._all_loaded.read, model.id)
-                for name, model in list(self._resolved.items())
+                name: await asyncio.to_thread(self._all_loaded.read, name)
+                for name in list(self._resolved)
             }
         except Exception as error:
             logger.warning("The list of loaded adapters could not be read: %r.", error)
@@ -84,7 +84,7 @@ class AdapterControl:
             if len(versions) > 1:
                 raise InvalidRequestError("The nodes of the replicas have different files.", "load")
             (version,) = versions
-            await asyncio.to_thread(self._all_loaded.add, resolved.id, config, version)
+            await asyncio.to_thread(self._all_loaded.add, model_id, config, version)
         except CorralError:
             in_use = {
                 one.version for one in self._known.get(model_id, ()) if one.config.id == config.id
@@ -101,8 +101,7 @@ class AdapterControl:
                 f"The adapter {adapter_id!r} is part of the configuration. Remove it there.",
                 "unload",
             )
-        engines = self._resolved[model_id].id
-        gone = await asyncio.to_thread(self._all_loaded.remove, engines, adapter_id)
+        gone = await asyncio.to_thread(self._all_loaded.remove, model_id, adapter_id)
         if gone is None:
             raise InvalidRequestError(f"There is no adapter {adapter_id!r}.", "unload")
         await self._tell()

@@ -41,13 +41,11 @@ from serve_app.ingress.openai import routes as openai_routes
 from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
 from serve_app.ingress.responses.background import BackgroundResponses
-from serve_app.ingress.responses.store import Bounds, Store
+from serve_app.ingress.responses.store import ResponseStore, Store
 from serve_app.ingress.usage import routes as usage_routes
 from serve_app.ingress.usage.ledger import Ledger
 from serve_app.ingress.usage.telemetry import Telemetry
 from serve_app.ingress.usage.telemetry import provider as tracers
-from serve_app.ingress.versions import routes as version_routes
-from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.workers.pool import Workers
 
 ROUTERS = (
@@ -55,7 +53,6 @@ ROUTERS = (
     information.ROUTER,
     broadcaster.ROUTER,
     llama_routes.ROUTER,
-    version_routes.ROUTER,
     anthropic_routes.ROUTER,
     responses_routes.ROUTER,
     embedding_routes.ROUTER,
@@ -75,17 +72,15 @@ def build_api(
     config: IngressConfig,
     workers: Workers,
     open_requests: OpenRequests | None = None,
-    responses: BackgroundResponses | None = None,
-    versions: VersionControl | None = None,
+    store: ResponseStore | None = None,
     model_control: ModelControl | None = None,
 ) -> FastAPI:
     """The application that serves these models; the first is the default.
 
-    The workers read bodies. `open_requests` counts those that are answered. `responses` makes responses
-    that are kept; without it, this process alone keeps some. Batches are worked on from the application's
-    start on, as its lifespan. `versions` changes the weights of models that have several, and
-    `model_control` the models. Raises ConfigError for a key file that cannot be used, and OSError for a
-    folder.
+    The workers read bodies. `open_requests` counts those that are answered. `store` keeps responses;
+    without it, this process alone does. Batches are worked on from the application's start on, as its
+    lifespan. `model_control` adds and removes models. Raises ConfigError for a key file that cannot be
+    used, and OSError for a folder.
     """
     fetch = Fetcher(config.picture_hosts).fetch if config.picture_hosts else None
     bodies = Bodies(workers, strict=config.strict, fetch=fetch)
@@ -103,6 +98,7 @@ def build_api(
             if recognizer is not None:
                 stack.callback(recognizer.close)
             stack.push_async_callback(asyncio.to_thread, telemetry.close)
+            stack.push_async_callback(app.state.responses.drain)
             if executor is not None:
                 await stack.enter_async_context(executor.running())
             yield
@@ -119,9 +115,9 @@ def build_api(
     app.state.models, app.state.bodies = models, bodies
     app.state.verbose, app.state.has_ui = config.verbose, bool(config.ui)
     app.state.sse_ping_interval_s = config.sse_ping_interval_s
-    app.state.versions, app.state.model_control = versions, model_control
-    app.state.responses = responses or BackgroundResponses(models, Store(Bounds()), open_requests)
-    app.state.responses.counter = ledger.counter
+    app.state.model_control = model_control
+    store = Store() if store is None else store
+    app.state.responses = BackgroundResponses(store, open_requests, config.responses_kept_s)
     app.state.batches = executor
     app.state.broadcaster = Broadcaster(models)
     recognizer: Recognizer | None = None

@@ -55,7 +55,7 @@ class Ingress(IngressServer):
             node.get_node_id(),
             ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             [ServeHandle(handle) for handle in handles],
-            RayStore(settings.kept_responses),
+            RayStore(),
             _tell_ingresses,
             model_host,
         )

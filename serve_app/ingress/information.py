@@ -31,7 +31,6 @@ async def stats(models: ModelsArgument) -> dict[str, Any]:
         "models": [
             {
                 "id": model.id,
-                "version": None if model.version is None else dataclasses.asdict(model.version),
                 "replicas": [shown(replica) for replica in of_model.found],
                 "missing": of_model.missing,
                 "fetching": [dataclasses.asdict(replica) for replica in coming],

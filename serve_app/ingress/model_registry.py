@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
+from itertools import chain
 from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -30,11 +29,9 @@ from serve_app.types import (
     Size,
     SlotAction,
     TokenDelta,
-    Version,
 )
 
 T = TypeVar("T")
-_POINTS = 2**64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +138,6 @@ class ModelFile:
     senses: Senses = NO_SENSES
     """The kinds of media that the model's projector takes."""
     is_on_demand: bool = False
-    version: Version | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +160,6 @@ class ModelInfo:
     n_ctx_text: int | None = None
     """Tokens that a text to be embedded may have, if not as many as a request."""
     is_on_demand: bool = False
-    version: Version | None = None
-    """The version, with its present weight, if there are several under one name."""
 
     @classmethod
     def open(cls, file: ModelFile, media: MediaReader | None = None) -> Self:
@@ -183,7 +177,6 @@ class ModelInfo:
             media=media,
             n_ctx_text=file.n_ctx_text,
             is_on_demand=file.is_on_demand,
-            version=file.version,
         )
 
     @property
@@ -216,17 +209,6 @@ class ServedModel(ModelInfo):
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
-def shares(weights: Mapping[str, float]) -> dict[str, float]:
-    """The weights as parts of 1."""
-    total = math.fsum(weights.values())
-    return {name: weight / total if total else 0.0 for name, weight in weights.items()}
-
-
-def present_shares(versions: Iterable[ServedModel]) -> dict[str, float]:
-    """The parts of their requests that versions under one name are given now, by their own names."""
-    return shares({one.id: one.version.present_weight for one in versions if one.version})
-
-
 M = TypeVar("M", bound=ModelInfo)
 
 
@@ -235,40 +217,26 @@ def active(adapters: Iterable[AdapterUse]) -> Adapters:
     return tuple(sorted(one for one in adapters if one.scale != 0))
 
 
-def family(model: ModelInfo) -> str:
-    """The name that a model has together with its other versions."""
-    return model.id if model.version is None else model.version.model
-
-
-def families(models: Mapping[str, M]) -> dict[str, list[M]]:
-    """The versions of each model, by the name of all; models without versions are alone."""
-    by_name: dict[str, list[M]] = {}
-    for model in models.values():
-        by_name.setdefault(family(model), []).append(model)
-    return by_name
-
-
-def find(models: Mapping[str, M], name: str | None, beginning: str | None = None) -> M:
+def find(models: Mapping[str, M], name: str | None) -> M:
     """The model of that name, with an adapter if it is `MODEL:ADAPTER`, or the first without a name. A name
-    that is nobody's means the model that Ollama would take: see `full_name`. Of several versions under one
-    name, the one for a conversation with this beginning: see `chosen`. Raises ModelNotFoundError."""
-    if name is not None and name in models:
-        return models[name]
+    that is nobody's means the model that Ollama would take: see `full_name`. Raises ModelNotFoundError."""
     if name is None:
-        name = family(next(iter(models.values())))
-    candidates = (
-        [model for model in models.values() if name in _names(model)]
-        or list(_adapted(models.values(), name))
-        or _named_like(models.values(), name)
-        or [model for model in models.values() if "*" in model.aliases]
+        return next(iter(models.values()))
+    if name in models:
+        return models[name]
+    found = chain(
+        (model for model in models.values() if name in model.aliases),
+        _adapted(models.values(), name),
+        _named_like(models.values(), name),
+        (model for model in models.values() if "*" in model.aliases),
     )
-    if not candidates:
+    if (first := next(found, None)) is None:
         raise ModelNotFoundError(name)
-    return chosen(candidates, beginning)
+    return first
 
 
 def _names(model: ModelInfo) -> tuple[str, ...]:
-    return (family(model), *model.aliases)
+    return (model.id, *model.aliases)
 
 
 _DEFAULT_PLACES = ("registry.ollama.ai/", "library/")
@@ -280,10 +248,10 @@ def full_name(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 
-def _named_like(models: Iterable[M], name: str) -> list[M]:
+def _named_like(models: Iterable[M], name: str) -> Iterator[M]:
     """The models of that name in Ollama's eyes: in any case, and with or without the default parts."""
     wanted = _canonical(name)
-    return [model for model in models if wanted in map(_canonical, (model.id, *_names(model)))]
+    return (model for model in models if wanted in map(_canonical, _names(model)))
 
 
 def _canonical(name: str) -> str:
@@ -296,33 +264,5 @@ def _canonical(name: str) -> str:
 def _adapted(models: Iterable[M], name: str) -> Iterator[M]:
     for model in models:
         for adapter in model.adapters.values():
-            if name in {f"{one}:{adapter.id}" for one in (model.id, *_names(model))}:
+            if name in {f"{one}:{adapter.id}" for one in _names(model)}:
                 yield model.adapted(adapter)
-
-
-def chosen(versions: Sequence[M], beginning: str | None) -> M:
-    """The version for a conversation with this beginning, or with the largest weight without a beginning.
-    A conversation stays at its version, which has its prefix in the cache.
-
-    Each version draws a number for each beginning, and the best one wins: when a weight changes, no
-    conversation moves but those that this version gains or loses. Source: Schindelhauer and Schomaker,
-    "Weighted distributed hash tables", SPAA 2005 (the logarithmic method).
-    """
-    if len(versions) == 1:
-        return versions[0]
-    weights = [0.0 if one.version is None else one.version.present_weight for one in versions]
-    if beginning is None or not any(weights):
-        return versions[weights.index(max(weights))]
-    key = blake2b(beginning.encode(errors="surrogatepass")).digest()
-    draws = [
-        _draw(one, key) / weight if weight else math.inf
-        for one, weight in zip(versions, weights, strict=True)
-    ]
-    return versions[draws.index(min(draws))]
-
-
-def _draw(model: ModelInfo, key: bytes) -> float:
-    """A number that is distributed exponentially, with a mean of 1."""
-    name = "" if model.version is None else model.version.name
-    digest = blake2b(key + name.encode(), digest_size=8).digest()
-    return -math.log((int.from_bytes(digest) + 1) / _POINTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fastapi import FastAPI
@@ -22,16 +22,14 @@ from serve_app.ingress.handle_client import HandleClient
 from serve_app.ingress.media.decoder import opened
 from serve_app.ingress.model_control import ModelControl, ModelHost
 from serve_app.ingress.model_registry import ModelFile, ServedModel
-from serve_app.ingress.responses.background import BackgroundResponses, ResponseStore
-from serve_app.ingress.responses.store import Bounds
-from serve_app.ingress.versions.control import VersionControl
+from serve_app.ingress.responses.store import ResponseStore, Store
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.llama.vision.senses import NO_SENSES
 from serve_app.llama.vision.senses import senses as senses_of
 from serve_app.routing import reports
 from serve_app.store.encryption import check_encrypted
 from serve_app.store.models import vocabulary
-from serve_app.store.shared_entries import LoadedAdapters, VersionWeights, sharing_here
+from serve_app.store.shared_entries import LoadedAdapters
 
 logger = logging.getLogger("corral.ingress")
 
@@ -51,15 +49,6 @@ class IngressSettings:
         """Whether clients' texts may lie on any disk."""
         return self.data_at_rest is True
 
-    @property
-    def kept_responses(self) -> Bounds:
-        return Bounds(
-            self.config.responses_kept_s,
-            self.config.max_responses_per_key,
-            self.config.max_responses_mib_per_key << 20,
-            self.config.max_responses_mib << 20,
-        )
-
 
 async def _tell_nobody() -> None:
     """There are no other ingresses."""
@@ -75,7 +64,8 @@ class IngressPlace:
     """The address at which other nodes' engines reach this process."""
     handles: Sequence[ReplicaHandle]
     """The way to each model's replicas."""
-    store: ResponseStore
+    store: ResponseStore = field(default_factory=Store)
+    """The responses that all ingresses keep."""
     tell_ingresses: Callable[[], Awaitable[None]] = _tell_nobody
     """Has all ingresses look at what they share, which has changed."""
     model_host: ModelHost | None = None
@@ -86,13 +76,13 @@ class IngressPlace:
 
 def _file(model: ResolvedModel) -> ModelFile:
     """The file with the model's vocabulary, for all processes here; blocks. Raises ConfigError."""
-    path = vocabulary(model.source, model.downloads, sharing_here())
+    path = vocabulary(model.source, model.downloads)
     senses = NO_SENSES
     if model.projector is not None:
         senses = senses_of(vocabulary(model.projector, model.downloads))
     return ModelFile(
         str(path),
-        model.name,
+        model.id,
         model.options.n_ctx_slot,
         model.options.embedding_pooling,
         model.defaults,
@@ -102,7 +92,6 @@ def _file(model: ResolvedModel) -> ModelFile:
         adapters=numbered(model),
         senses=senses,
         is_on_demand=model.on_demand is not None,
-        version=model.version,
     )
 
 
@@ -117,11 +106,11 @@ class IngressServer:
             folder = settings.config.batch.folder
             check_encrypted("ingress.batch.folder", folder and folder.expanduser())
         heap.give_back()
-        self._settings = settings
+        self._settings, self._place = settings, place
         self.open_requests = OpenRequests(settings.config.max_ongoing_requests)
         self._files: dict[str, ModelFile] = {}
         for model in models:
-            self._files[model.name] = await asyncio.to_thread(_file, model)
+            self._files[model.id] = await asyncio.to_thread(_file, model)
         self._opened = {f.id: opened(f) for f in self._files.values() if place.forks_workers}
         heap.trim()
         self._workers = WorkerPool(
@@ -132,7 +121,7 @@ class IngressServer:
         self._listener = Listener(place.node_id, place.host, reports.HERE.connection)
         reports.HERE.address = await self._listener.address()
         self._models: dict[str, ServedModel] = {}
-        self._resolved = {model.name: model for model in models}
+        self._resolved = {model.id: model for model in models}
         self._adapters = AdapterControl(
             self._models,
             self._resolved,
@@ -141,14 +130,9 @@ class IngressServer:
             place.tell_ingresses,
         )
         for model, handle in zip(models, place.handles, strict=True):
-            self._models[model.name] = self._served(model, handle)
-        self._versions = VersionControl(
-            self._models, VersionWeights(place.app), place.tell_ingresses
-        )
-        self._workers.weights = self._versions.given
-        await asyncio.gather(self._adapters.look(), self._versions.start())
+            self._models[model.id] = self._served(model, handle)
+        await self._adapters.look()
         self._watching = asyncio.create_task(self._watch())
-        self.responses = BackgroundResponses(self._models, place.store, self.open_requests)
         self._control = None
         if place.model_host is not None:
             self._control = ModelControl(self._models, self, place.model_host, place.tell_ingresses)
@@ -156,7 +140,7 @@ class IngressServer:
 
     def _served(self, model: ResolvedModel, handle: ReplicaHandle) -> ServedModel:
         """A model, whose vocabulary is read, with the way to its engines."""
-        info = self._opened.pop(model.name, None) or opened(self._files[model.name])
+        info = self._opened.pop(model.id, None) or opened(self._files[model.id])
         if not info.tokenizer.has_template:
             logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
         client = HandleClient(
@@ -164,7 +148,7 @@ class IngressServer:
             info.tokenizer.model.vocabulary_key,
             self._listener,
             model.max_load_s,
-            model.name,
+            model.id,
             self._adapters,
             is_on_demand=info.is_on_demand,
         )
@@ -175,14 +159,14 @@ class IngressServer:
         served = {}
         try:
             for model, handle in models:
-                self._files[model.name] = await asyncio.to_thread(_file, model)
-                served[model.name] = await asyncio.to_thread(self._served, model, handle)
+                self._files[model.id] = await asyncio.to_thread(_file, model)
+                served[model.id] = await asyncio.to_thread(self._served, model, handle)
             await self._workers.renew(list(self._files.values()))
         except BaseException:
             for model, _ in models:
-                self._files.pop(model.name, None)
+                self._files.pop(model.id, None)
             raise
-        self._resolved |= {model.name: model for model, _ in models}
+        self._resolved |= {model.id: model for model, _ in models}
         self._models |= served
 
     async def drop(self, model_id: str) -> None:
@@ -197,8 +181,7 @@ class IngressServer:
             self._settings.config,
             self._workers,
             self.open_requests,
-            self.responses,
-            self._versions,
+            self._place.store,
             self._control,
         )
 
@@ -206,11 +189,10 @@ class IngressServer:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             await self.look_again()
-            await self.responses.adopt()
 
     async def look_again(self) -> bool:
         """Look at what ingresses share, which has changed."""
-        await asyncio.gather(self._adapters.look(), self._versions.look())
+        await self._adapters.look()
         if self._control is not None:
             await self._control.look()
         return True

@@ -59,9 +59,6 @@ DFLASH = "dflash"
 
 _is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
 
-N_BYTES, N_PARAMS = "corral.weights.n_bytes", "corral.weights.n_params"
-"""Metadata of a header whose weights are no tensors of GGUF's."""
-
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
 _END_BYTES = 2**20
 _N_BLOCKS = 64
@@ -217,9 +214,9 @@ class Model:
         return default if value is None else int(value)
 
     def _read_metadata(self) -> None:
-        self.n_bytes = int(self.meta(N_BYTES) or llama_cpp.llama_model_size(self.pointer))
+        self.n_bytes = int(llama_cpp.llama_model_size(self.pointer))
         """Bytes of its weights."""
-        self.n_params = int(self.meta(N_PARAMS) or llama_cpp.llama_model_n_params(self.pointer))
+        self.n_params = int(llama_cpp.llama_model_n_params(self.pointer))
         self.n_ctx_train = self.meta_int("context_length", 2048)
         """The context length that the model was trained for, in tokens."""
         width = self.meta_int("embedding_length", 0)
@@ -339,8 +336,6 @@ class Model:
     @property
     def file_type(self) -> str:
         """How most of its numbers are stored, in llama.cpp's words: `Q4_K - Medium`."""
-        if self.meta(N_BYTES) is not None:
-            return "OpenVINO"  # which does not tell it anywhere
         number = self.meta("general.file_type")  # llama.cpp keeps it only with weights
         known = llama_cpp.llama_model_ftype(self.pointer) if number is None else int(number)
         name = llama_cpp.llama_ftype_name(known)

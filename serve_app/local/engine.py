@@ -61,7 +61,7 @@ class EngineProcess:
     ) -> None:
         """Load the model, or be ready to. Raises CorralError."""
         logs.write_to_stderr(keeps_texts=model.data_at_rest)
-        place = ReplicaPlace("corral", model.name, replica_id, "local", Path(folder), reserved_cpus)
+        place = ReplicaPlace("corral", model.id, replica_id, "local", Path(folder), reserved_cpus)
         replica: LoadedModel | OnDemandModel = (
             LoadedModel() if model.on_demand is None else OnDemandModel()
         )

@@ -156,7 +156,7 @@ class LocalHandle:
         return {"RUNNING" if self._is_up.is_set() else "STARTING": 1}
 
     async def fetching(self) -> Sequence[FetchingReplica]:
-        return await asyncio.to_thread(fetching_replicas, "corral", self._model.name)
+        return await asyncio.to_thread(fetching_replicas, "corral", self._model.id)
 
     async def attach(self, address: Address) -> None:
         """Have the replica, whenever there is one, tell that ingress what it holds."""

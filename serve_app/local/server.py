@@ -89,7 +89,7 @@ class LocalServer:
         host = ConfiguredHost(app, models)
         self.entry, self.resolve, self._entries = host.entry, host.resolve, host.entries
         self.handles = {
-            model.name: LocalHandle(model, folder, _reserved_cpus(configured.deployment, model))
+            model.id: LocalHandle(model, folder, _reserved_cpus(configured.deployment, model))
             for configured, model in zip(app.models, models, strict=True)
         }
         self._keeping: dict[str, asyncio.Task[None]] = {}
@@ -101,7 +101,6 @@ class LocalServer:
         import uvicorn
 
         from serve_app.application.deployments import ingress_settings
-        from serve_app.ingress.responses.store import Store
         from serve_app.ingress.server import IngressPlace, IngressServer
         from serve_app.local.http import BoundedHttp
         from serve_app.routing import reports
@@ -114,7 +113,6 @@ class LocalServer:
         place = IngressPlace(
             *("corral", "local", ""),
             configured,
-            Store(settings.kept_responses),
             model_host=self if self._app.manage_models else None,
             forks_workers=True,
         )
@@ -170,9 +168,9 @@ class LocalServer:
         from serve_app.routing import reports
 
         handle = LocalHandle(model, self._folder, model.num_cpus)
-        self.handles[model.name], self._entries[model.name] = handle, entry
+        self.handles[model.id], self._entries[model.id] = handle, entry
         child = EngineChild(self._folder)
-        self._keeping[model.name] = asyncio.create_task(handle.keep(child))
+        self._keeping[model.id] = asyncio.create_task(handle.keep(child))
         assert reports.HERE.address is not None  # the ingress listens
         await handle.attach(reports.HERE.address)
         return handle

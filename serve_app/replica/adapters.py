@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import sleep
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 from serve_app.config.resolved import ResolvedModel
@@ -15,18 +15,18 @@ from serve_app.errors import ConfigError, CorralError, InvalidRequestError
 from serve_app.llama.context import adapter_fingerprint
 from serve_app.progress import Report, Stage, nowhere
 from serve_app.store.models import locate
-from serve_app.store.shared_entries import LoadedAdapter, LoadedAdapters, sharing_here
+from serve_app.store.shared_entries import LoadedAdapter, LoadedAdapters
 from serve_app.types import Adapters, AdapterUse
 
 
 class Files:
-    """Finds files, with the help of other nodes. Used in a replica's event loop."""
+    """Finds files. Used in a replica's event loop."""
 
     def __init__(self, downloads: DownloadsConfig, report: Report = nowhere) -> None:
         """`report` is told how far downloads are."""
         self._downloads, self._report = downloads, report
-        self.n_bytes: Counter[str] = Counter()
-        """Bytes that came for this replica: from the "origin", or from other "nodes"."""
+        self.n_bytes = 0
+        """Bytes that were downloaded for this replica."""
 
     async def find(self, source: ModelSource) -> Path:
         """The file, on this node. Raises ConfigError."""
@@ -37,8 +37,8 @@ class Files:
             last = stage
             self._report(stage)
 
-        path = await asyncio.to_thread(locate, source, self._downloads, take, sharing_here())
-        self.n_bytes.update(origin=last.from_origin_bytes, nodes=last.from_nodes_bytes)
+        path = await asyncio.to_thread(locate, source, self._downloads, take)
+        self.n_bytes += last.n_bytes
         return path
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -184,9 +184,7 @@ class ReplicaMetrics:
         )
         self._encoding = counter("encode_seconds", "Encoding of images and audio, in seconds.")
         self._downloaded = counter(
-            "downloaded_bytes",
-            "Model files that were fetched, in bytes, from their `origin` or from other `nodes`.",
-            "source",
+            "downloaded_bytes", "Model files that were downloaded, in bytes."
         )
         gauges = {
             "slots_busy": "Slots that run a request.",
@@ -210,11 +208,10 @@ class ReplicaMetrics:
         in_engine_s = spent.queue_s + spent.prefill_s + spent.decode_s
         self._e2e.observe(spent.failed_over_s + in_engine_s)
 
-    def downloaded(self, n_bytes: Mapping[str, int]) -> None:
-        """Count what came for this replica, by its source."""
-        for source, n in n_bytes.items():
-            if n > 0:
-                self._downloaded.inc(n, {"source": source})
+    def downloaded(self, n_bytes: int) -> None:
+        """Count the bytes that were downloaded for this replica."""
+        if n_bytes:
+            self._downloaded.inc(n_bytes)
 
     def update(self, stats: EngineStats) -> None:
         for (group, name), counter in self._counters.items():

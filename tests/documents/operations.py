@@ -12,7 +12,6 @@ from ray.util.metrics import Metric
 from serve_app.cli.main import app
 from serve_app.ingress.usage.key_metrics import KeyMetrics
 from serve_app.ingress.usage.ledger import COUNTS
-from serve_app.ingress.versions.control import VersionControl
 from serve_app.metrics import make_with
 from serve_app.replica.reporting import ReplicaMetrics
 from serve_app.routing.metrics import use_rays_exporter

@@ -126,7 +126,7 @@ def programs() -> list[tuple[list[str], str | None]]:
 
 
 def in_sentences(text: str) -> Iterator[list[str]]:
-    """Commands that are said with a value: a name alone, as `corral traffic`, says that it exists."""
+    """Commands that are said with a value: a name alone, as `corral usage`, says that it exists."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
     for paragraph in re.split(r"\n\s*\n|\n(?=\||- |\d+\. )", text):
         for code in re.findall(r"`([^`]+)`", paragraph):

@@ -13,7 +13,6 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from serve_app.application import rollout
 from serve_app.config.schema import (
     DefaultsConfig,
     DeploymentConfig,
@@ -197,8 +196,8 @@ def test_the_documents_configuration_is_valid() -> None:
     (keys,) = re.findall(r"```yaml\n(keys:.*?)```", PAGES[Path("docs/security.md")], re.S)
     assert KeyFile.model_validate(yaml.safe_load(keys)).keys[0].tokens_per_minute == 60000
     parsed = [parse(yaml.safe_load(models)) for models in found]
-    names = [[rollout.engine_id(model) for model in one.models] for one in parsed]
-    expected = [["llama-70b"], ["qwen3-0.6b", "qwen3-4b"], ["qwen3-4b", "qwen3-4b@new"]]
+    names = [[model.id for model in one.models] for one in parsed]
+    expected = [["llama-70b"], ["qwen3-0.6b", "qwen3-4b"], ["qwen3-4b", "qwen3-4b-2507"]]
     assert sorted(names) == expected
 
 
@@ -209,7 +208,7 @@ def test_every_route_is_documented() -> None:
     assert missing == {"GET /v1/models/{model_id}", "GET /v1/requests/{request_id}"}  # as {id}
 
 
-_IN_ROWS = {"SlotRequest", "ModelRequest", "WeightsRequest", "RollbackRequest"}
+_IN_ROWS = {"SlotRequest", "ModelRequest"}
 
 
 def test_every_parameter_is_in_the_table() -> None:

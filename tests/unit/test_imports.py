@@ -90,10 +90,7 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
             (f"serve_app.{package}", PICKLES)
             for package in ("ingress", "replica", "channel", "routing", "engine", "store", "batch")
         ),
-        *(
-            (f"serve_app.store.{name}", ("ray", "serve_app.store.sharing"))
-            for name in ("models", "download", "remote", "folder", "hub")
-        ),
+        *((f"serve_app.store.{name}", ("ray",)) for name in ("models", "remote", "folder", "hub")),
         ("serve_app.types", ("ray", "fastapi", "pydantic", "llama_cpp", "serve_app.engine")),
         *(
             (f"serve_app.{package}", ("serve_app.cli",))
@@ -112,7 +109,7 @@ def test_package_does_not_import(importer: str, forbidden: tuple[str, ...]) -> N
 INGRESS_CORE = tuple(
     f"serve_app.ingress.{name}" for name in ("http", "workers", "generation", "model_registry")
 )
-"""What a chat passes in every protocol. Protocols, media, batches, versions and views are its guests."""
+"""What a chat passes in every protocol. Protocols, media, batches and views are its guests."""
 
 
 def in_ingress_core(module: str) -> bool:
@@ -224,7 +221,6 @@ def test_ray_is_known_in_few_places_only() -> None:
         "serve_app.routing.serve_handle",
         "serve_app.start.one_machine",
         "serve_app.store.ray_values",
-        "serve_app.store.sharing",
     }
 
 

@@ -35,7 +35,6 @@ from serve_app.folders import GIB
 from serve_app.llama import library
 from serve_app.llama.model import Model, files_of, fingerprint_of
 from serve_app.openvino import convert
-from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
 from serve_app.openvino.gguf_model import UnreadableError
 from serve_app.openvino.slices import converted_slice
 from serve_app.progress import Report, Stage
@@ -76,8 +75,6 @@ def open_named(
                 f"engine.backend: openvino needs the package {error.name}. Install corral[openvino]."
             ) from None
         return open_with_openvino(path, options, report)
-    if is_graph(path):
-        raise ConfigError(ONLY_OPENVINO)
     from serve_app.engine.backends.llama_cpp import LlamaBackend
 
     return LlamaBackend(path, options, report)
@@ -89,7 +86,7 @@ def open_backend(
     """The backend, opened; on the thread that will compute. Raises ConfigError."""
     path = Path(path)
     layout = LayoutChoice(repack=True)
-    if options.backend != OPENVINO and not is_graph(path):
+    if options.backend != OPENVINO:
         layout = chosen_layout(path, options, report)
         options = replace(options, repack=layout.repack, stored_from=layout.stored_from)
     if options.backend == "auto":
@@ -101,7 +98,7 @@ def open_backend(
     try:
         backend = open_named(choice.name, path, replace(options, backend=choice.name), report)
     except ConfigError as error:
-        if options.backend != "auto" or choice.name == LLAMA_CPP or is_graph(path):
+        if options.backend != "auto" or choice.name == LLAMA_CPP:
             raise
         reason = f"OpenVINO could not be started: {_said(error)}"
         choice = replace(choice, name=LLAMA_CPP, reason=reason)
@@ -126,8 +123,6 @@ def _convert(path: Path, options: EngineOptions) -> None:
 def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere) -> KernelsChoice:
     """The backend for `auto`, as measured now or at an earlier start. Of several processes of this node
     that ask at once, one measures."""
-    if is_graph(path):
-        return KernelsChoice(OPENVINO, "the model is in OpenVINO's format")
     files = files_of(path)
     n_bytes = sum(file.stat().st_size for file in files)
     if names := options.unsupported_by_openvino():

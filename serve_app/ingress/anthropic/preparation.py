@@ -220,7 +220,7 @@ class Messages:
 def messages(models: Models, request: MessagesRequest) -> Messages:
     """POST /v1/messages. Raises CorralError."""
     chat = request.as_chat()
-    model = find(models, request.model, preparation.chat_beginning(chat.conversation))
+    model = find(models, request.model)
     shown = (
         request.thinking is not None and request.thinks and request.thinking.display != "omitted"
     )
@@ -230,5 +230,5 @@ def messages(models: Models, request: MessagesRequest) -> Messages:
 def count_tokens(models: Models, request: CountTokensRequest) -> PromptLength:
     """POST /v1/messages/count_tokens. Raises CorralError."""
     chat = request.as_chat()
-    model = find(models, request.model, preparation.chat_beginning(chat.conversation))
+    model = find(models, request.model)
     return preparation.length(model, chat, "messages")

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from serve_app.errors import EngineClosedError
 from serve_app.ingress.dashboard.snapshot import NOTHING, Board, Json, difference, without_requests
 from serve_app.ingress.http import request_context, sse
-from serve_app.ingress.model_registry import ServedModel, families, present_shares
+from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.shared_looks import SharedLooks
 
 PERIOD_S = 1.0
@@ -97,23 +97,18 @@ class Broadcaster:
             time.monotonic(),
             time.time(),
             dict(zip(models, fetching, strict=True)),
-            self._more(),
+            self._loaded(),
         )
         self._looked_at = time.monotonic()
         return self._board.view
 
-    def _more(self) -> dict[str, Json]:
-        """The part of their model's requests that versions are given, and whether models on demand are
-        loaded."""
-        found: dict[str, Json] = {
+    def _loaded(self) -> dict[str, Json]:
+        """Whether models on demand are loaded, by their ids."""
+        return {
             name: {"loaded": one.engine.is_loaded}
             for name, one in self._models.items()
             if one.is_on_demand
         }
-        for versions in families(self._models).values():
-            for name, share in present_shares(versions).items():
-                found[name] = found.get(name, {}) | {"share": round(share, 4)}
-        return found
 
 
 ROUTER = APIRouter()

@@ -154,18 +154,8 @@ class Board:
 
 
 def _fetched(replicas: Iterable[FetchingReplica]) -> Json:
-    """The part of the files that each has, and the part of what came that is from other nodes."""
-    return {
-        replica.replica_id: [
-            round(replica.done, 2),
-            round(
-                replica.from_nodes_bytes
-                / max(1, replica.from_origin_bytes + replica.from_nodes_bytes),
-                2,
-            ),
-        ]
-        for replica in replicas
-    }
+    """The part of the files that each has."""
+    return {replica.replica_id: round(replica.done, 2) for replica in replicas}
 
 
 def _told(replica: _Replica) -> Json:

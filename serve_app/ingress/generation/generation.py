@@ -12,7 +12,7 @@ from serve_app.errors import CorralError
 from serve_app.ingress.generation.preparation import Chat, Generation, PromptLength
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.request_context import Caller, UsageCounts
-from serve_app.ingress.model_registry import ServedModel, family, find
+from serve_app.ingress.model_registry import ServedModel, find
 from serve_app.prompt.output_parser import OutputParser, Part
 from serve_app.types import Accepted, FinishReason, GenerationRequest, TokenDelta
 
@@ -30,7 +30,7 @@ async def requests(
     """The requests of all answers, the first prompt's first. The caller is charged. Raises KeyLimitError,
     RateLimitError or PermissionDeniedError for what the caller may not."""
     caller = request_context.current()
-    caller.check_model(model.id, family(model))
+    caller.check_model(model.id)
     caller.check_priority(generation.request.priority)
     most = [caller.most_new(len(p), generation.sampling.max_tokens) for p in generation.prompts]
     await caller.ask_for(generation.n_answers)
@@ -91,17 +91,14 @@ class RequestMeter:
         self._counts_prompt = counts_prompt
         self._caller, self._model, self._request = caller, model, request
         self._prepared = time.monotonic_ns()
-        self._n_prompt, self._n_tokens = len(request.prompt), len(request.generated)
-        self._n_before = self._n_counted = self._n_tokens
-        """The tokens that another ingress has counted, with the prompt; and all that are counted."""
+        self._n_prompt, self._n_tokens, self._n_counted = len(request.prompt), 0, 0
         self._is_running = self._has_ended = self._is_due = False
 
     def accepted(self) -> None:
         if not self._is_running:
             self._is_running = True
-            if not self._n_before:
-                n_prompt = self._n_prompt if self._counts_prompt else 0
-                self._count({"requests": 1, "prompt_tokens": n_prompt})
+            n_prompt = self._n_prompt if self._counts_prompt else 0
+            self._count({"requests": 1, "prompt_tokens": n_prompt})
 
     def delivered(self, delta: TokenDelta) -> None:
         self.accepted()

@@ -89,27 +89,6 @@ def refuse_unknown_tokens(model: ModelInfo, field: str, tokens: Iterable[int]) -
 
 T = TypeVar("T")
 
-BEGINNING_CHARS = 1024
-"""The characters of a text that is no chat that choose a model's version: it may grow, as a chat does."""
-
-
-def chat_beginning(conversation: Conversation) -> str:
-    """The beginning of a conversation, up to the user's first message: it stays as it is while the
-    conversation goes on, and chooses a model's version."""
-    texts = []
-    for turn in conversation:
-        texts.append(f"{turn.role} {turn.text}")
-        if turn.role == "user":
-            break
-    return "\n".join(texts)
-
-
-def text_beginning(prompt: str | Sequence[int | str]) -> str:
-    """The beginning of a text, or of as many tokens, which chooses a model's version."""
-    if isinstance(prompt, str):
-        return prompt[:BEGINNING_CHARS]
-    return " ".join(str(part)[:BEGINNING_CHARS] for part in prompt[:BEGINNING_CHARS])
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Generation:

@@ -15,7 +15,7 @@ from serve_app.errors import CorralError, InvalidRequestError, NotSupportedError
 from serve_app.ingress.generation.preparation import refuse_huge
 from serve_app.ingress.generation.prompts import MediaPrompt, Mixed, media_prompt, mixed_tokens
 from serve_app.ingress.http import request_context
-from serve_app.ingress.model_registry import ModelInfo, ServedModel, family, find
+from serve_app.ingress.model_registry import ModelInfo, ServedModel, find
 from serve_app.ingress.workers.wire import Piece
 from serve_app.ingress.workers.worker import grant_memory
 from serve_app.types import Medium
@@ -200,7 +200,7 @@ async def embed(
     """The number of tokens of texts and their media, and the texts' vectors, charged to the caller. Raises
     KeyLimitError or RateLimitError for what the caller may not, and what the engine does."""
     caller = request_context.current()
-    caller.check_model(model.id, family(model))
+    caller.check_model(model.id)
     await caller.admit(texts)
     n_tokens = sum(map(len, texts)) - len(media)
     try:

@@ -272,13 +272,11 @@ class Caller:
         )
         raise PermissionDeniedError(f"{what} is only for operators. It needs {who}.")
 
-    def check_model(self, *names: str) -> None:
-        """Refuse a model of these names that the key may not use, with PermissionDeniedError."""
+    def check_model(self, name: str) -> None:
+        """Refuse a model of this name that the key may not use, with PermissionDeniedError."""
         allowed = None if self.account is None else self.account.key.models
-        if allowed is not None and not any(
-            fnmatchcase(name, pattern) for name in names for pattern in allowed
-        ):
-            raise PermissionDeniedError(f"This API key may not use {names[0]!r}.", "model")
+        if allowed is not None and not any(fnmatchcase(name, pattern) for pattern in allowed):
+            raise PermissionDeniedError(f"This API key may not use {name!r}.", "model")
 
     def most_new(self, n_prompt: int, most: int | None) -> int | None:
         """The tokens that an answer may have behind such a prompt, if the request asks for `most`. Raises

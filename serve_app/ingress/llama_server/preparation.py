@@ -55,7 +55,7 @@ class PreparedLlamaCompletion:
 
 def completion(models: Models, request: LlamaCompletionRequest) -> PreparedLlamaCompletion:
     """POST /completion. Raises CorralError."""
-    model = find(models, request.model, preparation.text_beginning(request.prompts[0]))
+    model = find(models, request.model)
     if isinstance(request.prompt, MediaPrompt):
         prompt, media = media_prompt(model, request.prompt, "prompt")
         return _completion(model, request, [prompt], is_batch=request.is_batch, media=media)
@@ -65,7 +65,7 @@ def completion(models: Models, request: LlamaCompletionRequest) -> PreparedLlama
 
 def infill(models: Models, request: InfillRequest) -> PreparedLlamaCompletion:
     """POST /infill. Raises CorralError."""
-    model = find(models, request.model, preparation.text_beginning(request.input_prefix))
+    model = find(models, request.model)
     return _completion(model, request, [_infill_prompt(model, request)], is_batch=False)
 
 

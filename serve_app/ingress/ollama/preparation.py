@@ -69,7 +69,7 @@ class OllamaGeneration(msgspec.Struct, frozen=True, tag=True):
 def chat(models: Models, request: OllamaChatRequest) -> OllamaGeneration | OllamaLoad:
     """POST /api/chat. Raises CorralError."""
     turns = [message.as_turn() for message in request.messages]
-    model = find(models, request.model, preparation.chat_beginning(turns) or None)
+    model = find(models, request.model)
     if not turns:
         return _load(model, request)
     _check_thinking(model, request)
@@ -86,10 +86,7 @@ def chat(models: Models, request: OllamaChatRequest) -> OllamaGeneration | Ollam
 
 def generate(models: Models, request: OllamaGenerateRequest) -> OllamaGeneration | OllamaLoad:
     """POST /api/generate. Raises CorralError."""
-    said = request.context or f"{request.system}\n{request.prompt}"
-    model = find(
-        models, request.model, preparation.text_beginning(said) if request.prompt else None
-    )
+    model = find(models, request.model)
     if not request.prompt:
         return _load(model, request)
     if request.images and (request.raw or request.suffix):

@@ -5,12 +5,12 @@ Source: OpenAI's API reference, "Models"; `meta` and `status` are llama-server's
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel
 
-from serve_app.ingress.model_registry import ServedModel, chosen, families, find, present_shares
+from serve_app.ingress.model_registry import ServedModel
 
 
 class InputTokens(BaseModel):
@@ -43,19 +43,6 @@ class ModelStatus(BaseModel):
     value: Literal["loaded", "unloaded"]
 
 
-class VersionCard(BaseModel):
-    """A version of a model."""
-
-    id: str
-    """The version's own name, `MODEL@VERSION`."""
-    version: str
-    weight: float
-    """The configured part of requests, in proportion to the other versions' weights."""
-    share: float
-    """The part of requests that it is given now, up to 1: nothing until it is loaded."""
-    status: ModelStatus
-
-
 class ModelCard(BaseModel):
     """An entry of /v1/models."""
 
@@ -73,8 +60,6 @@ class ModelCard(BaseModel):
     status: ModelStatus
     capabilities: list[Literal["vision", "audio"]] = []
     """The model's capabilities besides text."""
-    versions: list[VersionCard] = []
-    """The versions that are served under this name, if there are several."""
 
 
 class ModelList(BaseModel):
@@ -124,40 +109,9 @@ def model_card(model: ServedModel) -> ModelCard:
 
 
 def model_cards(models: Mapping[str, ServedModel]) -> list[ModelCard]:
-    """The entries in /v1/models, also of the models with an adapter. Of a model with versions, first the
-    entry of the name for all of these."""
+    """The entries in /v1/models, also of the models with an adapter."""
     cards = []
-    for name, versions in families(models).items():
-        if versions[0].version is not None:
-            cards.append(_common_card(name, versions))
-        for model in versions:
-            adapted = (model.adapted(adapter) for adapter in model.adapters.values())
-            cards += map(model_card, (model, *adapted))
+    for model in models.values():
+        adapted = (model.adapted(adapter) for adapter in model.adapters.values())
+        cards += map(model_card, (model, *adapted))
     return cards
-
-
-def card_of(models: Mapping[str, ServedModel], name: str) -> ModelCard:
-    """The entry of that name. Raises ModelNotFoundError."""
-    model = find(models, name)
-    if model.version is None or name in {model.id, model.version.full_name}:
-        return model_card(model)
-    return _common_card(model.version.model, families(models)[model.version.model])
-
-
-def _common_card(name: str, versions: Sequence[ServedModel]) -> ModelCard:
-    """The card of the version with most, and what all of them have."""
-    card = model_card(chosen(versions, None))
-    shares = present_shares(versions)
-    version_cards = [
-        VersionCard(
-            id=model.id,
-            version=model.version.name,
-            weight=model.version.weight,
-            share=round(shares[model.id], 4),
-            status=model_card(model).status,
-        )
-        for model in versions
-        if model.version is not None
-    ]
-    names = {name, *card.aliases} - {card.id}
-    return card.model_copy(update={"id": name, "aliases": sorted(names), "versions": version_cards})

@@ -114,7 +114,7 @@ class PreparedCompletion:
 
 def completion(models: Models, request: CompletionRequest) -> PreparedCompletion:
     """POST /v1/completions. Raises CorralError."""
-    model = find(models, request.model, preparation.text_beginning(request.prompts[0]))
+    model = find(models, request.model)
     sampling = preparation.sampling(model, request)
     prompts, n = _prompts(model, request), request.best_of or request.n_answers
     return PreparedCompletion(
@@ -127,13 +127,13 @@ def completion(models: Models, request: CompletionRequest) -> PreparedCompletion
 
 def chat(models: Models, request: ChatCompletionRequest) -> Chat:
     """POST /v1/chat/completions. Raises CorralError."""
-    model = find(models, request.model, preparation.chat_beginning(request.conversation))
+    model = find(models, request.model)
     return preparation.chat(model, request, request.n_answers, "messages")
 
 
 def input_tokens(models: Models, request: ChatCompletionRequest) -> PromptLength:
     """POST /v1/chat/completions/input_tokens: how many the prompt would have. Raises CorralError."""
-    model = find(models, request.model, preparation.chat_beginning(request.conversation))
+    model = find(models, request.model)
     return preparation.length(model, request, "messages")
 
 

@@ -16,7 +16,13 @@ from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.http.dependencies import ModelsArgument, prepared
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai import preparation
-from serve_app.ingress.openai.answers import InputTokens, ModelCard, ModelList, card_of, model_cards
+from serve_app.ingress.openai.answers import (
+    InputTokens,
+    ModelCard,
+    ModelList,
+    model_card,
+    model_cards,
+)
 from serve_app.ingress.openai.preparation import PreparedCompletion
 from serve_app.ingress.openai.serving import Answer, Choice
 
@@ -91,4 +97,4 @@ async def list_models(models: ModelsArgument) -> ModelList:
 @ROUTER.get("/v1/models/{model_id:path}")
 async def get_model(models: ModelsArgument, model_id: str) -> ModelCard:
     """The model with that name."""
-    return card_of(models, model_id)
+    return model_card(find(models, model_id))

@@ -252,7 +252,7 @@ def _read(
     if request.previous_response_id is not None and not has_record:
         return After(request.previous_response_id)
     chat = request.as_chat(_ITEMS.validate_python(before))
-    model = find(models, request.model, preparation.chat_beginning(chat.conversation))
+    model = find(models, request.model)
     return request, before, chat, model
 
 

@@ -14,7 +14,6 @@ import orjson
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
-from serve_app import msgpack
 from serve_app.errors import (
     CorralError,
     InvalidRequestError,
@@ -113,14 +112,13 @@ async def responses(
         return_progress=wanted.return_progress,
         prompt_end=request.prompt[-PROMPT_END:],
         items=prepared.items,
-        packed_request=msgpack.packed(request) if fields["background"] else b"",
     )
     answer = ResponseAnswer(
         made, model, timings_per_token=wanted.timings_per_token, obfuscates=wanted.obfuscates
     )
     owner = Owner(key(), request_context.current().holder)
     if fields["background"]:
-        await responses.start(made, owner, is_read=wanted.stream)
+        await responses.start(model, request, made, owner)
         if not wanted.stream:
             return sse.json_response(answer.whole())
         entries = responses.follow(made.id, owner.key)
@@ -184,11 +182,8 @@ async def cancel_response(
     stored = await responses.find(response_id, key())
     if not StoredRequest.unpacked(stored.stored_request).is_background:
         raise InvalidRequestError("Cannot cancel a synchronous response.")
-    if not stored.has_ended:
-        await responses.cancel(response_id, key())
-        async for _ in responses.follow(response_id, key()):
-            pass  # up to its end
-        stored = await responses.find(response_id, key())
+    await responses.cancel(response_id, key())
+    stored = await responses.find(response_id, key())
     return written(await bodies.work(preparation.stored, *preparation.record(stored)))
 
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import os
-import re
 import secrets
 import sqlite3
 import time
@@ -168,8 +167,8 @@ class Ledger:
         self._schedule(FLUSH_S)
 
     def _cost(self, model: str, counts: UsageCounts) -> float:
-        """The cost by the price of a model, with an adapter or in a version maybe."""
-        names = (model, re.split("[:@]", model)[0], "*") if self._prices else ()
+        """The cost by the price of a model, with an adapter maybe."""
+        names = (model, model.partition(":")[0], "*") if self._prices else ()
         price = next((self._prices[name] for name in names if name in self._prices), None)
         if price is None:
             return 0.0

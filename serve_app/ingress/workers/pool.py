@@ -31,7 +31,7 @@ from serve_app.ingress.http import request_context
 from serve_app.ingress.model_registry import ModelFile, ModelInfo, Models, NumberedAdapters
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.fair_semaphore import FairSemaphore
-from serve_app.ingress.workers.wire import ModelChanges, Outcome, Piece, WorkOrder
+from serve_app.ingress.workers.wire import Outcome, Piece, WorkOrder
 from serve_app.ingress.workers.worker import CPU_S, NO_FILES, NO_PID, PID, Start, forked
 
 NICENESS = 10
@@ -282,8 +282,6 @@ class WorkerPool:
         self.at_work: set[Worker] = set()
         self.adapters: Mapping[str, NumberedAdapters] = {}
         """The adapters of the models whose adapters have changed since the start."""
-        self.weights: Callable[[], Mapping[str, float]] = dict
-        """The present weights of the models that are versions."""
 
     async def run(
         self,
@@ -294,8 +292,7 @@ class WorkerPool:
     ) -> T:
         data = (*pieces, *files.values())
         n_bytes, sizes = sum(map(len, data)), tuple((url, len(file)) for url, file in files.items())
-        changes = ModelChanges(self.adapters, self.weights())
-        order = WorkOrder(wire.name_of(work), n_bytes, changes, sizes)
+        order = WorkOrder(wire.name_of(work), n_bytes, self.adapters, sizes)
         job = _Job(client, order, data, wire.result_type(work))
         is_slow = False
         for _ in range(_N_TRIES):

@@ -12,7 +12,7 @@ import functools
 import socket
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ import msgspec
 from serve_app import msgpack
 from serve_app.channel.protocol import LENGTH_BYTES, framed, length_of
 from serve_app.errors import CorralError
-from serve_app.ingress.model_registry import ModelInfo, Models, NumberedAdapters
+from serve_app.ingress.model_registry import Models, NumberedAdapters
 
 # The event loop copies no more at once.
 _STRIDE = 64 * 2**10
@@ -47,35 +47,26 @@ class _PackedOutcome(msgspec.Struct, array_like=True, frozen=True):
     error: CorralError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelChanges:
-    """Changes of the models since workers read them, by their ids."""
-
-    adapters: Mapping[str, NumberedAdapters] = field(default_factory=dict)
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """The present weights of versions."""
-
-    def made_in(self, models: Models) -> Models:
-        if not self.adapters and not self.weights:
-            return models
-        return {name: self._made_in(name, model) for name, model in models.items()}
-
-    def _made_in(self, name: str, model: ModelInfo) -> ModelInfo:
-        version = model.version
-        if version is not None:
-            version = replace(version, given=self.weights.get(name))
-        return replace(model, adapters=self.adapters.get(name, model.adapters), version=version)
-
-
 class WorkOrder(msgspec.Struct, array_like=True, frozen=True):
     """Work on the body that follows, and on the files behind it."""
 
     work: str
     """The function, as `module:name`."""
     n_bytes: int
-    changes: ModelChanges
+    adapters: Mapping[str, NumberedAdapters] = {}
+    """The adapters of the models, by their ids, whose adapters have changed since workers read them."""
     files: tuple[tuple[str, int], ...] = ()
     """The URLs and bytes of the files that were fetched for the body."""
+
+
+def with_adapters(models: Models, adapters: Mapping[str, NumberedAdapters]) -> Models:
+    """The models, some of them with other adapters."""
+    if not adapters:
+        return models
+    return {
+        name: replace(model, adapters=adapters.get(name, model.adapters))
+        for name, model in models.items()
+    }
 
 
 def name_of(work: Callable[..., Any]) -> str:

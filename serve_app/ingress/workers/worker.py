@@ -86,7 +86,7 @@ def answered(order: WorkOrder, models: Models, data: bytes) -> bytes:
         with request_model.ignored_fields() as ignored, fetched(files):
             work: Work = pkgutil.resolve_name(order.work)
             body = request_model.body_for(work, data[:n_body])
-            value = work(order.changes.made_in(models), body)
+            value = work(wire.with_adapters(models, order.adapters), body)
         return wire.packed_outcome(wire.WorkResult(value, ignored))
     except CorralError as error:
         return wire.packed_outcome(error)

@@ -45,10 +45,8 @@ COMMANDS = {
     "tune",
     "capacity",
     "batch",
-    "traffic",
     "usage",
     "keys",
-    "rollback",
 }
 
 
@@ -419,37 +417,6 @@ def test_bench_is_the_program_itself() -> None:
     assert main._run("serve_app.measure.bench", ["--help"]) == 0
 
 
-VERSIONS = [
-    {"id": f"m@{name}", "weight": weight, "share": share, "status": {"value": status}}
-    for name, weight, share, status in (
-        ("old", 75.0, 1.0, "loaded"),
-        ("new", 25.0, 0.0, "unloaded"),
-    )
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "path", "body"),
-    [
-        (["traffic", "m"], "/v1/models/m", None),
-        (
-            ["traffic", "m", "new=25", "old=75%"],
-            "/models/weights",
-            {"model": "m", "weights": {"new": 25, "old": 75}},
-        ),
-        (["rollback", "m"], "/models/rollback", {"model": "m"}),
-    ],
-    ids=str,
-)
-def test_weights_are_shown_and_changed(
-    arguments: list[str], path: str, body: object, told: Told
-) -> None:
-    told.json(path, {"versions": VERSIONS})
-    lines = [line.split() for line in output(*arguments, "--url", told.url).splitlines()]
-    assert lines[1:] == [["m@old", "75", "100%", "loaded"], ["m@new", "25", "0%", "unloaded"]]
-    assert [(asked, sent) for asked, _, sent in told.asked] == [(path, body)]
-
-
 @pytest.mark.parametrize("form", ["table", "json", "csv"])
 def test_usage_is_shown_by_day(form: str, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 20_000 * 86400 + 5.0)
@@ -499,12 +466,3 @@ def test_keys_are_made_listed_and_revoked(told: Told) -> None:
     ]
     assert json.loads(output("keys", "list", "--json", "--url", told.url)) == page
     assert "write NAME=VALUE" in output("keys", "create", "ben", "x", status=1)
-
-
-def test_weights_that_are_none_are_not_sent(told: Told) -> None:
-    assert "write VERSION=PERCENT" in output("traffic", "m", "new:25", "--url", told.url, status=1)
-    told.json("/models/rollback", {"error": {"message": "There is nothing."}}, status=400)
-    assert "There is nothing." in output("rollback", "m", "--url", told.url, status=1)
-    assert [path for path, _, _ in told.asked] == ["/models/rollback"]
-    told.json("/v1/models/m", {"versions": []})
-    assert "one version only" in output("traffic", "m", "--url", told.url)

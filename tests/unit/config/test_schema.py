@@ -69,7 +69,15 @@ def test_the_shipped_file_is_valid() -> None:
         ({}, "models: Field required"),
         ({"models": []}, "models: List should have at least 1 item"),
         ({"model": []}, "model: Extra inputs"),
-        ({"models": [model(), model()]}, "several entries have the id"),
+        (
+            {"models": [model(), model()]},
+            "several entries have the id 'm'. Give each an id of its own",
+        ),
+        ({"models": [model(), model(id="b", aliases=["m"])]}, "two models have the same name (m)"),
+        (
+            {"models": [model(aliases=["x"]), model(id="b", aliases=["x"])]},
+            "two models have the same name (x)",
+        ),
         ({"models": [model(id="a b")]}, "models.0.id: String should match"),
         ({"models": [model(source={})]}, "models.0.source: Value error, give exactly one"),
         ({"models": [model(source={"repo_id": "a/b"})]}, "repo_id and filename belong together"),

@@ -538,8 +538,6 @@ async def test_stats_say_who_downloads(client: httpx.AsyncClient, engine: Script
                 "node_id": "n2",
                 "stage": "downloading",
                 "done": 0.25,
-                "from_origin_bytes": 0,
-                "from_nodes_bytes": 0,
                 "limit_s": None,
             }
         ]

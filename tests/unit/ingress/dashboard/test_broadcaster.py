@@ -13,7 +13,7 @@ import pytest
 from serve_app.errors import EngineClosedError
 from serve_app.ingress.dashboard.broadcaster import MAX_VIEWERS, N_FRAMES, Broadcaster
 from serve_app.ingress.model_registry import Answers, ServedModel
-from serve_app.types import ReplicaStats, Version
+from serve_app.types import ReplicaStats
 from tests.doubles.api import build_api
 from tests.unit.ingress.dashboard.test_snapshot import merged, replica
 from tests.unit.ingress.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
@@ -69,21 +69,12 @@ async def test_viewers_share_the_looks(looked_at: Engine, models: dict[str, Serv
     assert looked_at.n_looks == n_looks, "somebody still looks"
 
 
-async def test_versions_say_what_they_are_given_and_models_on_demand_whether_they_are_loaded(
-    models: dict[str, ServedModel],
-) -> None:
+async def test_models_on_demand_say_whether_they_are_loaded(models: dict[str, ServedModel]) -> None:
     found = {
-        name: replace(models["m"], id=name, is_on_demand=on_demand, version=version)
-        for name, on_demand, version in (
-            ("m@old", False, Version("m", "old", 90.0)),
-            ("m@new", True, Version("m", "new", 10.0)),
-            ("always", False, None),
-        )
+        name: replace(models["m"], id=name, is_on_demand=on_demand)
+        for name, on_demand in (("asked", True), ("always", False))
     }
-    assert Broadcaster(found)._more() == {
-        "m@old": {"share": 0.9},
-        "m@new": {"loaded": True, "share": 0.1},
-    }
+    assert Broadcaster(found)._loaded() == {"asked": {"loaded": True}}
 
 
 async def test_of_too_many_viewers_the_first_of_who_has_most_is_told_no_more(

@@ -229,7 +229,7 @@ def test_what_else_is_known_of_models_is_shown() -> None:
 
 def test_downloads_are_told_until_they_end() -> None:
     seen = Seen()
-    seen.fetching = [FetchingReplica("r1", "n1", "downloading", 0.4219, 300, 100)]
-    assert seen.look(STARTING=1)["models"]["m"]["fetching"] == {"r1": [0.42, 0.25]}
+    seen.fetching = [FetchingReplica("r1", "n1", "downloading", 0.4219)]
+    assert seen.look(STARTING=1)["models"]["m"]["fetching"] == {"r1": 0.42}
     seen.fetching = []
     assert seen.look(STARTING=1)["models"]["m"]["fetching"] == {}

@@ -21,7 +21,7 @@ from serve_app.ingress.access.turnstile import OpenRequests
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.responses import background, store
 from serve_app.ingress.responses.background import BackgroundResponses
-from serve_app.ingress.responses.store import Bounds, Event, Store
+from serve_app.ingress.responses.store import Event, LogAppend, Store
 from serve_app.types import TokenDelta
 from tests.doubles.api import build_api
 from tests.unit.ingress.harness import (
@@ -49,10 +49,8 @@ class Ingress:
         tokenizer: Any = ByteTokenizer()
         models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}
         self.open = OpenRequests(100)
-        self.responses = BackgroundResponses(models, shared, self.open)
-        self.app: FastAPI = build_api(
-            models, access, open_requests=self.open, responses=self.responses
-        )
+        self.app: FastAPI = build_api(models, access, open_requests=self.open, store=shared)
+        self.responses: BackgroundResponses = self.app.state.responses
 
     def client(self, name: str = "ann") -> httpx.AsyncClient:
         return httpx.AsyncClient(
@@ -76,7 +74,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def shared(clock: Clock) -> Store:
-    return Store(Bounds(), clock)
+    return Store(clock)
 
 
 @pytest.fixture
@@ -395,7 +393,7 @@ async def test_cancelling(first: Ingress, second: Ingress, engine: ScriptedEngin
             answer = await client.post(f"/v1/responses/{body['id']}/cancel")
         Response.model_validate(answer.json())
         assert (answer.status_code, answer.json()["status"]) == (200, "cancelled")
-    assert engine.left_early
+    await until(lambda: engine.left_early and not first.responses._responses)
     last = named_events(await got(second, body["id"], stream=True))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.incomplete", "cancelled")
 
@@ -422,72 +420,92 @@ async def test_deleting_ends_the_making(
     assert (await got(first, body["id"])).status_code == 404
 
 
-async def test_another_ingress_goes_on_where_one_was(
+async def test_a_response_fails_when_its_ingress_dies(
     first: Ingress, second: Ingress, engine: ScriptedEngine, clock: Clock
 ) -> None:
-    engine.scripts = [[HELLO[0], asyncio.Event()], [TokenDelta("p!", (9,)), HELLO[-1]]]
-    body = await posted(first, background=True, top_p=0.5)
+    engine.scripts = [[HELLO[0], asyncio.Event()]]
+    body = await posted(first, background=True)
     await until(lambda: first.responses._responses[body["id"]].n_told == 1)
+    following = asyncio.create_task(got(second, body["id"], stream=True))
+    await until(lambda: len(second.open) == 1)
     first.die()
-    assert await second.responses.adopt() == 0, "it may only be slow"
+    now = (await got(second, body["id"])).json()
+    assert now["status"] == "in_progress", "it may only be slow"
     clock.now += store.LEASE_S
-    assert await second.responses.adopt() == 1
-    done = await ended(second, body["id"])
-    assert (done["status"], done["output"][0]["content"][0]["text"]) == ("completed", "Help!lo")
-    before, after = engine.requests
-    assert (after.generated, after.n_failovers, after.id) == ((1,), 1, f"{body['id']}~1")
-    assert (after.prompt, after.sampling, after.client) == (before.prompt, before.sampling, "ann")
-    events = named_events(await got(second, body["id"], stream=True))
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert (await got(second, body["id"], "bob")).status_code == 404
+    done = (await got(second, body["id"])).json()
+    Response.model_validate(done)
+    assert (done["status"], done["output"][0]["content"][0]["text"]) == ("failed", "Hel")
+    assert done["error"] == {
+        "code": "server_error",
+        "message": "The process that made this response has ended.",
+    }
+    last = named_events(await following)[-1]
+    assert (last["type"], last["response"]) == ("response.failed", done)
+    assert len(engine.requests) == 1
 
 
-async def test_nobody_reads_what_the_store_does_not_know(
+async def test_a_stream_of_a_response_that_is_deleted_meanwhile_fails(
+    first: Ingress, second: Ingress, engine: ScriptedEngine
+) -> None:
+    engine.scripts = [[HELLO[0], asyncio.Event()]]
+    body = await posted(first, background=True)
+    following = asyncio.create_task(got(second, body["id"], stream=True))
+    await until(lambda: len(second.open) == 1)
+    async with first.client() as client:
+        assert (await client.delete(f"/v1/responses/{body['id']}")).status_code == 200
+    last = named_events(await following)[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+
+
+async def test_what_could_not_be_told_is_told_later(
     first: Ingress, engine: ScriptedEngine, shared: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another ingress would go on with other words."""
-    held, answered = asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr(background, "_PAUSE_S", 0.001)
+    held, n_lost = asyncio.Event(), 0
     engine.scripts = [[HELLO[0], held, *HELLO[1:]]]
     body = await posted(first, background=True)
-    response = first.responses._responses[body["id"]]
-    await until(lambda: response.n_told == 1)
     append = shared.append
 
-    async def waits(*arguments: Any) -> Any:
-        await answered.wait()
-        return await append(*arguments)
+    async def fails(appends: list[LogAppend]) -> list[bool]:
+        nonlocal n_lost
+        n_lost += 1
+        if n_lost % 2:
+            raise ConnectionError
+        return await append(appends)
 
-    monkeypatch.setattr(shared, "append", waits)
-    following = asyncio.create_task(got(first, body["id"], stream=True))
+    monkeypatch.setattr(shared, "append", fails)
+    await until(lambda: n_lost > 3)
     held.set()
-    await until(response.task.done)
-    now = (await got(first, body["id"])).json()
-    assert (now["status"], now["output"][0]["content"][0]["text"]) == ("in_progress", "Hel")
-    assert not following.done()
-    answered.set()
-    assert (
-        named_events(await following)[-1]["response"]["output"][0]["content"][0]["text"] == "Hello"
-    )
+    done = await ended(first, body["id"])
+    assert (done["status"], done["output"][0]["content"][0]["text"]) == ("completed", "Hello")
 
 
-async def test_a_lost_store_gets_what_is_being_made(
-    first: Ingress, second: Ingress, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+async def test_a_lost_store_ends_what_is_being_made(
+    first: Ingress, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.scripts = [[HELLO[0], asyncio.Event()], [asyncio.Event()]]
+    body = await posted(first, background=True)
+    monkeypatch.setattr(first.responses, "_store", Store())
+    await until(lambda: engine.left_early and not first.responses._responses)
+    assert (await got(first, body["id"])).status_code == 404
+    assert len(first.open) == 0
+
+
+async def test_an_ingress_that_stops_waits_for_its_responses_if_others_can_read_them(
+    first: Ingress, second: Ingress, engine: ScriptedEngine, shared: Store
 ) -> None:
     held = asyncio.Event()
     engine.scripts = [[HELLO[0], held, *HELLO[1:]]]
     body = await posted(first, background=True)
-    new, lost = Store(Bounds()), first.responses._store
-
-    async def fails(*_: object) -> None:
-        for one in (first, second):
-            one.responses._store = new
-        raise ConnectionError
-
-    monkeypatch.setattr(lost, "append", fails)
-    await until(lambda: first.responses._store is new)
+    await first.responses.drain()
+    shared.is_shared = True
+    draining = asyncio.create_task(first.responses.drain())
+    await until(lambda: first.responses._responses[body["id"]].n_told == 1)
+    assert not draining.done()
     held.set()
-    done = await ended(second, body["id"])
-    assert done["output"][0]["content"][0]["text"] == "Hello"
+    await draining
+    done = (await got(second, body["id"])).json()
+    assert (done["status"], done["output"][0]["content"][0]["text"]) == ("completed", "Hello")
 
 
 @pytest.mark.parametrize("failure", [DecodeError("cannot decode"), ValueError("a mistake")])
@@ -531,7 +549,7 @@ async def test_a_client_that_leaves_before_it_knows_the_id_ends_it(
 
 
 async def test_where_none_is_kept(engine: ScriptedEngine, access: IngressConfig) -> None:
-    ingress = Ingress(Store(Bounds(kept_s=0)), engine, access)
+    ingress = Ingress(Store(), engine, access.model_copy(update={"responses_kept_s": 0}))
     body = await posted(ingress)
     assert body["store"] is False
     assert (await got(ingress, body["id"])).status_code == 404

@@ -317,26 +317,23 @@ def test_the_longest_context(
 
 
 @pytest.mark.parametrize(
-    ("models", "names", "may"),
+    ("models", "name", "may"),
     [
-        (None, ("m",), True),
-        (["m"], ("m",), True),
-        (["m"], ("n",), False),
-        (["m"], ("m@v2", "m"), True),
-        (["qwen*"], ("qwen3-4b",), True),
-        (["qwen*"], ("m",), False),
-        ([], ("m",), False),
+        (None, "m", True),
+        (["m"], "m", True),
+        (["m"], "n", False),
+        (["qwen*"], "qwen3-4b", True),
+        (["qwen*"], "m", False),
+        ([], "m", False),
     ],
 )
-def test_models_that_a_key_may_use(
-    models: list[str] | None, names: tuple[str, ...], may: bool
-) -> None:
+def test_models_that_a_key_may_use(models: list[str] | None, name: str, may: bool) -> None:
     own = caller(models=models)
     if may:
-        own.check_model(*names)
+        own.check_model(name)
         return
     with pytest.raises(PermissionDeniedError, match="may not use"):
-        own.check_model(*names)
+        own.check_model(name)
 
 
 async def test_a_key_may_go_on_in_the_background() -> None:

@@ -30,7 +30,7 @@ from serve_app.ingress.responses.preparation import After, PreparedResponse
 from serve_app.ingress.workers import wire
 from serve_app.ingress.workers.worker import Start
 from serve_app.llama.vision.senses import Senses
-from serve_app.types import AdapterUse, Medium, Picture, Sound, Version
+from serve_app.types import AdapterUse, Medium, Picture, Sound
 
 FILES = (
     ModelFile("a.gguf", "a", 512),
@@ -46,7 +46,6 @@ FILES = (
         adapters={3: AdapterUse("poet", 0.5, "f00")},
         senses=Senses(sees=True, hears=True),
         is_on_demand=True,
-        version=Version("b", "v1", 0.25, 1.0),
     ),
 )
 
@@ -124,8 +123,7 @@ async def test_errors_arrive_as_they_were(error: CorralError) -> None:
 
 async def test_orders_arrive_as_they_were_and_their_bodies_behind_them() -> None:
     adapters = {"m": {0: AdapterUse("a", 0.5), 3: AdapterUse("b", 1.0, "v")}}
-    changes = wire.ModelChanges(adapters, {"m@new": 10.0})
-    order = wire.WorkOrder("module:function", 7, changes, (("http://a/", 3),))
+    order = wire.WorkOrder("module:function", 7, adapters, (("http://a/", 3),))
     ours, theirs = socket.socketpair()
     with theirs:
         _, writer = await asyncio.open_connection(sock=ours)
