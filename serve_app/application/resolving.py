@@ -32,14 +32,7 @@ from serve_app.config.sources import (
     ModelSource,
     ProjectorSource,
 )
-from serve_app.engine.backends.draft_model import (
-    N_CTX,
-    check_draft,
-    check_own_layers,
-    check_target,
-    slot_bytes,
-    states_bytes,
-)
+from serve_app.engine.backends.draft_model import N_CTX, check_draft, check_own_layers, slot_bytes
 from serve_app.errors import ConfigError
 from serve_app.ingress.generation.sampling_fields import given
 from serve_app.llama.model import Model
@@ -415,10 +408,9 @@ def _with_draft(
 ) -> ModelNeeds:
     """The target's needs, with its draft model's. Raises ConfigError for a draft that cannot propose for
     it."""
-    check_target(target)
     if model.engine.draft is not None and model.engine.draft.own_layers:
         check_own_layers(target)
-        return replace(needs, draft_bytes=slot_bytes(target, N_CTX))
+        return replace(needs, draft_bytes=slot_bytes(target))
     source = draft_source(model)
     if source is None:
         return needs
@@ -433,6 +425,4 @@ def _with_draft(
             raise
         return needs
     check_draft(target, draft)
-    needs = needs.with_draft(ModelNeeds.of(draft), N_CTX)
-    n_states = states_bytes(target, len(draft.target_layers))
-    return replace(needs, draft_bytes=needs.draft_bytes + n_states)
+    return needs.with_draft(ModelNeeds.of(draft), N_CTX)

@@ -52,7 +52,7 @@ def metrics() -> str:
     use_rays_exporter()  # which tells what a metric is
     by_key = KeyMetrics()
     by_key.add("a", "m", dict.fromkeys(COUNTS, 0.0))
-    exporters = (ReplicaMetrics("m"), VersionControl({}, nobody, nobody), by_key)
+    exporters = (ReplicaMetrics("m"), by_key)
     make_with(None)
     values: list[Any] = [value for one in exporters for value in vars(one).values()]
     values += [one for value in values if isinstance(value, dict) for one in value.values()]

@@ -127,8 +127,6 @@ def chosen(path: Path, options: EngineOptions, report: Report = progress.nowhere
     n_bytes = sum(file.stat().st_size for file in files)
     if names := options.unsupported_by_openvino():
         return KernelsChoice(LLAMA_CPP, f"OpenVINO's backend does not support {names[0]}")
-    if options.draft is not None and Model(options.draft, vocab_only=True).is_head:
-        return KernelsChoice(LLAMA_CPP, "OpenVINO's backend tells drafts no hidden states")
     if options.profile_limit_s <= 0 or n_bytes < _LEAST_BYTES:
         reason = "nothing is measured" if options.profile_limit_s <= 0 else "the model is small"
         return KernelsChoice(LLAMA_CPP, reason)

@@ -20,7 +20,7 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse, Row, Setup, State
-from serve_app.engine.backends.draft_model import GuessingDraft, hidden_layers, open_draft
+from serve_app.engine.backends.draft_model import OwnLayersDraft, draft_for, open_draft
 from serve_app.engine.backends.mode_chooser import ModeChooser
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
@@ -315,10 +315,7 @@ class LlamaBackend:
         if options.n_rs_seq is None:
             options = replace(options, n_rs_seq=_n_past_states(model, options))
         self.options = options
-        draft = None
-        if options.draft is not None:
-            draft = Model(options.draft, load_mode=options.load_mode)
-        self._hidden_layers = hidden_layers(model, draft, options)
+        draft = draft_for(model, options)
         self.n_sequences = options.n_slots + len(options.pinned)
         self.cache_types = (options.cache_type_k, options.cache_type_v)
         self.adapters = LlamaAdapters(
@@ -347,7 +344,7 @@ class LlamaBackend:
             self.draft = open_draft(model, draft, options, self.setup.threads)
             self.hidden_states = HiddenStates(0, 1, 0)
             """The hidden states of the slots; none unless a draft wants them."""
-            if isinstance(self.draft, GuessingDraft):
+            if isinstance(self.draft, OwnLayersDraft):
                 self.hidden_states = self.draft.states
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
@@ -390,7 +387,7 @@ class LlamaBackend:
                 n_ctx=n_ctx,
                 cache_type_k=options.cache_type_k,
                 cache_type_v=options.cache_type_v,
-                hidden_layers=self._hidden_layers,
+                tells_hidden=options.own_layers,
                 n_rs_seq=options.n_rs_seq or 0,
                 stored_from=options.stored_from,
             ),
@@ -422,7 +419,7 @@ class LlamaBackend:
 
     def decode(self, rows: Sequence[Row]) -> None:
         self._context.decode(self._positions.placed(rows))
-        if self._hidden_layers:
+        if self.options.own_layers:
             self.hidden_states.computed(rows, self._context.hidden(len(rows)))
 
     def cancel(self, cancelled: bool) -> None:

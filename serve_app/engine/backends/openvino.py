@@ -30,7 +30,7 @@ from serve_app.engine.backends.base import (
     Setup,
     State,
 )
-from serve_app.engine.backends.draft_model import hidden_layers, open_draft
+from serve_app.engine.backends.draft_model import draft_for, open_draft
 from serve_app.engine.backends.llama_cpp import LlamaBackend, LlamaEmbeddings
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
@@ -215,16 +215,8 @@ class OpenVinoBackend:
             self._options = replace(options, profile_limit_s=limit_s)
         profile = self._profile(report)
         self.setup = Setup("openvino", PAGED, threads, profile, mode_reason=_REASON)
-        draft = None
-        if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
-            draft = Model(options.draft, load_mode=options.load_mode)
-            if draft.is_head:
-                raise ConfigError(
-                    f"engine.draft: {draft.path.name} reads hidden states, which OpenVINO's backend does "
-                    "not tell. Set engine.backend: llama.cpp."
-                )
-            hidden_layers(model, draft, options)
-        self.draft = open_draft(model, draft, options, threads)
+        # llama.cpp is the faster with few rows, one for each slot.
+        self.draft = open_draft(model, draft_for(model, options), options, threads)
         # A state is none of llama.cpp's.
         parts = (versions(), BLOCK, options.cache_type_k, options.quantization)
         key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + context.turns).digest()
