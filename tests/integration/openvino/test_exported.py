@@ -24,8 +24,8 @@ from serve_app.application.resolving import resolve
 from serve_app.batch.run import _files_at
 from serve_app.config import schema
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.backends.choice import open_backend
 from serve_app.engine.backends.llama_cpp import LlamaBackend
+from serve_app.engine.backends.opening import open_backend
 from serve_app.engine.backends.openvino import OpenVinoBackend
 from serve_app.errors import ConfigError
 from serve_app.openvino.exported.files import GRAPH
