@@ -122,5 +122,10 @@ class Plan:
         return is_good
 
 
+def kept_plan(folder: Path | None, name: str, kernels: Kernels = REPACKED) -> Plan:
+    """The plan that was kept under that name; else one with these kernels, of which nothing is known."""
+    return profile_cache.load(folder, name, Plan) or Plan(kernels, name=name)
+
+
 LLAMA_CPP_PLAN, OPENVINO_PLAN = Plan(), Plan(OPENVINO)
 """Plans of a backend that is named. They are not kept."""

@@ -58,6 +58,6 @@ def test_a_model_that_openvino_cannot_serve_is_llama_cpps(tmp_path: Path) -> Non
     engine = Engine.load(path, options)
     try:
         assert engine.stats().compute.backend == "llama.cpp"
-        assert "openvino cannot serve" in engine.stats().compute.backend_reason
+        assert "openvino cannot compute" in engine.stats().compute.backend_reason
     finally:
         engine.close()

@@ -19,6 +19,7 @@ from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.channel.protocol import Address
 from serve_app.engine import Engine, EngineOptions
 from serve_app.engine.autotune import profile_cache
+from serve_app.engine.choice.plan import OPENVINO, Plan
 from serve_app.errors import ConfigError, EngineClosedError, EngineFailedError
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest, TokenDelta
@@ -73,7 +74,8 @@ def chains_of(n_stages: int, layers: Sequence[range | None] | None = None) -> li
 def engine_of(
     chain: StageChain | None, options: EngineOptions = _OPTIONS, path: Path = BUILTIN_MODEL
 ) -> Engine:
-    return Engine(lambda: OpenVinoBackend(path, options, chain=chain), options)
+    plan = Plan(OPENVINO, name="stages")
+    return Engine(lambda: OpenVinoBackend(path, options, plan=plan, chain=chain), options)
 
 
 @contextlib.contextmanager
