@@ -126,9 +126,7 @@ def paged_context(
         threads=threads,
         cache_type=cache_type,
     )
-    layers = PagedModel(
-        converted_of(model, None, quantization=quantization), model.n_vocab, options
-    )
+    layers = PagedModel(converted_of(model, None, quantization=quantization), options)
     context = PagedContext(layers, model, options)
     context.warm_up()
     return context

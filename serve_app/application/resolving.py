@@ -34,20 +34,12 @@ from serve_app.config.sources import (
     ModelSource,
     ProjectorSource,
 )
-from serve_app.engine.backends.draft_model import (
-    N_CTX,
-    check_draft,
-    check_own_layers,
-    check_target,
-    slot_bytes,
-    states_bytes,
-)
+from serve_app.engine.backends.draft_model import N_CTX, check_draft, check_own_layers, slot_bytes
 from serve_app.errors import ConfigError
 from serve_app.ingress.generation.sampling_fields import given
 from serve_app.llama.model import Model
 from serve_app.llama.vision.senses import why_unusable
 from serve_app.openvino.convert import shape_of
-from serve_app.openvino.exported.files import ONLY_GGUF, ONLY_OPENVINO
 from serve_app.openvino.parts import StageNode, fewest_stages
 from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
@@ -200,8 +192,6 @@ def _fewest_stages(model: ModelConfig, memory_bytes: int, downloads: DownloadsCo
     """The fewest stages that hold a model with the caches of all their engines, each on a node of its own:
     the smallest node of Ray, or a machine with so much memory if Ray does not run. Raises ConfigError."""
     source = store.pinned(model.source, downloads)
-    if store.is_in_openvinos_format(source):
-        raise ConfigError(ONLY_GGUF)
     opened = Model(_vocabulary(source, downloads), vocab_only=True)
     reserved = model.deployment.ray_actor_options.num_cpus
     shape = shape_of(opened.files, model.engine.quantization)
@@ -292,10 +282,6 @@ def _looked_up(
         return model.source, _projector(model, model.source, None, downloads), None
     try:
         source = store.pinned(model.source, downloads)
-        if model.engine.backend == "llama.cpp" and store.is_in_openvinos_format(source):
-            raise ConfigError(ONLY_OPENVINO)
-        if model.engine.stages != 1 and store.is_in_openvinos_format(source):
-            raise ConfigError(ONLY_GGUF)
         opened = _opened(model, source, downloads)
         needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
         projector = _projector(model, source, opened, downloads)
@@ -367,9 +353,7 @@ def pinned_source(
         return None
     try:
         with _naming(name):
-            pinned = store.pinned(source, downloads)
-            _check_readable(pinned)
-            return pinned
+            return store.pinned(source, downloads)
     except UnreachableError:  # replicas look for themselves
         return source
 
@@ -389,11 +373,6 @@ def _naming(field: str) -> Iterator[None]:
         raise ConfigError(f"{field}: {error}") from None
 
 
-def _check_readable(source: ModelSource) -> None:
-    if store.is_in_openvinos_format(source):
-        raise ConfigError("llama.cpp cannot read OpenVINO's format. Give a GGUF file")
-
-
 def _projector(
     model: ModelConfig, source: ModelSource, opened: Model | None, downloads: DownloadsConfig
 ) -> ProjectorSource | None:
@@ -405,7 +384,6 @@ def _projector(
     try:
         with _naming("projector"):
             if projector is not None:
-                _check_readable(projector)
                 return store.pinned_projector(projector, downloads)
             if opened is None:
                 return None
@@ -448,10 +426,9 @@ def _with_draft(
 ) -> ModelNeeds:
     """The target's needs, with its draft model's. Raises ConfigError for a draft that cannot propose for
     it."""
-    check_target(target)
     if model.engine.draft is not None and model.engine.draft.own_layers:
         check_own_layers(target)
-        return replace(needs, draft_bytes=slot_bytes(target, N_CTX))
+        return replace(needs, draft_bytes=slot_bytes(target))
     source = draft_source(model)
     if source is None:
         return needs
@@ -466,9 +443,7 @@ def _with_draft(
             raise
         return needs
     check_draft(target, draft)
-    needs = needs.with_draft(ModelNeeds.of(draft), N_CTX)
-    n_states = states_bytes(target, len(draft.target_layers))
-    return replace(needs, draft_bytes=needs.draft_bytes + n_states)
+    return needs.with_draft(ModelNeeds.of(draft), N_CTX)
 
 
 def _vocabulary(source: ModelSource, downloads: DownloadsConfig) -> Path:

@@ -14,7 +14,6 @@ from serve_app.batch import parts
 from serve_app.batch.answerer import AT_ONCE, Answerer, PartSettings
 from serve_app.batch.parts import FORMATS, Parts
 from serve_app.errors import ConfigError
-from serve_app.openvino.exported.files import folder_of, present
 
 _BLOCK_BYTES = 1
 """Each part is a block of its own: Ray Data gives blocks to engines, and takes those of a dead one back."""
@@ -58,20 +57,13 @@ def inputs(folder: Path) -> dict[str, int]:
 def about(files: Mapping[str, int], work: PartSettings, n_lines: int) -> dict[str, Any]:
     """A description of all that the output depends on."""
     source = work.model.source
-    model_files = [] if source.path is None else _files_at(source.path.expanduser())
+    model_files = [] if source.path is None else [str(source.path.expanduser())]
     return {
         "files": {path: _version(path) for path in (*files, *model_files)},
         "lines_per_part": n_lines,
         "model": source.model_dump(mode="json", exclude_none=True),
         "reading": asdict(work.reading),
     }
-
-
-def _files_at(path: Path) -> list[str]:
-    """The file, or those in the folder of a model in OpenVINO's format."""
-    folder = folder_of(path)
-    names = present(one.name for one in folder.iterdir()) if folder.is_dir() else ()
-    return [str(folder / name) for name in names] or [str(path)]
 
 
 def _version(path: str) -> list[int]:

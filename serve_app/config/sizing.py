@@ -11,7 +11,7 @@ from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
 from serve_app.llama.cache_sizes import CacheSizes, cache_sizes
 from serve_app.llama.formats import CacheType, LoadMode, block_size, n_bytes
-from serve_app.llama.model import N_BYTES, Model
+from serve_app.llama.model import Model
 
 _MAX_DEFAULT_CTX = 4096
 MIN_DEFAULT_CTX = 1024
@@ -59,7 +59,7 @@ class ModelNeeds:
         one with a cache for every token."""
         weight_bytes = sum(path.stat().st_size for path in model.files)
         mapped = model.meta("general.file_type") in _MAPPED_FILE_TYPES
-        sizes = None if model.meta(N_BYTES) is not None else cache_sizes(model.path)
+        sizes = cache_sizes(model.path)
         if sizes is None:
             sizes = CacheSizes(model.cache_elements, (0, 0), 0, 0)
         in_all = [a + b for a, b in zip(sizes.full, sizes.windowed, strict=True)]

@@ -55,12 +55,10 @@ class ModelSource(Section):
     builtin: bool = False
     """The small model that comes with Corral. Nothing is downloaded."""
     path: Path | None = None
-    """A GGUF file, or a folder in OpenVINO's format. It must exist under this path on every node that runs
-    a replica or the ingress."""
+    """A GGUF file. It must exist under this path on every node that runs a replica or the ingress."""
     repo: str | None = None
     """A model of a Hugging Face repository: `OWNER/NAME`, `OWNER/NAME:QUANT` or `OWNER/NAME:FILE.gguf`.
-    `@REVISION` at the end chooses another revision than the newest. A repository without GGUF files may
-    have a model in OpenVINO's format. A cluster downloads it once."""
+    `@REVISION` at the end chooses another revision than the newest. A cluster downloads it once."""
     repo_id: str | None = None
     """A Hugging Face repository, with `filename`. `repo` is the shorter way."""
     filename: str | None = None

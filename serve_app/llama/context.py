@@ -49,15 +49,6 @@ _POOLINGS: dict[Pooling, int] = {
 }
 _sample_of_few = library.brief(llama_cpp.llama_sampler_sample)
 _logits_of_row = library.brief(llama_cpp.llama_get_logits_ith)
-# Functions of llama-ext.h, which have C++ names.
-_tell_layer = library.function(
-    "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
-    *(None, llama_cpp.llama_context_p_ctypes, ctypes.c_uint32, ctypes.c_bool),
-)
-_states_of_layer = library.function(
-    "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
-    *(ctypes.POINTER(ctypes.c_float), llama_cpp.llama_context_p_ctypes, ctypes.c_uint32),
-)
 _COMPUTE_BUFFER = re.compile(r"compute buffer size = +([\d.]+) MiB")
 
 
@@ -131,10 +122,8 @@ class ContextOptions:
     cache_type_v: CacheType = "f16"
     pooling: Pooling | None = None
     """The pooling of a context that makes embeddings; every row must want them."""
-    hidden_layers: tuple[int, ...] = ()
-    """The layers whose input `hidden` tells; the number of layers stands for the last one's output."""
-    other: Context | None = None
-    """A context of the model whose embeddings and output the model shares, if it has none."""
+    tells_hidden: bool = False
+    """Whether `hidden` tells the output of the last layer."""
     n_rs_seq: int = 0
     """Past states of recurrent layers that each sequence keeps, if `Model.can_roll_back`."""
     stored_from: int | None = None
@@ -180,8 +169,6 @@ class Context:
         params.swa_full = False
         params.no_perf = True
         params.ctx_type = self._KIND
-        if options.other is not None:
-            params.ctx_other = options.other.pointer
         if options.pooling is not None:
             params.embeddings = True
             params.pooling_type = _POOLINGS[options.pooling]
@@ -214,11 +201,8 @@ class Context:
             int(float(found[1]) * 2**20) for found in map(_COMPUTE_BUFFER.search, lines) if found
         )
         """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
-        for layer in self._options.hidden_layers:
-            if layer == self.model.n_layer:
-                llama_cpp_ext.llama_set_embeddings_nextn(self.pointer, True, not self._TELLS_ALL)
-            else:
-                _tell_layer(self.pointer, layer, True)
+        if self._options.tells_hidden:
+            llama_cpp_ext.llama_set_embeddings_nextn(self.pointer, True, not self._TELLS_ALL)
         self._measure_cache(lines)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
@@ -335,7 +319,7 @@ class Context:
         n_positions = n_rows * self.model.n_dimensions
         if not 0 < n_rows <= self._n_batch or len(positions) != n_positions:
             raise DecodeError(f"A batch of {n_rows} embeddings at {len(positions)} positions.")
-        batch, _kept = batch_of(seq_id, embeddings, positions, wants=self._params.embeddings)
+        batch, _kept = _batch_of(seq_id, embeddings, positions, wants=self._params.embeddings)
         try:
             if not causal:
                 llama_cpp.llama_set_causal_attn(self.pointer, False)
@@ -398,23 +382,15 @@ class Context:
         return self._views[address]
 
     def hidden(self, n_rows: int) -> NDArray[np.float32]:
-        """The hidden states of the `n_rows` rows of the last decoded batch at the places that
-        `hidden_layers` names, side by side. Good until the next `decode`."""
-        pointers = [
-            llama_cpp_ext.llama_get_embeddings_nextn(self.pointer)
-            if layer == self.model.n_layer
-            else _states_of_layer(self.pointer, layer)
-            for layer in self._options.hidden_layers
-        ]
-        shape = (n_rows, self.n_hidden // len(pointers))
-        states = [np.ctypeslib.as_array(pointer, shape=shape) for pointer in pointers]
-        return states[0] if len(states) == 1 else np.concatenate(states, 1)
+        """The outputs of the last layer for the `n_rows` rows of the last decoded batch. Only if it
+        `tells_hidden`. A view, good until the next `decode`."""
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self.pointer)
+        return np.ctypeslib.as_array(pointer, shape=(n_rows, self.n_hidden))
 
     @property
     def n_hidden(self) -> int:
         """The numbers that `hidden` has for each row."""
-        width = int(llama_cpp.llama_model_n_embd_out(self.model.pointer))
-        return width * len(self._options.hidden_layers)
+        return int(llama_cpp.llama_model_n_embd_out(self.model.pointer))
 
     def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
         """The token that a chain of llama.cpp's samplers picks by the logits of a row of the last decoded
@@ -595,7 +571,7 @@ def _padded(n_tokens: int) -> int:
     return -(-n_tokens // _CELL_PADDING) * _CELL_PADDING
 
 
-def batch_of(
+def _batch_of(
     seq_id: int, embeddings: NDArray[np.float32], positions: NDArray[np.int32], *, wants: bool
 ) -> tuple[llama_cpp.llama_batch, object]:
     """Embeddings of one sequence as a batch that wants results of all rows or of none, and what must be

@@ -1,25 +1,18 @@
-"""Layers that guess a model's further tokens by its hidden states.
-
-They are the model's own prediction layers (MTP, "next n"), or a file of their own: an EAGLE-3 head, or a
-DFlash draft.
-"""
+"""A model's own prediction layers (MTP, "next n"), which guess further tokens by its hidden states."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import llama_cpp
 import numpy as np
 from llama_cpp import llama_cpp_ext
 from numpy.typing import NDArray
 
-from serve_app.errors import DecodeError
-from serve_app.llama.context import Context, ContextOptions, batch_of
+from serve_app.llama.context import Context
 from serve_app.llama.formats import Row
-from serve_app.llama.model import Model
 
 States = NDArray[np.float32]
 
@@ -84,37 +77,32 @@ class HiddenStates:
             self._known[seq_id] = 0, 0
 
 
-class GuessingContext(Context):
-    """Decodes rows of tokens and, for each, a state of the token before. See `Context`.
+class OwnLayersContext(Context):
+    """A context of a model's own prediction layers. It decodes rows of tokens and, for each, the hidden
+    state of the token before. See `Context`.
 
-    The context has its number of layers as `hidden_layers`. Some of llama.cpp's graphs have states and
-    logits for all rows, others for rows that want them. So of a pass, all rows want them, or none.
+    Some of llama.cpp's graphs have states and logits for all rows, others for rows that want them. So of a
+    pass, all rows want them, or none.
     """
 
+    _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
     _TELLS_ALL = False
-    # Of so many rows, all have logits, so that one pass is enough. As many are encoded at once, as the
-    # buffer of logits has room for them.
+    # Of so many rows, all have logits, so that one pass is enough.
     _MOST = 16
-    _IN_PARTS = False
-    """Whether rows with logits have a pass of their own, however few the rows are."""
-
-    def encoded(self, states: States) -> States:
-        """What `decode` is fed of another model's hidden states."""
-        return states
 
     def decode(self, rows: Sequence[Row], states: States | None = None) -> None:
         """Decode rows with the state of the token before each; without states, with zeros."""
         if states is None:
             states = np.zeros((len(rows), self.n_hidden), np.float32)
         wanted = list(range(len(rows)))
-        if len(rows) > self._MOST or self._IN_PARTS:
+        if len(rows) > self._MOST:
             wanted = [i for i, row in enumerate(rows) if row[3]]
             others = [i for i, row in enumerate(rows) if not row[3]]
             if others:
                 self._pass([rows[i] for i in others], states[others])
         self._at = {i: n for n, i in enumerate(wanted)}
         if wanted:
-            self._pass_with_logits([(*rows[i][:3], True) for i in wanted], states[wanted])
+            self._pass([(*rows[i][:3], True) for i in wanted], states[wanted])
 
     def _pass(self, rows: Sequence[Row], states: States) -> None:
         self._batch.embd = states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
@@ -123,9 +111,6 @@ class GuessingContext(Context):
         finally:
             self._batch.embd = None  # llama.cpp would free it with the batch
 
-    def _pass_with_logits(self, rows: Sequence[Row], states: States) -> None:
-        self._pass(rows, states)
-
     def logits(self, row: int, n_highest: int | None = None) -> NDArray[np.float32]:
         return super().logits(self._at[row], n_highest)
 
@@ -133,59 +118,3 @@ class GuessingContext(Context):
         """The state of a row with logits, for the token behind it. A view, until the next `decode`."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn_ith(self.pointer, self._at[row])
         return np.ctypeslib.as_array(pointer, shape=(self.n_hidden,))
-
-
-class OwnLayersContext(GuessingContext):
-    """A model's own prediction layers."""
-
-    _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
-
-
-class EagleContext(GuessingContext):
-    """An EAGLE-3 head: an encoder of a model's hidden states in three places, and one layer behind it.
-
-    Sources: Li et al., "EAGLE-3", 2025; llama.cpp, models/eagle3.cpp.
-    """
-
-    def encoded(self, states: States) -> States:
-        return np.concatenate(
-            [self._encoded(states[i : i + self._MOST]) for i in range(0, len(states), self._MOST)]
-        )
-
-    def _encoded(self, states: States) -> States:
-        # llama.cpp wants positions that go on behind a sequence's cells, and computes nothing with them.
-        positions = np.arange(len(states), dtype=np.int32) + np.int32(self._n_past(0))
-        batch, _kept = batch_of(0, np.ascontiguousarray(states), positions, wants=True)
-        if llama_cpp.llama_encode(self.pointer, batch) != 0:
-            raise DecodeError(f"llama.cpp cannot encode the hidden states of {len(states)} rows.")
-        return self.hidden(len(states)).copy()
-
-
-class BlockContext(EagleContext):
-    """A DFlash draft: rows without logits are cells that come of a model's hidden states alone, rows with
-    logits are tokens and masks behind them, which see each other.
-
-    Sources: Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", 2026; llama.cpp,
-    models/dflash.cpp.
-    """
-
-    _IN_PARTS = True
-
-    def __init__(self, model: Model, options: ContextOptions) -> None:
-        super().__init__(model, options)
-        is_causal = model.meta(f"{model.architecture}.attention.causal") == "true"
-        llama_cpp.llama_set_causal_attn(self.pointer, is_causal)
-
-    def _pass(self, rows: Sequence[Row], states: States) -> None:
-        # llama.cpp wants rows as wide as the encoder's, and reads their beginning.
-        n_more = self.n_hidden * (len(self.model.target_layers) - 1)
-        super()._pass(rows, np.pad(states, ((0, 0), (0, n_more))))
-
-    def _pass_with_logits(self, rows: Sequence[Row], states: States) -> None:
-        Context.decode(self, rows)
-
-    def _run(self, batch: llama_cpp.llama_batch, n_rows: int) -> None:
-        made: Any = llama_cpp.llama_batch.from_buffer_copy(batch)
-        if batch.embd:  # these cells have states only
-            made.token = None
-        super()._run(made, n_rows)

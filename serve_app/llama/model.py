@@ -55,12 +55,10 @@ _SEVERAL_DIMENSIONS = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYP
 # More than names of metadata have.
 _NAME_BYTES = 256
 
-DFLASH = "dflash"
+# Architectures of drafts that read another model's hidden states.
+_HEADS = {"eagle3": "an EAGLE-3 head", "dflash": "a DFlash draft"}
 
 _is_eog = library.brief(llama_cpp.llama_vocab_is_eog)
-
-N_BYTES, N_PARAMS = "corral.weights.n_bytes", "corral.weights.n_params"
-"""Metadata of a header whose weights are no tensors of GGUF's."""
 
 # What `Model.fingerprint` reads of a file: its ends, and blocks in between.
 _END_BYTES = 2**20
@@ -91,9 +89,9 @@ def _token(token: int) -> int | None:
     return None if token < 0 else int(token)
 
 
-def _array(path: Path, key: str) -> Sequence[str] | Sequence[int]:
-    """The texts or the integers of an array in a file's metadata; empty if it has none. llama.cpp tells no
-    arrays, and the gguf package takes seconds for the vocabulary before them."""
+def _texts(path: Path, key: str) -> tuple[str, ...]:
+    """The texts of an array in a file's metadata; empty if it has none. llama.cpp tells no arrays, and the
+    gguf package takes seconds for the vocabulary before them."""
     pointer, index, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
     find = library.function("gguf_find_key", index, pointer, text)
     kind, kind_inside = (
@@ -101,18 +99,14 @@ def _array(path: Path, key: str) -> Sequence[str] | Sequence[int]:
         for name in ("kv", "arr")
     )
     count = library.function("gguf_get_arr_n", ctypes.c_size_t, pointer, index)
-    data = library.function("gguf_get_arr_data", ctypes.POINTER(ctypes.c_int32), pointer, index)
     get = library.function("gguf_get_arr_str", text, pointer, index, ctypes.c_size_t)
     with library.gguf_header(path) as header:
         at = find(header, key.encode()) if header else -1
         if at < 0 or kind(header, at) != GGUFValueType.ARRAY:
             return ()
-        n, inside = count(header, at), kind_inside(header, at)
-        if inside in (GGUFValueType.INT32, GGUFValueType.UINT32):
-            return list(data(header, at)[:n])
-        if inside != GGUFValueType.STRING:
+        if kind_inside(header, at) != GGUFValueType.STRING:
             return ()
-        return [get(header, at, i).decode(errors="replace") for i in range(n)]
+        return tuple(get(header, at, i).decode(errors="replace") for i in range(count(header, at)))
 
 
 class Model:
@@ -169,9 +163,12 @@ class Model:
         # Not at exit: a decoder thread may still be running then.
         weakref.finalize(self, llama_cpp.llama_model_free, pointer).atexit = False
         self.architecture = self.meta("general.architecture") or ""
-        self.is_head = self.architecture in ("eagle3", DFLASH)
-        """Whether it is no model, but guesses by another model's hidden states."""
-        if llama_cpp.llama_model_has_encoder(pointer) and not self.is_head:
+        if kind := _HEADS.get(self.architecture):
+            raise ConfigError(
+                f"{self.path} is {kind}, which Corral does not support. A draft is a smaller model of the "
+                "same family, or the model's own prediction layers."
+            )
+        if llama_cpp.llama_model_has_encoder(pointer):
             # T5's decoder sees no prompt itself.
             raise ConfigError(
                 f"{self.path} is of the architecture {self.architecture}, with an encoder "
@@ -217,9 +214,9 @@ class Model:
         return default if value is None else int(value)
 
     def _read_metadata(self) -> None:
-        self.n_bytes = int(self.meta(N_BYTES) or llama_cpp.llama_model_size(self.pointer))
+        self.n_bytes = int(llama_cpp.llama_model_size(self.pointer))
         """Bytes of its weights."""
-        self.n_params = int(self.meta(N_PARAMS) or llama_cpp.llama_model_n_params(self.pointer))
+        self.n_params = int(llama_cpp.llama_model_n_params(self.pointer))
         self.n_ctx_train = self.meta_int("context_length", 2048)
         """The context length that the model was trained for, in tokens."""
         width = self.meta_int("embedding_length", 0)
@@ -275,8 +272,7 @@ class Model:
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
         """The labels of a classifier's outputs; empty for a single output without a label."""
-        found = _array(self.path, f"{self.architecture}.classifier.output_labels")
-        return tuple(map(str, found))
+        return _texts(self.path, f"{self.architecture}.classifier.output_labels")
 
     @property
     def has_softmax(self) -> bool:
@@ -304,34 +300,6 @@ class Model:
         every = self.meta_int("full_attention_interval", 1)
         return [heads if i % every == every - 1 else 0 for i in range(n_layer)]
 
-    @functools.cached_property
-    def target_layers(self) -> tuple[int, ...]:
-        """The layers of another model whose input a head reads."""
-        return tuple(map(int, _array(self.path, f"{self.architecture}.target_layers")))
-
-    @functools.cached_property
-    def guesses_from_anchor(self) -> bool:
-        """Whether a DFlash draft's first guess is in the row of the text's last token, as DSpark's is, and
-        not in the row of the first mask. Source: llama.cpp, `build_dspark_markov_head`."""
-        if self.meta(f"{DFLASH}.sample_from_anchor") == "false":
-            return False
-        pointer, name = ctypes.c_void_p, ctypes.c_char_p
-        find = library.function("gguf_find_tensor", ctypes.c_int64, pointer, name)
-        with library.gguf_header(self.path) as header:
-            return bool(header) and find(header, b"markov_w1.weight") >= 0
-
-    @property
-    def n_block(self) -> int:
-        """The tokens that a DFlash draft guesses at once; 0 for others."""
-        if self.architecture != DFLASH:
-            return 0
-        return self.meta_int("block_size", 16) - (0 if self.guesses_from_anchor else 1)
-
-    @property
-    def mask(self) -> int | None:
-        """The token that stands in the place of a token to be guessed, if the vocabulary has it."""
-        return _token(llama_cpp.llama_vocab_mask(self._vocab))
-
     @property
     def n_cache_layers(self) -> int:
         return sum(heads > 0 for heads in self._kv_heads)
@@ -339,8 +307,6 @@ class Model:
     @property
     def file_type(self) -> str:
         """How most of its numbers are stored, in llama.cpp's words: `Q4_K - Medium`."""
-        if self.meta(N_BYTES) is not None:
-            return "OpenVINO"  # which does not tell it anywhere
         number = self.meta("general.file_type")  # llama.cpp keeps it only with weights
         known = llama_cpp.llama_model_ftype(self.pointer) if number is None else int(number)
         name = llama_cpp.llama_ftype_name(known)

@@ -34,6 +34,15 @@ def names(first: str) -> tuple[str, ...]:
     return tuple(f"{begin}-{one:05d}-of-{count:05d}.gguf" for one in range(1, count + 1))
 
 
+def refuse_exported(path: Path) -> None:
+    """Raises ConfigError for a folder or a graph, as OpenVINO's exporter writes them."""
+    if path.is_dir() or path.suffix == ".xml":
+        raise ConfigError(
+            f"{path} is no GGUF file, and Corral serves no models in OpenVINO's exported format: name a "
+            "GGUF file of the model."
+        )
+
+
 def n_bytes(first: Path) -> int:
     """The size of all files of a model, by the first or only file. Raises ConfigError, OSError."""
     return sum(first.with_name(name).stat().st_size for name in names(first.name))

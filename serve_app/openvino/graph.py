@@ -67,8 +67,7 @@ class LayerNotes(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GraphNotes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a graph says about its attention, in its runtime information. A graph that was not built here
-    says nothing: its layers are all alike."""
+    """What a graph says about its attention, in its runtime information."""
 
     layers: list[LayerNotes] = []
     long_frequencies: list[float] = []
@@ -80,12 +79,7 @@ class GraphNotes(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, graph: openvino.Model) -> GraphNotes:
-        if not graph.has_rt_info([_NOTES]):
-            return cls()
         return msgspec.json.decode(graph.get_rt_info([_NOTES]).astype(str), type=cls)
-
-    def layer(self, index: int) -> LayerNotes:
-        return self.layers[index] if self.layers else LayerNotes()
 
 
 _NOTES = "corral_attention"

@@ -28,7 +28,7 @@ from serve_app.engine.kv_cache.prefixes import Prefix
 from serve_app.engine.options import AdapterFile
 from serve_app.errors import ChannelBrokenError, CorralError, EngineFailedError, ModelReplacedError
 from serve_app.folders import cache_folder
-from serve_app.openvino.exported.header import vocabulary_file
+from serve_app.llama import shards
 from serve_app.placement.machine import ThrottleWatch, available_memory, cpu_quota, throttled_s
 from serve_app.placement.pinning import place_on_cpus
 from serve_app.prompt.tokenizer import Tokenizer
@@ -38,7 +38,6 @@ from serve_app.replica.kv_transfer import KVTransfer, Offer, TransferTarget
 from serve_app.replica.place import ReplicaPlace
 from serve_app.replica.reporting import ReplicaMetrics, Reporting, pressure
 from serve_app.store.encryption import check_encrypted
-from serve_app.store.models import n_bytes
 from serve_app.store.shared_entries import LoadedAdapters, progress_told
 from serve_app.types import (
     GenerationRequest,
@@ -78,7 +77,7 @@ class LoadedModel:
             adapters = [AdapterFile(part.id, await find(part.source)) for part in model.adapters]
             projector = None if model.projector is None else await find(model.projector)
             draft = None if model.draft is None else await find(model.draft)
-        weights = sum(n_bytes(part) for part in (path, projector, draft) if part is not None)
+        weights = sum(shards.n_bytes(part) for part in (path, projector, draft) if part is not None)
         weights //= 1 if place.gang is None else place.gang.size
         on_demand = model.on_demand
         reserved = place.reserved_cpus if on_demand is None else on_demand.num_cpus
@@ -373,5 +372,5 @@ def _prefixes(
 ) -> tuple[tuple[int, ...], ...]:
     if not system_prompts:
         return ()
-    tokenizer = Tokenizer(vocabulary_file(path), chat_template)
+    tokenizer = Tokenizer(path, chat_template)
     return tuple(tokenizer.encode_system_prompt(text) for text in system_prompts)

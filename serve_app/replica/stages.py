@@ -17,7 +17,7 @@ import msgspec
 from serve_app.config.sizing import PROCESS_BYTES
 from serve_app.engine import Engine
 from serve_app.engine.autotune import profile_cache
-from serve_app.engine.choice.plan import OPENVINO, Plan
+from serve_app.engine.choice.plan import OPENVINO, kept_plan
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import EngineFailedError
 from serve_app.openvino.parts import ModelPart, ModelShape, StageNode, divided
@@ -86,7 +86,8 @@ class ReplicaStage:
         conditions = {"model": model.fingerprint().hex(), "openvino": versions()}
         self._kept_as = profile_cache.key(options, **conditions, stages=gang.size)
         # However layers are divided: an engine measures the time of all stages.
-        plan = Plan(OPENVINO, name=profile_cache.key(options, **conditions, chain=gang.size))
+        name = profile_cache.key(options, **conditions, chain=gang.size)
+        plan = kept_plan(self._folder, name, OPENVINO)
         speed = profile_cache.load(self._folder, self._kept_as, StageSpeed)
         own = StageReport(self._node_id, options.memory_bytes, speed)
         n_tokens = gang.size * options.n_ctx_together

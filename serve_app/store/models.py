@@ -14,8 +14,6 @@ from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
-from serve_app.openvino.exported import files as exported
-from serve_app.openvino.exported.header import header_of, vocabulary_file
 from serve_app.progress import Report, Stage
 from serve_app.store import download, gguf_header, hub, names
 from serve_app.store.folder import ModelsFolder
@@ -39,7 +37,7 @@ logger = logging.getLogger("corral.store")
 def locate(
     source: ModelSource, configured: DownloadsConfig, report: Report, sharing: Sharing = ALONE
 ) -> Path:
-    """The model's file, the first of its shards, or its graph in OpenVINO's format, on this node, where it
+    """The model's file, or the first of its shards, on this node, where it
     stays while this process lives; downloaded first if it has to be: `report` is told how far it is. Other
     nodes give what they have of it, and get what is here. Raises ConfigError."""
     if source.builtin:
@@ -80,11 +78,11 @@ def delete(model: RemoteModel, configured: DownloadsConfig) -> None:
 def vocabulary(source: ModelSource, configured: DownloadsConfig, sharing: Sharing = ALONE) -> Path:
     """A file with the model's metadata and vocabulary, to be opened with `vocab_only`: the model's own if
     it is here, or one with a hole where the weights would be, whose first megabytes come from another node,
-    or from the origin. A model in OpenVINO's format gets such a file. Raises ConfigError."""
+    or from the origin. Raises ConfigError."""
     if source.builtin:
         return _in_package(source)
     if source.path is not None:
-        return vocabulary_file(_at(source.path))
+        return _at(source.path)
     sharing = sharing if configured.share else ALONE
     model = remote_model(source, configured, sharing)
     folder = _folder(configured)
@@ -92,8 +90,6 @@ def vocabulary(source: ModelSource, configured: DownloadsConfig, sharing: Sharin
         with folder.reading(model, lambda: None):
             local = _local(model, _hub_name(source), folder)
             folder.vocabularies(model).mkdir(parents=True, exist_ok=True)
-            if exported.is_graph(Path(model.files[0].name)):
-                return _header(model, local, folder, sharing)
             return _hollow(model, local, folder, sharing)
     except OSError as error:
         raise download.disk_error(folder.path, error) from error
@@ -110,17 +106,6 @@ def _hollow(model: RemoteModel, local: Path | None, folder: ModelsFolder, sharin
             gguf_header.write_hollow(path, header, file.n_bytes)
         sharing.announce(file, path, is_whole=False)
     return made[0]
-
-
-def _header(model: RemoteModel, local: Path | None, folder: ModelsFolder, sharing: Sharing) -> Path:
-    """The header of a model in OpenVINO's format, of which only the small files need be here."""
-    if local is None:
-        local = folder.vocabularies(model)
-        for file in model.files:
-            if file.name in exported.SMALL_FILES:
-                download.fetch(model.origin, file, local, lambda *_: None, sharing)
-    sizes = {file.name: file.n_bytes for file in model.files}
-    return header_of(local, sizes[exported.WEIGHTS])
 
 
 def pinned(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
@@ -143,22 +128,6 @@ def pinned_projector(source: ProjectorSource, configured: DownloadsConfig) -> Pr
     return ProjectorSource(repo=str(projector))
 
 
-def n_bytes(path: Path) -> int:
-    """Bytes of all files of a model, by the path that `locate` gave. Raises ConfigError, OSError."""
-    if exported.is_graph(path):
-        return path.stat().st_size + path.with_name(exported.WEIGHTS).stat().st_size
-    return shards.n_bytes(path)
-
-
-def is_in_openvinos_format(source: ModelSource) -> bool:
-    """Whether a pinned source is a model in OpenVINO's format."""
-    if source.path is not None:
-        path = source.path.expanduser()
-        return exported.is_graph(path) or (path / exported.GRAPH).is_file()
-    wanted = _hub_name(source)
-    return wanted is not None and wanted.choice == exported.GRAPH
-
-
 def names_a_file(source: ModelSource) -> bool:
     """Whether it means one file, whatever else a repository has."""
     wanted = _hub_name(source)
@@ -171,7 +140,7 @@ def projector_beside(source: ModelSource, configured: DownloadsConfig) -> Projec
     if source.builtin:
         return ProjectorSource(builtin=True)
     model = _hub_name(source)
-    if model is None or is_in_openvinos_format(source):
+    if model is None:
         return None
     wanted = HubName(model.repo, None, model.revision)
     found = hub.projector(wanted, _folder(configured).listings, model.choice)
@@ -179,18 +148,9 @@ def projector_beside(source: ModelSource, configured: DownloadsConfig) -> Projec
 
 
 def _at(path: Path) -> Path:
-    """The model's file, or its graph in that folder. Raises ConfigError unless all files of it are here."""
+    """The model's file. Raises ConfigError unless all files of it are here."""
     path = path.expanduser()
-    if path.is_dir() or exported.is_graph(path):
-        folder = exported.folder_of(path)
-        if lacking := exported.missing(
-            name for name in exported.FILES if (folder / name).is_file()
-        ):
-            raise ConfigError(
-                f"source.path: the folder {folder} lacks {', '.join(lacking)}, which a model in OpenVINO's "
-                "format has. Of a GGUF model, name the file"
-            )
-        return folder / exported.GRAPH
+    shards.refuse_exported(path)
     for name in shards.names(path.name):
         if not path.with_name(name).is_file():
             raise ConfigError(f"source.path: there is no file {path.with_name(name)} on this node")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from serve_app.errors import ConfigError
 from serve_app.llama import shards
-from serve_app.openvino.exported import files as openvino
 
 PREFERRED = ("Q4_K_M", "Q4_0", "Q4_K_S", "Q5_K_M", "Q8_0", "F16", "BF16")
 """Quantisations to take where none is named, the best for CPUs first."""
@@ -56,14 +55,11 @@ def parse(text: str) -> HubName:
 
 def chosen(files: Iterable[str], hub_name: HubName) -> tuple[str, ...]:
     """The files of the model that is meant: the quantisation or file that the name says, or the first of
-    `PREFERRED` that the repository has, or the only one. A repository without GGUF files may have a model
-    in OpenVINO's format. Raises ConfigError that lists what there is."""
+    `PREFERRED` that the repository has, or the only one. Raises ConfigError that lists what there is."""
     present = frozenset(files)
     models = sorted(name for name in present if _begins_model(name))
-    if hub_name.choice == openvino.GRAPH or (not models and openvino.GRAPH in present):
-        return _of_openvino(present, hub_name)
     if not models:
-        raise ConfigError(f"{hub_name.repo} holds no GGUF model, and none in OpenVINO's format.")
+        raise ConfigError(f"{hub_name.repo} holds no GGUF model.")
     if hub_name.choice is not None and hub_name.choice.endswith(".gguf"):
         return _complete(_file(models, hub_name), present, hub_name)
     if hub_name.choice is not None:
@@ -106,18 +102,7 @@ def parts_of(files: Iterable[str], name: HubName) -> tuple[str, ...]:
 
 def is_known(name: str) -> bool:
     """Whether a file may be a part of a model."""
-    return name.endswith(".gguf") or name in openvino.FILES
-
-
-def _of_openvino(present: frozenset[str], name: HubName) -> tuple[str, ...]:
-    if name.choice not in (None, openvino.GRAPH):
-        raise ConfigError(
-            f"{name.repo} has no file of {name.choice}: its one model is in OpenVINO's format. Give "
-            f"{HubName(name.repo, None, name.revision)}."
-        )
-    if missing := openvino.missing(present):
-        raise ConfigError(f"{name.repo} lacks {', '.join(missing)}.")
-    return openvino.present(present)
+    return name.endswith(".gguf")
 
 
 def _file(models: Sequence[str], name: HubName) -> str:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from serve_app import progress
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse, Row, Setup, State
-from serve_app.engine.backends.draft_model import GuessingDraft, hidden_layers, open_draft
+from serve_app.engine.backends.draft_model import OwnLayersDraft, draft_for, open_draft
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.choice.caches import choose_cache
 from serve_app.engine.choice.plan import LLAMA_CPP_PLAN, Mode, Plan
@@ -313,10 +313,7 @@ class LlamaBackend:
         if options.n_rs_seq is None:
             options = replace(options, n_rs_seq=_n_past_states(model, options))
         self.options, self.plan = options, plan
-        draft = None
-        if options.draft is not None:
-            draft = Model(options.draft, load_mode=options.load_mode)
-        self._hidden_layers = hidden_layers(model, draft, options)
+        draft = draft_for(model, options)
         self.n_sequences = options.n_slots + len(options.pinned)
         self.cache_types = (options.cache_type_k, options.cache_type_v)
         self.adapters = LlamaAdapters(
@@ -341,7 +338,7 @@ class LlamaBackend:
             self.draft = open_draft(model, draft, options, self.setup.threads)
             self.hidden_states = HiddenStates(0, 1, 0)
             """The hidden states of the slots; none unless a draft wants them."""
-            if isinstance(self.draft, GuessingDraft):
+            if isinstance(self.draft, OwnLayersDraft):
                 self.hidden_states = self.draft.states
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
@@ -381,7 +378,7 @@ class LlamaBackend:
                 n_ctx=n_ctx,
                 cache_type_k=options.cache_type_k,
                 cache_type_v=options.cache_type_v,
-                hidden_layers=self._hidden_layers,
+                tells_hidden=options.own_layers,
                 n_rs_seq=options.n_rs_seq or 0,
                 stored_from=self.plan.kernels.stored_from,
             ),
@@ -413,7 +410,7 @@ class LlamaBackend:
 
     def decode(self, rows: Sequence[Row]) -> None:
         self._context.decode(self._positions.placed(rows))
-        if self._hidden_layers:
+        if self.options.own_layers:
             self.hidden_states.computed(rows, self._context.hidden(len(rows)))
 
     def cancel(self, cancelled: bool) -> None:

@@ -16,7 +16,6 @@ from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
 from serve_app.openvino import convert
-from serve_app.openvino.exported.files import ONLY_OPENVINO, is_graph
 from serve_app.progress import Report, nowhere
 
 logger = logging.getLogger("corral.engine")
@@ -34,7 +33,7 @@ def open_backend(
     try:
         backend = open_planned(plan, path, options, report)
     except ConfigError as error:
-        if options.backend != "auto" or plan.kernels != OPENVINO or is_graph(path):
+        if options.backend != "auto" or plan.kernels != OPENVINO:
             raise
         plan = replace(
             plan, kernels=plan.llama_cpp, why=f"OpenVINO could not be started: {said(error)}"
@@ -60,8 +59,6 @@ def open_planned(
         from serve_app.engine.backends.openvino import open_with_openvino
 
         return open_with_openvino(path, options, report, plan)
-    if is_graph(path):
-        raise ConfigError(ONLY_OPENVINO)
     return LlamaBackend(path, options, report, plan)
 
 

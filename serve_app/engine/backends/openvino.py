@@ -28,7 +28,7 @@ from serve_app.engine.backends.base import (
     Setup,
     State,
 )
-from serve_app.engine.backends.draft_model import hidden_layers, open_draft
+from serve_app.engine.backends.draft_model import draft_for, open_draft
 from serve_app.engine.backends.llama_cpp import LlamaBackend, LlamaEmbeddings
 from serve_app.engine.choice.caches import kept_or_measured
 from serve_app.engine.choice.plan import OPENVINO_PLAN, PAGED, CachePlan, Plan
@@ -36,12 +36,10 @@ from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
 from serve_app.llama.formats import Threads
 from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.model import Model, fingerprint_of
+from serve_app.llama.model import Model
 from serve_app.llama.sampler import SequenceSampler
 from serve_app.openvino.convert import converted_of, unserved, versions
 from serve_app.openvino.encoder import Encoder
-from serve_app.openvino.exported.files import WEIGHTS, is_graph
-from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_file
 from serve_app.openvino.gguf_model import EmbeddingRows
 from serve_app.openvino.paged.blocks import BLOCK
 from serve_app.openvino.paged.compiling import CacheType, check_cache_type
@@ -138,7 +136,7 @@ class EncoderBackend(LlamaBackend):
 
 def open_with_openvino(path: Path, options: EngineOptions, report: Report, plan: Plan) -> Backend:
     """The backend of that model's kind. Raises ConfigError."""
-    if is_graph(path) or Model(path, vocab_only=True).is_causal:
+    if Model(path, vocab_only=True).is_causal:
         return OpenVinoBackend(path, options, report, plan)
     return EncoderBackend(path, options, report, plan)
 
@@ -147,8 +145,7 @@ class OpenVinoBackend:
     """A model that OpenVINO computes. The vocabulary and the samplers are llama.cpp's. Raises ConfigError
     if OpenVINO cannot read it, or the model needs what this backend lacks.
 
-    A GGUF model is converted at its first start, and kept under ~/.cache/corral/openvino. A graph that
-    OpenVINO's exporter wrote is taken as it is.
+    A model is converted at its first start, and kept under ~/.cache/corral/openvino.
     """
 
     adapters = pictures = modes = None
@@ -167,28 +164,15 @@ class OpenVinoBackend:
         began = time.monotonic()
         if options.computing_cpus is not None:  # OpenVINO's threads inherit it from this one
             os.sched_setaffinity(0, options.computing_cpus)
-        path = Path(path)
-        header = vocabulary_file(path)
         self._options = options
-        self.vocabulary = model = Model(header, vocab_only=True, delimiters=delimiters)
+        self.vocabulary = model = Model(path, vocab_only=True, delimiters=delimiters)
         if reason := unserved(model, options.embedding_pooling):
             raise ConfigError(reason)
         cache_type = _cache_type(options)
         check_cache_type(cache_type)
         self._fingerprint = model.fingerprint()
-        frequencies = None
-        if is_graph(path):
-            if options.quantization is not None:
-                raise ConfigError(
-                    "engine.quantization is for GGUF files: choose it when you export a model."
-                )
-            self._fingerprint = fingerprint_of([header, path, path.with_name(WEIGHTS)])
-            frequencies = hyperparameters_of(path.parent).frequencies
-        else:
-            part = WHOLE if chain is None else chain.part
-            path = converted_of(
-                model, options.max_converted_bytes, report, part, options.quantization
-            )
+        part = WHOLE if chain is None else chain.part
+        graph = converted_of(model, options.max_converted_bytes, report, part, options.quantization)
         report(Stage("loading"))
         n_sequences = options.n_slots + len(options.pinned)
         self._n_blocks_slot = _n_blocks(options.n_ctx_share)
@@ -202,12 +186,11 @@ class OpenVinoBackend:
             threads=options.threads,
             n_texts=_TEXTS_AT_ONCE,
             n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + _n_blocks(options.n_batch),
-            frequencies=frequencies,
             cache_type=cache_type,
         )
         layers: Layers
         if chain is None:
-            layers = PagedModel(path, model.n_vocab, paged)
+            layers = PagedModel(graph, paged)
         else:
             paged = replace(
                 paged,
@@ -216,7 +199,7 @@ class OpenVinoBackend:
                 keeps_states=options.prefix_folder is None,  # files have whole ones
             )
             embeddings = EmbeddingRows(model.files) if chain.part.reads_embeddings else None
-            chain.open(partial(PagedModel, path, model.n_vocab, paged, embeddings))
+            chain.open(partial(PagedModel, graph, paged, embeddings))
             layers = chain
         self._context = context = PagedContext(layers, model, paged)
         context.warm_up()
@@ -233,16 +216,8 @@ class OpenVinoBackend:
             kernels_reason=plan.why,
             mode_reason=cache.reason,
         )
-        draft = None
-        if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
-            draft = Model(options.draft, load_mode=options.load_mode)
-            if draft.is_head:
-                raise ConfigError(
-                    f"engine.draft: {draft.path.name} reads hidden states, which OpenVINO's backend does "
-                    "not tell. Set engine.backend: llama_cpp."
-                )
-            hidden_layers(model, draft, options)
-        self.draft = open_draft(model, draft, options, cache.threads)
+        # llama.cpp is the faster with few rows, one for each slot.
+        self.draft = open_draft(model, draft_for(model, options), options, cache.threads)
         # A state is none of llama.cpp's.
         parts = (versions(), BLOCK, options.cache_type_k, options.quantization)
         key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + context.turns).digest()
@@ -330,7 +305,7 @@ def small_context(model: Model, options: EngineOptions, n_ctx_slot: int) -> Page
         threads=options.threads,
         cache_type=_cache_type(options),
     )
-    return PagedContext(PagedModel(path, model.n_vocab, paged), model, paged)
+    return PagedContext(PagedModel(path, paged), model, paged)
 
 
 def _cache_type(options: EngineOptions) -> CacheType:

@@ -22,7 +22,16 @@ from gguf import LlamaFileType
 from serve_app.engine.autotune import profile_cache
 from serve_app.engine.choice.apart import apart
 from serve_app.engine.choice.kernels import MODE, kernels_profiles
-from serve_app.engine.choice.plan import AS_STORED, BOTH, OPENVINO, PAGED, REPACKED, Kernels, Plan
+from serve_app.engine.choice.plan import (
+    AS_STORED,
+    BOTH,
+    OPENVINO,
+    PAGED,
+    REPACKED,
+    Kernels,
+    Plan,
+    kept_plan,
+)
 from serve_app.engine.choice.rating import alike, fastest, joined, request_s
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError, CorralError
@@ -30,7 +39,6 @@ from serve_app.folders import GIB
 from serve_app.llama import library
 from serve_app.llama.model import Model, files_of, fingerprint_of
 from serve_app.openvino import convert
-from serve_app.openvino.exported.files import is_graph
 from serve_app.openvino.slices import converted_slice
 from serve_app.progress import Report, Stage, nowhere
 
@@ -54,8 +62,6 @@ _MOST_BESIDES = 1 / 4
 def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan:
     """The plan of a start, but for its cache, as measured now or at an earlier start. Of several processes
     of this node that ask at once, one measures. Raises ConfigError."""
-    if is_graph(path):
-        return Plan(OPENVINO, "the model is in OpenVINO's format")
     if options.profile_limit_s <= 0 or not path.is_file():
         why = "nothing is measured" if options.backend == "auto" else "as configured"
         return Plan(OPENVINO if options.backend == "openvino" else REPACKED, why)
@@ -72,7 +78,7 @@ def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan
     )
     folder = options.profile_folder
     with profile_cache.alone(folder, name):
-        plan = profile_cache.load(folder, name, Plan) or Plan(name=name)
+        plan = kept_plan(folder, name)
         if options.backend == "openvino":
             return replace(plan, kernels=OPENVINO)
         if not plan.is_certain:

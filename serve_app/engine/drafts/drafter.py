@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -29,15 +28,14 @@ class SlotWindow:
     when the cells are full, it is fed so again. So a draft model never costs more than that at once.
 
     With `reads_states`, the other model's hidden states are fed. Guesses never become the text's then, as
-    they were made without these, and a window may begin anywhere, without the first tokens. With `n_block`,
-    the last token that is fed counts as a guess, too: its states are not known yet.
+    they were made without these, and a window may begin anywhere, without the first tokens.
     """
 
-    def __init__(self, n_ctx: int, *, reads_states: bool = False, n_block: int = 0) -> None:
+    def __init__(self, n_ctx: int, *, reads_states: bool = False) -> None:
         self._n_ctx = n_ctx
         self._n_fed = n_ctx // 2
         self._n_sink = 0 if reads_states else N_SINK
-        self._keeps_guesses, self._keeps_last = not reads_states, not n_block
+        self._keeps_guesses = not reads_states
         self.cells: list[int] = []
         self.n_kept = 0
         """The tokens that are the text's."""
@@ -96,7 +94,7 @@ class SlotWindow:
         """Note tokens that are in the cache now: of the text, or guessed behind it."""
         self.cells += tokens
         if not guessed:
-            self.n_kept = len(self.cells) if self._keeps_last else len(self.cells) - 1
+            self.n_kept = len(self.cells)
 
     def empty(self) -> None:
         self.cells.clear()
@@ -146,11 +144,8 @@ class Drafter:
         self._common = AcceptanceRate(_LIKELY, _NEWEST_OF_ALL, _FORGIVING_OF_ALL)
         """The rate of all sequences: what a new one is expected to have."""
         self._windows = [
-            SlotWindow(model.n_ctx, reads_states=model.reads_states, n_block=model.n_block)
-            for _ in range(n_slots)
+            SlotWindow(model.n_ctx, reads_states=model.reads_states) for _ in range(n_slots)
         ]
-        self.most_drafted = model.n_block or sys.maxsize
-        """The most tokens that `propose` can be asked for."""
         self._n_failed = 0
         self.spent: list[tuple[Sequence, float]] = []
         """Seconds that passes took since somebody looked, and for whom."""
@@ -182,8 +177,6 @@ class Drafter:
     def draft_s(self, n_sequences: int, n_drafted: int, n_fed: int) -> float:
         """Seconds to propose so many tokens for each of so many sequences, `n_fed` tokens fed before."""
         n_past = self._n_cells
-        if self._model.n_block:  # the time to feed a few tokens is learnt as a part of it
-            return self._costs.verify_s(n_sequences, n_drafted, n_past)
         first_s = self._costs.decode_s(n_fed, n_past)
         if n_sequences == 1:
             first_s = self._costs.verify_s(1, n_fed - 1, n_past)
@@ -213,19 +206,19 @@ class Drafter:
             self._feed(one.slot_id, window, MOST_FED, rows, places)
             last_rows.append(len(rows) - 1)
         drafts: list[list[int]] = [[] for _ in sequences]
-        n_guessed = n_drafted if self._model.n_block else 1
-        for _ in range(0, n_drafted, n_guessed):
-            proposed = self._pass(sequences, rows, places, last_rows, n_guessed)
+        while True:
+            proposed = self._pass(sequences, rows, places, last_rows)
             if proposed is None:
                 return {}
-            for draft, tokens in zip(drafts, proposed, strict=True):
-                draft += tokens
-            if len(drafts[0]) < n_drafted:
-                rows, last_rows = [], list(range(len(sequences)))
-                places = [GUESSED] * len(sequences)
-                for one, window, (token,) in zip(sequences, windows, proposed, strict=True):
-                    rows.append((token, len(window.cells), one.slot_id, True))
-                    window.fed([token], guessed=True)
+            for draft, token in zip(drafts, proposed, strict=True):
+                draft.append(token)
+            if len(drafts[0]) == n_drafted:
+                break
+            rows, last_rows = [], list(range(len(sequences)))
+            places = [GUESSED] * len(sequences)
+            for one, window, token in zip(sequences, windows, proposed, strict=True):
+                rows.append((token, len(window.cells), one.slot_id, True))
+                window.fed([token], guessed=True)
         for window in windows:
             window.proposed = n_drafted
         return {one.id: tuple(draft) for one, draft in zip(sequences, drafts, strict=True)}
@@ -239,7 +232,7 @@ class Drafter:
             rows: list[Row] = []
             places: list[int] = []
             self._feed(one.slot_id, self._windows[one.slot_id], n_rows, rows, places)
-            if self._pass([one], rows, places, [], 0) is None:
+            if self._pass([one], rows, places, []) is None:
                 return
             if within_s is not None:
                 within_s -= self.feed_s(len(rows))
@@ -264,17 +257,14 @@ class Drafter:
         rows: list[Row],
         places: list[int],
         last_rows: list[int],
-        n_guessed: int,
-    ) -> list[list[int]] | None:
-        """Compute a batch. Returns so many likely tokens behind each of `last_rows`; None if it failed."""
-        n_past, began = self._n_cells - len(rows), self._clock()
-        n_rows = len(rows)
-        if self._model.n_block and last_rows:
-            n_rows = len(last_rows) * (n_guessed + 1)
+    ) -> list[int] | None:
+        """Compute a batch. Returns the likely token behind each of `last_rows`; None if it failed."""
+        n_rows, began = len(rows), self._clock()
+        n_past = self._n_cells - n_rows
         try:
             with self._progress.computing(partial(self._costs.batch_s, n_rows, n_past)):
-                self._model.decode(rows, places, n_guessed)
-            guesses = [self._model.most_likely(row, n_guessed) for row in last_rows]
+                self._model.decode(rows, places)
+            guesses = [self._model.most_likely(row) for row in last_rows]
         except DecodeError as error:
             self._fail(error)
             return None

@@ -182,7 +182,6 @@ class Drafting(Guest):
     ) -> _Plan:
         """`ready` are those that the draft model could propose for, and how many tokens are fed before."""
         drafter = self._drafter
-        most_proposed = drafter.most_drafted if drafter is not None else 0
         n, plain_s = len(decoding), self._costs.steps_s(len(decoding), n_past)
         best = _Plan(n / plain_s)
         least = (1 + _LEAST_GAIN) * best.tokens_per_s
@@ -191,7 +190,7 @@ class Drafting(Guest):
             for seq in decoding:
                 known = len(looked_up.get(seq.id, ())) >= n_drafted
                 value = self._lookup_of(seq).rate.expected(n_drafted) if known else 0.0
-                proposes = seq.id in ready and n_drafted <= min(seq.draft_room, most_proposed)
+                proposes = seq.id in ready and n_drafted <= seq.draft_room
                 own = 0.0
                 if proposes and drafter is not None:
                     own = drafter.rate(seq).expected(n_drafted)

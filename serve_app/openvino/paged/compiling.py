@@ -1,7 +1,4 @@
-"""Compiles a graph for passes over any rows of any sequences, with a KV cache in blocks.
-
-The graph is one that was built here, or that OpenVINO's exporter wrote of a model.
-"""
+"""Compiles a graph for passes over any rows of any sequences, with a KV cache in blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from openvino import opset13 as op
 from openvino._offline_transformations import paged_attention_transformation
 
 from serve_app.errors import ConfigError, DecodeError
-from serve_app.openvino.exported.files import trusted
 from serve_app.openvino.graph import FREQUENCIES, HIDDEN, GraphNotes
 
 CacheType = Literal["f16", "bf16", "u8"]
@@ -36,9 +32,6 @@ CACHES = (KEYS, "value_cache.")
 _ATTENTION = "PagedAttentionExtension"
 # Inputs of paged attention, by number. Source: OpenVINO, `op/paged_attention.hpp`.
 _KEY_CACHE, _WINDOW = 3, 10
-_INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx")
-# By so much exporters round frequencies, which they write as 16-bit floats.
-_RELATIVE, _ABSOLUTE = 2e-3, 1e-7
 # Source: madvise(2), asm-generic/mman-common.h.
 _DONTNEED = 4
 _EVERY_S = 0.05
@@ -81,17 +74,12 @@ def infer(request: openvino.InferRequest, inputs: Mapping[str, NDArray[Any]]) ->
         raise DecodeError(f"OpenVINO cannot compute this batch: {error}") from error
 
 
-def read(path: Path, frequencies: NDArray[np.float32] | None, n_vocab: int) -> openvino.Model:
-    """The graph, its parts named as `graph` names them. `frequencies` are the rotary embedding's, of a
-    graph that was not built here. Raises ConfigError."""
+def read(path: Path) -> openvino.Model:
+    """The graph. Raises ConfigError."""
     try:
-        model = openvino.Core().read_model(path)
-        if frequencies is not None:
-            with trusted("its graph"):
-                name_parts(model, frequencies, n_vocab)
-    except (ConfigError, RuntimeError) as error:
+        return openvino.Core().read_model(path)
+    except RuntimeError as error:
         raise ConfigError(f"OpenVINO's backend cannot read {path}: {error}.") from error
-    return model
 
 
 def compiled(
@@ -113,7 +101,7 @@ def compiled(
         frequencies = {}
         for attention in _attentions(model):
             cache = attention.input_value(_KEY_CACHE).get_node().get_friendly_name()
-            layer = notes.layer(int(cache.removeprefix(KEYS)))
+            layer = notes.layers[int(cache.removeprefix(KEYS))]
             window = op.constant(np.int32(layer.window))
             attention.input(_WINDOW).replace_source_output(window.output(0))
             radians = np.zeros(1, np.float32)
@@ -168,57 +156,6 @@ def _narrow_attention(model: openvino.Model) -> None:
         for user in users:
             user.replace_source_output(wide)
     model.validate_nodes_and_infer_types()
-
-
-# -- graphs that OpenVINO's exporter wrote --------------------------------------------------------
-
-
-def name_parts(model: openvino.Model, frequencies: NDArray[np.float32], n_vocab: int) -> None:
-    """Name the vectors that logits are computed from, and the rotary frequencies. These are replaced by
-    those given, of which the exporter's are the same or rounded. Raises ConfigError, with the reason as the
-    rest of a sentence, for another graph than a causal model's with a state."""
-    _check(model, n_vocab)
-    _last_product(model).input_value(0).add_names({HIDDEN})
-    rounded = _constant(model, frequencies)
-    exact = op.constant(frequencies.reshape(rounded.get_output_shape(0)))
-    exact.set_friendly_name(FREQUENCIES)
-    users = [one.get_node() for one in rounded.output(0).get_target_inputs()]
-    converted = [one.output(0) for one in users if one.get_type_name() == "Convert"]
-    for source in converted or [rounded.output(0)]:
-        for user in source.get_target_inputs():
-            user.replace_source_output(exact.output(0))
-
-
-def _check(model: openvino.Model, n_vocab: int) -> None:
-    names = {name for one in model.inputs for name in one.get_names()}
-    if missing := [name for name in _INPUTS if name not in names]:
-        raise ConfigError(f"its graph has no input {missing[0]}")
-    if not model.get_variables():
-        raise ConfigError("its graph has no state: it was exported without a KV cache")
-    n_logits = model.output(LOGITS).get_partial_shape()[2]
-    if not n_logits.is_static or n_logits.get_length() != n_vocab:
-        raise ConfigError(f"its graph has {n_logits} logits instead of {n_vocab}")
-
-
-def _last_product(model: openvino.Model) -> Any:
-    node = model.output(LOGITS).get_node().input_value(0).get_node()
-    while node.get_type_name() == "Convert":
-        node = node.input_value(0).get_node()
-    if node.get_type_name() != "MatMul":
-        raise ConfigError(f"its logits come from {node.get_type_name()}, not from a product")
-    return node
-
-
-def _constant(model: openvino.Model, frequencies: NDArray[np.float32]) -> Any:
-    for node in model.get_ops():
-        if (
-            node.get_type_name() == "Constant"
-            and node.get_element_type().is_real()
-            and np.prod(node.get_output_shape(0)) == frequencies.size
-            and np.allclose(np.ravel(node.data), frequencies, _RELATIVE, _ABSOLUTE)
-        ):
-            return node
-    raise ConfigError("its rotary frequencies are not those of its config.json")
 
 
 # -- memory that the system gets back -------------------------------------------------------------

@@ -42,7 +42,6 @@ class PagedOptions:
     threads: int
     n_texts: int = 0
     n_text_blocks: int = 0
-    frequencies: NDArray[np.float32] | None = None
     cache_type: compiling.CacheType = "f16"
     context: int = 0
     """The number of this context among those that share the cache."""
@@ -70,17 +69,13 @@ class PagedModel:
     Raises ConfigError if the model cannot be compiled."""
 
     def __init__(
-        self,
-        path: Path,
-        n_vocab: int,
-        options: PagedOptions,
-        embeddings: EmbeddingRows | None = None,
+        self, path: Path, options: PagedOptions, embeddings: EmbeddingRows | None = None
     ) -> None:
         """`embeddings` are for the first of several parts."""
         self._embeddings = embeddings
         self._weights = path.with_suffix(".bin")
         self.weights_bytes = self._weights.stat().st_size
-        graph = compiling.read(path, options.frequencies, n_vocab)  # which has the file mapped
+        graph = compiling.read(path)  # which has the file mapped
         with compiling.forgetting(self._weights):
             executable, self.frequencies = compiling.compiled(
                 path, graph, options.threads, options.cache_type, options.n_ctx_slot

@@ -70,7 +70,7 @@ def context(
         convert.main(target, [path], ModelPart(i, n_parts), quantization)
         made = target.with_suffix("") / convert.MODEL
         rows = EmbeddingRows([path]) if ModelPart(i, n_parts).reads_embeddings else None
-        parts.append(PagedModel(made, model.n_vocab, _OPTIONS, rows))
+        parts.append(PagedModel(made, _OPTIONS, rows))
     opened = PagedContext(InTurns(parts), model, _OPTIONS)
     opened.warm_up()
     try:

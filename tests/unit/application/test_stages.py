@@ -91,11 +91,9 @@ def test_whole_gangs_are_added_and_removed() -> None:
     parse({"models": [entry(deployment={"num_replicas": 4})]})
 
 
-def test_a_model_in_openvinos_format_is_refused(tmp_path: Path) -> None:
-    for name in ("openvino_model.xml", "openvino_model.bin", "config.json"):
-        (tmp_path / name).write_text("{}")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_text("{}")
-    configured = ModelConfig.model_validate(entry() | {"source": {"path": str(tmp_path)}})
-    with pytest.raises(ConfigError, match="engine\\.stages needs a GGUF file"):
+@pytest.mark.parametrize("stages", [1, 2, "auto"])
+def test_a_model_in_openvinos_exported_format_is_refused(tmp_path: Path, stages: int | str) -> None:
+    source = {"source": {"path": str(tmp_path)}}
+    configured = ModelConfig.model_validate(entry(stages, projector=None) | source)
+    with pytest.raises(ConfigError, match="is no GGUF file, and Corral serves no models in Open"):
         resolve([configured], HERE)

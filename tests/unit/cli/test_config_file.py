@@ -80,27 +80,12 @@ def test_a_url_is_a_source() -> None:
     assert named(url) == NamedModel("tiny", {"url": url})
 
 
-def test_a_model_in_openvinos_format_gets_its_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "tiny-int4-ov"
-    folder.mkdir()
-    (folder / "openvino_model.xml").touch()
-    engine = {"backend": "openvino"}
-    expected = NamedModel("tiny-int4-ov", {"path": str(folder)}, engine)
-    assert named(str(folder)) == named(str(folder / "openvino_model.xml")) == expected
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"There is no openvino_model\.xml in the folder \./"):
-        named("./")
-    files = ["openvino_model.bin", "openvino_model.xml", *_SMALL]
-    monkeypatch.setattr(hub, "files", lambda *_: files)
-    repo = "OpenVINO/Qwen3-8B-int4-ov"
-    found = named(repo)
-    assert (found.id, found.engine) == ("Qwen3-8B-int4-ov", engine)
-    assert found.source == {"repo": f"{repo}:openvino_model.xml"}
-
-
-_SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json")
+def test_models_in_openvinos_exported_format_are_refused(tmp_path: Path) -> None:
+    graph = tmp_path / "openvino_model.xml"
+    graph.touch()
+    for path in (tmp_path, graph):
+        with pytest.raises(ConfigError, match=r"is no GGUF file, .* name a GGUF file of the model"):
+            named(str(path))
 
 
 def test_models_that_may_change_are_loaded_on_demand() -> None:

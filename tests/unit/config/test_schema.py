@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,7 @@ from serve_app.ingress.access.bodies import BodyLimits
 from serve_app.ingress.access.network import NetworkPolicy
 from serve_app.llama.model import Model
 from serve_app.placement.machine import Machine
-from tests.integration.models.prediction_models import (
-    write_dflash,
-    write_eagle,
-    write_qwen3,
-    write_random,
-)
+from tests.integration.models.prediction_models import write_head, write_random
 from tests.unit.placement.machines import EPYC, SMALL, topology
 from tools.random_models.model import SHAPES, write_random_gguf
 
@@ -356,24 +350,14 @@ def test_a_draft_takes_of_the_models_memory() -> None:
     assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
 
 
-@pytest.mark.parametrize("write", [write_eagle, write_dflash])
-def test_a_head_takes_of_the_memory_and_is_no_model(
-    write: Callable[[Path], None], tmp_path: Path
-) -> None:
-    target, head = tmp_path / "model.gguf", tmp_path / "head.gguf"
-    write_qwen3(target)
-    write(head)
-    here = Machine(topology(((i,), 0) for i in range(2)), None, 2**28, 2**28)
-    without, beside = (
-        resolve([*schema.parse({"models": [model(**asked)]}).models], here)[0]
-        for asked in (
-            {"source": {"path": str(target)}},
-            {"source": {"path": str(target)}, "engine": draft_of(head)},
-        )
-    )
-    assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
-    with pytest.raises(ConfigError, match=r"head\.gguf is a draft for another model"):
-        resolve(schema.parse({"models": [model(source={"path": str(head)})]}).models, here)
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_head_is_refused_as_a_draft_and_as_a_model(kind: str, tmp_path: Path) -> None:
+    head = tmp_path / "head.gguf"
+    write_head(head, kind)
+    told = r"head\.gguf is (an EAGLE-3 head|a DFlash draft), which Corral does not support"
+    for asked in ({"engine": draft_of(head)}, {"source": {"path": str(head)}}):
+        with pytest.raises(ConfigError, match=told):
+            resolve(schema.parse({"models": [model(**asked)]}).models, HERE)
 
 
 def test_own_layers_are_of_the_models_file(tmp_path: Path) -> None:
@@ -384,7 +368,7 @@ def test_own_layers_are_of_the_models_file(tmp_path: Path) -> None:
     assert resolved.options.own_layers
     assert resolved.draft is None
     # Keys and values of two heads of 32 numbers, and states of 64, of which each is four bytes.
-    assert slot_bytes(Model(path, vocab_only=True), 512) == 512 * 2 * 2 * 32 * 2 + 256 * 64 * 4
+    assert slot_bytes(Model(path, vocab_only=True)) == 512 * 2 * 2 * 32 * 2 + 256 * 64 * 4
 
 
 def test_a_model_without_own_layers_is_refused_at_the_start() -> None:

@@ -24,3 +24,10 @@ def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a-00001-of-00002.gguf").touch()
     with pytest.raises(FileNotFoundError):
         shards.n_bytes(tmp_path / "a-00001-of-00002.gguf")
+
+
+def test_what_openvinos_exporter_wrote_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "openvino_model.xml"):
+        with pytest.raises(ConfigError, match=r"is no GGUF file, .* in OpenVINO's exported format"):
+            shards.refuse_exported(path)
+    shards.refuse_exported(tmp_path / "a.gguf")

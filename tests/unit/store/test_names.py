@@ -109,6 +109,7 @@ def test_a_projector_that_is_not_there_is_refused(choice: str | None, message: s
         (FILES, "Q6_K", "lacks Qwen3-4B-Q6_K-00002-of-00002.gguf, which belongs to"),
         (FILES, FILES[6], "Name the first one, BF16/Qwen3-4B-BF16-00001-of-00002.gguf"),
         (("README.md", "mmproj-a.gguf"), None, "a/b holds no GGUF model"),
+        (("openvino_model.xml", "openvino_model.bin"), None, "a/b holds no GGUF model"),
         (("a-Q2_K.gguf", "a-Q3_K_S.gguf"), None, "It has: a-Q2_K.gguf, a-Q3_K_S.gguf$"),
         (("a-Q4_0.gguf", "b-Q4_0.gguf"), "Q4_0", "Name a file, such as a/b:a-Q4_0.gguf. It has: "),
     ],
@@ -118,36 +119,3 @@ def test_what_a_repository_has_not_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         chosen(files, HubName("a/b", choice))
-
-
-OPENVINO = (
-    "README.md",
-    "config.json",
-    "generation_config.json",
-    "openvino_detokenizer.xml",
-    "openvino_model.bin",
-    "openvino_model.xml",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
-
-
-@pytest.mark.parametrize("choice", [None, "openvino_model.xml"])
-def test_a_repository_may_have_a_model_in_openvinos_format(choice: str | None) -> None:
-    assert chosen(OPENVINO, HubName("a/b", choice)) == (
-        "openvino_model.xml",
-        "openvino_model.bin",
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-    )
-    assert chosen((*OPENVINO, "c-Q4_0.gguf"), HubName("a/b")) == ("c-Q4_0.gguf",)
-
-
-def test_what_belongs_to_a_model_in_openvinos_format_must_be_there() -> None:
-    files = [name for name in OPENVINO if not name.startswith("tokenizer")]
-    with pytest.raises(ConfigError, match=r"a/b lacks tokenizer\.json, tokenizer_config\.json\."):
-        chosen(files, HubName("a/b"))
-    with pytest.raises(ConfigError, match=r"no file of Q4_0: its one model .* Give a/b@v1\."):
-        chosen(OPENVINO, HubName("a/b", "Q4_0", "v1"))

@@ -77,8 +77,8 @@ class TimedDraft(FakeDraft):
         super().__init__(endless, n_slots=4, n_ctx=2048, profile=Profile(passes, passes, passes))
         self.clock = clock
 
-    def decode(self, rows: Sequence[Row], places: Sequence[int], n_guessed: int) -> None:
-        super().decode(rows, places, n_guessed)
+    def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
+        super().decode(rows, places)
         self.clock.now += PASS_S
 
 

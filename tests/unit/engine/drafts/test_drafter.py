@@ -98,17 +98,6 @@ def test_own_layers_keep_no_guess() -> None:
     assert window.tail(N_CTX) == [(50, 10, 10), (51, 11, 11), (99, 12, 12)]
 
 
-def test_a_block_keeps_neither_guess_nor_the_token_before_it() -> None:
-    window, one = SlotWindow(N_CTX, reads_states=True, n_block=7), sequence("a", list(range(10)))
-    assert window.follow(one, ROOM) == 10
-    feed(window)
-    one.tokens.extend([50, 51])
-    assert window.follow(one, ROOM) == 3
-    assert window.tail(N_CTX) == [(9, 9, 9), (50, 10, 10), (51, 11, 11)]
-    other = sequence("b", [*range(10), 70])
-    assert window.follow(other, ROOM) == 2
-
-
 def test_own_layers_begin_where_the_states_are_known() -> None:
     window, one = SlotWindow(N_CTX, reads_states=True), sequence("a", list(range(20)))
     assert window.follow(one, ROOM, 15) == 5
