@@ -14,7 +14,7 @@ from functools import partial
 from serve_app import progress
 from serve_app.engine.backends.adapters import EngineAdapters
 from serve_app.engine.backends.base import Backend, Projector
-from serve_app.engine.backends.choice import open_backend
+from serve_app.engine.backends.opening import open_backend
 from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.core.engine_core import EngineCore
 from serve_app.engine.core.guest import Guest

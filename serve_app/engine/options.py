@@ -67,12 +67,6 @@ class EngineOptions:
     cache_type_v: CacheType = "f16"
     quantization: Quantization | None = None
     load_mode: LoadMode = "auto"
-    repack: bool | None = None
-    """Whether llama.cpp lays the weights out anew when it loads them, for kernels of few rows; None: as is
-    measured to be faster."""
-    stored_from: int | None = None
-    """Rows of a batch from which on it is computed over weights as the file has them, although they are
-    repacked for others; None: none is."""
     memory_bytes: int | None = None
     """Memory that the engine can take; None: enough for weights in both layouts."""
     backend: BackendName = "llama.cpp"

@@ -17,6 +17,7 @@ import msgspec
 from serve_app.config.sizing import PROCESS_BYTES
 from serve_app.engine import Engine
 from serve_app.engine.autotune import profile_cache
+from serve_app.engine.choice.plan import OPENVINO, kept_plan
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import EngineFailedError
 from serve_app.openvino.parts import ModelPart, ModelShape, StageNode, divided
@@ -84,6 +85,9 @@ class ReplicaStage:
         self._folder = options.profile_folder
         conditions = {"model": model.fingerprint().hex(), "openvino": versions()}
         self._kept_as = profile_cache.key(options, **conditions, stages=gang.size)
+        # However layers are divided: an engine measures the time of all stages.
+        name = profile_cache.key(options, **conditions, chain=gang.size)
+        plan = kept_plan(self._folder, name, OPENVINO)
         speed = profile_cache.load(self._folder, self._kept_as, StageSpeed)
         own = StageReport(self._node_id, options.memory_bytes, speed)
         n_tokens = gang.size * options.n_ctx_together
@@ -94,7 +98,7 @@ class ReplicaStage:
             *(gang.rank + 1, gang.size, layers.start + 1, layers.stop, parts[-1].stop),
         )
         self.chain.part = ModelPart(gang.rank, gang.size, layers)
-        engine = Engine(lambda: OpenVinoBackend(path, options, report, self.chain), options)
+        engine = Engine(lambda: OpenVinoBackend(path, options, report, plan, self.chain), options)
         for what in ("address", "report"):  # all others have read them
             shared_values().delete(self._key(what, gang.rank))
         return engine

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import (
     CacheTraits,
     DraftModel,
@@ -26,6 +25,7 @@ from serve_app.engine.backends.base import (
     Setup,
     State,
 )
+from serve_app.engine.choice.plan import Mode
 from serve_app.errors import CacheFullError, DecodeCancelledError, DecodeError, InvalidRequestError
 from serve_app.llama.formats import Threads
 from serve_app.llama.grammars.constraint import Constraint

@@ -19,7 +19,8 @@ PURE = (
     "kv_cache.slots",
     "core.text",
     "autotune.cost_model",
-    "autotune.modes",
+    "choice.plan",
+    "choice.rating",
     "autotune.traffic",
 )
 

@@ -7,7 +7,8 @@ import json
 import logging
 import platform
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from serve_app.locks import FolderLocks
 
 logger = logging.getLogger("corral.engine")
 
-_FORMAT = 9
+_FORMAT = 10
 # A profile is not kept if its threads had less of their time: something else computed. Ray and its start
 # take a fifth of two cores.
 _ALONE = 0.75
@@ -27,15 +28,15 @@ _ALONE = 0.75
 _OPTIONS = (
     *("threads", "threads_batch", "fewer_threads", "numa", "n_slots", "n_ctx_slot", "n_ctx"),
     *("n_batch", "flash_attn", "kv_unified", "cache_type_k", "cache_type_v", "max_stall_s"),
-    *("profile_limit_s", "repack", "stored_from", "n_rs_seq", "quantization"),
+    *("profile_limit_s", "n_rs_seq", "quantization", "backend"),
 )
 _Choice = TypeVar("_Choice")
 
 
 def key(options: EngineOptions, **others: object) -> str:
     """A name for what is measured with these options, under these conditions, on this kind of processor."""
-    conditions = {"format": _FORMAT, "cpu": _processor(), **others}
-    conditions |= {name: getattr(options, name) for name in _OPTIONS}
+    conditions = {name: getattr(options, name) for name in _OPTIONS}
+    conditions |= {"format": _FORMAT, "cpu": _processor(), **others}
     conditions["pinned"] = [len(tokens) for tokens in options.pinned]
     text = json.dumps(conditions, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -68,20 +69,11 @@ def save(folder: Path | None, name: str, choice: object) -> None:
         logger.warning("The profile cannot be kept in %s: %s", folder, error)
 
 
-def remembered(
-    folder: Path | None, name: str, kind: type[_Choice], measure: Callable[[], tuple[_Choice, bool]]
-) -> _Choice:
-    """The choice that was kept under that name, or else a measured one, which is kept if it is good for
-    later starts. Of several processes of this node that ask at once, one measures."""
+def alone(folder: Path | None, name: str) -> AbstractContextManager[object]:
+    """A context in which no other process of this node measures for that name."""
     if folder is None:
-        return measure()[0]
-    with FolderLocks(folder).alone(f"{name}.lock", wait=True):
-        choice = load(folder, name, kind)
-        if choice is None:
-            choice, is_certain = measure()
-            if is_certain:
-                save(folder, name, choice)
-        return choice
+        return nullcontext()
+    return FolderLocks(folder).alone(f"{name}.lock", wait=True)
 
 
 def is_worth_keeping(profiles: Iterable[Profile]) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.autotune.modes import Mode
+from serve_app.engine.choice.plan import Mode
 
 # The other kind must be so much faster, or it is noise.
 _LEAST_GAIN = 0.1

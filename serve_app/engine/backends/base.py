@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode
+from serve_app.engine.choice.plan import Mode
 from serve_app.engine.options import KernelsName
 from serve_app.llama.formats import EmbeddingPooling, Threads
 from serve_app.llama.grammars.constraint import Constraint

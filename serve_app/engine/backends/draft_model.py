@@ -13,8 +13,8 @@ from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.autotune.profiler import Profiler, in_turns
-from serve_app.engine.backends.apart import apart
 from serve_app.engine.backends.base import GUESSED, MemoryUse, Row
+from serve_app.engine.choice.apart import apart
 from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError, DecodeError, EngineFailedError

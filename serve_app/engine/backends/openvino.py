@@ -16,10 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app import progress
-from serve_app.engine.autotune import profile_cache
 from serve_app.engine.autotune.clocks import Clocks
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import PAGED
 from serve_app.engine.autotune.profiler import DEPTH, ROOM, Depth, Profiler, in_turns, paged_depth
 from serve_app.engine.backends.base import (
     Backend,
@@ -32,6 +30,8 @@ from serve_app.engine.backends.base import (
 )
 from serve_app.engine.backends.draft_model import draft_for, open_draft
 from serve_app.engine.backends.llama_cpp import LlamaBackend, LlamaEmbeddings
+from serve_app.engine.choice.caches import kept_or_measured
+from serve_app.engine.choice.plan import OPENVINO_PLAN, PAGED, CachePlan, Plan
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError
 from serve_app.llama.formats import Threads
@@ -89,8 +89,8 @@ class PagedEmbeddings:
 class EncoderEmbeddings(LlamaEmbeddings):
     """Vectors of texts, or the outputs of a classifier, from an encoder."""
 
-    def __init__(self, model: Model, options: EngineOptions, encoder: Encoder) -> None:
-        super().__init__(model, options, flash_attn=False)
+    def __init__(self, model: Model, options: EngineOptions, plan: Plan, encoder: Encoder) -> None:
+        super().__init__(model, options, plan, flash_attn=False)
         self._encoder = encoder
 
     @property
@@ -117,8 +117,9 @@ class EncoderBackend(LlamaBackend):
         path: str | os.PathLike[str],
         options: EngineOptions,
         report: Report = progress.nowhere,
+        plan: Plan = OPENVINO_PLAN,
     ) -> None:
-        super().__init__(path, replace(options, repack=False), report)
+        super().__init__(path, options, report, plan)
         model = self.vocabulary
         if reason := unserved(model, options.embedding_pooling):
             raise ConfigError(reason)
@@ -129,17 +130,15 @@ class EncoderBackend(LlamaBackend):
             threads=options.threads,
             window=model.meta_int("attention.sliding_window", 0),
         )
-        self.embeddings = EncoderEmbeddings(model, options, encoder)
-        self.setup = replace(self.setup, kernels="openvino", mode_reason="An encoder has no cache")
+        self.embeddings = EncoderEmbeddings(model, options, plan, encoder)
+        self.setup = replace(self.setup, mode_reason="An encoder has no cache")
 
 
-def open_with_openvino(
-    path: Path, options: EngineOptions, report: Report = progress.nowhere
-) -> Backend:
+def open_with_openvino(path: Path, options: EngineOptions, report: Report, plan: Plan) -> Backend:
     """The backend of that model's kind. Raises ConfigError."""
     if Model(path, vocab_only=True).is_causal:
-        return OpenVinoBackend(path, options, report)
-    return EncoderBackend(path, options, report)
+        return OpenVinoBackend(path, options, report, plan)
+    return EncoderBackend(path, options, report, plan)
 
 
 class OpenVinoBackend:
@@ -158,6 +157,7 @@ class OpenVinoBackend:
         path: str | os.PathLike[str],
         options: EngineOptions,
         report: Report = progress.nowhere,
+        plan: Plan = OPENVINO_PLAN,
         chain: StageChain | None = None,
     ) -> None:
         """Open the model, or the stage of a chain that this process computes."""
@@ -206,17 +206,18 @@ class OpenVinoBackend:
         self.decode, self.cancel, self.truncate = context.decode, context.cancel, context.truncate
         self.copy, self.shift = context.copy, context.shift
         self._n_stages = 1 if chain is None else chain.part.n_parts
-        threads = Threads.alike(options.threads, options.threads)
-        # However layers are divided: an engine measures the time of all stages.
-        conditions = {"model": self._fingerprint.hex(), "openvino": versions()}
-        self._kept_as = profile_cache.key(options, chain=self._n_stages, **conditions)
         if chain is not None:
             limit_s = min(options.profile_limit_s, _MEASURING * (time.monotonic() - began))
             self._options = replace(options, profile_limit_s=limit_s)
-        profile = self._profile(report)
-        self.setup = Setup("openvino", PAGED, threads, profile, mode_reason=_REASON)
+        self._plan, self._cache_plan = plan, self._choose_cache(plan, report)
+        cache = self._cache_plan
+        self.setup = Setup(
+            *("openvino", PAGED, cache.threads, cache.profile),
+            kernels_reason=plan.why,
+            mode_reason=cache.reason,
+        )
         # llama.cpp is the faster with few rows, one for each slot.
-        self.draft = open_draft(model, draft_for(model, options), options, threads)
+        self.draft = open_draft(model, draft_for(model, options), options, cache.threads)
         # A state is none of llama.cpp's.
         parts = (versions(), BLOCK, options.cache_type_k, options.quantization)
         key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + context.turns).digest()
@@ -229,24 +230,23 @@ class OpenVinoBackend:
             causal=True,
         )
         self.embeddings = PagedEmbeddings(context, shape)
-        logger.info("%s.", _REASON)
 
-    def _profile(self, report: Report) -> Profile:
+    def _choose_cache(self, plan: Plan, report: Report) -> CachePlan:
         options = self._options
+        threads = Threads.alike(options.threads, None)
+        unmeasured = CachePlan(PAGED, _REASON, Profile(), threads)
         if options.profile_limit_s <= 0:
-            return Profile()
-        kept = profile_cache.load(options.profile_folder, self._kept_as, Profile)
-        if kept is not None:
-            return kept
-        report(Stage("measuring", limit_s=options.profile_limit_s))
-        threads = Threads.alike(options.threads, None) if self._n_stages == 1 else None
-        profile = profile_of(self._context, options, threads)
-        self.keep(profile)
-        return profile
+            return unmeasured
+        computing = threads if self._n_stages == 1 else None
+
+        def measure() -> CachePlan:
+            return replace(unmeasured, profile=profile_of(self._context, options, computing))
+
+        return kept_or_measured(plan, options, report, measure)
 
     def keep(self, profile: Profile) -> None:
-        if profile_cache.is_worth_keeping([profile]):
-            profile_cache.save(self._options.profile_folder, self._kept_as, profile)
+        cache = replace(self._cache_plan, profile=profile)
+        self._plan.keep(self._options.profile_folder, cache)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
@@ -290,9 +290,8 @@ def profile_of(context: PagedContext, options: EngineOptions, threads: Threads |
     if n_tokens > 0:
         depth = paged_depth(context, profiler.profile, n_tokens, deep_s)
     profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
-    took_s, share = clocks.end(options.n_batch)
+    _, share = clocks.end(options.n_batch)
     context.release()
-    logger.info("Measured batches in %.1f s.", took_s)
     return replace(depth.added_to(profiler.profile, unified=False), share=share)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from serve_app.engine.autotune.copy_budget import CopyBudget
 from serve_app.engine.autotune.cost_model import CostModel
-from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.choice.plan import Mode
 from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget

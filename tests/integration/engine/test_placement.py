@@ -86,8 +86,8 @@ def test_fewer_threads_are_tried_once_and_kept_with_the_profile(
 ) -> None:
     chosen = Threads(2, 3, 5, "a test")
     trials = [chosen]
-    chooser = "serve_app.engine.backends.mode_chooser"
-    monkeypatch.setattr(f"{chooser}.best_threads", lambda *args, **options: trials.pop())
+    caches = "serve_app.engine.choice.caches"
+    monkeypatch.setattr(f"{caches}.best_threads", lambda *args, **options: trials.pop())
     monkeypatch.setattr("serve_app.engine.autotune.profile_cache._ALONE", 0.0)
     options = EngineOptions(
         2, 64, threads=5, fewer_threads=True, profile_limit_s=0.5, profile_folder=tmp_path

@@ -13,7 +13,8 @@ from tests.integration.openvino.random_models import Made
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
-from serve_app.engine.backends.choice import profiles_of_backends
+from serve_app.engine.choice.kernels import kernels_profiles
+from serve_app.engine.choice.plan import OPENVINO, REPACKED
 from serve_app.openvino import convert, slices
 from serve_app.openvino.gguf_model import readable
 
@@ -62,7 +63,7 @@ def test_a_slice_has_some_layers_and_as_large_a_part_of_the_vocabulary(
                 expected = expected[: len(tensor.data)]
             assert (tensor.data == expected).all()
         assert all(name.startswith("blk.") for name in whole)
-        profiles = profiles_of_backends(path, _OPTIONS)
+        profiles = kernels_profiles(path, _OPTIONS, [REPACKED, OPENVINO], 1.0)
     assert all(profile.decode_s.keys() == {1, 2} for profile in profiles)
     assert conversion_s > 0
     assert share == len(layers) / _N_LAYERS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.traffic import Alive, Load, Traffic
+from serve_app.engine.choice.plan import Mode
 
 SPLIT, UNIFIED = Mode(True, False), Mode(True, True)
 COUNTS = (1, 4, 16)

@@ -9,9 +9,9 @@ import pytest
 
 from serve_app.engine.autotune.copy_budget import CopySpeed
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.traffic import Load, Traffic
 from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
+from serve_app.engine.choice.plan import Mode
 from serve_app.engine.core import loop
 from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend

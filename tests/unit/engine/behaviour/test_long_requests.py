@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from serve_app.engine import cache_mode_switcher
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.autotune.modes import Mode
 from serve_app.engine.autotune.traffic import Traffic
 from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
+from serve_app.engine.choice.plan import Mode
 from serve_app.engine.core import loop
 from serve_app.engine.core.scheduler.fair_queue import FairQueue
 from serve_app.errors import PromptTooLongError

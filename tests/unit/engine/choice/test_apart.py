@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.engine.backends.apart import apart
+from serve_app.engine.choice.apart import apart
 from serve_app.errors import ConfigError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PATIENCE_S = 30.0
 
 

@@ -1,4 +1,4 @@
-"""Which mode is chosen by which profiles."""
+"""Which candidate is chosen by which profiles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode, ModeChoice, candidates, choose, filled, request_s
+from serve_app.engine.choice.caches import candidates, fastest_mode
+from serve_app.engine.choice.plan import PAGED, Mode
+from serve_app.engine.choice.rating import fastest, filled, request_s
 from serve_app.engine.options import EngineOptions
 
 OPEN = EngineOptions(n_slots=4, n_ctx_slot=1024, threads=1)
@@ -77,12 +79,11 @@ def test_prompts_of_their_own_want_a_split_cache_and_a_common_one_a_unified() ->
     """A unified cache's rows attend past all cells, but there a common beginning is only once, and so
     cheap that this does not matter."""
     own = {SPLIT_ON: measured(0.001, 1e-7), UNIFIED_ON: measured(0.001, 1e-7)}
-    assert choose(own, OPEN).mode == SPLIT_ON
+    assert fastest_mode(own, OPEN)[0] == SPLIT_ON
     common = {UNIFIED_ON: measured(0.001, 1e-8), SPLIT_ON: measured(0.001, 4e-7)}
-    choice = choose(common, PINNED)
-    assert choice.mode == UNIFIED_ON
-    assert "with a common system prompt" in choice.reason
-    assert choice.profile == common[UNIFIED_ON]
+    mode, reason, _ = fastest_mode(common, PINNED)
+    assert mode == UNIFIED_ON
+    assert "with a common system prompt" in reason
 
 
 def test_a_bound_makes_small_chunks_count() -> None:
@@ -91,16 +92,15 @@ def test_a_bound_makes_small_chunks_count() -> None:
     plain = measured(0.001, 2e-7)
     flash = replace(plain, deep_prefill_s={1: 0.5, 16: 0.5, 64: 0.5, 512: 0.53})
     found = {SPLIT_ON: flash, SPLIT_OFF: plain}
-    assert choose(found, replace(options, max_stall_s=None)).mode == SPLIT_ON
-    assert choose(found, replace(options, max_stall_s=0.1)).mode == SPLIT_OFF
+    assert fastest_mode(found, replace(options, max_stall_s=None))[0] == SPLIT_ON
+    assert fastest_mode(found, replace(options, max_stall_s=0.1))[0] == SPLIT_OFF
 
 
 def test_of_those_that_are_as_good_the_first() -> None:
     found = {SPLIT_ON: measured(0.00107, 0), SPLIT_OFF: measured(0.001, 0)}
-    assert choose(found, OPEN).mode == SPLIT_ON
-    assert choose({SPLIT_OFF: Profile()}, OPEN) == ModeChoice(
-        SPLIT_OFF, f"{SPLIT_OFF}: as configured", Profile()
-    )
+    assert fastest_mode(found, OPEN)[0] == SPLIT_ON
+    only = fastest_mode({SPLIT_OFF: Profile()}, OPEN)
+    assert only == (SPLIT_OFF, f"{SPLIT_OFF}: as configured", None)
 
 
 @pytest.mark.parametrize(("share", "mode"), [(1.0, SPLIT_OFF), (0.9, SPLIT_OFF), (0.4, SPLIT_ON)])
@@ -111,7 +111,7 @@ def test_beside_other_programs_another_mode_must_be_better_by_more(
         SPLIT_ON: replace(measured(0.0015, 1e-8), share=share),
         SPLIT_OFF: measured(0.001, 1e-8),
     }
-    assert choose(found, OPEN).mode == mode
+    assert fastest_mode(found, OPEN)[0] == mode
 
 
 def test_only_what_was_measured_in_all_modes_is_compared() -> None:
@@ -119,9 +119,7 @@ def test_only_what_was_measured_in_all_modes_is_compared() -> None:
     whole, shallow = measured(0.001, 1e-6), measured(0.0012, 1e-6)
     shallow = replace(shallow, depth=0, deep_decode_s={}, deep_prefill_s={})
     assert request_s(shallow, OPEN, SPLIT_ON) < request_s(whole, OPEN, SPLIT_ON)
-    choice = choose({SPLIT_ON: shallow, SPLIT_OFF: whole}, OPEN)
-    assert choice.mode == SPLIT_OFF
-    assert choice.profile == whole
+    assert fastest_mode({SPLIT_ON: shallow, SPLIT_OFF: whole}, OPEN)[0] == SPLIT_OFF
 
 
 def test_the_other_kind_of_cache_is_remembered_if_both_are_open() -> None:
@@ -130,13 +128,8 @@ def test_the_other_kind_of_cache_is_remembered_if_both_are_open() -> None:
         SPLIT_OFF: measured(0.001, 0),
         UNIFIED_ON: measured(0.002, 0),
     }
-    choice = choose(found, OPEN)
-    assert choice.other == (UNIFIED_ON, found[UNIFIED_ON])
-    turned = choice.turned("learned")
-    assert turned == ModeChoice(
-        UNIFIED_ON, "learned", found[UNIFIED_ON], None, (SPLIT_ON, found[SPLIT_ON])
-    )
-    assert choose({SPLIT_ON: found[SPLIT_ON], SPLIT_OFF: found[SPLIT_OFF]}, OPEN).other is None
+    assert fastest_mode(found, OPEN)[::2] == (SPLIT_ON, UNIFIED_ON)
+    assert fastest_mode({mode: found[mode] for mode in (SPLIT_ON, SPLIT_OFF)}, OPEN)[2] is None
 
 
 def test_what_was_not_measured_is_as_in_the_other_mode() -> None:
@@ -145,3 +138,48 @@ def test_what_was_not_measured_is_as_in_the_other_mode() -> None:
     assert filled(few, more) == Profile(
         {1: 0.02, 2: 0.03, 4: 0.04}, {16: 0.3, 64: 1.0}, {2: 0.05}, 0
     )
+
+
+def batches(decode_ms: dict[int, float], prompt_tps: float) -> Profile:
+    decode_s = {n: ms / 1000 for n, ms in decode_ms.items()}
+    return Profile(decode_s, {n: n / prompt_tps for n in (16, 64, 512)})
+
+
+# Of the 0.6B shape as Q4_0, on two cores of a Zen 4 EPYC.
+LLAMA_CPP = batches({1: 18.5, 2: 40, 4: 53, 16: 140}, 250)
+OPENVINO = batches({1: 27.0, 2: 30, 4: 34, 16: 92}, 420)
+SIXTEEN = EngineOptions(n_slots=16, n_ctx_slot=1024, threads=2)
+
+
+def openvino_pays(openvino: Profile, options: EngineOptions = SIXTEEN) -> bool:
+    modes = {"llama.cpp": (LLAMA_CPP, SPLIT_ON), "OpenVINO": (openvino, PAGED)}
+    seconds = {
+        name: [
+            request_s(profile, replace(options, n_slots=n), mode)
+            for n in sorted({1, options.n_slots})
+        ]
+        for name, (profile, mode) in modes.items()
+    }
+    best, reason = fastest(seconds, 1 / 0.95 - 1, ", in a test")
+    assert reason.startswith(f"{best}: ")
+    assert "s for a request, in a test; " in reason
+    return best == "OpenVINO"
+
+
+@pytest.mark.parametrize(("n_slots", "expected"), [(1, False), (4, True), (16, True)])
+def test_one_stream_wants_llama_cpp_and_several_want_openvino(n_slots: int, expected: bool) -> None:
+    assert openvino_pays(OPENVINO, replace(SIXTEEN, n_slots=n_slots)) is expected
+
+
+def test_what_is_lost_alone_counts_as_much_as_what_is_gained_together() -> None:
+    """Half the time with all slots busy, and more than twice the time alone."""
+    assert not openvino_pays(batches({1: 45.0, 16: 70.0}, 250))
+
+
+def test_of_two_that_are_as_fast_llama_cpp_which_can_do_more() -> None:
+    assert not openvino_pays(LLAMA_CPP, replace(SIXTEEN, n_slots=1))
+    assert not openvino_pays(LLAMA_CPP, replace(SIXTEEN, max_stall_s=None))
+
+
+def test_a_single_candidate_needs_no_reason() -> None:
+    assert fastest({"llama.cpp": [0.0]}, 0.05, "") == ("llama.cpp", "")
