@@ -6,10 +6,10 @@ import math
 import os
 from typing import Any
 
+from serve_app.addresses import is_loopback
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import AppConfig, DeploymentConfig, IngressConfig, ModelConfig
 from serve_app.errors import ConfigError
-from serve_app.ingress.access.addresses import is_loopback
 from serve_app.ingress.server import IngressSettings
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.

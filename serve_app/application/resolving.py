@@ -43,7 +43,6 @@ from serve_app.engine.backends.draft_model import (
     states_bytes,
 )
 from serve_app.errors import ConfigError
-from serve_app.ingress.generation.sampling_fields import given
 from serve_app.llama.model import Model
 from serve_app.llama.vision.senses import why_unusable
 from serve_app.openvino.convert import shape_of
@@ -54,6 +53,7 @@ from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.sampling import Api
+from serve_app.sampling_fields import given
 from serve_app.store import models as store
 from serve_app.store.remote import UnreachableError
 from serve_app.store.shared_entries import MOST_ADDED, sharing_here

@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic.networks import IPvAnyNetwork
 
+from serve_app.addresses import is_loopback
 from serve_app.config.sources import (
     MODEL_ID,
     NO_DOWNLOADS,
@@ -38,8 +39,6 @@ from serve_app.config.sources import (
 )
 from serve_app.engine.options import BackendName
 from serve_app.errors import ConfigError
-from serve_app.ingress.access.addresses import is_loopback
-from serve_app.ingress.generation.sampling_fields import takes_sampling
 from serve_app.llama.formats import (
     CacheType,
     EmbeddingPooling,
@@ -48,6 +47,7 @@ from serve_app.llama.formats import (
     Quantization,
 )
 from serve_app.sampling import Api
+from serve_app.sampling_fields import takes_sampling
 
 _HOST_NAME = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]+)$"
 _MODEL_NAME = rf"^\*$|{MODEL_ID}"

@@ -39,8 +39,8 @@ from typing import Any
 
 import yaml
 
+from serve_app.addresses import is_loopback
 from serve_app.folders import cache_folder
-from serve_app.ingress.access.addresses import is_loopback
 from serve_app.start import preflight
 
 HERE = Path(__file__).parent

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.addresses import is_within, network_of
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import (
     BodyEndedError,
@@ -24,7 +25,6 @@ from serve_app.errors import (
     NotSupportedError,
     SlowRequestError,
 )
-from serve_app.ingress.access.addresses import is_within, network_of
 from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.access.bodies import BodyLimits, BodyReader, is_streamed, is_unread, replay
 from serve_app.ingress.access.network import NetworkPolicy
