@@ -59,7 +59,7 @@ def check_memory(models: Sequence[ResolvedModel], total_bytes: int) -> None:
             raise ConfigError(
                 f"models ({name}): {named} have {n_bytes / 2**30:.1f} GiB of weights together, and this "
                 f"machine has {total_bytes / 2**30:.1f} GiB of memory. If they run on different machines, "
-                "say so: set deployment.ray_actor_options.num_cpus for each."
+                "say so: set serve.ray_actor_options.num_cpus for each."
             )
 
 

@@ -195,9 +195,11 @@ def check(file: Annotated[Path, typer.Argument(help="A configuration file.")]) -
 
     Example: `corral check serve_config.yaml`
     """
+    from serve_app.application.serve_check import check_serve
     from serve_app.config import schema
 
     application = schema.load(file)
+    check_serve(application, file)
     typer.echo(f"{file} is valid. Models: {', '.join(model.id for model in application.models)}")
 
 

@@ -86,7 +86,7 @@ class AccessMiddleware:
         self._network = NetworkPolicy.of(config)
         self._trusted_proxies = config.trusted_proxies
         # Without keys, who may ask may do what operators do: on their own machine.
-        self._operators_are_all = config.anonymous_admin or not config.allow_anonymous
+        self._operators_are_all = not config.allow_anonymous
         self._bodies = BodyReader(BodyLimits.of(config))
         self._disabled_routes = config.disabled_routes
         self._turnstile = Turnstile()

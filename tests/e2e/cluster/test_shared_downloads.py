@@ -197,7 +197,7 @@ def test_four_nodes_serve_after_one_download(nodes: Nodes, tmp_path: Path) -> No
     port = free_port()
     served = model(None, "far", n_slots=2, n_ctx_slot=256) | {
         "source": {"repo": "owner/name:Q8_0"},
-        "deployment": {
+        "serve": {
             "num_replicas": 4,
             "max_replicas_per_node": 1,
             "ray_actor_options": {"num_cpus": 0.5},

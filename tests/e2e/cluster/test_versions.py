@@ -45,7 +45,7 @@ def damaged(tmp_path: Path) -> dict[str, Any]:
 def version(path: Path, **fields: Any) -> dict[str, Any]:
     """An entry of `models`: one of the versions of "m"."""
     entry = model(path, "m", n_slots=8, n_ctx_slot=512, max_waiting=32, **EXACT)
-    entry["deployment"]["ray_actor_options"]["num_cpus"] = 0.3
+    entry["serve"]["ray_actor_options"]["num_cpus"] = 0.3
     return entry | fields
 
 

@@ -17,9 +17,9 @@ from serve_app.engine.backends import choice as choosing
 from serve_app.engine.backends import layouts
 from serve_app.engine.backends.base import Setup
 from serve_app.engine.backends.choice import LLAMA_CPP, OPENVINO
-from serve_app.engine.options import BackendName, EngineOptions, KernelsName
+from serve_app.engine.options import EngineOptions, KernelsName
 from serve_app.errors import ConfigError, EngineFailedError
-from serve_app.llama.formats import Threads
+from serve_app.llama.formats import BackendName, Threads
 from serve_app.llama.model import fingerprint_of
 from serve_app.openvino import convert
 from serve_app.openvino.gguf_model import UnreadableError
