@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -23,6 +24,7 @@ from serve_app.application.deployments import (
 )
 from serve_app.application.model_host import ConfiguredHost
 from serve_app.application.resolving import resolve_all
+from serve_app.application.serve_check import check_serve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import ModelConfig, with_models
@@ -38,13 +40,22 @@ _START_S = 60.0
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application for `applications[0].args`.
+    """The application for `applications[0].args`. Serve calls this, and gives no other argument.
+
+    Raises RayServeException like `application`.
+    """
+    return application(args)
+
+
+def application(args: dict[str, Any], file: Path | None = None) -> Application:
+    """The application for these `args`, which `file` has if one is given.
 
     Raises RayServeException with one message that names the fields that are wrong: the only kind of error
     that Serve shows as it is, and does not try again.
     """
     try:
-        app = schema.parse(args)
+        app = schema.parse(args, file)
+        check_serve(app, file)
         refuse_strangers(app.ingress)
         models = resolve_all(app)
     except ConfigError as error:

@@ -127,7 +127,7 @@ class Settings:
     def corral(self) -> dict[str, Any]:
         """Settings of Corral's engine besides; all users may wait, as they may elsewhere."""
         waiting = max(2 * self.slots, max(self.users) - self.slots)
-        return {"max_waiting": waiting, "max_wait_s": bursts.TIMEOUT_S} | dict(self.engine)
+        return {"max_waiting": waiting, "max_first_token_s": bursts.TIMEOUT_S} | dict(self.engine)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def bodies(
 def measure(settings: Settings) -> list[dict[str, Goodput]]:
     """All rounds, each with every side."""
     text = tokenized(settings.model, TEXT)
-    waiting = {"max_waiting": 256, "max_wait_s": bursts.TIMEOUT_S}
+    waiting = {"max_waiting": 256, "max_first_token_s": bursts.TIMEOUT_S}
     with ExitStack() as opened:
         servers: dict[str, Server] = {}
         for side in settings.sides:

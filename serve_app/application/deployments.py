@@ -6,10 +6,11 @@ import math
 import os
 from typing import Any
 
+from serve_app.addresses import is_loopback
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import AppConfig, DeploymentConfig, IngressConfig, ModelConfig
+from serve_app.config.schema import AppConfig, IngressConfig, ModelConfig
+from serve_app.config.serve_options import RayServeOptions
 from serve_app.errors import ConfigError
-from serve_app.ingress.access.addresses import is_loopback
 from serve_app.ingress.server import IngressSettings
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
@@ -19,6 +20,12 @@ _BEYOND_PLACES = 2
 # Those in the background have places of their own, for each slot.
 _BACKGROUND_REQUESTS = 4
 _POLICY = {"policy_function": "serve_app.routing.autoscaling:by_pressure"}
+SERVE_DEFAULTS = {
+    "health_check_period_s": 5,
+    "health_check_timeout_s": 30,
+    "graceful_shutdown_wait_loop_s": 0.5,
+    "max_constructor_retry_count": 3,
+}
 # Serve's router looks for a free replica again after 25 ms, growing to 500 ms, by default: too long
 # for a slot to stand idle.
 _ROUTER = {
@@ -49,7 +56,7 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
         defaults["request_router_config"] = _ROUTER | {
             "request_router_kwargs": {"gang_size": model.stages}
         }
-    scaled = configured.deployment.autoscaling_config is not None
+    scaled = configured.serve.autoscaling_config is not None
     autoscaling: dict[str, Any] = {
         "min_replicas": model.stages if scaled or model.on_demand else model.n_replicas,
         "max_replicas": model.n_replicas,
@@ -58,7 +65,7 @@ def engine_options(configured: ModelConfig, model: ResolvedModel) -> dict[str, A
         "look_back_period_s": 15,
         "upscale_delay_s": 10,
     }
-    given = _serve_options(configured.deployment, autoscaling, num_cpus=model.num_cpus)
+    given = _serve_options(configured.serve, autoscaling, num_cpus=model.num_cpus)
     options: dict[str, Any] = defaults | given
     if model.on_demand is not None:
         options["ray_actor_options"]["num_cpus"] = model.on_demand.reserved_cpus
@@ -80,21 +87,18 @@ def ingress_options(configured: IngressConfig) -> dict[str, Any]:
         "target_ongoing_requests": math.ceil(n_ongoing / 4),  # if the policy is Serve's own
         "policy": _POLICY,
     }
-    options = defaults | _serve_options(configured.deployment, autoscaling, num_cpus=0)
+    options = defaults | _serve_options(configured.serve, autoscaling, num_cpus=0)
     # The ingress refuses with 429 what is more; Serve would let it wait, or answer 503.
     return options | {"max_ongoing_requests": n_ongoing + _CONTROL_REQUESTS}
 
 
 def _serve_options(
-    configured: DeploymentConfig, autoscaling: dict[str, Any], *, num_cpus: float
+    configured: RayServeOptions, autoscaling: dict[str, Any], *, num_cpus: float
 ) -> dict[str, Any]:
-    options = configured.model_dump(exclude_none=True, exclude={"autoscaling_config"})
-    options["ray_actor_options"] = {"num_cpus": num_cpus} | options["ray_actor_options"]
+    options = SERVE_DEFAULTS | configured.given
+    options["ray_actor_options"] = {"num_cpus": num_cpus} | configured.ray_actor_options.given
     if configured.num_replicas is None:
-        given = configured.autoscaling_config
-        options["autoscaling_config"] = autoscaling | (
-            {} if given is None else given.model_dump(exclude_unset=True)
-        )
+        options["autoscaling_config"] = autoscaling | (configured.autoscaling_config or {})
     return options
 
 

@@ -17,13 +17,8 @@ from typing import Any
 from serve_app.config import sizing
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import OnDemandSettings, ResolvedModel
-from serve_app.config.schema import (
-    AppConfig,
-    DefaultsConfig,
-    DeploymentConfig,
-    EngineConfig,
-    ModelConfig,
-)
+from serve_app.config.schema import AppConfig, DefaultsConfig, EngineConfig, ModelConfig
+from serve_app.config.serve_options import RayServeOptions
 from serve_app.config.sizing import ModelNeeds
 from serve_app.config.sources import (
     NO_DOWNLOADS,
@@ -34,7 +29,6 @@ from serve_app.config.sources import (
 )
 from serve_app.engine.backends.draft_model import N_CTX, check_draft, check_own_layers, slot_bytes
 from serve_app.errors import ConfigError
-from serve_app.ingress.generation.sampling_fields import given
 from serve_app.llama.model import Model
 from serve_app.llama.vision.senses import why_unusable
 from serve_app.openvino.convert import shape_of
@@ -44,6 +38,7 @@ from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.sampling import Api
+from serve_app.sampling_fields import given
 from serve_app.store import models as store
 from serve_app.store.remote import UnreachableError
 from serve_app.store.shared_entries import MOST_ADDED
@@ -96,7 +91,6 @@ def resolve_all(app: AppConfig, n_resolved: int = 0) -> list[ResolvedModel]:
         replace(
             model,
             batches_may_scale=app.ingress.batch.may_scale,
-            max_load_s=app.max_load_s,
             data_at_rest=app.data_at_rest is True,
             encrypts_folders=app.data_at_rest == "encrypted",
         )
@@ -112,7 +106,7 @@ def resolve_all(app: AppConfig, n_resolved: int = 0) -> list[ResolvedModel]:
 
 def names_its_share(model: ModelConfig) -> bool:
     """Whether the configuration says what a replica has of a machine."""
-    engine, reserved = model.engine, model.deployment.ray_actor_options.num_cpus
+    engine, reserved = model.engine, model.serve.num_cpus
     sizes = (engine.threads, engine.threads_batch, engine.numa, reserved)
     return any(size is not None for size in sizes)
 
@@ -133,10 +127,10 @@ def _resolve(
     elif needs is not None:
         share = _with_room(model, share, needs, here.total_bytes // n_models)
     num_cpus = _num_cpus(model, share, here)
-    reserved = model.deployment.ray_actor_options.num_cpus
+    reserved = model.serve.num_cpus
     reserved = num_cpus if reserved is None else reserved
-    n_together = plan.n_together(here, reserved, _most_replicas(model.deployment, share))
-    has_peers = model.deployment.autoscaling_config is not None or share.n_replicas > 1
+    n_together = plan.n_together(here, reserved, _most_replicas(model.serve, share))
+    has_peers = model.serve.autoscaling_config is not None or share.n_replicas > 1
     options = sizing.resolve(
         model.engine,
         needs,
@@ -154,8 +148,6 @@ def _resolve(
         options=options,
         system_prompts=tuple(model.engine.system_prompts),
         threads=model.engine.threads,
-        allow_oversubscription=model.engine.allow_oversubscription,
-        pin_cores=model.engine.pin_cores,
         n_replicas=share.n_replicas,
         stages=stages,
         sizing=f"{share.reason}; {_memory_report(memory_bytes, n_together)}",
@@ -175,7 +167,7 @@ def _fewest_stages(model: ModelConfig, memory_bytes: int, downloads: DownloadsCo
     the smallest node of Ray, or a machine with so much memory if Ray does not run. Raises ConfigError."""
     source = store.pinned(model.source, downloads)
     opened = Model(store.vocabulary(source, downloads), vocab_only=True)
-    reserved = model.deployment.ray_actor_options.num_cpus
+    reserved = model.serve.num_cpus
     shape = shape_of(opened.files, model.engine.quantization)
     nodes = _memory_of_nodes(reserved or 1) or [memory_bytes]
     node = StageNode(memory_bytes=min(nodes) - sizing.PROCESS_BYTES)
@@ -210,12 +202,9 @@ def _with_room(model: ModelConfig, share: Share, needs: ModelNeeds, total_bytes:
     return share if n == share.n_replicas else plan.merged(share, n)
 
 
-def _most_replicas(configured: DeploymentConfig, share: Share) -> int:
-    scaling = configured.autoscaling_config
-    if scaling is not None and "max_replicas" in scaling.model_fields_set:
-        most = int(scaling.max_replicas)
-    else:
-        most = configured.num_replicas or share.n_replicas
+def _most_replicas(configured: RayServeOptions, share: Share) -> int:
+    scaled = configured.scaling_bound("max_replicas")
+    most = scaled or configured.num_replicas or share.n_replicas
     return min(most, configured.max_replicas_per_node or most)
 
 
@@ -233,19 +222,19 @@ def _num_cpus(model: ModelConfig, share: Share, here: Machine) -> float:
     """The CPUs that Ray reserves for a replica, unless the deployment says otherwise: a core for
     each thread. Raises ConfigError for threads that cannot have a CPU each; the replica looks
     again, on its node."""
-    engine, reserved = model.engine, model.deployment.ray_actor_options.num_cpus
+    engine, reserved = model.engine, model.serve.num_cpus
     threads, cpus = max(engine.threads or 0, engine.threads_batch or 0), here.n_cpus
     complaint = None
     if reserved is None:
         whose = (
             "all that this machine may use (if replicas run on others, set "
-            "deployment.ray_actor_options.num_cpus)"
+            "serve.ray_actor_options.num_cpus)"
         )
         complaint = oversubscription(threads, cpus, whose)
     elif reserved > 0:
-        whose = "which deployment.ray_actor_options.num_cpus reserves"
+        whose = "which serve.ray_actor_options.num_cpus reserves"
         complaint = oversubscription(threads, max(1, math.floor(reserved)), whose)
-    if complaint and not engine.allow_oversubscription:
+    if complaint:
         raise ConfigError(complaint)
     cpus_of_threads = plan.cpus_for(here, threads)
     return max(share.num_cpus, cpus_of_threads) if engine.threads is None else cpus_of_threads

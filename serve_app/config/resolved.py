@@ -49,8 +49,6 @@ class ResolvedModel:
     """System prompts whose tokens each replica pins: it has the vocabulary."""
     threads: int | None
     """Configured threads; None lets each replica count its own cores."""
-    allow_oversubscription: bool
-    pin_cores: bool
     n_replicas: int
     """The number of replicas, unless the deployment says otherwise."""
     stages: int
@@ -59,7 +57,8 @@ class ResolvedModel:
     """The reason for that number, and each one's part of the machine, for people."""
     num_cpus: float
     """The CPUs that Ray reserves for each replica, unless the deployment says otherwise."""
-    max_load_s: float = 120.0
+    weight_bytes: int = 0
+    """Bytes of the model's files, if they were found where the configuration was read."""
     on_demand: OnDemandSettings | None = None
     data_at_rest: bool = True
     """Whether clients' texts may lie on disks, wherever that is."""

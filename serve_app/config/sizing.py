@@ -14,13 +14,13 @@ from serve_app.llama.formats import CacheType, LoadMode, block_size, n_bytes
 from serve_app.llama.model import Model
 
 _MAX_DEFAULT_CTX = 4096
-MIN_DEFAULT_CTX = 1024
+_MIN_DEFAULT_CTX = 1024
 _MIN_DEFAULT_SLOTS, _MAX_DEFAULT_SLOTS = 8, 32
 _SLOTS_PER_CORE = 4
 # Of the memory that the weights leave; compute buffers, Python and the page cache get the rest.
-KV_SHARE_OF_MEMORY = 0.5
-_CACHE_RAM_SHARE_OF_MEMORY = 1 / 8
-_CHECKPOINT_SHARE_OF_MEMORY = 1 / 16
+_KV_SHARE_OF_MEMORY = 0.5
+_SHARES_OF_MEMORY = {"cache_ram_bytes": 1 / 8, "checkpoint_ram_bytes": 1 / 16}
+"""The parts of the memory beside the weights, by the engine's options that bound them."""
 PROCESS_BYTES = 2**29
 """The memory of a replica beside weights and cache, at least: Python, Ray and compute buffers."""
 # GGUF's numbers of file types whose matrices llama.cpp computes with as they are mapped: F32, F16, BF16.
@@ -153,7 +153,7 @@ def fewest_tokens(config: EngineConfig, n_ctx_train: int) -> tuple[int, int]:
     """The slots, and the tokens of all of them together, that the configuration says, or the fewest that a
     replica should have."""
     n_slots = (config.n_slots or _MIN_DEFAULT_SLOTS) + len(config.system_prompts)
-    n_ctx_slot = config.n_ctx_slot or min(n_ctx_train, MIN_DEFAULT_CTX)
+    n_ctx_slot = config.n_ctx_slot or min(n_ctx_train, _MIN_DEFAULT_CTX)
     return n_slots, config.n_ctx or n_slots * n_ctx_slot
 
 
@@ -181,7 +181,7 @@ def resolve(
                 "not on the machine that reads the configuration"
             )
         cache = CacheNeeds.of(config, needs)
-        room = KV_SHARE_OF_MEMORY * left if config.n_ctx is None else math.inf  # it is said
+        room = _KV_SHARE_OF_MEMORY * left if config.n_ctx is None else math.inf  # it is said
         n_pinned = len(config.system_prompts)
         if n_slots is None and n_ctx is None and config.kv_unified is not False:
             n_slots, n_ctx = _pooled(n_ctx_slot or 0, cores, cache, room, n_pinned)
@@ -195,6 +195,8 @@ def resolve(
     return EngineOptions(
         **said
         | {name: None for name in _MEASURED if said[name] == "auto"}
+        | {name: int(part * left) for name, part in _SHARES_OF_MEMORY.items()}
+        | ({} if config.cache_ram_mib is None else {"cache_ram_bytes": config.cache_ram_mib << 20})
         | {
             "n_slots": n_slots,
             "n_ctx_slot": n_ctx_slot,
@@ -203,38 +205,26 @@ def resolve(
             "max_waiting": 2 * n_slots if config.max_waiting is None else config.max_waiting,
             "draft": None,  # a replica has its file
             "own_layers": config.draft is not None and config.draft.own_layers,
-            "cache_ram_bytes": _ram_bytes(config.cache_ram_mib, _CACHE_RAM_SHARE_OF_MEMORY * left),
-            "checkpoint_ram_bytes": _ram_bytes(
-                config.checkpoint_ram_mib, _CHECKPOINT_SHARE_OF_MEMORY * left
-            ),
             "max_stall_s": None if config.max_stall_ms is None else config.max_stall_ms / 1000,
             "prefix_folder": config.cache_folder,
-            "slot_folder_max_bytes": config.slot_folder_max_mib << 20,
         }
     )
 
 
 def shares_of_memory(config: EngineConfig) -> tuple[str, ...]:
     """The options that `resolve` makes from the machine's memory, and not from the configuration."""
-    configured = {
-        "cache_ram_bytes": config.cache_ram_mib,
-        "checkpoint_ram_bytes": config.checkpoint_ram_mib,
-    }
-    return tuple(name for name, mib in configured.items() if mib is None)
+    configured = () if config.cache_ram_mib is None else ("cache_ram_bytes",)
+    return tuple(name for name in _SHARES_OF_MEMORY if name not in configured)
 
 
 def bounded(options: EngineOptions, shares: Iterable[str], memory_bytes: int) -> EngineOptions:
     """The options with each of these `shares` bounded by its part of `memory_bytes`, which the weights
     leave of a node's available memory. The node may have less than the machine that read the configuration,
     and that machine may not know the weights."""
-    parts = {
-        "cache_ram_bytes": _CACHE_RAM_SHARE_OF_MEMORY,
-        "checkpoint_ram_bytes": _CHECKPOINT_SHARE_OF_MEMORY,
-    }
     return replace(
         options,
         **{
-            name: min(getattr(options, name), int(parts[name] * max(0, memory_bytes)))
+            name: min(getattr(options, name), int(_SHARES_OF_MEMORY[name] * max(0, memory_bytes)))
             for name in shares
         },
     )
@@ -249,10 +239,6 @@ def _left(
     shared = needs.shared_bytes(config.load_mode)
     of_one = (memory_bytes - shared) // n_replicas - (needs.weight_bytes - shared)
     return max(0, of_one)
-
-
-def _ram_bytes(said_mib: int | None, default: float) -> int:
-    return int(default) if said_mib is None else said_mib * 2**20
 
 
 def _pooled(
@@ -286,7 +272,7 @@ def _fit(
     wanted_slots = _slots_for(cores)
     wanted_ctx = min(n_ctx_train, _MAX_DEFAULT_CTX)
     if n_ctx_slot is None:
-        least = min(n_ctx_train, MIN_DEFAULT_CTX)
+        least = min(n_ctx_train, _MIN_DEFAULT_CTX)
         of_slot = cache.n_tokens(room / ((n_slots or wanted_slots) + pinned))
         n_ctx_slot = max(least, int(min(wanted_ctx, of_slot)))
     if n_slots is None:

@@ -1,6 +1,6 @@
 """Parts of the configuration that need no Ray, so that processes that only read requests can import them.
 
-They are sources of files, durations, and messages about what is wrong.
+They are sources of files, and durations.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from serve_app.errors import ConfigError
 from serve_app.store import names
@@ -28,14 +28,6 @@ def seconds(value: object) -> object:
 
 
 KeepAlive = Annotated[float, Field(gt=0, le=10**7), BeforeValidator(seconds)]
-
-
-def describe_errors(error: ValidationError, whole: str = "") -> str:
-    """Every wrong field and why, without its value, which may be secret. `whole` stands for no field."""
-    found = error.errors(include_url=False, include_input=False)
-    return "; ".join(
-        f"{'.'.join(str(part) for part in one['loc']) or whole}: {one['msg']}" for one in found
-    )
 
 
 MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$"

@@ -8,6 +8,7 @@ from typing import Literal
 
 from serve_app.errors import ConfigError
 from serve_app.llama.formats import (
+    BackendName,
     CacheType,
     EmbeddingPooling,
     LoadMode,
@@ -17,7 +18,6 @@ from serve_app.llama.formats import (
 )
 
 KernelsName = Literal["llama.cpp", "openvino"]
-BackendName = Literal["auto", "llama.cpp", "openvino"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,6 @@ class EngineOptions:
     numa: NumaStrategy | None = None
     n_batch: int = 512
     max_waiting: int = 16
-    max_wait_s: float | None = None
     max_first_token_s: float | None = None
     n_ctx: int | None = None
     """Tokens that all slots hold together; None: `n_ctx_slot` each. A request that is longer than
@@ -57,9 +56,8 @@ class EngineOptions:
     """Beginnings of prompts, as token ids: computed at the start, and kept in slots of their own."""
     cache_ram_bytes: int = 0
     """Memory for prefixes that lost their slot; 0 keeps none."""
-    n_checkpoints: int = 3
     checkpoint_ram_bytes: int = 2**30
-    """Memory for those of all slots, and for past states."""
+    """Memory for the checkpoints of all slots, and for past states; 0 makes no checkpoints."""
     n_rs_seq: int | None = None
     """Past states of recurrent layers that each slot keeps, for drafted tokens to be taken back; None: as
     many as pay and have room in half of the memory for checkpoints."""
@@ -86,8 +84,6 @@ class EngineOptions:
     prefix_folder: Path | None = None
     """Where the prefixes that lost their slot are kept for the next start."""
     slot_folder: Path | None = None
-    slot_folder_max_bytes: int = 2**32
-    """The most bytes that all files in it may take."""
 
     adapters: tuple[AdapterFile, ...] = ()
     """LoRA adapters that requests may ask for."""

@@ -113,7 +113,7 @@ def build_api(
     if open_requests is None:
         open_requests = OpenRequests(config.max_ongoing_requests)
     app.state.models, app.state.bodies = models, bodies
-    app.state.verbose, app.state.has_ui = config.verbose, bool(config.ui)
+    app.state.has_ui = bool(config.ui)
     app.state.sse_ping_interval_s = config.sse_ping_interval_s
     app.state.model_control = model_control
     store = Store() if store is None else store

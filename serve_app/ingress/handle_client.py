@@ -47,6 +47,8 @@ _LOOK_EVERY_S = 0.1
 _STARTING, _STARTING_EACH = 16, 8
 """Requests that may be on their way to an engine at once, in all and of each client: each takes
 milliseconds of the event loop, and another client's is sent between those of a burst."""
+MOST_LOAD_S = 120.0
+"""The longest time that a request waits for a model that is not loaded."""
 _LATE_S = 10.0
 """The end of an answer comes at most so long after the call has ended, or never."""
 
@@ -59,16 +61,14 @@ class HandleClient:
         handle: ReplicaHandle,
         vocabulary_key: bytes,
         listener: Listener,
-        max_load_s: float,
         model_id: str,
         adapters: AdapterControl,
         *,
         is_on_demand: bool = False,
     ) -> None:
         """`vocabulary_key` is of the vocabulary that its requests' tokens are of; the answers' come to the
-        listener. A request waits for `max_load_s` at most for a model that is not loaded."""
+        listener."""
         self._is_on_demand = is_on_demand
-        self._max_load_s = max_load_s
         self._model_id, self._adapters = model_id, adapters
         self._load_s: float | None = None
         """The seconds that the last loading took."""
@@ -117,12 +117,12 @@ class HandleClient:
             return
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self._max_load_s):
+            async with asyncio.timeout(MOST_LOAD_S):
                 yield
         except TimeoutError:
-            likely_s = self._max_load_s if self._load_s is None else self._load_s
+            likely_s = MOST_LOAD_S if self._load_s is None else self._load_s
             raise ModelLoadingError(
-                f"The model was not loaded within {self._max_load_s:g} seconds. Loading goes on.",
+                f"The model was not loaded within {MOST_LOAD_S:g} seconds. Loading goes on.",
                 math.ceil(likely_s),
             ) from None
         self._load_s = time.monotonic() - began

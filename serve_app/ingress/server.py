@@ -147,7 +147,6 @@ class IngressServer:
             handle,
             info.tokenizer.model.vocabulary_key,
             self._listener,
-            model.max_load_s,
             model.id,
             self._adapters,
             is_on_demand=info.is_on_demand,

@@ -20,6 +20,9 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "iq4_nl", "q4_
 LoadMode = Literal["auto", "mmap", "mlock", "mmap+mlock", "none"]
 """How the weights come into memory (`--load-mode`)."""
 
+BackendName = Literal["auto", "llama.cpp", "openvino"]
+"""Kernels that compute a model; `auto` measures which are faster."""
+
 Quantization = Literal["w8a8"]
 """How the products of layers are rounded further than in the file: weights to 8 bits with a scale for each
 row of a matrix, and activations to 8 bits with a scale for each token. The names are vLLM's."""

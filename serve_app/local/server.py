@@ -37,7 +37,7 @@ from serve_app.store import shared_entries
 
 if TYPE_CHECKING:
     from serve_app.config.resolved import ResolvedModel
-    from serve_app.config.schema import AppConfig
+    from serve_app.config.schema import AppConfig, ModelConfig
     from serve_app.store.shared_entries import AddedModels, Entry
 
 _HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
@@ -69,12 +69,11 @@ def why_cluster(content: Content) -> str | None:
 def _check_replicas(app: AppConfig, models: list[ResolvedModel]) -> None:
     """Raises ClusterNeededError if a model has several replicas."""
     for configured, model in zip(app.models, models, strict=True):
-        deployment = configured.deployment
-        if deployment.autoscaling_config is not None:
-            raise ClusterNeededError(f"deployment.autoscaling_config of {configured.id}")
-        if (deployment.num_replicas or model.n_replicas) > 1:
+        if configured.serve.autoscaling_config is not None:
+            raise ClusterNeededError(f"serve.autoscaling_config of {configured.id}")
+        if (configured.serve.num_replicas or model.n_replicas) > 1:
             raise ClusterNeededError(f"several replicas of {configured.id}")
-    if app.ingress.deployment.autoscaling_config or (app.ingress.deployment.num_replicas or 1) > 1:
+    if app.ingress.serve.autoscaling_config or (app.ingress.serve.num_replicas or 1) > 1:
         raise ClusterNeededError("several replicas of the ingress")
 
 
@@ -89,7 +88,7 @@ class LocalServer:
         host = ConfiguredHost(app, models)
         self.entry, self.resolve, self._entries = host.entry, host.resolve, host.entries
         self.handles = {
-            model.id: LocalHandle(model, folder, _reserved_cpus(configured.deployment, model))
+            model.id: LocalHandle(model, folder, _reserved_cpus(configured, model))
             for configured, model in zip(app.models, models, strict=True)
         }
         self._keeping: dict[str, asyncio.Task[None]] = {}
@@ -121,7 +120,7 @@ class LocalServer:
         assert reports.HERE.address is not None  # the ingress listens now
         for handle in configured:
             await handle.attach(reports.HERE.address)
-        drain_s = self._app.ingress.deployment.graceful_shutdown_timeout_s
+        drain_s = self._app.ingress.serve.graceful_shutdown_timeout_s
         config = uvicorn.Config(
             ingress.api(),
             http.get("host") or "127.0.0.1",
@@ -199,9 +198,9 @@ def _sockets(host: str, port: int) -> list[socket.socket] | None:
     ]
 
 
-def _reserved_cpus(deployment: Any, model: ResolvedModel) -> float:
-    reserved = deployment.ray_actor_options.num_cpus
-    return float(model.num_cpus if reserved is None else reserved)
+def _reserved_cpus(configured: ModelConfig, model: ResolvedModel) -> float:
+    reserved = configured.serve.num_cpus
+    return model.num_cpus if reserved is None else reserved
 
 
 def _tell(events: int | None, kind: str, text: str = "") -> None:
@@ -230,8 +229,10 @@ def _own_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def serve(content: Content, events: int | None) -> str | None:
-    """Serve until a signal ends it. Returns why that cannot be done, if so. Raises ClusterNeededError."""
+def serve(config: Path, events: int | None) -> str | None:
+    """Serve a configuration file until a signal ends it. Returns why that cannot be done, if so. Raises
+    ClusterNeededError."""
+    content = yaml.safe_load(config.read_text())
     if (why := why_cluster(content)) is not None:
         raise ClusterNeededError(why)
     args: dict[str, Any] = content["applications"][0].get("args") or {}
@@ -249,7 +250,7 @@ def serve(content: Content, events: int | None) -> str | None:
         from serve_app.config import schema
 
         try:
-            app = schema.parse(args)
+            app = schema.parse(args, config)
             if app.data_at_rest is not True:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             logs.write_to_stderr(keeps_texts=app.data_at_rest is True)
@@ -273,7 +274,7 @@ def main() -> None:
     try:
         if args.events is not None:
             os.set_inheritable(args.events, False)
-        problem = serve(yaml.safe_load(args.config.read_text()), args.events)
+        problem = serve(args.config, args.events)
     except ClusterNeededError as error:
         print(f"Ray Serve runs this configuration: {error}.", file=sys.stderr, flush=True)
         if args.events is not None:

@@ -147,8 +147,7 @@ def oversubscription(threads: int, cores: int, whose: str) -> str | None:
         return None
     return (
         f"engine.threads: {threads} threads on {cores} core{'s' * (cores > 1)}, {whose}, wait for each "
-        "other in every step: lower engine.threads and engine.threads_batch, or set "
-        "engine.allow_oversubscription: true"
+        "other in every step: lower engine.threads and engine.threads_batch"
     )
 
 

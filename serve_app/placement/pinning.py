@@ -80,8 +80,8 @@ def place_on_cpus(
     model: ResolvedModel, reserved: float, here: machine.Machine | None = None
 ) -> CpuPlacement:
     """A replica's place on its node, by default this one, and its threads, with so many reserved CPUs.
-    Before anything starts threads: they inherit the place. Raises ConfigError for more threads than CPUs,
-    unless the configuration allows them."""
+    Before anything starts threads: they inherit the place. Raises ConfigError for more threads than
+    CPUs."""
     here = here or machine.read()
     n_cores = plan.n_cores(here, reserved)
     most = max(model.threads or n_cores, model.options.threads_batch or 0)
@@ -90,13 +90,9 @@ def place_on_cpus(
         machine.own_cpus(here, reserved),
         "all that this replica may use (affinity mask, CPU quota, num_cpus)",
     )
-    if complaint and not model.allow_oversubscription:
-        raise ConfigError(f"models ({model.id}): {complaint}")
     if complaint:
-        logger.warning("Model %s: %s", model.id, complaint)
-        pinning = _unpinned("it has more threads than cores")
-    else:
-        pinning = _pinning(model, reserved, here, spread=most > n_cores)
+        raise ConfigError(f"models ({model.id}): {complaint}")
+    pinning = _pinning(model, reserved, here, spread=most > n_cores)
     if pinning.lease is not None:
         n_cores = len(pinning.lease.one_of_each)
     if model.threads is not None:
@@ -113,8 +109,6 @@ def _pinning(
         logger.info("Model %s: engine.numa has no effect: there is one NUMA node.", model.id)
     elif numa in ("distribute", "isolate"):
         return _unpinned(f"engine.numa: {numa} places its threads")
-    if not model.pin_cores:
-        return _unpinned("engine.pin_cores is false")
     return pin(reserved, default_folder(), here, spread=spread)
 
 

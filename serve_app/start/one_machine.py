@@ -39,8 +39,8 @@ from typing import Any
 
 import yaml
 
+from serve_app.addresses import is_loopback
 from serve_app.folders import cache_folder
-from serve_app.ingress.access.addresses import is_loopback
 from serve_app.start import preflight
 
 HERE = Path(__file__).parent
@@ -205,7 +205,7 @@ def main() -> None:
     _tell(args.events, "libraries")
     content = yaml.safe_load(args.config.read_text())
     with prepared(content):
-        _serve(content, args.events)
+        _serve(args.config, content, args.events)
 
 
 def arguments(module: str, about: str | None) -> argparse.Namespace:
@@ -240,7 +240,7 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _serve(content: Content, events: int | None) -> None:
+def _serve(config: Path, content: Content, events: int | None) -> None:
     import ray  # reads the environment
 
     _tell(events, "ray")
@@ -258,7 +258,7 @@ def _serve(content: Content, events: int | None) -> None:
         signal.signal(signal.SIGTERM, _stop)
         try:
             _tell(events, "serve")
-            problem = _deploy(content, beside, events) or _follow()
+            problem = _deploy(config, content, beside, events) or _follow()
             if problem is not None:
                 _tell(events, "failed", problem)
                 sys.exit(1)
@@ -277,7 +277,9 @@ def _session_folder() -> str:
     return str(node.get_session_dir_path())
 
 
-def _deploy(content: Content, beside: ThreadPoolExecutor, events: int | None) -> str | None:
+def _deploy(
+    config: Path, content: Content, beside: ThreadPoolExecutor, events: int | None
+) -> str | None:
     """Deploy as `serve run` does with a configuration file; why that cannot be done, if so.
 
     If all that the file names is Corral, the application is built here, which spares a process.
@@ -301,7 +303,7 @@ def _deploy(content: Content, beside: ThreadPoolExecutor, events: int | None) ->
         client.deploy_apps(deployment, _blocking=False)
         _tell(events, "deployed")
         return None
-    return _deploy_here(client, content["applications"][0], events)
+    return _deploy_here(client, config, content["applications"][0], events)
 
 
 def _client(starting: Future[Any]) -> Any:
@@ -327,19 +329,21 @@ def is_plain(content: Content) -> bool:
     )
 
 
-def _deploy_here(client: Any, application: dict[str, Any], events: int | None) -> str | None:
-    """Build the application in this process, and hand it to the controller."""
+def _deploy_here(
+    client: Any, config: Path, named: dict[str, Any], events: int | None
+) -> str | None:
+    """Build the application that a file names in this process, and hand it to the controller."""
     from ray.serve._private.build_app import build_app
     from ray.serve.exceptions import RayServeException
 
-    from serve_app.app import build
+    from serve_app.app import application
 
     try:
-        app = build(application.get("args") or {})
+        app = application(named.get("args") or {}, config)
     except RayServeException as error:
         return str(error)
-    route = application.get("route_prefix", "/")
-    built = build_app(app, name=application.get("name", "default"), route_prefix=route)
+    route = named.get("route_prefix", "/")
+    built = build_app(app, name=named.get("name", "default"), route_prefix=route)
     _tell(events, "deployed")
     client.deploy_applications(
         [built], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False

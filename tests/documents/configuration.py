@@ -12,13 +12,11 @@ from serve_app.config.schema import (
     AppConfig,
     BatchConfig,
     DefaultsConfig,
-    DeploymentConfig,
     DraftConfig,
     EngineConfig,
     IngressConfig,
     ModelConfig,
     PriceConfig,
-    RayActorOptions,
     WhisperConfig,
 )
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
@@ -33,8 +31,6 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "draft": (DraftConfig, "engine.draft."),
     "engine": (EngineConfig, "engine."),
     "defaults": (DefaultsConfig, "defaults."),
-    "deployment": (DeploymentConfig, ""),
-    "ray_actor_options": (RayActorOptions, "ray_actor_options."),
     "downloads": (DownloadsConfig, "downloads."),
     "ingress": (IngressConfig, "ingress."),
     "whisper": (WhisperConfig, "ingress.whisper."),

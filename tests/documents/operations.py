@@ -48,7 +48,6 @@ def settings(name: str) -> str:
 
 def metrics() -> str:
     """What replicas and ingresses export, in the order in which it is made."""
-    nobody: Any = None
     use_rays_exporter()  # which tells what a metric is
     by_key = KeyMetrics()
     by_key.add("a", "m", dict.fromkeys(COUNTS, 0.0))

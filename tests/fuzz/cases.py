@@ -119,8 +119,7 @@ def served(path: str | os.PathLike[str]) -> Iterator[FastAPI]:
     )
     try:
         models = {"m": ServedModel("m", N_CTX_SLOT, Tokenizer(path), engine=LocalClient(engine))}
-        config = IngressConfig(allow_anonymous=True, anonymous_admin=True)
-        yield build_api(models, config, _PackingWorkers(models))
+        yield build_api(models, IngressConfig(), _PackingWorkers(models))
     finally:
         shutdown_lifespans()  # else the process waits at its end, where no thread is started any more
         engine.close(timeout_s=0)

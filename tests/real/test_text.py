@@ -107,7 +107,7 @@ async def test_greedy_text_is_llama_servers(model: Path, load: Callable[..., Eng
     """One sequence at once, without checkpoints: the same kernels see the same rows."""
     texts = prompts()
     expected = llama_servers_tokens(model, texts)
-    engine = load(n_slots=1, speculate=False, n_checkpoints=0)
+    engine = load(n_slots=1, speculate=False, checkpoint_ram_bytes=0)
     different = []
     for text, theirs in zip(texts, expected, strict=True):
         (ours,) = await ask(engine, [engine.tokenize(text)])

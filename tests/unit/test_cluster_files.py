@@ -69,7 +69,7 @@ def test_what_is_served_is_valid_for_corral_and_for_serve(name: str) -> None:
 
 def test_a_systemd_worker_has_time_to_end() -> None:
     (app,) = parsed("serve_config.yaml")["applications"]
-    deployment = app["args"]["models"][0]["deployment"]
+    deployment = app["args"]["models"][0]["serve"]
     unit = (CLUSTER / "systemd/corral-worker.service").read_text()
     stop = re.search(r"TimeoutStopSec=(\d+)", unit)
     assert stop is not None
@@ -79,7 +79,7 @@ def test_a_systemd_worker_has_time_to_end() -> None:
 def test_workers_have_what_the_ingress_asks_for() -> None:
     """However they are started."""
     (app,) = parsed("serve_config.yaml")["applications"]
-    asked = app["args"]["ingress"]["deployment"]["ray_actor_options"]["resources"]
+    asked = app["args"]["ingress"]["serve"]["ray_actor_options"]["resources"]
     (group,) = rayservice()["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     unit = (CLUSTER / "systemd/corral-worker.service").read_text()
     (launched,) = re.findall(r"ray start --address=.* --resources='(.*)'", _launcher())

@@ -13,14 +13,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from serve_app.config.schema import (
-    DefaultsConfig,
-    DeploymentConfig,
-    EngineConfig,
-    IngressConfig,
-    ModelConfig,
-    parse,
-)
+from serve_app.config.schema import DefaultsConfig, EngineConfig, IngressConfig, ModelConfig, parse
 from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.engine.metrics.stats import EngineStats
 from serve_app.errors import ConfigError, CorralError
@@ -56,14 +49,11 @@ def errors(base: type[CorralError] = CorralError) -> list[type[CorralError]]:
         (ModelSource, "source."),
         (DownloadsConfig, "downloads."),
         (EngineConfig, "engine."),
-        (DeploymentConfig, ""),
         (IngressConfig, "ingress."),
     ],
 )
 def test_every_field_is_in_a_table(section: type[BaseModel], prefix: str) -> None:
     names = set(section.model_fields) - {"source", "engine"}
-    if section is IngressConfig:
-        names -= {"deployment"}
     assert [n for n in names if not re.search(rf"^\|.*`{prefix}{n}`", DOCS, re.M)] == []
 
 
@@ -197,7 +187,12 @@ def test_the_documents_configuration_is_valid() -> None:
     assert KeyFile.model_validate(yaml.safe_load(keys)).keys[0].tokens_per_minute == 60000
     parsed = [parse(yaml.safe_load(models)) for models in found]
     names = [[model.id for model in one.models] for one in parsed]
-    expected = [["llama-70b"], ["qwen3-0.6b", "qwen3-4b"], ["qwen3-4b", "qwen3-4b-2507"]]
+    expected = [
+        ["llama-70b"],
+        ["qwen3-0.6b"],
+        ["qwen3-0.6b", "qwen3-4b"],
+        ["qwen3-4b", "qwen3-4b-2507"],
+    ]
     assert sorted(names) == expected
 
 

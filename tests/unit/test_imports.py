@@ -208,11 +208,11 @@ def test_ray_is_known_in_few_places_only() -> None:
     assert {module for module, _ in offenders("serve_app", "ray")} == {
         "serve_app.app",
         "serve_app.application.deployments",
+        "serve_app.application.serve_check",
         "serve_app.batch.__main__",
         "serve_app.batch.answerer",
         "serve_app.batch.parts",
         "serve_app.batch.run",
-        "serve_app.config.schema",
         "serve_app.metrics",
         "serve_app.replica.deployment",
         "serve_app.ingress.deployment",

@@ -26,7 +26,7 @@ from serve_app.engine import (
     SamplingParams,
     TokenStream,
 )
-from serve_app.engine.options import BackendName
+from serve_app.llama.formats import BackendName
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, detect
 from tools.builtin_model.corpus import conversation, skills, tables

@@ -21,6 +21,7 @@ from serve_app.errors import (
     EngineFailedError,
     InvalidRequestError,
     QueueFullError,
+    RateLimitError,
 )
 from serve_app.types import NO_DEADLINE, Accepted, GenerationRequest, RequestRecord
 
@@ -90,10 +91,12 @@ class QueueCapacity:
             del self.held[client]
 
 
-def _missed(what: str, likely_s: float, bound_s: float) -> DeadlineError | None:
+def _missed(
+    what: str, likely_s: float, bound_s: float, kind: type[RateLimitError] = DeadlineError
+) -> RateLimitError | None:
     if likely_s <= bound_s:
         return None
-    return DeadlineError(
+    return kind(
         f"By the forecast, the {what} would come after up to {likely_s:.2f} seconds. It may come after "
         f"{bound_s:.2f} at most.",
         max(1, math.ceil(likely_s - bound_s)),
@@ -161,7 +164,6 @@ class CommandQueue:
     def __init__(
         self,
         capacity: QueueCapacity,
-        max_wait_s: float | None,
         background: QueueCapacity | None = None,
         max_first_token_s: float | None = None,
     ) -> None:
@@ -170,7 +172,6 @@ class CommandQueue:
         self._max_first_token_s = math.inf if max_first_token_s is None else max_first_token_s
         self._changed = threading.Condition()
         self._capacities = {False: capacity, True: background or QueueCapacity(0, 0)}
-        self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._live: dict[str, GenerationRequest] = {}
         self._pending = PendingCommands()
         self._failed = False
@@ -244,16 +245,11 @@ class CommandQueue:
         self, request: GenerationRequest, expected: Expected, forecast: Forecast
     ) -> CorralError | None:
         """Refuse a request that would wait too long, or be answered later than it may be."""
-        if expected.wait_s > self._max_wait_s and not request.background:
-            return QueueFullError(
-                f"A slot would be free after {expected.wait_s:.0f} seconds; a request may wait for "
-                f"{self._max_wait_s:.0f} at most.",
-                math.ceil(expected.wait_s),
-            )
         first, end = math.prod(forecast.first_token), math.prod(forecast.end)
         if not request.background:
             bound_s = max(self._max_first_token_s, 2 * first * expected.alone_s)
-            if refusal := _missed("first token", first * expected.first_token_s, bound_s):
+            likely_s = first * expected.first_token_s
+            if refusal := _missed("first token", likely_s, bound_s, QueueFullError):
                 return refusal
         within = request.deadline
         if (

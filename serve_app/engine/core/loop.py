@@ -50,7 +50,6 @@ class DecoderLoop:
         n_places = options.n_slots + options.max_waiting
         self._command_queue = CommandQueue(
             QueueCapacity(n_places, options.n_slots),
-            options.max_wait_s,
             QueueCapacity(BACKGROUND_PLACES * options.n_slots, options.n_slots),
             options.max_first_token_s,
         )

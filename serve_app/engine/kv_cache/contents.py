@@ -27,6 +27,7 @@ _BEFORE_END = 8
 _LEAST = 32
 # The longest way without one.
 _BLOCK = 2048
+CHECKPOINTS_OF_SLOT = 3
 
 logger = logging.getLogger("corral.engine")
 
@@ -68,12 +69,11 @@ def deepest(checkpoints: Iterable[Checkpoint], n_most: int) -> Checkpoint | None
 
 
 class Checkpoints:
-    """The checkpoints of all slots: `n_per_slot` at most, and `budget_bytes` in all, where those used last
+    """The checkpoints of all slots: three each at most, and `budget_bytes` in all, where those used last
     stay. None are needed if the backend does not forget. Decoder thread only."""
 
-    def __init__(self, backend: Backend, n_per_slot: int = 0, budget_bytes: int = 0) -> None:
+    def __init__(self, backend: Backend, budget_bytes: int = 0) -> None:
         self._backend = backend
-        self._n_per_slot = n_per_slot
         self._budget_bytes = budget_bytes
         self._kept = OrderedDict[tuple[int, int], Checkpoint]()
         """The checkpoints by slot and length, the least recently used first."""
@@ -115,7 +115,7 @@ class Checkpoints:
         """Where to make some of a prompt of `n_tokens` whose first `n_cached` are in the slot, and of
         which others have had `n_known`."""
         stops, last = [], n_cached
-        for stop in (n_known, n_tokens - _BEFORE_END) if self.needed and self._n_per_slot else ():
+        for stop in (n_known, n_tokens - _BEFORE_END) if self.needed and self._budget_bytes else ():
             if last + _LEAST <= stop <= n_tokens - _BEFORE_END:
                 stops.append(stop)
                 last = stop
@@ -132,7 +132,7 @@ class Checkpoints:
 
     def _n_since(self, slot: Slot, n_past: int) -> int:
         """The tokens behind the slot's deepest checkpoint; 0 if none are made."""
-        if not (self.needed and self._n_per_slot):
+        if not (self.needed and self._budget_bytes):
             return 0
         found = self.deepest(slot.id, n_past)
         return n_past - (found.n_tokens if found else 0)
@@ -166,7 +166,7 @@ class Checkpoints:
         self._kept[slot_id, new.n_tokens] = new
         self.n_bytes += len(new.state)
         of_slot = self.of(slot_id)
-        if len(of_slot) > self._n_per_slot:
+        if len(of_slot) > CHECKPOINTS_OF_SLOT:
             self._drop(slot_id, _least_missed(of_slot))
 
     def _trim(self) -> None:

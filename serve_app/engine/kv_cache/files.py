@@ -53,6 +53,8 @@ logger = logging.getLogger("corral.engine")
 
 # A file that nobody has written to for so long is left from a process that died.
 _ABANDONED_S = 3600.0
+MOST_BYTES = 2**32
+"""The most bytes of all saved slots in a folder."""
 # Prefixes that wait for the disk, tens of MB each; one more is being written.
 _MAX_QUEUED = 4
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -288,7 +290,6 @@ class SlotFiles:
 
     def __init__(self, options: EngineOptions, state_key: bytes, run: RunCommand) -> None:
         self._folder = options.slot_folder
-        self._max_bytes = options.slot_folder_max_bytes
         self._key = key_of(state_key)
         self._run = run
 
@@ -350,13 +351,13 @@ class SlotFiles:
             if entry.is_file(follow_symlinks=False)
         )
         replaced = path.stat().st_size if path.is_file() else 0
-        room = self._max_bytes - (taken - replaced)
+        room = MOST_BYTES - (taken - replaced)
         # The old file is there until the new one is whole.
         free = shutil.disk_usage(path.parent).free
         if n_bytes > room:
             raise StorageFullError(
-                f"The slot takes {n_bytes} bytes, and the folder has room for {max(0, room)} of the "
-                f"{self._max_bytes} that engine.slot_folder_max_mib allows: delete files, or allow more."
+                f"The slot takes {n_bytes} bytes, and engine.slot_folder has room for {max(0, room)} of "
+                f"{MOST_BYTES}: delete files."
             )
         if n_bytes > free:
             raise StorageFullError(f"The slot takes {n_bytes} bytes; the disk has {free} left.")

@@ -426,7 +426,7 @@ def open_cache(
     """The manager, with a disk tier if there is a folder for one. Decoder thread only; waits for the disk.
     Raises ConfigError if the folder cannot be used."""
     checkpoint_bytes = max(0, options.checkpoint_ram_bytes - backend.memory.rewind_bytes)
-    checkpoints = Checkpoints(backend, options.n_checkpoints, checkpoint_bytes)
+    checkpoints = Checkpoints(backend, checkpoint_bytes)
     table = SlotTable(
         options.n_slots,
         min_copy(options, backend.setup.mode),

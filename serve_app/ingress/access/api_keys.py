@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from serve_app.config.keys import ApiKey
-from serve_app.config.sources import describe_errors
+from serve_app.config.problems import describe_errors
 from serve_app.errors import AuthenticationError, ConfigError
 from serve_app.ingress.access.created_keys import CreatedKeys
 from serve_app.ingress.http.request_context import Clock
@@ -171,7 +171,9 @@ def read(path: Path) -> list[ApiKey]:
         reason = error.strerror if isinstance(error, OSError) else "it is not YAML"
         raise ConfigError(f"ingress.api_key_file: {path}: {reason}") from None
     except ValidationError as error:
-        raise ConfigError(f"ingress.api_key_file: {path}: {describe_errors(error)}") from None
+        raise ConfigError(
+            f"ingress.api_key_file: {path}: {describe_errors(error, KeyFile)}"
+        ) from None
 
 
 def hash_keys(path: Path) -> int:

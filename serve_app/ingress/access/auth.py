@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.addresses import is_within, network_of
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import (
     BodyEndedError,
@@ -24,7 +25,6 @@ from serve_app.errors import (
     NotSupportedError,
     SlowRequestError,
 )
-from serve_app.ingress.access.addresses import is_within, network_of
 from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.access.bodies import BodyLimits, BodyReader, is_streamed, is_unread, replay
 from serve_app.ingress.access.network import NetworkPolicy
@@ -86,7 +86,7 @@ class AccessMiddleware:
         self._network = NetworkPolicy.of(config)
         self._trusted_proxies = config.trusted_proxies
         # Without keys, who may ask may do what operators do: on their own machine.
-        self._operators_are_all = config.anonymous_admin or not config.allow_anonymous
+        self._operators_are_all = not config.allow_anonymous
         self._bodies = BodyReader(BodyLimits.of(config))
         self._disabled_routes = config.disabled_routes
         self._turnstile = Turnstile()

@@ -46,7 +46,8 @@ class BodyLimits:
 
     @classmethod
     def of(cls, config: IngressConfig) -> BodyLimits:
-        return cls(config.open_bodies, config.max_open_bodies_mib << 20, config.min_body_rate)
+        """Limits for an ingress: an eighth of its requests may be sending their bodies."""
+        return cls(max(1, config.max_ongoing_requests // 8))
 
 
 @dataclass(eq=False, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.config.keys import ApiKey
-from serve_app.config.sources import describe_errors
+from serve_app.config.problems import describe_errors
 from serve_app.errors import (
     ConfigError,
     CorralError,

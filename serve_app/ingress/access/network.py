@@ -14,9 +14,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Scope
 
+from serve_app.addresses import host_name, is_loopback
 from serve_app.config.schema import IngressConfig
 from serve_app.errors import AuthenticationError, CrossSiteError, HostNotAllowedError
-from serve_app.ingress.access.addresses import host_name, is_loopback
 
 LOCALHOST = "localhost"
 """llama-server's word for all pages that this machine serves, on any port."""

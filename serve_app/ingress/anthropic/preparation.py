@@ -26,11 +26,11 @@ from serve_app.ingress.generation.requests import (
     NamedToolChoice,
     TranslatedChat,
 )
-from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import ModelledRequest, RequestModel
 from serve_app.ingress.model_registry import Models, find
 from serve_app.prompt.conversation import Turn
 from serve_app.sampling import Api
+from serve_app.sampling_fields import given, takes_sampling
 
 
 class ToolChoice(RequestModel):

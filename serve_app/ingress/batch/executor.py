@@ -59,6 +59,10 @@ _LEASE_S = 15.0
 """A process that dies keeps others from its batches for so long at most."""
 MOST_UPLOADS, MOST_UPLOADS_EACH = 32, 4
 UPLOAD_S = 3600.0
+MOST_FILE_BYTES = 200 * 2**20
+"""OpenAI's limit."""
+MOST_AT_ONCE = 256
+"""Lines that an ingress asks the engines for at once. If they have fewer places, it asks for fewer."""
 _FORM_BYTES = 64 * 2**10
 """The most bytes of an upload besides the file."""
 T = TypeVar("T")
@@ -122,18 +126,18 @@ class BatchExecutor:
         OSError for a folder that cannot be used."""
         assert config.folder is not None
         self.app = app
-        self.store = BatchStore(config.folder.expanduser(), config)
+        self.store = BatchStore(config.folder.expanduser(), config.keep_days)
         self.workers = workers
         self.uploads = BodyReader(
             BodyLimits(
                 MOST_UPLOADS,
                 max_each=MOST_UPLOADS_EACH,
-                max_bytes=(config.max_file_mib << 20) + _FORM_BYTES,
+                max_bytes=MOST_FILE_BYTES + _FORM_BYTES,
                 timeout_s=UPLOAD_S,
             )
         )
         self._accounts = accounts
-        self._most_lines, self._lease_s = config.max_concurrency, _LEASE_S
+        self._lease_s = _LEASE_S
         self._holder = uuid.uuid4().hex
         self._working: dict[str, asyncio.Task[None]] = {}
         self._woken = asyncio.Event()
@@ -141,7 +145,7 @@ class BatchExecutor:
     @asynccontextmanager
     async def running(self, _: object = None) -> AsyncIterator[None]:
         """Work on batches while the application is there."""
-        self.window, self.room = LineWindow(self._most_lines), DiskRoom(self.store.folder)
+        self.window, self.room = LineWindow(MOST_AT_ONCE), DiskRoom(self.store.folder)
         looking = asyncio.create_task(self._look())
         try:
             yield
@@ -158,7 +162,7 @@ class BatchExecutor:
     @property
     def lines_each(self) -> int:
         """The lines of one batch that are on their way, or wait for a place."""
-        return max(2, min(self._most_lines, 2 * self.window.size) // max(1, len(self._working)))
+        return max(2, min(MOST_AT_ONCE, 2 * self.window.size) // max(1, len(self._working)))
 
     async def _look(self) -> None:
         """Take batches that nobody works on, for ever."""
@@ -311,8 +315,7 @@ class BatchExecution:
             if chunk is None:
                 break
             checked = await self._checked(chunk.data) if chunk.data else []
-            max_lines = self._store.limits.max_lines
-            errors += await self._do(self._journal.note, chunk, checked, max_lines)
+            errors += await self._do(self._journal.note, chunk, checked)
         return errors[:MOST_ERRORS]
 
     async def _checked(self, data: bytes) -> list[BatchLine]:

@@ -23,6 +23,7 @@ EXPIRED = (
 )
 """The error of lines that could not be answered in time."""
 MOST_ERRORS = 50
+MOST_LINES = 200_000
 """The most wrong lines that a batch names."""
 CHUNK_BYTES = 256 * 2**10
 """The most bytes that are checked together, but for a longer line."""
@@ -109,16 +110,14 @@ class BatchJournal:
         end = data.rfind(b"\n") + 1
         return LineChunk(start, n, data[:end] if end else data)
 
-    def note(
-        self, chunk: LineChunk, checked: Sequence[BatchLine], max_lines: int
-    ) -> list[LineError]:
+    def note(self, chunk: LineChunk, checked: Sequence[BatchLine]) -> list[LineError]:
         """Keep the lines of a chunk, which have been checked. Returns what is wrong with them."""
         with transaction(self._db):
             errors = [error for line in checked for error in self._note(chunk, line)]
             numbers = "SELECT n FROM lines ORDER BY n LIMIT 1 OFFSET ?"
-            beyond = self._db.execute(numbers, (max_lines,)).fetchone()
+            beyond = self._db.execute(numbers, (MOST_LINES,)).fetchone()
             if beyond is not None:
-                message = f"{max_lines} lines are the most."
+                message = f"{MOST_LINES} lines are the most."
                 errors.append(LineError(code="too_many_lines", message=message, line=beyond[0]))
             n = chunk.n_before + chunk.data.count(b"\n")
             self._db.execute("DELETE FROM checked")

@@ -18,7 +18,7 @@ from fastapi.responses import Response, StreamingResponse
 from serve_app.errors import InvalidRequestError, NotSupportedError, StorageFullError
 from serve_app.ingress.access.bodies import streamed, unread
 from serve_app.ingress.batch import preparation
-from serve_app.ingress.batch.executor import BatchExecutor
+from serve_app.ingress.batch.executor import MOST_FILE_BYTES, BatchExecutor
 from serve_app.ingress.batch.objects import (
     BatchList,
     BatchObject,
@@ -144,7 +144,7 @@ async def _received(request: Request, batches: BatchExecutor, arriving: Path) ->
     """The form, whose file is on the disk. Raises CorralError."""
     store, buffer = batches.store, bytearray()
     content_type = request.headers.get("content-type", "")
-    form = UploadForm(content_type, buffer.extend, store.limits.max_file_mib << 20)
+    form = UploadForm(content_type, buffer.extend, MOST_FILE_BYTES)
 
     async def take(piece: bytes) -> None:
         form.feed(piece)

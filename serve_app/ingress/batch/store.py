@@ -20,7 +20,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from serve_app.config.schema import BatchConfig
 from serve_app.databases import transaction
 from serve_app.errors import InvalidRequestError, ObjectNotFoundError, RateLimitError
 from serve_app.ingress.batch.objects import (
@@ -53,6 +52,8 @@ CREATE INDEX IF NOT EXISTS batches_of ON batches (owner, created);
 _BUSY_S = 30.0
 """The longest that a process waits for others' transactions, which take milliseconds."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+# What a key may have, or all clients together without keys: files, their bytes, and batches that run.
+MOST_FILES, MOST_BYTES, MOST_BATCHES = 1000, 2**32, 100
 MOST_ATTEMPTS = 10
 """The most times that a batch is claimed without getting any further. Then it has failed."""
 _BACK_OFF_S, _MOST_BACK_OFF_S = 5.0, 300.0
@@ -96,14 +97,10 @@ class BatchStore:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        limits: BatchConfig = BatchConfig(),  # noqa: B008
-        clock: Callable[[], float] = time.time,
+        self, folder: Path, keep_days: int = 30, clock: Callable[[], float] = time.time
     ) -> None:
         """Makes the folder, private to this user, if it is not there. Raises OSError."""
-        self.limits = limits
-        self._max_bytes, self._keep_s = limits.max_total_mib << 20, limits.keep_days * 86400.0
+        self._keep_s = keep_days * 86400.0
         self.folder = folder
         self._clock = clock
         for subfolder in (folder, folder / "files", folder / "runs", folder / "arriving"):
@@ -134,10 +131,10 @@ class BatchStore:
         n_files, n_bytes = db.execute(
             "SELECT COUNT(*), COALESCE(SUM(n_bytes), 0) FROM files WHERE owner = ?", (owner,)
         ).fetchone()
-        if n_files >= self.limits.max_files or n_bytes + n_new > self._max_bytes:
+        if n_files >= MOST_FILES or n_bytes + n_new > MOST_BYTES:
             raise RateLimitError(
-                f"You have {n_files} files of {n_bytes} bytes. The limit is {self.limits.max_files} files "
-                f"of {self._max_bytes} bytes together. Delete some.",
+                f"You have {n_files} files of {n_bytes} bytes. The limit is {MOST_FILES} files of "
+                f"{MOST_BYTES} bytes together. Delete some.",
                 60,
             )
 
@@ -230,7 +227,7 @@ class BatchStore:
             (n_live,) = db.execute(
                 f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status NOT IN {ENDED}", (owner,)
             ).fetchone()
-            if n_live >= self.limits.max_batches:
+            if n_live >= MOST_BATCHES:
                 raise RateLimitError(
                     f"You have {n_live} unfinished batches, which is the limit.", 60
                 )

@@ -14,7 +14,6 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from serve_app.config.defaults import ModelDefaults
 from serve_app.errors import InvalidRequestError
-from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.generation.tools import Tool
 from serve_app.ingress.http import request_model
 from serve_app.ingress.http.request_model import (
@@ -27,6 +26,7 @@ from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect
 from serve_app.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
+from serve_app.sampling_fields import given, takes_sampling
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_CHOICES = 32

@@ -266,7 +266,7 @@ class Caller:
         if self.is_operator:
             return
         who = (
-            "ingress.anonymous_admin: true, or API keys with admin: true"
+            "API keys, one of them with admin: true"
             if self.account is None
             else "an API key whose entry has admin: true"
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_app.ingress.generation import sampling_fields
+from serve_app import sampling_fields
 from serve_app.ingress.generation.answers import ProtocolAnswer
 from serve_app.ingress.llama_server.preparation import PreparedLlamaCompletion
 from serve_app.ingress.model_registry import ServedModel

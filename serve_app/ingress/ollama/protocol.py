@@ -20,12 +20,12 @@ from serve_app.ingress.generation.requests import (
     PingInterval,
     TranslatedChat,
 )
-from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.generation.tools import Tool
 from serve_app.ingress.http.request_model import RequestModel
 from serve_app.ingress.openai.tools import known_tools
 from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of
 from serve_app.sampling import Api
+from serve_app.sampling_fields import given, takes_sampling
 
 
 def parts(text: str, images: Sequence[str] | None) -> tuple[str | Attachment, ...]:

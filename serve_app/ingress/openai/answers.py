@@ -110,7 +110,7 @@ def model_card(model: ServedModel) -> ModelCard:
 
 def model_cards(models: Mapping[str, ServedModel]) -> list[ModelCard]:
     """The entries in /v1/models, also of the models with an adapter."""
-    cards = []
+    cards: list[ModelCard] = []
     for model in models.values():
         adapted = (model.adapted(adapter) for adapter in model.adapters.values())
         cards += map(model_card, (model, *adapted))

@@ -73,7 +73,7 @@ async def chat_completions(
         for i in range(plan.n)
     ]
     answer = Answer("chat", answer_id, model.id, choices, plan)
-    if chat.verbose or request.app.state.verbose:
+    if chat.verbose:
         answer.verbose = {"prompt": model.tokenizer.decode(chat.prompt, special=True)}
     return await answer.respond(model, plan, answer_id)
 

@@ -9,13 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from serve_app import sampling_fields
 from serve_app.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     PreviousResponseError,
     ResponseNotFoundError,
 )
-from serve_app.ingress.generation import preparation, sampling_fields
+from serve_app.ingress.generation import preparation
 from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.generation.requests import (
     MOST_TOKENS,
@@ -29,7 +30,6 @@ from serve_app.ingress.generation.requests import (
     TranslatedChat,
     Verbosity,
 )
-from serve_app.ingress.generation.sampling_fields import given, takes_sampling
 from serve_app.ingress.http.request_model import RequestModel, name_ignored, parsed
 from serve_app.ingress.http.sse import encoded
 from serve_app.ingress.model_registry import M, ModelInfo, Models, find
@@ -48,6 +48,7 @@ from serve_app.ingress.responses.tools import (
 )
 from serve_app.prompt.conversation import Turn
 from serve_app.sampling import Api, SamplingParams
+from serve_app.sampling_fields import given, takes_sampling
 
 
 class AnyFormat(RequestModel):

@@ -179,7 +179,7 @@ def test_a_file_with_several_replicas_has_ray(own_folder: Path) -> None:
     said = corral("config", "--port", str(servers.free_port()), "--slots", "2", "--threads", "1")
     content = yaml.safe_load(said)
     deployment = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}}
-    content["applications"][0]["args"]["models"][0]["deployment"] = deployment
+    content["applications"][0]["args"]["models"][0]["serve"] = deployment
     config.write_text(yaml.safe_dump(content))
     environment = {"XDG_RUNTIME_DIR": str(own_folder), "XDG_CACHE_HOME": str(own_folder)}
     command = [*CORRAL, "serve", "--config", str(config)]

@@ -35,7 +35,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def entry(path: Path, model_id: str, *aliases: str) -> dict[str, Any]:
     """An entry of `models`."""
     fields = model(path, model_id, n_slots=8, n_ctx_slot=512, max_waiting=32, **EXACT)
-    fields["deployment"]["ray_actor_options"]["num_cpus"] = 0.3
+    fields["serve"]["ray_actor_options"]["num_cpus"] = 0.3
     return fields | {"aliases": list(aliases)}
 
 

@@ -51,7 +51,7 @@ def corral(gguf: Path) -> Iterator[Corral]:
                 [entry],
                 api_key_file=str(keys),
                 usage_folder=str(directory / "usage"),
-                deployment=replicas,
+                serve=replicas,
             )
         server.http.headers["Authorization"] = f"Bearer {KEY}"
         with stopped_at_the_end(server):

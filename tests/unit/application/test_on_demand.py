@@ -30,9 +30,7 @@ def entry(name: str, keep_alive: str | None = "1m", **deployment: Any) -> dict[s
     engine = {"n_slots": 1, "n_ctx_slot": 256}
     told = {} if keep_alive is None else {"keep_alive": keep_alive}
     return (
-        {"id": name, "source": {"builtin": True}, "engine": engine}
-        | told
-        | {"deployment": deployment}
+        {"id": name, "source": {"builtin": True}, "engine": engine} | told | {"serve": deployment}
     )
 
 

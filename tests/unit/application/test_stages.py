@@ -55,10 +55,10 @@ def test_each_replica_has_its_part_of_the_weights() -> None:
         ({"adapters": [{"id": "a", "source": {"path": "a.gguf"}}]}, "adapters"),
         ({"projector": {"path": "p.gguf"}}, "projector"),
         ({"keep_alive": "5m"}, "keep_alive"),
-        ({"deployment": {"max_replicas_per_node": 1}}, "deployment.max_replicas_per_node"),
-        ({"deployment": {"num_replicas": 3}}, "deployment.num_replicas that is no multiple"),
-        ({"deployment": {"autoscaling_config": {"max_replicas": 3}}}, "a bound of deployment"),
-        ({"deployment": {"ray_actor_options": {"num_cpus": 0}}}, "num_cpus: 0"),
+        ({"serve": {"max_replicas_per_node": 1}}, "serve.max_replicas_per_node"),
+        ({"serve": {"num_replicas": 3}}, "serve.num_replicas that is no multiple"),
+        ({"serve": {"autoscaling_config": {"max_replicas": 3}}}, "a bound of serve"),
+        ({"serve": {"ray_actor_options": {"num_cpus": 0}}}, "num_cpus: 0"),
     ],
 )
 def test_what_does_not_go_with_stages_is_named(more: dict[str, Any], named: str) -> None:
@@ -79,7 +79,7 @@ def test_auto_is_the_fewest_stages_that_the_smallest_node_has_room_for(
     (model,) = resolve([configured], HERE)
     assert model.stages == stages
     assert model.options.backend == ("auto" if stages == 1 else "openvino")
-    replicas = {"deployment": {"num_replicas": 4}, "engine": engine}
+    replicas = {"serve": {"num_replicas": 4}, "engine": engine}
     if stages == 3:
         with pytest.raises(ConfigError, match=r"auto \(3\) does not go with .* no multiple"):
             resolve([ModelConfig.model_validate(entry("auto", **replicas))], HERE)
@@ -87,8 +87,8 @@ def test_auto_is_the_fewest_stages_that_the_smallest_node_has_room_for(
 
 def test_whole_gangs_are_added_and_removed() -> None:
     scaling = {"min_replicas": 2, "max_replicas": 6}
-    parse({"models": [entry(deployment={"autoscaling_config": scaling})]})
-    parse({"models": [entry(deployment={"num_replicas": 4})]})
+    parse({"models": [entry(serve={"autoscaling_config": scaling})]})
+    parse({"models": [entry(serve={"num_replicas": 4})]})
 
 
 @pytest.mark.parametrize("stages", [1, 2, "auto"])

@@ -145,11 +145,10 @@ def test_layers_with_a_window_take_no_more_than_that_and_a_batch(
     assert (options.n_slots, options.n_ctx_share) == expected
 
 
-@pytest.mark.parametrize(("mib", "expected"), [(None, GIB // 4), (0, 0), (100, 100 * 2**20)])
-def test_memory_for_checkpoints(mib: int | None, expected: int) -> None:
+def test_memory_for_checkpoints() -> None:
     needs = ModelNeeds(512, (1, 1), (1, 1), weight_bytes=4 * GIB)
-    config = EngineConfig(checkpoint_ram_mib=mib)
-    assert resolve(config, needs, cores=2, memory_bytes=8 * GIB).checkpoint_ram_bytes == expected
+    options = resolve(EngineConfig(), needs, cores=2, memory_bytes=8 * GIB)
+    assert options.checkpoint_ram_bytes == GIB // 4
 
 
 @pytest.mark.parametrize(("mib", "expected"), [(None, GIB // 2), (0, 0), (100, 100 * 2**20)])
@@ -199,7 +198,7 @@ def test_replicas_that_memory_has_room_for(
         (EngineConfig(n_slots=4, n_ctx_slot=1024), 32 * GIB, (2 * GIB, GIB)),
         (EngineConfig(n_slots=4, n_ctx_slot=1024), 8 * GIB, (GIB, GIB // 2)),
         (EngineConfig(n_slots=4, n_ctx_slot=1024, cache_ram_mib=4096), GIB, (4 * GIB, GIB // 16)),
-        (EngineConfig(n_slots=4, n_ctx_slot=1024, checkpoint_ram_mib=1), GIB, (GIB // 8, 1 << 20)),
+        (EngineConfig(n_slots=4, n_ctx_slot=1024, cache_ram_mib=0), GIB, (0, GIB // 16)),
     ],
 )
 def test_a_small_node_bounds_the_shares_of_a_large_head(

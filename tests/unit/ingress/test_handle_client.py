@@ -128,7 +128,7 @@ async def listener() -> AsyncIterator[Listener]:
 
 def client(handle: Handle, listener: Listener) -> HandleClient:
     handle.listener = listener
-    return HandleClient(ServeHandle(handle), b"", listener, 60.0, "m", None)  # type: ignore[arg-type]
+    return HandleClient(ServeHandle(handle), b"", listener, "m", None)  # type: ignore[arg-type]
 
 
 async def tokens(handle: Handle, listener: Listener) -> list[int]:
@@ -278,7 +278,7 @@ class SilentHandle:
 
 async def test_a_burst_of_one_client_leaves_room_for_another(listener: Listener) -> None:
     handle = SilentHandle()
-    engines = HandleClient(ServeHandle(handle), b"", listener, 60.0, "m", None)  # type: ignore[arg-type]
+    engines = HandleClient(ServeHandle(handle), b"", listener, "m", None)  # type: ignore[arg-type]
 
     def asks(client: str) -> asyncio.Future[object]:
         asked = dataclasses.replace(REQUEST, client=client)
@@ -307,7 +307,7 @@ def asking(*answers: Any) -> tuple[HandleClient, replicas.Handle]:
     note_running(handle.app_name, handle.deployment_name, ["r1", "r2", "r3"])
     of_three: Any = ServeHandle(handle)  # type: ignore[arg-type]
     none: Any = None
-    client = HandleClient(of_three, b"", Listener(HERE, "127.0.0.1"), 60.0, "m", none)
+    client = HandleClient(of_three, b"", Listener(HERE, "127.0.0.1"), "m", none)
     return client, handle
 
 
@@ -341,7 +341,7 @@ async def test_a_model_whose_process_stays_is_loaded_while_it_has_a_channel(
     note_running(handle.app_name, handle.deployment_name, ["r1"])
     monkeypatch.setattr(reports, "HERE", SimpleNamespace(hears=heard.__contains__))
     found = [
-        HandleClient(ServeHandle(handle), b"", listener, 60.0, "m", None, is_on_demand=is_on_demand)  # type: ignore[arg-type]
+        HandleClient(ServeHandle(handle), b"", listener, "m", None, is_on_demand=is_on_demand)  # type: ignore[arg-type]
         for is_on_demand in (True, False)
     ]
     assert [one.is_loaded for one in found] == [False, True]
@@ -355,7 +355,7 @@ async def test_why_a_model_cannot_be_loaded_is_raised() -> None:
 
     handle: Any = replicas.Handle([])
     handle.is_there = SimpleNamespace(remote=refuse)
-    client = HandleClient(ServeHandle(handle), b"", Listener(HERE, "127.0.0.1"), 60.0, "m", None)  # type: ignore[arg-type]
+    client = HandleClient(ServeHandle(handle), b"", Listener(HERE, "127.0.0.1"), "m", None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="damaged"):
         await client.load()
 
@@ -422,10 +422,13 @@ async def test_a_late_controller_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     assert await client.replica_states() == {}
 
 
-async def test_a_model_that_takes_too_long_to_load_is_told_of(listener: Listener) -> None:
+async def test_a_model_that_takes_too_long_to_load_is_told_of(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle_client, "MOST_LOAD_S", 0.01)
     handle = SilentHandle()
     note_running(handle.app_name, handle.deployment_name, [])
-    engines = HandleClient(ServeHandle(handle), b"", listener, 0.01, "m", None)  # type: ignore[arg-type]
+    engines = HandleClient(ServeHandle(handle), b"", listener, "m", None)  # type: ignore[arg-type]
     assert not engines.is_loaded
     with pytest.raises(ModelLoadingError) as refused:
         await anext(engines.generate(REQUEST))

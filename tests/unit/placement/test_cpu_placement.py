@@ -36,7 +36,7 @@ def model(here: Machine, num_cpus: float | None = None, **engine: Any) -> Resolv
         "id": "m",
         "source": {"builtin": True},
         "engine": {"n_slots": 4, "n_ctx_slot": 256, **engine},
-        "deployment": {"ray_actor_options": {"num_cpus": num_cpus}},
+        "serve": {"ray_actor_options": {"num_cpus": num_cpus}},
     }
     (resolved,) = resolve(schema.parse({"models": [entry]}).models, here)
     return resolved
@@ -70,7 +70,6 @@ def test_threads_are_the_least_of_all(
         (None, {"threads": 2}, 2),
         (None, {"threads": 2, "threads_batch": 3}, 3),
         (None, {"threads_batch": 2}, 4),
-        (None, {"threads": 9, "allow_oversubscription": True}, 4),
         (8, {"threads": 8}, 8),
     ],
 )
@@ -86,7 +85,7 @@ def test_a_core_is_reserved_for_every_thread(
     [
         (None, {"threads": 5}, "5 threads on 4 cores, all that this machine may use"),
         (None, {"threads_batch": 5}, "5 threads on 4 cores"),
-        (2, {"threads": 3}, "3 threads on 2 cores, which deployment.ray_actor_options.num_cpus"),
+        (2, {"threads": 3}, "3 threads on 2 cores, which serve.ray_actor_options.num_cpus"),
         (0.5, {"threads": 2}, "2 threads on 1 core, which"),
     ],
 )
@@ -95,27 +94,11 @@ def test_too_many_threads_stop_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=r"models \(m\): engine.threads: " + message):
         model(here, num_cpus, **engine)
-    assert model(here, num_cpus, **engine, allow_oversubscription=True).id == "m"
 
 
 def test_the_node_may_have_fewer_cores_than_ray_believes(here: Machine) -> None:
     with pytest.raises(ConfigError, match="8 threads on 4 cores, all that this replica may use"):
         place_on_cpus(model(here, 8, threads=8), 8, here)
-
-
-def test_allowed_oversubscription_is_warned_of(
-    here: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "corral.replica"):
-        placement = place_on_cpus(model(here, threads=8, allow_oversubscription=True), 4, here)
-    assert placement.threads == 8
-    assert placement.pinning.report == "not pinned to cores: it has more threads than cores"
-    assert "8 threads on 4 cores" in caplog.text
-
-
-def test_pinning_can_be_switched_off(here: Machine) -> None:
-    placement = place_on_cpus(model(here, threads=1, pin_cores=False), 1, here)
-    assert placement.pinning.report == "not pinned to cores: engine.pin_cores is false"
 
 
 def test_numa_without_nodes_has_no_effect(here: Machine, caplog: pytest.LogCaptureFixture) -> None:

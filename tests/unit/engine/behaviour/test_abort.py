@@ -121,7 +121,7 @@ FORECAST = Forecast(n_slots=1, prompt_token_s=0, token_s=0, n_generated=1)
 
 
 def test_a_batch_is_left_when_all_that_it_is_for_are_aborted() -> None:
-    command_queue, said = CommandQueue(QueueCapacity(3, 0), None), list[bool]()
+    command_queue, said = CommandQueue(QueueCapacity(3, 0)), list[bool]()
     command_queue.cancel_with(said.append)
     a, b, c, d = sequences = [EngineSequence(request(name), Inbox()) for name in "abcd"]
     assert are_accepted(command_queue.submit(sequences[:3], FORECAST))
@@ -143,7 +143,7 @@ def test_a_batch_is_left_when_all_that_it_is_for_are_aborted() -> None:
 
 
 def test_late_abort_does_not_hit_the_next_request_of_that_id() -> None:
-    command_queue = CommandQueue(QueueCapacity(1, 0), None)
+    command_queue = CommandQueue(QueueCapacity(1, 0))
     first, second = (EngineSequence(request("a"), Inbox()) for _ in range(2))
     assert are_accepted(command_queue.submit([first], FORECAST))
     command_queue.take(0.0)

@@ -146,7 +146,7 @@ def test_a_pass_in_the_background_is_left_when_somebody_comes() -> None:
 
 
 def test_only_what_nobody_waits_for_is_left() -> None:
-    command_queue, said = CommandQueue(QueueCapacity(9, 0), None, QueueCapacity(9, 0)), list[bool]()
+    command_queue, said = CommandQueue(QueueCapacity(9, 0), QueueCapacity(9, 0)), list[bool]()
     command_queue.cancel_with(said.append)
 
     def submit(one: GenerationRequest) -> EngineSequence:

@@ -19,9 +19,9 @@ from serve_app.engine.choice import choose as choosing
 from serve_app.engine.choice.choose import choose
 from serve_app.engine.choice.kernels import MODE
 from serve_app.engine.choice.plan import AS_STORED, OPENVINO, REPACKED, Kernels, Plan
-from serve_app.engine.options import BackendName, EngineOptions
+from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError, EngineFailedError
-from serve_app.llama.formats import Threads
+from serve_app.llama.formats import BackendName, Threads
 from serve_app.llama.model import fingerprint_of
 from serve_app.openvino import convert
 from serve_app.openvino.gguf_model import UnreadableError

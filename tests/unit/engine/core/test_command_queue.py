@@ -130,7 +130,7 @@ def test_places_are_bounded_and_never_lost(events: list[tuple[str, int]]) -> Non
 def test_an_engine_that_sleeps_takes_a_burst_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_queue, "_BURST_PART", 60.0)
     monkeypatch.setattr(command_queue, "_MOST_BURST_S", 60.0)
-    queue = CommandQueue(QueueCapacity(4, 0), None)
+    queue = CommandQueue(QueueCapacity(4, 0))
     forecast = Forecast(n_slots=4, prompt_token_s=1, token_s=1, n_generated=1)
     with ThreadPoolExecutor() as decoder:
         taken = decoder.submit(queue.take, None)

@@ -137,7 +137,7 @@ def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
         backend.draft = TimedDraft(clock)
     if guests in ("pictures", "all"):
         backend.projector = projector
-    queue = CommandQueue(QueueCapacity(9, 0), None)
+    queue = CommandQueue(QueueCapacity(9, 0))
     sizes = options(4, n_ctx_slot=2048, n_batch=512, max_stall_s=BOUND_S)
     core = EngineCore(backend, sizes, queue, Progress(), make_guests)
     core.budget._clock = clock

@@ -28,16 +28,9 @@ def of(n_tokens: int, n_bytes: int = 1) -> Checkpoint:
 class Cache(KVCacheManager):
     """Of a backend that forgets, fed by hand."""
 
-    def __init__(
-        self,
-        n_slots: int,
-        *,
-        n_cells: int | None = None,
-        n_checkpoints: int = 3,
-        budget: int = 10**6,
-    ) -> None:
+    def __init__(self, n_slots: int, *, n_cells: int | None = None, budget: int = 10**6) -> None:
         made = backend(n_slots, n_cells=n_cells)
-        checkpoints = Checkpoints(made, n_checkpoints, budget)
+        checkpoints = Checkpoints(made, budget)
         table = SlotTable(n_slots, 16, resumable=checkpoints.resumable)
         tier = MemoryTier(10**6, forgets=True)
         super().__init__(made, table, tier, None, checkpoints)
@@ -83,7 +76,7 @@ CHAT = [*range(300)]
 
 
 def test_none_are_made_where_slots_can_be_cut() -> None:
-    made = Checkpoints(backend(forgets=False), 3, 10**6)
+    made = Checkpoints(backend(forgets=False), 10**6)
     slot = Slot(0, token_array(CHAT))
     assert made.resumable(slot, 123, False) == 123
     assert made.stops(0, 100, 300) == ()
@@ -109,12 +102,12 @@ def test_none_are_made_where_slots_can_be_cut() -> None:
 def test_where_they_are_made(
     n_cached: int, n_known: int, n_tokens: int, expected: tuple[int, ...]
 ) -> None:
-    assert Checkpoints(backend(), 3, 1).stops(n_cached, n_known, n_tokens) == expected
-    assert Checkpoints(backend(), 0, 1).stops(n_cached, n_known, n_tokens) == ()
+    assert Checkpoints(backend(), 1).stops(n_cached, n_known, n_tokens) == expected
+    assert Checkpoints(backend(), 0).stops(n_cached, n_known, n_tokens) == ()
 
 
 def test_of_too_many_the_one_goes_that_is_missed_least() -> None:
-    made = Checkpoints(backend(), 3, 100)
+    made = Checkpoints(backend(), 100)
     for n in (100, 2000, 2050, 4000, 4010):
         made.give(0, [*made.of(0), of(n)])
     assert [one.n_tokens for one in made.of(0)] == [2000, 4000, 4010]
@@ -122,7 +115,7 @@ def test_of_too_many_the_one_goes_that_is_missed_least() -> None:
 
 
 def test_of_too_many_bytes_the_least_used_go_first() -> None:
-    made = Checkpoints(backend(), 3, 100)
+    made = Checkpoints(backend(), 100)
     first = of(50, 40)
     made.give(0, [first])
     made.give(1, [of(60, 40)])

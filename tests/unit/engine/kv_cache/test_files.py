@@ -15,7 +15,7 @@ import pytest
 
 from serve_app.engine import Engine, InvalidRequestError
 from serve_app.engine.core.command_queue import Command
-from serve_app.engine.kv_cache import packing
+from serve_app.engine.kv_cache import files, packing
 from serve_app.engine.kv_cache.contents import Checkpoint, StoredPrefix
 from serve_app.engine.kv_cache.files import _DIGEST_BYTES, _FIELDS, DiskTier, size_of
 from serve_app.errors import (
@@ -535,9 +535,10 @@ def test_it_is_refused_without_a_folder() -> None:
 
 
 @pytest.mark.parametrize("group", ["", "grüppe"])
-def test_files_have_a_bound(tmp_path: Path, group: str) -> None:
+def test_files_have_a_bound(tmp_path: Path, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "slots"
-    opts = options(2, slot_folder=folder, slot_folder_max_bytes=2000)
+    opts = options(2, slot_folder=folder)
+    monkeypatch.setattr(files, "MOST_BYTES", 2000)
     with running(WatchedBackend(n_slots=2), opts) as engine:
         ask(engine, request("a", PROMPT, group=group))
         slot, _ = slot_of(engine)
@@ -547,9 +548,7 @@ def test_files_have_a_bound(tmp_path: Path, group: str) -> None:
         (folder / "other").write_bytes(b"x" * others)
         assert engine.slot_files.save(slot, "b.bin").n_bytes == size  # to the last byte
         before = sorted(folder.iterdir())
-        with pytest.raises(
-            StorageFullError, match=rf"{size} bytes.*slot_folder_max_mib"
-        ) as refused:
+        with pytest.raises(StorageFullError, match=rf"{size} bytes.*room for 0 of 2000") as refused:
             engine.slot_files.save(slot, "c.bin")
         assert refused.value.status == 507
         assert sorted(folder.iterdir()) == before

@@ -9,7 +9,6 @@ import pytest
 from starlette.datastructures import Headers
 
 from serve_app.errors import AuthenticationError, CorralError, CrossSiteError, HostNotAllowedError
-from serve_app.ingress.access.addresses import host_name, is_loopback, network_of
 from serve_app.ingress.access.network import NetworkPolicy
 
 LOCAL = NetworkPolicy()
@@ -233,31 +232,3 @@ def test_a_link_may_be_followed() -> None:
     assert verdict(LOCAL, method="GET", **told) is None
     assert verdict(LOCAL, method="POST", **told) is CrossSiteError, "a form"
     assert verdict(LOCAL, method="GET", **(told | {"sec_fetch_dest": "iframe"})) is CrossSiteError
-
-
-@pytest.mark.parametrize(
-    ("address", "loopback"),
-    [("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("::ffff:10.0.0.1", False)],
-)
-def test_loopback(address: str, loopback: bool) -> None:
-    assert is_loopback(address) is loopback
-
-
-def test_host_names() -> None:
-    assert host_name(" Corral.Example.:80 ") == "corral.example"
-    assert host_name("[FD00::1]:80") == "fd00::1"
-    assert host_name(".") is None
-
-
-@pytest.mark.parametrize(
-    ("address", "network"),
-    [
-        ("10.0.0.1", "10.0.0.1"),
-        ("::ffff:10.0.0.1", "10.0.0.1"),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("testclient", "testclient"),
-    ],
-)
-def test_whoever_has_an_address_has_its_network(address: str, network: str) -> None:
-    assert network_of(address) == network

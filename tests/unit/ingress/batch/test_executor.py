@@ -24,7 +24,7 @@ from fastapi import FastAPI
 from serve_app.config.schema import BatchConfig, IngressConfig
 from serve_app.errors import DecodeError, InvalidRequestError, QueueFullError
 from serve_app.ingress.batch import executor as executors
-from serve_app.ingress.batch import preparation
+from serve_app.ingress.batch import journal, preparation, routes
 from serve_app.ingress.batch import store as stores
 from serve_app.ingress.batch.journal import BatchJournal
 from serve_app.ingress.batch.objects import BatchRequest
@@ -99,13 +99,9 @@ class Server:
         model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=self.engine)  # type: ignore[arg-type]
         self.models = {"m": model}
         self.store_folder = folder / "batches"
-        batch = BatchConfig(folder=self.store_folder, max_concurrency=16)
+        batch = BatchConfig(folder=self.store_folder)
         self.access = IngressConfig(batch=batch, **access)
         self.workers: Workers | None = None
-
-    def limit(self, **limits: int) -> None:
-        batch = self.access.batch.model_copy(update=limits)
-        self.access = self.access.model_copy(update={"batch": batch})
 
     def api(self) -> FastAPI:
         api = build_api(self.models, self.access, self.workers)
@@ -126,6 +122,11 @@ class Server:
             yield openai.AsyncOpenAI(
                 base_url=f"{URL}/v1", api_key=key, http_client=http, max_retries=0
             )
+
+
+@pytest.fixture(autouse=True)
+def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "MOST_AT_ONCE", 16)
 
 
 @pytest.fixture
@@ -193,8 +194,10 @@ async def test_openais_own_client(server: Server) -> None:
     assert list((server.folder / "batches" / "runs").iterdir()) == []
 
 
-async def test_lines_that_begin_alike_are_asked_together(server: Server) -> None:
-    server.limit(max_concurrency=1)
+async def test_lines_that_begin_alike_are_asked_together(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executors, "MOST_AT_ONCE", 1)
     async with server.process() as client:
         lines = [line(str(i), body(f"{'ab'[i % 2]}{i:02}")) for i in range(20)]
         batch = await ended(client, await begin(client, lines))
@@ -249,10 +252,14 @@ async def test_a_full_server_is_asked_again(server: Server) -> None:
     ],
 )
 async def test_a_wrong_file(
-    tmp_path: Path, lines: Sequence[object] | bytes, code: str, number: int | None
+    tmp_path: Path,
+    lines: Sequence[object] | bytes,
+    code: str,
+    number: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = Server(tmp_path)
-    server.limit(max_lines=3)
+    monkeypatch.setattr(journal, "MOST_LINES", 3)
     async with server.process() as client:
         batch = await ended(client, await begin(client, lines))
         assert batch.status == "failed"
@@ -431,9 +438,12 @@ async def test_files(server: Server) -> None:
     assert not list(server.store_folder.glob("arriving-*"))
 
 
-async def test_a_key_has_only_so_much(tmp_path: Path) -> None:
+async def test_a_key_has_only_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, mib = Server(tmp_path), 1 << 20
-    server.limit(max_file_mib=2, max_files=2, max_total_mib=3, max_batches=1)
+    for user in (executors, routes):
+        monkeypatch.setattr(user, "MOST_FILE_BYTES", 2 * mib)
+    for name, most in (("MOST_FILES", 2), ("MOST_BYTES", 3 * mib), ("MOST_BATCHES", 1)):
+        monkeypatch.setattr(stores, name, most)
     async with server.client(server.api()) as client:
         with pytest.raises(openai.APIStatusError) as large:
             await upload(client, b"x" * (2 * mib + 1))

@@ -24,7 +24,7 @@ with (folder / "in.jsonl").open("w") as file:
 run = BatchJournal(folder, "batch", folder / "in.jsonl")
 while chunk := run.next_chunk():
     checked = lines({}, b"/v1/completions\\n" + chunk.data) if chunk.data else []
-    assert run.note(chunk, checked, n_lines) == []
+    assert run.note(chunk, checked) == []
 last = None
 while page := run.unanswered(64, last):
     run.write([LineResult(one.n, True, line_of(one.custom_id, {"text": "y" * 200})) for one in page])
