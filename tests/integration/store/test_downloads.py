@@ -177,6 +177,25 @@ def test_what_a_repository_has_not_lists_what_it_has(hub: Hub, downloads: Downlo
         locate(ModelSource(repo="owner/name:Q4_0@v7"), downloads, nowhere)
 
 
+def test_a_repository_that_is_not_there_is_named(hub: Hub, downloads: DownloadsConfig) -> None:
+    with pytest.raises(
+        ConfigError, match="owner/other: Hugging Face says 404: there is no such rep"
+    ):
+        locate(ModelSource(repo="owner/other:Q4_0"), downloads, nowhere)
+
+
+@pytest.mark.parametrize("work", [lambda *given: locate(*given, nowhere), vocabulary])
+def test_a_hub_that_is_gone_when_a_file_is_wanted_may_be_back_later(
+    work: Any, hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = pinned(ONE, downloads)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UnreachableError, match="cannot be reached for the files of owner/name"):
+        work(source, downloads)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    assert work(source, downloads).is_file()
+
+
 def test_a_revision_is_pinned(hub: Hub, downloads: DownloadsConfig) -> None:
     assert pinned(ONE, downloads).repo == f"owner/name:tiny-Q4_0.gguf@{COMMIT}"
     old = pinned(ModelSource(repo="owner/name@v1"), downloads)
