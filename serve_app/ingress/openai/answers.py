@@ -69,21 +69,6 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class ErrorBody(BaseModel):
-    """The error, in OpenAI's words."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    """Every answer that is not a success."""
-
-    error: ErrorBody
-
-
 def model_card(model: ServedModel) -> ModelCard:
     """The model's entry in /v1/models."""
     file = model.tokenizer.model
@@ -110,7 +95,7 @@ def model_card(model: ServedModel) -> ModelCard:
 
 def model_cards(models: Mapping[str, ServedModel]) -> list[ModelCard]:
     """The entries in /v1/models, also of the models with an adapter."""
-    cards = []
+    cards: list[ModelCard] = []
     for model in models.values():
         adapted = (model.adapted(adapter) for adapter in model.adapters.values())
         cards += map(model_card, (model, *adapted))
