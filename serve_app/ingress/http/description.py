@@ -82,7 +82,9 @@ def _describe_body(route: APIRoute) -> None:
     which reads none."""
     for body in prepared_bodies(route):
         kind = body_type(body.prepare) if body.kind is None else body.kind
-        examples = None if body.example is None else {"example": {"value": body.example}}
+        examples: dict[str, Any] = {}
+        if body.example is not None:
+            examples["example"] = {"value": body.example}
         default = None if body.optional else ...
         info = Body(default, annotation=kind, openapi_examples=examples)
         route.body_field = create_model_field("body", kind, field_info=info)

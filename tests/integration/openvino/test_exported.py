@@ -200,7 +200,6 @@ def test_a_configuration_is_resolved_from_the_folder(qwen3: Path) -> None:
         {"id": "tiny", "source": source, "engine": {"backend": "openvino", "threads": 1}}
     )
     (found,) = resolve([model])
-    assert found.weight_bytes > (qwen3 / "openvino_model.bin").stat().st_size
     assert found.options.n_ctx_slot == 4096
     for engine, reason in (
         (
