@@ -31,6 +31,7 @@ from serve_app.ingress.dashboard.page import Page
 from serve_app.ingress.embeddings import routes as embedding_routes
 from serve_app.ingress.http import errors
 from serve_app.ingress.http.dependencies import Bodies, add_routes, worker_modules
+from serve_app.ingress.http.description import DescribedApi
 from serve_app.ingress.llama_server import routes as llama_routes
 from serve_app.ingress.media.fetching import Fetcher
 from serve_app.ingress.model_control import ModelControl
@@ -38,7 +39,6 @@ from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.ollama import routes as ollama_routes
 from serve_app.ingress.ollama import serving as ollama_serving
 from serve_app.ingress.openai import routes as openai_routes
-from serve_app.ingress.openapi import spec
 from serve_app.ingress.responses import routes as responses_routes
 from serve_app.ingress.responses.background import BackgroundResponses
 from serve_app.ingress.responses.store import ResponseStore, Store
@@ -103,7 +103,7 @@ def build_api(
                 await stack.enter_async_context(executor.running())
             yield
 
-    app = FastAPI(
+    app = DescribedApi(
         title="Corral",
         version=__version__,
         lifespan=running,
@@ -128,7 +128,6 @@ def build_api(
     app.state.ledger, app.state.accounts = ledger, accounts
     _add_middleware(app, config, accounts, open_requests, ledger, telemetry)
     add_routes(app, ROUTERS)
-    spec.install(app)
     return app
 
 

@@ -6,15 +6,14 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from fastapi import APIRouter
-
 from serve_app.errors import RequestNotFoundError
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import ModelsArgument
+from serve_app.ingress.http.description import api_router
 from serve_app.ingress.openai.timings import explained
 from serve_app.types import ReplicaStats
 
-ROUTER = APIRouter()
+ROUTER = api_router()
 
 
 @ROUTER.get("/v1/stats")
@@ -61,8 +60,8 @@ async def explain(models: ModelsArgument, request_id: str) -> dict[str, Any]:
     }
 
 
-@ROUTER.get("/health")
-@ROUTER.get("/v1/health")
+@ROUTER.get("/health", openapi_extra={"security": []})
+@ROUTER.get("/v1/health", openapi_extra={"security": []})
 async def health() -> dict[str, str]:
     """Requests are taken; they may have to wait for an engine that is still starting."""
     return {"status": "ok"}

@@ -181,11 +181,13 @@ def _cases(operation: Operation) -> st.SearchStrategy[Case[Any]]:
     if not content:
         return st.one_of(made)
     ((media_type, about),) = content.items()
-    if "example" not in about:
+    if "examples" not in about:
         return st.one_of(made)
     reference = about["schema"]["$ref"].rpartition("/")[2]
     names = sorted(operation.schema.raw_schema["components"]["schemas"][reference]["properties"])
-    fuller = [about["example"] | more for more in ({}, *FULLER.get(reference, ()))]
+    fuller = [
+        about["examples"]["example"]["value"] | more for more in ({}, *FULLER.get(reference, ()))
+    ]
     bodies = made[0].map(lambda case: case.body) | st.sampled_from(fuller)
 
     @st.composite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 
 from serve_app.config.keys import ApiKey
 from serve_app.errors import InvalidRequestError, NotSupportedError
@@ -12,8 +12,9 @@ from serve_app.ingress.access import created_keys
 from serve_app.ingress.access.api_keys import KeyAccounts
 from serve_app.ingress.access.created_keys import CreatedKeys, with_secret
 from serve_app.ingress.http.dependencies import of_app, operators_only, prepared
+from serve_app.ingress.http.description import api_router
 
-ROUTER = APIRouter(dependencies=[operators_only("API keys")])
+ROUTER = api_router(dependencies=[operators_only("API keys")])
 
 
 _NO_KEYS = "This server asks for no API keys. Set ingress.api_key_file."
@@ -39,7 +40,9 @@ async def list_keys(accounts: Accounts) -> dict[str, Any]:
 
 @ROUTER.post("/v1/keys")
 async def create_key(
-    accounts: Accounts, key: Annotated[ApiKey, prepared(created_keys.new_key)], created: Created
+    accounts: Accounts,
+    key: Annotated[ApiKey, prepared(created_keys.new_key, kind=ApiKey)],
+    created: Created,
 ) -> dict[str, Any]:
     """Make an API key. Only this answer has its secret. For operators."""
     if accounts.named(key.name) is not None:

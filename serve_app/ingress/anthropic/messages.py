@@ -25,7 +25,13 @@ from pydantic import (
 
 from serve_app.errors import InvalidRequestError
 from serve_app.ingress.generation.tools import FunctionDefinition, FunctionName, Tool, refuse_media
-from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind, name_ignored
+from serve_app.ingress.http.request_model import (
+    AnyMember,
+    Foreign,
+    RequestModel,
+    known_kind,
+    name_ignored,
+)
 from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of, texts_in
 
 
@@ -111,6 +117,7 @@ _Seen = list[
         | Annotated[PictureBlock, Tag("image")]
         | Annotated[Foreign, Tag("foreign")],
         Discriminator(known_kind("text", "image")),
+        AnyMember,
     ]
 ]
 
@@ -173,6 +180,7 @@ Content = list[
         | Annotated[ThinkingBlock, Tag("thinking")]
         | Annotated[Foreign, Tag("foreign")],
         Discriminator(_kind),
+        AnyMember,
     ]
 ]
 

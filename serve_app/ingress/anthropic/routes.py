@@ -8,24 +8,25 @@ from __future__ import annotations
 import uuid
 from typing import Annotated
 
-from fastapi import APIRouter
 from fastapi.responses import Response
 
 from serve_app.ingress.anthropic import preparation
-from serve_app.ingress.anthropic.preparation import Messages
+from serve_app.ingress.anthropic.preparation import AnthropicErrorResponse, Messages
 from serve_app.ingress.anthropic.serving import MessageAnswer
 from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.preparation import PromptLength
 from serve_app.ingress.http.dependencies import ModelsArgument, prepared
+from serve_app.ingress.http.description import CHAT, SHORT_CHAT, STREAMED, api_router
 from serve_app.ingress.model_registry import find
 
-ROUTER = APIRouter()
+ROUTER = api_router(AnthropicErrorResponse)
 """Errors have Anthropic's shape: see `serve_app.ingress.http.errors`."""
 
 
-@ROUTER.post("/v1/messages")
+@ROUTER.post("/v1/messages", responses=STREAMED)
 async def messages(
-    models: ModelsArgument, message: Annotated[Messages, prepared(preparation.messages)]
+    models: ModelsArgument,
+    message: Annotated[Messages, prepared(preparation.messages, example=SHORT_CHAT)],
 ) -> Response:
     """Answer a chat, Anthropic's way; `stream` sends server-sent events."""
     plan = message.chat.generation
@@ -39,7 +40,8 @@ async def messages(
 
 @ROUTER.post("/v1/messages/count_tokens")
 async def count_tokens(
-    models: ModelsArgument, length: Annotated[PromptLength, prepared(preparation.count_tokens)]
+    models: ModelsArgument,
+    length: Annotated[PromptLength, prepared(preparation.count_tokens, example=CHAT)],
 ) -> dict[str, int]:
     """The tokens of the prompt that a message would be answered from."""
     return {"input_tokens": await generation.n_tokens(models, length)}

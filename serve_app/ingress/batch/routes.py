@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from serve_app.errors import InvalidRequestError, NotSupportedError, StorageFullError
@@ -30,6 +30,7 @@ from serve_app.ingress.batch.objects import (
 from serve_app.ingress.batch.store import BatchStore, is_full
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import of_app, prepared
+from serve_app.ingress.http.description import also, api_router, form
 from serve_app.ingress.http.upload_form import UploadForm
 
 _BUFFER_BYTES = 2**20
@@ -43,7 +44,18 @@ _NOT_CONFIGURED = "Files and batches are not configured. Set ingress.batch.folde
 BatchesArgument = Annotated[
     BatchExecutor, of_app("batches", lambda: NotSupportedError(_NOT_CONFIGURED))
 ]
-ROUTER = APIRouter()
+ROUTER = api_router()
+_UPLOAD = form(
+    {
+        "type": "object",
+        "properties": {
+            "file": {"type": "string", "format": "binary"},
+            "purpose": {"const": "batch"},
+            "expires_after[seconds]": {"type": "integer", "minimum": 3600},
+        },
+        "required": ["file", "purpose"],
+    }
+)
 
 
 def _owner() -> str:
@@ -51,7 +63,7 @@ def _owner() -> str:
     return request_context.current().key_name
 
 
-@ROUTER.post("/v1/files")
+@ROUTER.post("/v1/files", openapi_extra=_UPLOAD)
 @streamed
 async def create_file(request: Request, batches: BatchesArgument) -> FileObject:
     """Upload a file of requests, as a form: `file`, and `purpose`, which is `batch`."""
@@ -87,7 +99,11 @@ async def get_file(batches: BatchesArgument, file_id: str) -> FileObject:
     return await asyncio.to_thread(batches.store.file, _owner(), file_id)
 
 
-@ROUTER.get("/v1/files/{file_id}/content")
+@ROUTER.get(
+    "/v1/files/{file_id}/content",
+    response_class=StreamingResponse,
+    responses=also("application/octet-stream"),
+)
 async def get_file_content(batches: BatchesArgument, file_id: str) -> Response:
     """The content of a file."""
     store = batches.store

@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
 
 from serve_app.errors import EngineClosedError
 from serve_app.ingress.dashboard.snapshot import NOTHING, Board, Json, difference, without_requests
 from serve_app.ingress.http import request_context, sse
+from serve_app.ingress.http.description import STREAMED, api_router
 from serve_app.ingress.model_registry import ServedModel
 from serve_app.ingress.shared_looks import SharedLooks
 
@@ -111,10 +112,10 @@ class Broadcaster:
         }
 
 
-ROUTER = APIRouter()
+ROUTER = api_router()
 
 
-@ROUTER.get("/v1/live")
+@ROUTER.get("/v1/live", response_class=StreamingResponse, responses=STREAMED)
 async def live(request: Request) -> Response:
     """Server-sent events, one a second: the first is all that replicas do, the others are what
     changes, as JSON merge patches. They end after a minute; a viewer who stays asks again. Only

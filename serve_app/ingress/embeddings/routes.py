@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import Annotated
 
 import numpy as np
-from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from serve_app.ingress.embeddings import preparation
 from serve_app.ingress.embeddings.preparation import PairsToRank, usage
 from serve_app.ingress.generation.vectors import TextsToEmbed, compute, embed
 from serve_app.ingress.http.dependencies import BodiesArgument, ModelsArgument, prepared, written
+from serve_app.ingress.http.description import api_router
 from serve_app.ingress.http.sse import Json
 from serve_app.ingress.model_registry import find
 
-ROUTER = APIRouter()
+ROUTER = api_router()
 
 
 @ROUTER.post("/v1/embeddings")
 async def embeddings(
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[TextsToEmbed, prepared(preparation.embeddings)],
+    body: Annotated[TextsToEmbed, prepared(preparation.embeddings, example={"input": ["A fox."]})],
 ) -> Response:
     """Texts, with pictures or without, as vectors of length 1, OpenAI's way."""
     return written(await bodies.work(preparation.openai_answer, *await compute(models, body)))
@@ -33,7 +33,9 @@ async def embeddings(
 async def embedding(
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[TextsToEmbed, prepared(preparation.llama_embedding)],
+    body: Annotated[
+        TextsToEmbed, prepared(preparation.llama_embedding, example={"input": "A fox."})
+    ],
 ) -> Response:
     """Texts, with pictures or without, as vectors, llama-server's way."""
     return written(await bodies.work(preparation.llama_answer, *await compute(models, body)))
@@ -43,7 +45,7 @@ async def embedding(
 async def tei_embed(
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[TextsToEmbed, prepared(preparation.tei_embed)],
+    body: Annotated[TextsToEmbed, prepared(preparation.tei_embed, example={"inputs": ["A fox."]})],
 ) -> Response:
     """Texts as a list of vectors, as text-embeddings-inference answers."""
     return written(await bodies.work(preparation.tei_answer, *await compute(models, body)))
@@ -54,7 +56,9 @@ async def tei_embed(
 async def classify(
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[TextsToEmbed, prepared(preparation.classify)],
+    body: Annotated[
+        TextsToEmbed, prepared(preparation.classify, example={"input": ["A fox.", "A brave fox."]})
+    ],
 ) -> Response:
     """The most likely class of each text, and the probabilities of all, as vLLM answers."""
     return written(await bodies.work(preparation.classify_answer, *await compute(models, body)))
@@ -66,7 +70,14 @@ async def classify(
 @ROUTER.post("/rerank")
 @ROUTER.post("/reranking")
 async def rerank(
-    models: ModelsArgument, body: Annotated[PairsToRank, prepared(preparation.rerank)]
+    models: ModelsArgument,
+    body: Annotated[
+        PairsToRank,
+        prepared(
+            preparation.rerank,
+            example={"query": "Where is Lisbon?", "documents": ["In Portugal.", "A fox."]},
+        ),
+    ],
 ) -> Response:
     """How relevant documents are to a query, the most relevant first."""
     n_tokens, vectors = await embed(find(models, body.model), body.texts)
@@ -87,7 +98,14 @@ async def rerank(
 @ROUTER.post("/v1/score")
 @ROUTER.post("/score")
 async def score(
-    models: ModelsArgument, body: Annotated[PairsToRank, prepared(preparation.score)]
+    models: ModelsArgument,
+    body: Annotated[
+        PairsToRank,
+        prepared(
+            preparation.score,
+            example={"queries": "Where is Lisbon?", "documents": ["In Portugal."]},
+        ),
+    ],
 ) -> Response:
     """The score of each pair of a query and a document, in the request's order."""
     n_tokens, vectors = await embed(find(models, body.model), body.texts)

@@ -107,13 +107,18 @@ def _is_json(headers: Headers) -> bool:
     return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PreparedBody(Generic[T]):
-    """The dependency on a worker's result for the request's body. For the options, see Bodies."""
+    """The dependency on a worker's result for the request's body. `optional` and `any_type`: see Bodies.
+    The others are for the API's description."""
 
     prepare: Callable[[Models, Any], T]
     optional: bool = field(default=False, kw_only=True)
     any_type: bool = field(default=False, kw_only=True)
+    example: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    """A body that the built-in model answers."""
+    kind: Any = field(default=None, kw_only=True)
+    """The body's type, if `prepare` takes bytes or fields."""
 
     async def __call__(self, request: Request) -> T:
         bodies: Bodies = request.app.state.bodies
@@ -121,10 +126,8 @@ class PreparedBody(Generic[T]):
         return await bodies.work(self.prepare, *pieces)
 
 
-def prepared(
-    prepare: Callable[[Models, Any], Any], *, optional: bool = False, any_type: bool = False
-) -> Any:
-    return Depends(PreparedBody(prepare, optional=optional, any_type=any_type))
+def prepared(prepare: Callable[[Models, Any], Any], **options: Any) -> Any:
+    return Depends(PreparedBody(prepare, **options))
 
 
 def operators_only(what: str) -> Any:
@@ -178,13 +181,13 @@ def add_routes(app: FastAPI, routers: Iterable[APIRouter]) -> None:
 def worker_modules(routers: Iterable[APIRouter]) -> tuple[str, ...]:
     """The modules of all functions that prepare bodies for these routers' routes."""
     routes = [route for router in routers for route in router.routes]
-    functions = (prepare for route in routes for prepare in preparations(route))
-    return tuple(dict.fromkeys(function.__module__ for function in functions))
+    bodies = (body for route in routes for body in prepared_bodies(route))
+    return tuple(dict.fromkeys(body.prepare.__module__ for body in bodies))
 
 
-def preparations(route: BaseRoute) -> Iterator[Callable[..., Any]]:
-    """The functions that prepare the body of a route: none or one."""
+def prepared_bodies(route: BaseRoute) -> Iterator[PreparedBody[Any]]:
+    """The dependency of a route on its body: none or one."""
     if isinstance(route, APIRoute):
         for dependency in route.dependant.dependencies:
             if isinstance(dependency.call, PreparedBody):
-                yield dependency.call.prepare
+                yield dependency.call

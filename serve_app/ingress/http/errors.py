@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from serve_app.errors import CorralError, InvalidRequestError, QueueFullError
@@ -21,6 +22,21 @@ logger = logging.getLogger("corral.ingress")
 
 MAX_CHARS = 2000
 """The most characters of an error's message, which may repeat text of the client."""
+
+
+class ErrorBody(BaseModel):
+    """The error, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorBody
 
 
 def error_body(error: CorralError) -> dict[str, Any]:

@@ -11,7 +11,15 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, Self, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from serve_app.errors import InvalidRequestError
 from serve_app.prompt.conversation import texts_in
@@ -103,6 +111,18 @@ def known_kind(*kinds: str) -> Callable[[Any], str]:
         return kind if isinstance(kind, str) and kind in kinds else "foreign"
 
     return kind_of
+
+
+class AnyMember:
+    """The annotation of a union with Foreign, for its JSON schema: more than one member may match."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        described = handler(schema)
+        described["anyOf"] = described.pop("oneOf")
+        return described
 
 
 def _taken_out(request: object, path: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -21,11 +21,12 @@ from serve_app.ingress.generation.answers import EventAnswer
 from serve_app.ingress.generation.prompts import MEDIA_MARKER
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import ModelsArgument, operators_only, prepared, written
+from serve_app.ingress.http.description import CHAT, STREAMED, api_router
 from serve_app.ingress.http.sse import EventStream
 from serve_app.ingress.llama_server import metrics as llama_metrics
 from serve_app.ingress.llama_server import preparation, serving
 from serve_app.ingress.llama_server.preparation import PreparedLlamaCompletion
-from serve_app.ingress.llama_server.protocol import AdapterChange
+from serve_app.ingress.llama_server.protocol import AdapterChange, LoraAdapter, SlotRequest
 from serve_app.ingress.llama_server.serving import LlamaAnswer, LlamaChoice
 from serve_app.ingress.model_control import ModelControl, ModelControlArgument
 from serve_app.ingress.model_registry import Answers, ServedModel, find
@@ -33,7 +34,7 @@ from serve_app.ingress.openai.timings import BUILD
 from serve_app.metrics import exposition
 from serve_app.sampling import SamplingParams
 
-ROUTER = APIRouter()
+ROUTER = api_router()
 _LOADING = operators_only("What models are loaded")
 
 
@@ -54,7 +55,9 @@ async def slots(
 @ROUTER.post("/slots/{id_slot}", dependencies=[operators_only("What is done to slots")])
 async def act_on_slot(
     models: ModelsArgument,
-    body: Annotated[tuple[str, str | None], prepared(preparation.slot_request, optional=True)],
+    body: Annotated[
+        tuple[str, str | None], prepared(preparation.slot_request, optional=True, kind=SlotRequest)
+    ],
     id_slot: int,
     action: Literal["save", "restore", "erase"],
     replica_id: str | None = None,
@@ -96,7 +99,10 @@ async def lora_adapters(models: ModelsArgument, model: str | None = None) -> lis
 
 @ROUTER.post("/lora-adapters", dependencies=[operators_only("What is done to adapters")])
 async def change_lora_adapters(
-    models: ModelsArgument, change: Annotated[AdapterChange | None, prepared(preparation.adapters)]
+    models: ModelsArgument,
+    change: Annotated[
+        AdapterChange | None, prepared(preparation.adapters, kind=AdapterChange | list[LoraAdapter])
+    ],
 ) -> dict[str, bool]:
     """Load one more adapter, or unload one. Or set scales, as at llama-server: only to 0, as each
     request says what it has. For operators."""
@@ -186,19 +192,31 @@ def _content(slot: Mapping[str, Any]) -> dict[str, Any]:
 _STARTED_S = time.time()
 
 
-@ROUTER.post("/completion")
-@ROUTER.post("/completions")
+@ROUTER.post("/completion", responses=STREAMED)
+@ROUTER.post("/completions", responses=STREAMED)
 async def completion(
     models: ModelsArgument,
-    body: Annotated[PreparedLlamaCompletion, prepared(preparation.completion)],
+    body: Annotated[
+        PreparedLlamaCompletion,
+        prepared(
+            preparation.completion, example={"prompt": "The capital of Portugal is", "n_predict": 8}
+        ),
+    ],
 ) -> Response:
     """Continue texts, llama-server's way."""
     return await _respond(models, body)
 
 
-@ROUTER.post("/infill")
+@ROUTER.post("/infill", responses=STREAMED)
 async def infill(
-    models: ModelsArgument, body: Annotated[PreparedLlamaCompletion, prepared(preparation.infill)]
+    models: ModelsArgument,
+    body: Annotated[
+        PreparedLlamaCompletion,
+        prepared(
+            preparation.infill,
+            example={"input_prefix": "def one():\n", "input_suffix": "\n", "n_predict": 8},
+        ),
+    ],
 ) -> Response:
     """Fill in what is between two texts, for models with tokens for that."""
     return await _respond(models, body)
@@ -213,20 +231,26 @@ async def _respond(models: Mapping[str, ServedModel], body: PreparedLlamaComplet
 
 
 @ROUTER.post("/tokenize")
-async def tokenize(answer: Annotated[bytes, prepared(preparation.tokenize)]) -> Response:
+async def tokenize(
+    answer: Annotated[
+        bytes, prepared(preparation.tokenize, example={"content": "A fox.", "with_pieces": True})
+    ],
+) -> Response:
     """A text's tokens."""
     return written(answer)
 
 
 @ROUTER.post("/detokenize")
-async def detokenize(answer: Annotated[bytes, prepared(preparation.detokenize)]) -> Response:
+async def detokenize(
+    answer: Annotated[bytes, prepared(preparation.detokenize, example={"tokens": [65, 66]})],
+) -> Response:
     """The text of tokens."""
     return written(answer)
 
 
 @ROUTER.post("/apply-template")
 async def apply_template(
-    answer: Annotated[bytes, prepared(preparation.apply_template)],
+    answer: Annotated[bytes, prepared(preparation.apply_template, example=CHAT)],
 ) -> Response:
     """A chat as the text that the model gets."""
     return written(answer)

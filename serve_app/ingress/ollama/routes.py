@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from serve_app.errors import PermissionDeniedError
@@ -26,15 +26,18 @@ from serve_app.ingress.http.dependencies import (
     prepared,
     written,
 )
-from serve_app.ingress.model_control import ModelControlArgument
+from serve_app.ingress.http.description import CHAT, also, api_router
+from serve_app.ingress.model_control import ModelControlArgument, PullProgress
 from serve_app.ingress.model_registry import ServedModel, find, full_name
 from serve_app.ingress.ollama import catalogue, preparation, serving
 from serve_app.ingress.ollama.preparation import ModelChange, OllamaGeneration, OllamaLoad
+from serve_app.ingress.ollama.protocol import OllamaErrorResponse
 from serve_app.ingress.ollama.serving import Kind, OllamaAnswer, PullLines
 
-ROUTER = APIRouter()
+ROUTER = api_router(OllamaErrorResponse)
 """Errors have Ollama's shape: see `serve_app.ingress.http.errors`. Bodies are read whatever their type is
 said to be, as Ollama does: curl says they are forms."""
+_IN_LINES = also("application/x-ndjson")
 
 
 async def _clock() -> float:
@@ -45,21 +48,31 @@ BeganArgument = Annotated[float, Depends(_clock)]
 """When the request came, by `time.perf_counter`: a route's first argument."""
 
 
-@ROUTER.post("/api/chat")
+@ROUTER.post("/api/chat", responses=_IN_LINES)
 async def ollama_chat(
     began: BeganArgument,
     models: ModelsArgument,
-    body: Annotated[OllamaGeneration | OllamaLoad, prepared(preparation.chat, any_type=True)],
+    body: Annotated[
+        OllamaGeneration | OllamaLoad,
+        prepared(preparation.chat, any_type=True, example=CHAT | {"stream": False}),
+    ],
 ) -> Response:
     """Answer a chat, Ollama's way: line by line, unless `stream` is false."""
     return await _respond(models, "chat", body, began)
 
 
-@ROUTER.post("/api/generate")
+@ROUTER.post("/api/generate", responses=_IN_LINES)
 async def ollama_generate(
     began: BeganArgument,
     models: ModelsArgument,
-    body: Annotated[OllamaGeneration | OllamaLoad, prepared(preparation.generate, any_type=True)],
+    body: Annotated[
+        OllamaGeneration | OllamaLoad,
+        prepared(
+            preparation.generate,
+            any_type=True,
+            example={"prompt": "Tell me a story.", "stream": False},
+        ),
+    ],
 ) -> Response:
     """Answer a prompt, Ollama's way: line by line, unless `stream` is false."""
     return await _respond(models, "generate", body, began)
@@ -94,7 +107,9 @@ async def ollama_embed(
     began: BeganArgument,
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[TextsToEmbed, prepared(preparation.embed, any_type=True)],
+    body: Annotated[
+        TextsToEmbed, prepared(preparation.embed, any_type=True, example={"input": ["A fox."]})
+    ],
 ) -> Response:
     """Texts as vectors of length 1, Ollama's way."""
     if not body.texts:
@@ -107,7 +122,9 @@ async def ollama_embed(
 async def ollama_embeddings(
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[TextsToEmbed, prepared(preparation.embeddings, any_type=True)],
+    body: Annotated[
+        TextsToEmbed, prepared(preparation.embeddings, any_type=True, example={"prompt": "A fox."})
+    ],
 ) -> Response:
     """A text as a vector, as Ollama did it before."""
     if not body.texts:
@@ -159,7 +176,7 @@ async def ollama_tags(models: ModelsArgument, described: DescriptionsArgument) -
 
 @ROUTER.post("/api/show")
 async def ollama_show(
-    model_id: Annotated[str, prepared(catalogue.named, any_type=True)],
+    model_id: Annotated[str, prepared(catalogue.named, any_type=True, example={})],
     described: DescriptionsArgument,
 ) -> Response:
     """The details and capabilities of a model, Ollama's way."""
@@ -194,7 +211,9 @@ async def _running(_: Request) -> Response:
 _MANAGING = operators_only("What models are served")
 
 
-@ROUTER.post("/api/pull", dependencies=[_MANAGING])
+@ROUTER.post(
+    "/api/pull", response_model=PullProgress, responses=_IN_LINES, dependencies=[_MANAGING]
+)
 async def ollama_pull(
     control: ModelControlArgument,
     change: Annotated[ModelChange, prepared(preparation.pull, any_type=True)],
@@ -203,7 +222,9 @@ async def ollama_pull(
     return await PullLines().respond(control.pull(change.name), in_lines=change.in_lines)
 
 
-@ROUTER.post("/api/create", dependencies=[_MANAGING])
+@ROUTER.post(
+    "/api/create", response_model=PullProgress, responses=_IN_LINES, dependencies=[_MANAGING]
+)
 async def ollama_create(
     control: ModelControlArgument,
     change: Annotated[ModelChange, prepared(preparation.create, any_type=True)],

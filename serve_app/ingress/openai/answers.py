@@ -69,21 +69,6 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class ErrorBody(BaseModel):
-    """The error, in OpenAI's words."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    """Every answer that is not a success."""
-
-    error: ErrorBody
-
-
 def model_card(model: ServedModel) -> ModelCard:
     """The model's entry in /v1/models."""
     file = model.tokenizer.model

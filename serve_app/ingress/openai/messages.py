@@ -21,7 +21,7 @@ from pydantic import (
 
 from serve_app.ingress.generation.requests import ChatRequest
 from serve_app.ingress.generation.tools import Tool, refuse_media
-from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
+from serve_app.ingress.http.request_model import AnyMember, Foreign, RequestModel, known_kind
 from serve_app.ingress.openai.tools import CustomTool, plain_choice, with_custom_tools
 from serve_app.prompt.conversation import (
     Attachment,
@@ -97,6 +97,7 @@ AnyPart = Annotated[
     | Annotated[SoundPart, Tag("input_audio")]
     | Annotated[Foreign, Tag("foreign")],
     Discriminator(known_kind("text", "image_url", "input_audio")),
+    AnyMember,
 ]
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of parts that are texts, and the field that has each."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import uuid
 from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import Response
 
 from serve_app.ingress.generation import generation
 from serve_app.ingress.generation.preparation import Chat, PromptLength
 from serve_app.ingress.http.dependencies import ModelsArgument, prepared
+from serve_app.ingress.http.description import CHAT, SHORT_CHAT, STREAMED, api_router
 from serve_app.ingress.model_registry import find
 from serve_app.ingress.openai import preparation
 from serve_app.ingress.openai.answers import (
@@ -26,13 +27,19 @@ from serve_app.ingress.openai.answers import (
 from serve_app.ingress.openai.preparation import PreparedCompletion
 from serve_app.ingress.openai.serving import Answer, Choice
 
-ROUTER = APIRouter()
+ROUTER = api_router()
 
 
-@ROUTER.post("/v1/completions")
+@ROUTER.post("/v1/completions", responses=STREAMED)
 async def completions(
     models: ModelsArgument,
-    completion: Annotated[PreparedCompletion, prepared(preparation.completion)],
+    completion: Annotated[
+        PreparedCompletion,
+        prepared(
+            preparation.completion,
+            example={"prompt": "The capital of Portugal is", "max_tokens": 8},
+        ),
+    ],
 ) -> Response:
     """Continue texts; `stream` sends server-sent events."""
     plan, n = completion.generation, completion.generation.n
@@ -49,10 +56,12 @@ async def completions(
     return await answer.respond(model, plan, answer_id)
 
 
-@ROUTER.post("/v1/chat/completions")
-@ROUTER.post("/chat/completions")
+@ROUTER.post("/v1/chat/completions", responses=STREAMED)
+@ROUTER.post("/chat/completions", responses=STREAMED)
 async def chat_completions(
-    request: Request, models: ModelsArgument, chat: Annotated[Chat, prepared(preparation.chat)]
+    request: Request,
+    models: ModelsArgument,
+    chat: Annotated[Chat, prepared(preparation.chat, example=SHORT_CHAT)],
 ) -> Response:
     """Answer a chat through the model's own template; `stream` sends server-sent events."""
     plan = chat.generation
@@ -81,7 +90,8 @@ async def chat_completions(
 @ROUTER.post("/v1/chat/completions/input_tokens")
 @ROUTER.post("/chat/completions/input_tokens")
 async def input_tokens(
-    models: ModelsArgument, length: Annotated[PromptLength, prepared(preparation.input_tokens)]
+    models: ModelsArgument,
+    length: Annotated[PromptLength, prepared(preparation.input_tokens, example=CHAT)],
 ) -> InputTokens:
     """How many tokens the prompt of such a chat has."""
     return InputTokens(input_tokens=await generation.n_tokens(models, length))

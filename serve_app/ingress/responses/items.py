@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from serve_app.ingress.generation.tools import refuse_media
-from serve_app.ingress.http.request_model import Foreign, RequestModel, known_kind
+from serve_app.ingress.http.request_model import AnyMember, Foreign, RequestModel, known_kind
 from serve_app.ingress.openai.messages import SoundPart
 from serve_app.ingress.openai.tools import CUSTOM_INPUT
 from serve_app.ingress.responses.tools import CallForm
@@ -89,6 +89,7 @@ AnyPart = Annotated[
     | Annotated[SoundPart, Tag("input_audio")]
     | Annotated[Foreign, Tag("foreign")],
     Discriminator(known_kind("input_text", "output_text", "input_image", "input_audio")),
+    AnyMember,
 ]
 Parts = Annotated[
     list[AnyPart], BeforeValidator(_parts, json_schema_input_type=str | list[AnyPart])
@@ -275,6 +276,7 @@ AnyItem = Annotated[
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[Foreign, Tag("foreign")],
     Discriminator(_kind_of_item),
+    AnyMember,
 ]
 Items = Annotated[
     list[AnyItem], BeforeValidator(_items, json_schema_input_type=str | list[AnyItem])

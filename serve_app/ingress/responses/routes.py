@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Depends, Query, Request
 from fastapi.responses import Response
 
 from serve_app.errors import (
@@ -34,11 +34,12 @@ from serve_app.ingress.http.dependencies import (
     of_app,
     written,
 )
-from serve_app.ingress.model_registry import find
+from serve_app.ingress.http.description import STREAMED, api_router
+from serve_app.ingress.model_registry import Models, find
 from serve_app.ingress.openai.answers import InputTokens
 from serve_app.ingress.responses import preparation, serving
 from serve_app.ingress.responses.background import BackgroundResponses
-from serve_app.ingress.responses.preparation import After, PreparedResponse
+from serve_app.ingress.responses.preparation import After, PreparedResponse, ResponsesRequest
 from serve_app.ingress.responses.serving import ResponseAnswer
 from serve_app.ingress.responses.store import Event, Owner, StoredRequest
 
@@ -50,7 +51,7 @@ def key() -> str | None:
 
 
 ResponsesArgument = Annotated[BackgroundResponses, of_app("responses")]
-ROUTER = APIRouter()
+ROUTER = api_router()
 """A response is there for its own API key only."""
 
 
@@ -82,12 +83,17 @@ class Continued(PreparedBody[T | After]):
         return await bodies.work(self.prepare, *preparation.record(stored), *pieces)
 
 
-@ROUTER.post("/v1/responses")
-@ROUTER.post("/responses")
+def _continued(prepare: Callable[[Models, bytes], Any]) -> Any:
+    example = {"input": "Tell me a story.", "max_output_tokens": 32}
+    return Depends(Continued(prepare, kind=ResponsesRequest, example=example))
+
+
+@ROUTER.post("/v1/responses", responses=STREAMED)
+@ROUTER.post("/responses", responses=STREAMED)
 async def responses(
     models: ModelsArgument,
     responses: ResponsesArgument,
-    prepared: Annotated[PreparedResponse, Depends(Continued(preparation.response))],
+    prepared: Annotated[PreparedResponse, _continued(preparation.response)],
 ) -> Response:
     """Answer a chat as a response, which is kept for some minutes unless `store` is false; `stream`
     sends server-sent events, and `background` does not wait for it."""
@@ -135,14 +141,13 @@ async def responses(
 @ROUTER.post("/v1/responses/input_tokens")
 @ROUTER.post("/responses/input_tokens")
 async def response_input_tokens(
-    models: ModelsArgument,
-    length: Annotated[PromptLength, Depends(Continued(preparation.input_tokens))],
+    models: ModelsArgument, length: Annotated[PromptLength, _continued(preparation.input_tokens)]
 ) -> InputTokens:
     """How many tokens the prompt of such a response has."""
     return InputTokens(input_tokens=await generation.n_tokens(models, length))
 
 
-@ROUTER.get("/v1/responses/{response_id}")
+@ROUTER.get("/v1/responses/{response_id}", responses=STREAMED)
 async def get_response(
     models: ModelsArgument,
     responses: ResponsesArgument,

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from fastapi.responses import Response
 
 from serve_app.errors import InvalidRequestError, PermissionDeniedError
 from serve_app.ingress.http import request_context
 from serve_app.ingress.http.dependencies import of_app
+from serve_app.ingress.http.description import also, api_router
 from serve_app.ingress.usage.budgets import DAY_S
 from serve_app.ingress.usage.ledger import (
     COUNTS,
@@ -29,7 +30,7 @@ from serve_app.ingress.usage.ledger import (
     Ledger,
 )
 
-ROUTER = APIRouter()
+ROUTER = api_router()
 _WIDTHS = {"1m": MINUTE_S, "1h": HOUR_S, "1d": DAY_S}
 _LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 366)}
 """The number of buckets of a page by default, and at most."""
@@ -49,8 +50,8 @@ Names = Annotated[list[str] | None, Query(max_length=_MOST_VALUES)]
 LedgerArgument = Annotated[Ledger, of_app("ledger")]
 
 
-@ROUTER.get("/v1/usage")
-@ROUTER.get("/v1/organization/usage/completions")
+@ROUTER.get("/v1/usage", responses=also("text/csv"))
+@ROUTER.get("/v1/organization/usage/completions", responses=also("text/csv"))
 async def usage(
     ledger: LedgerArgument,
     start_time: Annotated[int | None, Query(ge=0, le=2**40)] = None,
