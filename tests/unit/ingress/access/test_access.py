@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from serve_app.config.schema import IngressConfig
-from serve_app.config.serve_options import RayServeOptions
 from serve_app.errors import CorralError, DecodeError, EngineUnavailableError, QueueFullError
 from serve_app.ingress.access import auth
+from serve_app.ingress.access.bodies import BodyLimits
 from serve_app.ingress.dashboard.snapshot import difference, without_requests
 from serve_app.ingress.embeddings import preparation as embeddings
 from serve_app.ingress.model_registry import ServedModel
@@ -160,11 +160,11 @@ async def test_requests_count_before_their_bodies_come(
 
 
 async def test_beside_slow_bodies_others_are_answered(
-    app_of: Callable[[IngressConfig], Asgi], engine: ScriptedEngine
+    app_of: Callable[[IngressConfig], Asgi], engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each address is a client; the ones that are ended hear it, and that the connection is closed."""
-    serve = RayServeOptions(max_ongoing_requests=40)
-    app = app_of(IngressConfig(allow_anonymous=True, serve=serve))
+    monkeypatch.setattr(BodyLimits, "of", lambda _: BodyLimits(max_open=5))
+    app = app_of(IngressConfig(allow_anonymous=True))
     headers = {"content_type": "application/json"}
     early = Answer(app, "POST", CHAT, peer="10.0.0.2", **headers)
     await reading(early)

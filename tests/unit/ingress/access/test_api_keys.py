@@ -97,7 +97,7 @@ async def test_each_file_is_read_by_itself(
         ("[", "it is not YAML"),
         ("keys: [{name: a}]", "keys.0: Value error, either `key` or `sha256` is needed"),
         ("keys: [{name: a, key: short}]", "keys.0.key: String should have at least 16"),
-        (f"keys: [{{name: a, key: {ANA}, limit: 3}}]", "keys.0.limit: Extra inputs"),
+        (f"keys: [{{name: a, key: {ANA}, limit: 3}}]", "keys.0.limit: there is no such field"),
         (f"keys: [{{name: a, key: {ANA}}}, {{name: a, key: {BEN}}}]", "the same name"),
         (f"keys: [{{name: a, key: {ANA}}}, {{name: b, key: {ANA}}}]", "or are the same"),
         (
