@@ -457,10 +457,8 @@ def tune(context: typer.Context) -> None:
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
 def capacity(context: typer.Context) -> None:
-    """Find how many users a server holds within an SLO; or, with `plan`, what nodes would."""
-    is_plan = context.args[:1] == ["plan"]
-    context.args = context.args[is_plan:]
-    _forward(context, "serve_app.measure.plan" if is_plan else "serve_app.measure.capacity")
+    """Find how many users a server holds within an SLO."""
+    _forward(context, "serve_app.measure.capacity")
 
 
 def _forward(context: typer.Context, module: str, needs: Sequence[str] = ()) -> NoReturn:

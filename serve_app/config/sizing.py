@@ -14,11 +14,11 @@ from serve_app.llama.formats import CacheType, LoadMode, block_size, n_bytes
 from serve_app.llama.model import Model
 
 _MAX_DEFAULT_CTX = 4096
-MIN_DEFAULT_CTX = 1024
+_MIN_DEFAULT_CTX = 1024
 _MIN_DEFAULT_SLOTS, _MAX_DEFAULT_SLOTS = 8, 32
 _SLOTS_PER_CORE = 4
 # Of the memory that the weights leave; compute buffers, Python and the page cache get the rest.
-KV_SHARE_OF_MEMORY = 0.5
+_KV_SHARE_OF_MEMORY = 0.5
 _CACHE_RAM_SHARE_OF_MEMORY = 1 / 8
 _CHECKPOINT_SHARE_OF_MEMORY = 1 / 16
 PROCESS_BYTES = 2**29
@@ -153,7 +153,7 @@ def fewest_tokens(config: EngineConfig, n_ctx_train: int) -> tuple[int, int]:
     """The slots, and the tokens of all of them together, that the configuration says, or the fewest that a
     replica should have."""
     n_slots = (config.n_slots or _MIN_DEFAULT_SLOTS) + len(config.system_prompts)
-    n_ctx_slot = config.n_ctx_slot or min(n_ctx_train, MIN_DEFAULT_CTX)
+    n_ctx_slot = config.n_ctx_slot or min(n_ctx_train, _MIN_DEFAULT_CTX)
     return n_slots, config.n_ctx or n_slots * n_ctx_slot
 
 
@@ -181,7 +181,7 @@ def resolve(
                 "not on the machine that reads the configuration"
             )
         cache = CacheNeeds.of(config, needs)
-        room = KV_SHARE_OF_MEMORY * left if config.n_ctx is None else math.inf  # it is said
+        room = _KV_SHARE_OF_MEMORY * left if config.n_ctx is None else math.inf  # it is said
         n_pinned = len(config.system_prompts)
         if n_slots is None and n_ctx is None and config.kv_unified is not False:
             n_slots, n_ctx = _pooled(n_ctx_slot or 0, cores, cache, room, n_pinned)
@@ -286,7 +286,7 @@ def _fit(
     wanted_slots = _slots_for(cores)
     wanted_ctx = min(n_ctx_train, _MAX_DEFAULT_CTX)
     if n_ctx_slot is None:
-        least = min(n_ctx_train, MIN_DEFAULT_CTX)
+        least = min(n_ctx_train, _MIN_DEFAULT_CTX)
         of_slot = cache.n_tokens(room / ((n_slots or wanted_slots) + pinned))
         n_ctx_slot = max(least, int(min(wanted_ctx, of_slot)))
     if n_slots is None:

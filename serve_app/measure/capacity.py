@@ -7,9 +7,6 @@ percentile is within its bound and nothing was refused or failed. Each number of
 --seconds: where two loads are close, so are their verdicts. With several configurations, each is started,
 measured and stopped in turn, and the one that holds the most is named. Percentiles are those of ttft, itl
 and e2e at p50, p95 and p99. Progress goes to stderr. CORRAL_API_KEY is the key to ask with.
-
-`corral capacity plan` tells what nodes would serve that compute one model in stages, and has a help of its
-own.
 """
 
 from __future__ import annotations

@@ -195,7 +195,6 @@ class GgufModel:
             sizes["token_embd.weight"],
             sizes[self._output],
             (token_bytes,) * len(blocks),
-            self.count("embedding_length"),
         )
 
     @property

@@ -58,8 +58,6 @@ class ModelShape:
     """Bytes of the output's matrix, which may be that of the embeddings."""
     token_bytes: tuple[int, ...]
     """Bytes of a token's keys and values in each layer, as 16-bit numbers."""
-    width: int
-    """The numbers of a hidden state."""
 
     def read_bytes(self, n_rows: float = 1, sampled: float = 1.0) -> list[float]:
         """Bytes of each layer's weights that a pass of so many rows reads. The last layer has the output,

@@ -10,7 +10,7 @@ import pytest
 from serve_app.errors import ConfigError
 from serve_app.openvino.parts import ModelShape, StageNode, divided, fewest_stages
 
-SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12, 64)
+SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12)
 EXPERTS = replace(SHAPE, layer_bytes=(2,) * 12, expert_bytes=(80,) * 12, chosen_experts=1 / 8)
 
 

@@ -11,7 +11,7 @@ from serve_app.errors import ConfigError
 from serve_app.openvino.parts import ModelShape
 from serve_app.replica.stages import StageReport, StageSpeed, planned
 
-SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12, 64)
+SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12)
 BY_BYTES = [7, 12]
 
 
