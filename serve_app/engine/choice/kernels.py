@@ -28,13 +28,14 @@ def kernels_profiles(
     n_ctx_slot, n_before = _ROOM_BESIDE_OPENVINO if OPENVINO in kernels else _ROOM
     n_ctx_slot = min(options.n_ctx_share, n_ctx_slot)
     n_before = min(n_before, options.n_ctx_share // 2)
+    n_batch = min(options.n_batch, n_ctx_slot)
     options = EngineOptions(
         options.n_slots,
         n_ctx_slot,
         options.threads,
         options.threads_batch,
         computing_cpus=options.computing_cpus,
-        n_batch=min(options.n_batch, n_ctx_slot),
+        n_batch=n_ctx_slot,
         flash_attn=MODE.flash_attn,
         kv_unified=MODE.kv_unified,
         cache_type_k=options.cache_type_k,
@@ -53,7 +54,7 @@ def kernels_profiles(
             open_planned(Plan(candidate), path, options),
             n_slots=options.n_slots,
             n_ctx_slot=n_ctx_slot - n_before,
-            n_batch=options.n_batch,
+            n_batch=n_batch,
             clocks=clocks,
             # Only in a long prompt, each expert has rows enough for other kernels.
             chunks=(*CHUNKS, n_ctx_slot - n_before),
@@ -63,6 +64,6 @@ def kernels_profiles(
     whole = Clocks(threads)
     whole.begin()
     in_turns(profilers, limit_s)
-    _, share = whole.end(options.n_batch)
+    _, share = whole.end(n_batch)
     profiles = [profiler.profile for profiler in profilers]
     return [replace(profile, share=min(profile.share, share)) for profile in profiles]
