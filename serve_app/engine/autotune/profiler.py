@@ -46,13 +46,13 @@ class ProfiledContext(Protocol):
 
     def copy(self, source: int, target: int) -> None: ...
 
-    def save(self, seq_id: int) -> State: ...
-
-    def restore(self, seq_id: int, state: State) -> None: ...
-
 
 class DeepContext(ProfiledContext, Protocol):
     """A context with a unified cache; see `serve_app.llama.context.Context`."""
+
+    def save(self, seq_id: int) -> State: ...
+
+    def restore(self, seq_id: int, state: State) -> None: ...
 
     def append(self, source: int, target: int) -> None: ...
 
@@ -307,7 +307,7 @@ class DeepProfiler(Trials):
         """`depth` are the cells to be filled, a multiple of `ROOM`; the context has room for another
         batch, and two sequences more than slots."""
         super().__init__(context, clocks)
-        self._append = context.append
+        self._append, self._save, self._restore = context.append, context.save, context.restore
         self._counts = sorted({1, n_slots})
         self._n_turns = max(2, n_slots)
         """Sequences that have the cells in turns, before they share them."""
@@ -379,9 +379,9 @@ class DeepProfiler(Trials):
     def _fill(self) -> None:
         writer, n_tokens = self._n_turns, min(_TURN, self._n_batch)
         self._context.decode([(0, i, writer, i == n_tokens - 1) for i in range(n_tokens)])
-        state = self._context.save(writer)
+        state = self._save(writer)
         for turn in range(self._depth // n_tokens):
-            self._context.restore(writer, state)
+            self._restore(writer, state)
             self._append(writer, turn % self._n_turns)
         self.n_before = n_tokens
         self._context.truncate(writer, 0)

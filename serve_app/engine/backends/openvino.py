@@ -295,19 +295,6 @@ def profile_of(context: PagedContext, options: EngineOptions, threads: Threads |
     return replace(depth.added_to(profiler.profile, unified=False), share=share)
 
 
-def small_context(model: Model, options: EngineOptions, n_ctx_slot: int) -> PagedContext:
-    """A context that is only profiled, of a model that is converted. Raises ConfigError."""
-    path = converted_of(model, options.max_converted_bytes)
-    paged = PagedOptions(
-        n_sequences=options.n_slots,
-        n_ctx_slot=options.n_ctx_slot,
-        n_blocks=options.n_slots * _n_blocks(min(options.n_ctx_share, n_ctx_slot)),
-        threads=options.threads,
-        cache_type=_cache_type(options),
-    )
-    return PagedContext(PagedModel(path, paged), model, paged)
-
-
 def _cache_type(options: EngineOptions) -> CacheType:
     types: dict[str, CacheType] = {"bf16": "bf16", "q8_0": "u8"}
     return types.get(options.cache_type_k, "f16")
