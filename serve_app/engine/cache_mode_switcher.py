@@ -59,7 +59,6 @@ class CacheModeSwitcher(Guest):
         self._cache = core.cache
         self._scheduler = core.scheduler
         self._costs = core.costs
-        self._waiting = core.queue
         self._admission = core.admission
         self._longest_pause_s = self._options.max_stall_s or _LONGEST_PAUSE_S
         profile, modes = self._backend.setup.profile, self._backend.modes
@@ -127,12 +126,12 @@ class CacheModeSwitcher(Guest):
         """The live sequences for which a slot has no room in the present kind of cache."""
         if not self._options.is_pooled:
             return []
-        live = (*self._scheduler.running, *self._waiting.waiting)
+        live = (*self._scheduler.running, *self._admission.waiting)
         share = self._options.n_ctx_share
         longer = [seq for seq in live if len(seq.tokens) > share and not seq.finished]
         if longer:
             self._long_until = time.monotonic() + _CHAT_GOES_ON_S
-        return [seq for seq in longer if len(seq.tokens) > self._cache.table.room]
+        return [seq for seq in longer if not self._cache.fits(seq)]
 
     def _needs_change(self, too_long: list[Sequence]) -> bool:
         """Whether to change now for sequences that have no room: at once if a slot is full. Else one of
@@ -165,7 +164,7 @@ class CacheModeSwitcher(Guest):
         running = self._scheduler.running
         if any(sequence.finished for sequence in running):
             return False
-        live = [*running, *self._waiting.waiting]
+        live = [*running, *self._admission.waiting]
         streams = any(sequence.n_generated for sequence in live)
         cost_s = self._cost_s()
         if streams and cost_s > min(left_s, self._longest_pause_s):
@@ -180,8 +179,13 @@ class CacheModeSwitcher(Guest):
         return bool(coming) and self._traffic.regret_s() + saves_s > wanted_s
 
     def _is_news(self) -> bool:
-        waits = sum(one.prefix_pending is not None for one in self._waiting.waiting)
-        seen = (len(self._scheduler.running), len(self._waiting), waits, self._n_steps // _EVERY)
+        waits = sum(one.prefix_pending is not None for one in self._admission.waiting)
+        seen = (
+            len(self._scheduler.running),
+            len(self._admission.waiting),
+            waits,
+            self._n_steps // _EVERY,
+        )
         before, self._looked_at = self._looked_at, seen
         return seen != before
 
@@ -252,7 +256,7 @@ class CacheModeSwitcher(Guest):
             if self._is_worth_storing(slot):
                 cache.store_now(slot)
         pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
-        at_rest = not (self._scheduler.running or self._waiting)
+        at_rest = not (self._scheduler.running or self._admission.waiting)
         by_traffic, other = self._traffic.reason(at_rest=at_rest), self._modes.other[0]
         self._admission.interrupt()
         self._modes.change(f"{other}: {need}" if need else by_traffic, self._costs.learned())

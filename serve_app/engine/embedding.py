@@ -6,9 +6,9 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from heapq import nsmallest
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,21 +18,16 @@ from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.base import Backend, EmbeddingShape, Row
 from serve_app.engine.core.command_queue import Command
 from serve_app.engine.core.guest import Guest
-from serve_app.engine.core.scheduler.fair_queue import Accounts, others_go_beyond
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.health import Progress
-from serve_app.errors import CorralError, DecodeError, QueueFullError
+from serve_app.engine.policy.policy import SlotPolicy
+from serve_app.errors import CorralError, DecodeError
 from serve_app.types import Medium, account
 
 if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore
     from serve_app.engine.pictures import PlacedTile, TileReader
-
-MAX_TEXTS = 2048
-"""Texts that may wait to be embedded before clients are held to their shares."""
-# Those that may wait in all: what comes is bounded, however many clients bring one list each.
-_MOST_TEXTS = 4 * MAX_TEXTS
 
 Vectors = NDArray[np.float32]
 """A row for each text; without pooling, a row for each token of one text after the other."""
@@ -61,7 +56,7 @@ class Texts:
         self.tokens, self.media = tokens, media
         self.tiles: Sequence[tuple[PlacedTile, ...]] = [()] * len(tokens)
         """The tiles of each text's media."""
-        self.client, self.background = client, background
+        self.client, self.background, self.priority = client, background, 0
         self.account = account(client, background=background)
         self.future: Future[Vectors] = Future()
         self._vectors: dict[int, NDArray[np.float64]] = {}
@@ -85,11 +80,14 @@ class Texts:
 class PendingText:
     """A text of a request: its tokens, how far they are computed, and what became of their vectors."""
 
-    def __init__(self, owner: Texts, index: int, turn: int) -> None:
-        self.owner, self.index, self.turn = owner, index, turn
-        self.tokens, self.spans = owner.tokens[index], owner.tiles[index]
-        self.is_behind = owner.background
-        self.n_generated, self.spent_s = 0, 0.0
+    lost_slot = False
+    n_generated = 0
+
+    def __init__(self, request: Texts, index: int, turn: int) -> None:
+        self.request, self.index, self.turn = request, index, turn
+        self.tokens, self.spans = request.tokens[index], request.tiles[index]
+        self.is_behind = request.background
+        self.spent_s = self.expected_s = 0.0
         self.is_suspect = False
         """Whether a batch failed that it was in, so that it is computed alone."""
         self.begin()
@@ -105,7 +103,7 @@ class PendingText:
 
     @property
     def finished(self) -> bool:
-        return self.owner.future.done()
+        return self.request.future.done()
 
     @property
     def is_blocked(self) -> bool:
@@ -141,12 +139,7 @@ class PendingText:
         elif self.n_past == 0:
             self._pooled = vectors[0].astype(np.float64)
         self.n_past += len(vectors)
-        return self.n_pending == 0 and self.owner.take(self.index, np.asarray(self._pooled))
-
-
-_Ranked = tuple[tuple[bool, bool, bool], float, int, PendingText]
-"""A text with its order: whether it is new, no suspect, and behind all others; the seconds that are due to
-its client before it; its number."""
+        return self.n_pending == 0 and self.request.take(self.index, np.asarray(self._pooled))
 
 
 def pack(n_pending: Sequence[int], limit: int, *, whole: bool) -> list[int]:
@@ -162,32 +155,14 @@ def pack(n_pending: Sequence[int], limit: int, *, whole: bool) -> list[int]:
     return packed
 
 
-def may_embed(
-    held: Mapping[str, int], client: str, n_texts: int, *, background: bool = False
-) -> bool:
-    """Whether a client's request with so many texts is accepted beside those that wait: as long as they
-    are few; then if the client has none, as a list is never cut; or within its share of them. In the
-    background, only as long as they are half as many."""
-    n_waiting = sum(held.values())
-    if background:
-        return n_waiting < MAX_TEXTS // 2
-    if n_waiting < MAX_TEXTS:
-        return True
-    if client not in held:
-        return n_waiting < _MOST_TEXTS
-    return held[client] + n_texts <= MAX_TEXTS // len(held)
-
-
 class EmbeddingQueue(Guest):
     """The texts that wait, and batches over them. Decoder thread only, but for `submit`.
 
-    Background requests come last, and only while no other sequence runs; but while another client has more
-    texts than its share of a batch, or asks for more than its share of the slots, they are like others.
-    Before that, the text goes first whose client has least due: what it was charged, and its texts before
-    this one. A client's requests take turns, text by text, so that a long list does not hold a short one
-    up. A text that is longer than a batch goes on in the next one, if the model's tokens see only those
-    before them. So does a text with pictures, which are passes of their own. It begins when all of them are
-    encoded; that is done for one text at a time.
+    The policy says which text is next; those behind all others wait while other sequences run. A client's
+    requests take turns, text by text, so that a long list does not hold a short one up. A text that is
+    longer than a batch goes on in the next one, if the model's tokens see only those before them. So does a
+    text with pictures, which are passes of their own. It begins when all of them are encoded; that is done
+    for one text at a time.
     """
 
     def __init__(
@@ -196,7 +171,7 @@ class EmbeddingQueue(Guest):
         costs: CostModel,
         budget: StepBudget,
         progress: Progress,
-        accounts: Accounts,
+        policy: SlotPolicy,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._backend = backend
@@ -204,14 +179,12 @@ class EmbeddingQueue(Guest):
         self._costs = costs
         self._budget = budget
         self._progress = progress
-        self._accounts = accounts
+        self._policy = policy
+        self._places_lock = threading.Lock()
         self._slowdown = _FIRST_SLOWDOWN
         self._waiting: list[PendingText] = []
         self._seeing: PendingText | None = None
         """The text whose pictures are encoded now, or were."""
-        self._held = Counter[str]()
-        """The texts of each client that are not all embedded."""
-        self._held_lock = threading.Lock()
         self._live: set[Texts] = set()
         self._ended: list[tuple[Texts, CorralError | None]] = []
         self._others_ran = -math.inf
@@ -223,11 +196,16 @@ class EmbeddingQueue(Guest):
         self, requests: Sequence[Texts], run_between_steps: Callable[[Command], None]
     ) -> list[CorralError | None]:
         """Any thread: accept these texts or say, for each request, why not."""
-        refusals = [self._refusal(request) for request in requests]
+        with self._places_lock:
+            refusals: list[CorralError | None] = [
+                self._policy.accepts_texts(request, len(request.tokens)) for request in requests
+            ]
         pairs = zip(requests, refusals, strict=True)
         accepted = [request for request, refusal in pairs if refusal is None]
         if not accepted:
             return refusals
+        for request in accepted:
+            request.future.add_done_callback(partial(self._forget, request))
         is_urgent = any(not request.background for request in accepted)
         command = Command(lambda _: self.add(accepted), is_urgent=is_urgent)
         command.future.add_done_callback(lambda done: _end_all(accepted, done.exception()))
@@ -237,20 +215,9 @@ class EmbeddingQueue(Guest):
             return [refusal or closed for refusal in refusals]
         return refusals
 
-    def _refusal(self, request: Texts) -> CorralError | None:
-        client, n_texts = request.account, len(request.tokens)
-        with self._held_lock:
-            if not may_embed(self._held, client, n_texts, background=request.background):
-                return QueueFullError("Too many texts wait to be embedded.", 1)
-            self._held[client] += n_texts
-        request.future.add_done_callback(lambda _: self._forget(client, n_texts))
-        return None
-
-    def _forget(self, client: str, n_texts: int) -> None:
-        with self._held_lock:
-            self._held[client] -= n_texts
-            if not self._held[client]:
-                del self._held[client]
+    def _forget(self, request: Texts, _: Future[Vectors]) -> None:
+        with self._places_lock:
+            self._policy.forget_texts(request)
 
     @property
     def has_work(self) -> bool:
@@ -260,114 +227,79 @@ class EmbeddingQueue(Guest):
     def before_schedule(self, core: EngineCore) -> None:
         """Compute a batch of texts, and admit the requests that came meanwhile."""
         if self._waiting:
-            self.step(core.running, core.admission.has_share_left)
+            self.step(core.running)
             core.take_commands()
             core.admit()
 
     def add(self, requests: Iterable[Texts]) -> None:
         """Queue texts."""
+        row_s = self._slowdown * self._costs.prompt_token_s
         for request in requests:
-            self._accounts.enter(request.account)
+            self._policy.enter(request)
             self._live.add(request)
-            turns = (text.turn for text in self._waiting if text.owner.account == request.account)
+            turns = (text.turn for text in self._waiting if text.request.account == request.account)
             turn = next(turns, 0)
-            self._waiting += [PendingText(request, i, turn + i) for i in range(len(request.tokens))]
+            texts = [PendingText(request, i, turn + i) for i in range(len(request.tokens))]
+            for text in texts:
+                text.expected_s = text.n_pending * row_s
+            self._waiting += texts
             self._waiting.sort(key=lambda text: text.turn)
 
-    def step(
-        self,
-        running: Sequence[EngineSequence],
-        has_share_left: Callable[[str], bool] = lambda client: False,
-    ) -> None:
+    def step(self, running: Sequence[EngineSequence]) -> None:
         """Compute a batch, if any text waits and those of `running` do not go before it: beside
-        them, within its share of the stall budget by the cost model. `deliver` reports each end.
-        `has_share_left` is `SlotShares.has_share_left` of the moment."""
-        for request in [one for one in self._live if one.future.cancelled()]:
+        them, within its share of the stall budget by the cost model. `deliver` reports each end."""
+        for request in [request for request in self._live if request.future.cancelled()]:
             self._leave(request)
-        self._waiting = [text for text in self._waiting if text.owner in self._live]
-        behind = self._behind(has_share_left)
-        texts = self._first(behind)
+        self._waiting = [text for text in self._waiting if text.request in self._live]
+        texts = self._first()
         if not texts:
             return
-        first = texts[0].owner
-        ahead = [one for one in running if not one.is_behind]
-        if first in behind and ahead:
+        first = texts[0]
+        ahead = [sequence for sequence in running if not sequence.is_behind]
+        if first.is_behind and ahead:
             self._others_ran = time.monotonic()
             return
-        beside = running if first in behind else ahead
-        if self._gives_way(first.account, beside):
+        beside = running if first.is_behind else ahead
+        if self._gives_way(first, beside):
             return
-        pending, tile = [text.n_alike for text in texts], texts[0].tile
-        limit = self._limit(texts[0], sum(pending), bool(beside))
+        pending, tile = [text.n_alike for text in texts], first.tile
+        limit = self._limit(first, sum(pending), bool(beside))
         is_whole = not self._shape.causal or (tile is not None and tile.is_whole)
-        packed = pack(pending, limit, whole=is_whole)
-        batch = list(zip(texts, packed, strict=False))
+        batch = list(zip(texts, pack(pending, limit, whole=is_whole), strict=False))
         try:
             self._forward(batch)
         except DecodeError as error:
             self._suspect([text for text, _ in batch], error)
         except CorralError as error:
-            self._drop({text.owner for text, _ in batch}, error)
+            self._drop({text.request for text, _ in batch}, error)
 
     def _suspect(self, texts: Sequence[PendingText], error: DecodeError) -> None:
         """Have each of these texts computed alone, so that only the request of the one at fault ends."""
         if len(texts) == 1:
-            self._drop({texts[0].owner}, error)
+            self._drop({texts[0].request}, error)
         for text in texts:
             text.is_suspect = True
             text.begin()
 
-    def _behind(self, has_share_left: Callable[[str], bool]) -> Set[Texts]:
-        """The requests that all others go before."""
-        background = {text.owner for text in self._waiting if text.owner.background}
-        if not background:
-            return background
-        asked = (text.owner for text in self._waiting if not text.owner.background)
-        n_asked = Counter(owner.client for owner in asked)
-        n_clients = len(n_asked.keys() | {owner.client for owner in background})
-        share = max(1, self._shape.n_seq_max // n_clients)
-        return {
-            owner
-            for owner in background
-            if not (others_go_beyond(share, n_asked, owner.client) or has_share_left(owner.client))
-        }
+    def _first(self) -> list[PendingText]:
+        """The texts that the next batch may have: the one that has begun goes on, then suspects are
+        first."""
+        most = self._shape.n_seq_max
+        ordered = [text for text in self._waiting if text.n_past]
+        new = [text for text in self._policy.next_texts(self._waiting, most) if not text.n_past]
+        ordered += sorted(new, key=lambda text: not text.is_suspect)
+        pictured = (text for text in ordered if text.spans)
+        self._seeing = min(
+            pictured, key=lambda text: (text.is_behind, text is not self._seeing), default=None
+        )
+        texts = [text for text in ordered if text.n_past or self._may_begin(text)][:most]
+        if texts and (texts[0].is_suspect or texts[0].tile is not None):
+            return texts[:1]
+        return texts[:1] + [text for text in texts[1:] if not (text.is_suspect or text.spans)]
 
-    def _first(self, behind: Set[Texts]) -> list[PendingText]:
-        row_s = self._slowdown * self._costs.prompt_token_s or 1.0
-        due_s: dict[str, float] = {}
-        ranked: list[_Ranked] = []
-        most, n_ranked = self._shape.n_seq_max, Counter[str]()
-        for number, text in enumerate(self._waiting):
-            client = text.owner.account
-            if n_ranked[client] >= most and not text.n_past:  # thousands may wait, in every step
-                continue
-            n_ranked[client] += 1
-            due = due_s.get(client, self._accounts[client])
-            due_s[client] = due + text.n_pending * row_s
-            is_new = text.n_past == 0  # who has begun goes on
-            rank = is_new, not text.is_suspect, text.owner in behind
-            ranked.append((rank, due, number, text))
-        self._choose_seeing(ranked)
-        ready = (entry for entry in ranked if self._can_go_on(entry[-1]))
-        first = [entry[-1] for entry in nsmallest(most, ready, key=lambda entry: entry[:3])]
-        if first and (first[0].is_suspect or first[0].tile is not None):
-            return first[:1]
-        return first[:1] + [text for text in first[1:] if not (text.is_suspect or text.spans)]
-
-    def _can_go_on(self, text: PendingText) -> bool:
-        """Whether the text has no pictures, or all of them; one that has begun keeps the first sequence."""
-        may_begin = not text.spans or text is self._seeing
-        return text.n_past > 0 or (may_begin and not text.is_blocked)
-
-    def _choose_seeing(self, ranked: Sequence[_Ranked]) -> None:
-        """Choose the text whose pictures are encoded: the one before, unless it is behind another."""
-
-        def order(entry: _Ranked) -> tuple[object, ...]:
-            rank, due_s, number, text = entry
-            return rank[-1], text is not self._seeing, rank, due_s, number
-
-        pictured = [entry for entry in ranked if entry[-1].spans]
-        self._seeing = min(pictured, key=order)[-1] if pictured else None
+    def _may_begin(self, text: PendingText) -> bool:
+        """Whether the text has no pictures, or all of them."""
+        return not text.spans or (text is self._seeing and not text.is_blocked)
 
     @property
     def readers(self) -> list[TileReader]:
@@ -376,23 +308,23 @@ class EmbeddingQueue(Guest):
 
     def drop(self, readers: Iterable[TileReader], error: CorralError) -> None:
         """End the requests whose texts cannot have their pictures."""
-        self._drop({text.owner for text in readers if isinstance(text, PendingText)}, error)
+        self._drop({text.request for text in readers if isinstance(text, PendingText)}, error)
 
-    def _gives_way(self, client: str, running: Sequence[EngineSequence]) -> bool:
-        """Whether its texts wait in this step for clients that were not served more: for their prompts, and
+    def _gives_way(self, text: PendingText, running: Sequence[EngineSequence]) -> bool:
+        """Whether texts wait in this step for clients that were not served more: for their prompts, and
         every other time for their streams, which cannot use all of the decoder."""
-        spent_s, now = self._accounts[client], time.monotonic()
-        others = [seq for seq in running if seq.request.account != client]
+        others = [seq for seq in running if seq.request.account != text.request.account]
+        now = time.monotonic()
         if others:
             self._others_ran = now
-        behind = [seq for seq in others if self._accounts[seq.request.account] <= spent_s]
-        prompts = any(seq.n_pending > 1 for seq in behind)
-        return prompts or (bool(behind) and now < self._not_before)
+        others = [seq for seq in others if self._policy.had_less(seq, text)]
+        prompts = any(seq.n_pending > 1 for seq in others)
+        return prompts or (bool(others) and now < self._not_before)
 
     def _limit(self, first: PendingText, n_pending: int, beside: bool) -> int:
         n_rows = min(self._shape.n_rows, n_pending)
         among_clients = time.monotonic() < self._others_ran + _AMONG_CLIENTS_S
-        may_be_long = not (beside or among_clients or first.owner.background)
+        may_be_long = not (beside or among_clients or first.request.background)
         if may_be_long or not (self._budget.max_stall_s and self._costs):
             return n_rows
         share = _SHARE if beside else 1.0  # such a batch is not left, and somebody may come
@@ -419,11 +351,9 @@ class EmbeddingQueue(Guest):
         self._learn(len(rows), depth, ended - began)
         start = 0
         for text, n_rows in batch:
-            seconds = (ended - began) * n_rows / len(rows) + text.spent_s
-            self._accounts.charge(text.owner.account, seconds)
-            text.spent_s = 0.0
+            self._policy.charge(text, (ended - began) * n_rows / len(rows))
             if text.advance(vectors[start : start + n_rows], self._shape.pooling):
-                self._finish(text.owner)
+                self._finish(text.request)
             start += n_rows
         self._waiting = [text for text in self._waiting if text.n_pending]
         self.counts["batches"] += 1
@@ -438,7 +368,7 @@ class EmbeddingQueue(Guest):
             self._slowdown += _NEWEST * (found - self._slowdown)
 
     def _drop(self, requests: set[Texts], error: CorralError) -> None:
-        self._waiting = [text for text in self._waiting if text.owner not in requests]
+        self._waiting = [text for text in self._waiting if text.request not in requests]
         for request in requests:
             self._finish(request, error)
 
@@ -447,15 +377,15 @@ class EmbeddingQueue(Guest):
         self._leave(request)
 
     def _leave(self, request: Texts) -> None:
-        if self._seeing is not None and self._seeing.owner is request:
+        if self._seeing is not None and self._seeing.request is request:
             self._seeing = None
         if request in self._live:
             self._live.remove(request)
-            self._accounts.leave(request.account)
+            self._policy.leave(request)
 
     def fail(self, error: CorralError) -> None:
         """End all that wait."""
-        self._drop({text.owner for text in self._waiting}, error)
+        self._drop({text.request for text in self._waiting}, error)
 
     def deliver(self) -> None:
         """Tell those that ended."""

@@ -60,7 +60,7 @@ logger = logging.getLogger("corral.engine")
 def make_guests(core: EngineCore) -> list[Guest]:
     """Make the guests that an engine's backend and options ask for. Decoder thread."""
     backend, options, costs = core.backend, core.options, core.costs
-    texts = EmbeddingQueue(backend, costs, core.budget, core.progress, core.queue.accounts)
+    texts = EmbeddingQueue(backend, costs, core.budget, core.progress, core.policy)
     guests: list[Guest] = [
         CacheModeSwitcher(core),
         texts,
@@ -87,6 +87,7 @@ def make_guests(core: EngineCore) -> list[Guest]:
                 options.picture_ram_bytes,
                 core.counts,
                 core.interlude,
+                core.policy.charge,
                 texts,
             )
         )

@@ -230,13 +230,15 @@ class Encoding(Guest):
         max_bytes: int,
         counts: Counts,
         interlude: Callable[[], None],
+        charge: Callable[[TileReader, float], None],
         texts: EmbeddingQueue,
     ) -> None:
-        """`interlude` takes in the requests that have come, and computes a step."""
+        """`interlude` takes in the requests that have come, and computes a step; `charge` has a reader's
+        client pay for seconds of the decoder."""
         self._projector, self._texts = projector, texts
         self._budget = budget
         self._counts = counts
-        self._interlude = interlude
+        self._interlude, self._charge = interlude, charge
         self.embeddings = TileEmbeddings(max_bytes)
         self._preparing = ThreadPoolExecutor(1, "corral-pictures")
         self._prepared: dict[bytes, Future[Any]] = {}
@@ -341,7 +343,7 @@ class Encoding(Guest):
         seconds = time.monotonic() - began - elsewhere_s
         self._counts.encode_s += seconds
         if reader in running():
-            reader.spent_s += seconds
+            self._charge(reader, seconds)
         if embeddings is not None:
             self._counts.encoded_tiles += 1
             self.embeddings.put(placed.key, embeddings)

@@ -18,6 +18,7 @@ PURE = (
     "core.postprocessor",
     "kv_cache.slots",
     "core.text",
+    "policy",
     "autotune.cost_model",
     "choice.plan",
     "choice.rating",
@@ -138,6 +139,7 @@ CORE_NEEDS = (
     "health",
     "metrics",
     "options",
+    "policy",
 )
 """The modules beside the core of the engine that it is built on."""
 

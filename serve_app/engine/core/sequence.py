@@ -36,8 +36,8 @@ from serve_app.types import (
 )
 
 if TYPE_CHECKING:
-    from serve_app.engine.core.scheduler.backlog import Expected
     from serve_app.engine.kv_cache.slots import PrefixPending
+    from serve_app.engine.policy.forecast import Expected
 
 Sink = Callable[[TokenDelta], None]
 """Takes a sequence's deltas, on the decoder thread; must neither block nor raise."""
@@ -131,10 +131,10 @@ class Sequence:
         """Seconds that the decoder worked for it, and those that it was to work in all."""
         self.expected_s = 0.0
         self.sampling_cost = SamplingCost()
-        self.preempted = False
-        """Whether it waits because it was preempted for another client's request."""
+        self.lost_slot = request.n_failovers > 0
+        """Whether it had a slot, here or elsewhere, and lost it for no other client's sake."""
         self.is_behind = request.background
-        """Whether all others go first, as `SlotShares` decides for requests in the background."""
+        """Whether all others go first, as `SlotPolicy` decides for requests in the background."""
         self.trace = Trace()
         self.history: object = None
         """The samplers that its own are copies of when the sequence is admitted: new ones take long."""
@@ -224,11 +224,6 @@ class Sequence:
         """Tokens that it may still generate by its `max_tokens`; None if that is not set."""
         most = self.request.sampling.max_tokens
         return None if most is None else most - self.n_generated
-
-    @property
-    def outstanding_s(self) -> float:
-        """Seconds of what was expected that the decoder has not worked for it yet."""
-        return max(0.0, self.expected_s - self.spent_s)
 
     @property
     def finished(self) -> bool:

@@ -134,7 +134,7 @@ class Drafting(Guest):
     def scheduled(self, core: EngineCore, batches: SequenceOf[Batch]) -> None:
         """Charge the passes of the draft model to the clients whose sequences they were for."""
         for sequence, seconds in self._drafter.take_spent() if self._drafter is not None else ():
-            core.queue.charge(sequence, seconds)
+            core.policy.charge(sequence, seconds)
             core.counts.draft_s += seconds
 
     def ended(self, sequence: Sequence) -> None:

@@ -126,6 +126,15 @@ class KVCacheManager:
 
     # -- coming and going -------------------------------------------------------------------------
 
+    @property
+    def n_idle(self) -> int:
+        """How many slots could take a sequence."""
+        return self.table.n_idle
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether a slot has cells enough for a sequence, in the kind of cache that is there."""
+        return len(sequence.tokens) <= self.table.room
+
     def has_room(self, sequence: Sequence, held: Sequence | None = None) -> bool:
         """Whether all slots together have room for a sequence beside the running ones. It must not keep
         `held` waiting, which has waited for room before it: both fit beside what runs since then."""

@@ -184,7 +184,9 @@ def test_a_repository_that_is_not_there_is_named(hub: Hub, downloads: DownloadsC
         locate(ModelSource(repo="owner/other:Q4_0"), downloads, nowhere)
 
 
-@pytest.mark.parametrize("work", [lambda *given: locate(*given, nowhere), vocabulary])
+@pytest.mark.parametrize(
+    "work", [lambda source, folder: locate(source, folder, nowhere), vocabulary]
+)
 def test_a_hub_that_is_gone_when_a_file_is_wanted_may_be_back_later(
     work: Any, hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from serve_app.engine import Engine, InvalidRequestError
 from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import EmbeddingShape, Row
-from serve_app.engine.core.scheduler.fair_queue import Accounts
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.embedding import EmbeddingQueue, Texts, Vectors, may_embed, pack
+from serve_app.engine.embedding import EmbeddingQueue, Texts, Vectors, pack
 from serve_app.engine.health import Progress
 from serve_app.engine.metrics.stats import EmbeddingStats
 from serve_app.engine.pictures import expanded
+from serve_app.engine.policy.policy import SlotPolicy
 from serve_app.errors import (
     CorralError,
     DecodeError,
@@ -44,6 +44,7 @@ from tests.unit.engine.harness import (
     start,
     until,
 )
+from tests.unit.engine.policy.slots import Slots, free
 
 Tokens = tuple[int, ...]
 
@@ -93,7 +94,9 @@ def queue(
     backend.embedding = EmbeddingShape(16, 8, n_text=32, pooling=pooling, causal=causal)
     prefill = {n: n * seconds_a_row for n in (1, 2, 4, 8, 16)} if seconds_a_row else {}
     costs = CostModel(Profile(dict(prefill), prefill))
-    made = EmbeddingQueue(backend, costs, StepBudget(0.25, lambda: 0.0), Progress(), Accounts())
+    made = EmbeddingQueue(
+        backend, costs, StepBudget(0.25, lambda: 0.0), Progress(), SlotPolicy(options())
+    )
     texts = [Texts(tokens) for tokens in requests]
     made.add(texts)
     return made, backend, texts
@@ -124,16 +127,27 @@ def test_texts_in_the_background_are_behind_what_others_share_has(
     assert tokens.index(2) // 2 * 2 == place
 
 
-@pytest.mark.parametrize("is_computed", [True, False])
+@pytest.mark.parametrize(
+    ("n_asked", "client", "is_computed"),
+    [
+        pytest.param(5, "batch", True, id="a flood"),
+        pytest.param(4, "batch", False, id="a share"),
+        pytest.param(5, "runs", False, id="its own flood"),
+    ],
+)
 def test_beside_sequences_texts_in_the_background_have_what_is_left_of_a_share(
-    is_computed: bool,
+    n_asked: int, client: str, is_computed: bool
 ) -> None:
-    accounts = Accounts()
-    made, backend = shared(accounts, Texts([(2,)], "batch", background=True))
-    accounts.enter("runs")
-    accounts.charge("runs", 5.0)
-    one = EngineSequence(replace(request("r", "x"), client="runs"), lambda delta: None)
-    made.step([one], lambda client: is_computed and client == "batch")
+    policy = SlotPolicy(options(8))
+    made, backend = shared(policy, Texts([(2,)], client, background=True))
+    policy._accounts.enter("runs")
+    policy._accounts.charge("runs", 5.0)
+    asked = [
+        EngineSequence(replace(request(f"r{n}", "x"), client="runs"), lambda delta: None)
+        for n in range(n_asked)
+    ]
+    assert policy.gives_back([], asked, Slots(8), free, 0.0) == []
+    made.step(asked[:1])
     assert bool(backend.embed_batches) == is_computed
 
 
@@ -243,13 +257,13 @@ def test_those_who_come_later_share_batches_again() -> None:
 # -- clients ---------------------------------------------------------------------------------------
 
 
-def shared(accounts: Accounts, *requests: Texts) -> tuple[EmbeddingQueue, FakeBackend]:
+def shared(policy: SlotPolicy, *requests: Texts) -> tuple[EmbeddingQueue, FakeBackend]:
     """Texts of clients, a row of which takes a hundredth of a second."""
     backend = FakeBackend(endless, n_slots=1)
     backend.embedding = EmbeddingShape(4, 8, n_text=32, pooling="mean", causal=True)
     prefill = {n: n * 0.01 for n in (1, 2, 4)}
     costs = CostModel(Profile(dict(prefill), prefill))
-    made = EmbeddingQueue(backend, costs, StepBudget(0.25, lambda: 0.0), Progress(), accounts)
+    made = EmbeddingQueue(backend, costs, StepBudget(0.25, lambda: 0.0), Progress(), policy)
     made.add(requests)
     return made, backend
 
@@ -266,18 +280,19 @@ def firsts(backend: FakeBackend) -> list[int]:
 
 def test_clients_take_turns() -> None:
     many, few = of("a", 1, 2, 3, 4, 5, 6), of("b", 7, 8)
-    made, backend = shared(Accounts(), many, few)
+    made, backend = shared(SlotPolicy(options()), many, few)
     while made.has_work:
         made.step(())
     assert firsts(backend)[:4] in ([1, 7, 2, 8], [1, 7, 8, 2])
 
 
 def test_who_was_served_less_goes_first() -> None:
-    accounts = Accounts()
+    policy = SlotPolicy(options())
+    accounts = policy._accounts
     for client in "ab":
         accounts.enter(client)
     accounts.charge("a", 100.0)
-    made, backend = shared(accounts, of("a", 1, 2, 3), of("b", 7, 8))
+    made, backend = shared(policy, of("a", 1, 2, 3), of("b", 7, 8))
     while made.has_work:
         made.step(())
     assert firsts(backend) == [7, 8, 1, 2, 3]
@@ -285,9 +300,10 @@ def test_who_was_served_less_goes_first() -> None:
 
 
 def test_texts_are_no_clients_when_they_are_gone() -> None:
-    accounts = Accounts()
+    policy = SlotPolicy(options())
+    accounts = policy._accounts
     done, cancelled, failed = of("a", 1), of("b", 2), of("c", 3)
-    made, _ = shared(accounts, done, cancelled, failed)
+    made, _ = shared(policy, done, cancelled, failed)
     assert accounts.active == 3
     cancelled.future.cancel()
     made.step(())
@@ -309,8 +325,9 @@ def test_texts_are_no_clients_when_they_are_gone() -> None:
     ],
 )
 def test_texts_and_prompts_take_turns(charged: str, n_pending: int, computed: bool) -> None:
-    accounts = Accounts()
-    made, backend = shared(accounts, of("texts", 1))
+    policy = SlotPolicy(options())
+    accounts = policy._accounts
+    made, backend = shared(policy, of("texts", 1))
     accounts.enter("runs")
     accounts.charge(charged, 5.0)
     one = EngineSequence(replace(request("r", "x" * 9), client="runs"), lambda delta: None)
@@ -323,8 +340,9 @@ def test_streams_of_who_has_less_get_half_of_the_time(monkeypatch: pytest.Monkey
     """A batch of texts takes two seconds by this clock, a step without one takes none."""
     now = [0.0]
     monkeypatch.setattr("serve_app.engine.embedding.time.monotonic", lambda: now[0])
-    accounts = Accounts()
-    made, backend = shared(accounts, of("texts", *range(1, 9)))
+    policy = SlotPolicy(options())
+    accounts = policy._accounts
+    made, backend = shared(policy, of("texts", *range(1, 9)))
     compute = backend.embed
 
     def embed(rows: Sequence[Row]) -> NDArray[np.float32]:
@@ -349,8 +367,9 @@ def test_batches_are_short_while_other_clients_are_about(monkeypatch: pytest.Mon
     """A row takes two hundredths of a second, and a twentieth of the stall budget is less."""
     now = [0.0]
     monkeypatch.setattr("serve_app.engine.embedding.time.monotonic", lambda: now[0])
-    accounts = Accounts()
-    made, backend = shared(accounts, of("texts", *range(1, 9)))
+    policy = SlotPolicy(options())
+    accounts = policy._accounts
+    made, backend = shared(policy, of("texts", *range(1, 9)))
     accounts.enter("runs")
     one = EngineSequence(replace(request("r", "x"), client="runs"), lambda delta: None)
     made.step(())
@@ -368,15 +387,34 @@ def test_batches_are_short_while_other_clients_are_about(monkeypatch: pytest.Mon
         pytest.param({"a": 2047}, "a", 2048, True, id="few wait"),
         pytest.param({"a": 2048}, "a", 1, False, id="its own are too many"),
         pytest.param({"a": 2048}, "b", 2048, True, id="the first of another"),
-        pytest.param({"a": 2048, "b": 24}, "b", 1000, True, id="within its share"),
-        pytest.param({"a": 2048, "b": 24}, "b", 1001, False, id="beyond its share"),
+        pytest.param({"b": 24, "a": 2048}, "b", 1000, True, id="within its share"),
+        pytest.param({"b": 24, "a": 2048}, "b", 1001, False, id="beyond its share"),
         pytest.param({"a": 2048, "b": 2048, "c": 4096}, "d", 1, False, id="too many in all"),
     ],
 )
+@pytest.mark.parametrize("has_background", [False, True])
 def test_who_may_bring_texts(
-    held: dict[str, int], client: str, n_texts: int, accepted: bool
+    held: dict[str, int], client: str, n_texts: int, has_background: bool, accepted: bool
 ) -> None:
-    assert may_embed(held, client, n_texts) == accepted
+    """Whatever is in the background, which has places of its own."""
+    policy = SlotPolicy(options())
+    if has_background:
+        assert policy.accepts_texts(Texts([(1,)], client, background=True), 1024) is None
+    requests = [Texts([(1,)], name) for name in held]
+    for owner, n in zip(requests, held.values(), strict=True):
+        assert policy.accepts_texts(owner, n) is None
+    wanted = Texts([(1,)], client)
+    assert (policy.accepts_texts(wanted, n_texts) is None) == accepted
+    for owner in (*requests, wanted):
+        policy.forget_texts(owner)
+    assert policy.accepts_texts(Texts([(1,)], client), 1) is None
+
+
+def test_texts_in_the_background_have_half_as_many_places() -> None:
+    policy = SlotPolicy(options())
+    assert policy.accepts_texts(Texts([(1,)], "a", background=True), 1024) is None
+    assert isinstance(policy.accepts_texts(Texts([(1,)], "b", background=True), 1), QueueFullError)
+    assert policy.accepts_texts(Texts([(1,)], "b"), 1) is None
 
 
 # -- the engine -----------------------------------------------------------------------------------

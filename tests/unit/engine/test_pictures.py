@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 
 from serve_app.engine import GenerationRequest, SamplingParams
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.core.scheduler.fair_queue import Accounts
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.embedding import EmbeddingQueue
 from serve_app.engine.health import Progress
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.pictures import Encoding, NodeTimes, expanded
+from serve_app.engine.policy.policy import SlotPolicy
 from serve_app.llama.vision.positions import Pause, Tile
 from serve_app.types import MEDIUM, Picture
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.behaviour.test_pictures import N_SEEN, ScriptedProjector
-from tests.unit.engine.harness import endless
+from tests.unit.engine.harness import endless, options
 
 PICTURE = Picture.of(b"abc", 1, 1)
 N_BATCH = 64
@@ -53,13 +53,15 @@ def test_a_piece_takes_its_time_from_the_budget_of_the_step_behind_it(
     request = GenerationRequest("p", (1, MEDIUM, 2), SamplingParams(), media=(PICTURE,))
     prompt, tiles = expanded(request.prompt, iter(request.media), projector, N_BATCH)
     sequence = Sequence(replace(request, prompt=prompt), lambda delta: None, None, tiles)
+    policy = SlotPolicy(options())
     texts = EmbeddingQueue(
-        FakeBackend(endless, n_slots=1), CostModel(Profile()), budget, Progress(), Accounts()
+        FakeBackend(endless, n_slots=1), CostModel(Profile()), budget, Progress(), policy
     )
-    encoding = Encoding(projector, budget, 10**6, Counts(), lambda: None, texts)
+    encoding = Encoding(projector, budget, 10**6, Counts(), lambda: None, policy.charge, texts)
     assert encoding.step(lambda: [sequence], 0.0, idle=True) is None
     assert seen == [pytest.approx(0.02)]
     assert budget.left_s == pytest.approx(0.98)
+    assert sequence.spent_s == pytest.approx(0.02)
     assert encoding.step(lambda: [sequence], 1.0, idle=True) is None  # there is nothing more
     assert seen == [pytest.approx(0.02)]
     encoding._preparing.shutdown()

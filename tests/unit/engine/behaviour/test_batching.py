@@ -12,9 +12,9 @@ from serve_app.engine import CorralError, TokenStream
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.loop import DecoderLoop
-from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.engine import make_guests
+from serve_app.engine.policy.forecast import Forecast
 from serve_app.types import Accepted, FinishReason
 from tests.unit.engine.harness import (
     PATIENCE_S,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from serve_app.engine import GenerationRequest, SamplingParams, Texts, TokenDelta
 from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.backends.base import EmbeddingShape, Row
-from serve_app.engine.core.command_queue import CommandQueue, QueueCapacity
+from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.engine_core import EngineCore
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
@@ -21,6 +21,7 @@ from serve_app.engine.embedding import EmbeddingQueue
 from serve_app.engine.engine import make_guests
 from serve_app.engine.health import Progress
 from serve_app.engine.pictures import PlacedTile, expanded
+from serve_app.engine.policy.policy import SlotPolicy
 from serve_app.llama.vision.positions import Pause
 from serve_app.types import MEDIUM, Picture
 from tests.doubles.backend import FakeBackend
@@ -137,8 +138,8 @@ def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
         backend.draft = TimedDraft(clock)
     if guests in ("pictures", "all"):
         backend.projector = projector
-    queue = CommandQueue(QueueCapacity(9, 0))
     sizes = options(4, n_ctx_slot=2048, n_batch=512, max_stall_s=BOUND_S)
+    queue = CommandQueue(SlotPolicy(sizes))
     core = EngineCore(backend, sizes, queue, Progress(), make_guests)
     core.budget._clock = clock
     streams = [Stream(clock) for _ in range(2)]

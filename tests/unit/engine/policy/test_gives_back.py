@@ -8,39 +8,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from serve_app.engine.core.scheduler.fair_queue import (
-    EXPECTED_S,
-    Accounts,
-    FairQueue,
-    PreemptionPolicy,
-    SlotShares,
-)
 from serve_app.engine.core.sequence import Sequence
-from serve_app.sampling import SamplingParams
-from serve_app.types import GenerationRequest
+from tests.unit.engine.policy.slots import Slots, free, sequence
 
 TOKEN_S = 0.01
 
 
-def sequence(name: str, n_tokens: int = 100, priority: int = 0) -> Sequence:
-    """A request of its first letter's client."""
-    sampling = SamplingParams(max_tokens=n_tokens)
-    request = GenerationRequest(name, (1,), sampling, client=name[0], priority=priority)
-    return Sequence(request, lambda delta: None)
-
-
-def free(one: Sequence) -> float | None:
-    return 0.0
-
-
 @dataclass
-class Simulation:
-    """Slots and a clock: each step takes as long, and gets every running sequence one token."""
+class Simulation(Slots):
+    """Each step takes as long, and gets every running sequence one token."""
 
-    n_slots: int
-    cost_s: Callable[[Sequence], float | None] = free
-    now: float = 0.0
-    running: list[Sequence] = field(default_factory=list)
     ended: list[Sequence] = field(default_factory=list)
     started: dict[str, float] = field(default_factory=dict)
     n_preempted: int = 0
@@ -48,41 +25,33 @@ class Simulation:
     served: Counter[str] = field(default_factory=Counter)
     """Tokens by client."""
 
-    def __post_init__(self) -> None:
-        self.accounts = Accounts()
-        self.waiting = FairQueue(lambda n_prompt, n: TOKEN_S * (n_prompt + n), self.accounts)
-        self.policy = PreemptionPolicy()
-
-    def arrive(self, *names: str, n_tokens: int = 100) -> None:
-        self.waiting.extend(sequence(name, n_tokens) for name in names)
+    def come(self, *names: str, n_tokens: int = 100) -> None:
+        made = (sequence(name, TOKEN_S * (1 + n_tokens), n_tokens=n_tokens) for name in names)
+        self.arrive(*made)
 
     def n_live(self, client: str) -> int:
-        all_of_them = [*self.running, *self.waiting.waiting]
-        return sum(one.request.client == client for one in all_of_them)
+        return sum(one.request.client == client for one in (*self.running, *self.waiting))
+
+    def end(self, one: Sequence) -> None:
+        """End a sequence of a client that nobody expects back."""
+        self.running.remove(one)
+        self.policy.leave(one.request)
 
     def step(self) -> None:
-        if len(self.running) == self.n_slots:
-            loser = self.policy.find(self.waiting, self.running, self.cost_s, self.now)
-            if loser is not None:
-                self.n_preempted += 1
-                self.running.remove(loser)
-                self.waiting.put_back(loser, for_another=True)
-                assert next(iter(self.waiting)) is not loser, "it would get its slot again"
-        for one in self.waiting:
-            if len(self.running) == self.n_slots:
-                break
-            self.waiting.admit(one)
-            one.trace.admitted = one.trace.admitted or self.now + 1e-9
+        for loser in self.give_back():
+            self.n_preempted += 1
+            first = next(self.policy.next(self.waiting, self.running, self))
+            assert first is not loser, "it would get its slot again"
+        for one in self.policy.next(self.waiting, self.running, self):
+            self.occupy(one)
             self.started.setdefault(one.id, self.now)
-            self.running.append(one)
         self.now += TOKEN_S
         for one in list(self.running):
-            self.waiting.charge(one, TOKEN_S / len(self.running))
+            self.policy.charge(one, TOKEN_S / len(self.running))
             self.served[one.request.client] += 1
             one.n_generated += 1
             if one.n_left == 0:
-                self.running.remove(one)
-                self.waiting.end(one)
+                self.end(one)
                 self.ended.append(one)
 
     def held(self) -> Counter[str]:
@@ -92,7 +61,7 @@ class Simulation:
 def keep_busy(simulation: Simulation, client: str, n_live: int, n_tokens: int) -> None:
     """The client has so many requests at any time."""
     for n in range(simulation.n_live(client), n_live):
-        simulation.arrive(f"{client}{simulation.now:.2f}.{n}", n_tokens=n_tokens)
+        simulation.come(f"{client}{simulation.now:.2f}.{n}", n_tokens=n_tokens)
 
 
 def ask_again(simulation: Simulation, client: str, n_tokens: int) -> str | None:
@@ -102,7 +71,7 @@ def ask_again(simulation: Simulation, client: str, n_tokens: int) -> str | None:
         return None
     simulation.n_thought = 0
     name = f"{client}{simulation.now:.2f}"
-    simulation.arrive(name, n_tokens=n_tokens)
+    simulation.come(name, n_tokens=n_tokens)
     return name
 
 
@@ -171,21 +140,25 @@ def test_what_it_costs_to_store_and_restore_sets_the_pace() -> None:
     assert 4 <= simulation.n_preempted <= 3000 * TOKEN_S / (9 * 0.5) + 1
 
 
-def table(running: str, waiting: str) -> tuple[FairQueue, list[Sequence]]:
+def table(running: str, waiting: str) -> tuple[Slots, list[Sequence]]:
     """Sequences are `a0 a1*5`: what the decoder did for one, in seconds, is behind the star; those that
     run came in that order."""
-    queue = FairQueue(lambda n_prompt, n: 0.0, Accounts())
-    made = []
+    slots = Slots(len(running.split()))
     for number, word in enumerate(running.split()):
         name, _, spent_s = word.partition("*")
-        made.append(sequence(name))
-        made[-1].spent_s, made[-1].trace.admitted = float(spent_s or 0), 1.0 + number
-    queue.extend(made)
-    for one in made:
-        queue.admit(one)
-        queue.charge(one, one.spent_s)
-    queue.extend(sequence(name) for name in waiting.split())
-    return queue, made
+        one = sequence(name, 0)
+        slots.arrive(one)
+        slots.occupy(one).trace.admitted = 1.0 + number
+        one.spent_s = float(spent_s or 0)
+    for one in slots.running:
+        slots.policy._accounts.charge(one.request.account, one.spent_s)
+    slots.arrive(*(sequence(name, 0) for name in waiting.split()))
+    return slots, list(slots.running)
+
+
+def loser(slots: Slots, cost_s: Callable[[Sequence], float | None] = free) -> Sequence | None:
+    slots.cost_s = cost_s
+    return next(iter(slots.give_back()), None)
 
 
 @pytest.mark.parametrize(
@@ -203,59 +176,51 @@ def table(running: str, waiting: str) -> tuple[FairQueue, list[Sequence]]:
     ],
 )
 def test_who_gives_way(running: str, waiting: str, gives_way: str | None) -> None:
-    queue, made = table(running, waiting)
-    found = PreemptionPolicy().find(queue, made, free, 0.0)
-    assert (found.id if found else None) == gives_way
+    slots, _ = table(running, waiting)
+    one = loser(slots)
+    assert (one.id if one else None) == gives_way
 
 
 def test_urgent_ones_and_those_that_take_too_long_keep_their_slots() -> None:
-    queue, made = table("a0*1 a1*1 a2*1 b0", "b1")
-    assert PreemptionPolicy().find(queue, made, lambda one: None, 0.0) is None
+    slots, made = table("a0*1 a1*1 a2*1 b0", "b1")
+    assert loser(slots, lambda one: None) is None
     slow = {"a2": None, "a1": 0.1}
-    found = PreemptionPolicy().find(queue, made, lambda one: slow.get(one.id, 0.0), 0.0)
-    assert found is made[1]
-    queue.extend([sequence("c0", priority=1)])
-    urgent, all_run = table("a0*1 a1*1", "")
-    urgent.extend([sequence("c0", priority=1)])
-    assert PreemptionPolicy().find(urgent, all_run, free, 0.0) is None
+    assert loser(slots, lambda one: slow.get(one.id, 0.0)) is made[1]
+    urgent, _ = table("a0*1 a1*1", "")
+    urgent.arrive(sequence("c0", 0, priority=1))
+    assert loser(urgent) is None
 
 
 def test_the_next_one_gives_way_later() -> None:
-    queue, made = table("a0*1 a1*1 a2*1 a3*1", "b0 b1")
-    queue.charge(made[0], 1.0)
-    policy = PreemptionPolicy()
-    assert policy.find(queue, made, lambda one: 0.1, now=10.0) is made[3]
-    assert policy.find(queue, made, lambda one: 0.1, now=10.8) is None
-    assert policy.find(queue, made, lambda one: 0.1, now=10.95) is made[3]
+    slots, made = table("a0*1 a1*1 a2*1 a3*1", "b0 b1")
+    slots.policy.charge(made[0], 1.0)
+    for now, expected in ((10.0, made[3]), (10.8, None), (10.95, made[2])):
+        slots.now = now
+        assert loser(slots, lambda one: 0.1) is expected
+        for one in slots.waiting[:1] if expected else ():
+            slots.occupy(next(waiting for waiting in slots.waiting if waiting.id[0] == "b"))
+            assert one is expected
 
 
 @pytest.mark.parametrize(
-    ("n_slots", "running", "left", "client", "n_kept"),
+    ("running", "waiting", "n_slots", "given"),
     [
-        (4, "mmm", "", "m", 0),
-        (4, "mmm", "a", "m", 1),
-        (4, "mm", "a", "m", 1),
-        (4, "m", "a", "m", 0),  # it may have two
-        (4, "mmm", "a", "b", 0),  # it has nothing
-        (4, "mm", "ab", "m", 2),
-        (4, "m", "abcd", "m", 2),  # half of them at most
-        (1, "m", "a", "m", 0),
+        pytest.param("A0 A1 B0", "c0", 3, "B0", id="the youngest"),
+        pytest.param("A0 A1 B0", "c0 d0", 3, "A1 B0", id="as many as lack"),
+        pytest.param("A0 A1 B0", "c0 d0 e0 f0", 3, "A0 A1 B0", id="not more than there are"),
+        pytest.param("A0 A1 B0", "c0 d0", 4, "B0", id="one slot is idle"),
+        pytest.param("A0 b0", "C0 C1", 2, "", id="not for each other"),
+        pytest.param("a0 b0", "c0", 2, "", id="only what is behind"),
     ],
 )
-def test_who_has_its_share_leaves_slots_to_those_who_have_just_left(
-    n_slots: int, running: str, left: str, client: str, n_kept: int
+def test_what_is_behind_gives_its_slots_to_all_others(
+    running: str, waiting: str, n_slots: int, given: str
 ) -> None:
-    shares = SlotShares(n_slots)
-    for one in left:
-        shares.left(one, 5.0)
-    assert shares.n_kept(client, [sequence(one) for one in running], 5.1) == n_kept
-
-
-def test_it_ends_when_they_are_back_or_late() -> None:
-    shares, running = SlotShares(8), [sequence("m")] * 7
-    shares.left("a", 0.0)
-    shares.left("b", 0.1)
-    assert shares.n_kept("m", running, 0.2) == 2
-    shares.came("b")
-    assert shares.n_kept("m", running, 0.2) == 1
-    assert shares.n_kept("m", running, EXPECTED_S) == 0
+    """Capital ones are in the background."""
+    slots = Slots(n_slots)
+    for number, name in enumerate(running.split()):
+        one = sequence(name, 0, background=name[0].isupper())
+        slots.arrive(one)
+        slots.occupy(one).trace.admitted = 1.0 + number
+    slots.arrive(*(sequence(name, 0, background=name[0].isupper()) for name in waiting.split()))
+    assert " ".join(one.id for one in slots.give_back()) == given

@@ -1,10 +1,10 @@
-"""The backlog: seconds of work that are queued. Pure: no model, no threads, no clock."""
+"""Forecasts: the seconds of work that are queued, and the waits that follow. Pure: no threads, no clock."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from serve_app.engine.autotune.cost_model import CostModel
@@ -77,7 +77,7 @@ class Forecast:
     crowding: float = 1.0
     """The factor by which the streams of that moment slow prompts down."""
 
-    def expected(
+    def expect(
         self, sequence: Sequence, live: Mapping[str, int], arrived: Iterable[Sequence]
     ) -> Expected:
         """The forecast for a sequence of a client behind all that `live` and `arrived` have: see `wait_s`.
@@ -101,7 +101,7 @@ class Forecast:
             *(prompt_s + n_left * alone_s, before_s + n_left * token_s),
         )
 
-    def accepted(self, sequence: Sequence) -> Accepted:
+    def acceptance(self, sequence: Sequence) -> Accepted:
         """The acceptance of a sequence, with its forecast as far as there is one."""
         expected = sequence.expected
         if expected is None or not self.token_s:
@@ -206,7 +206,7 @@ class Backlog:
         """Seconds of work, as measured at the start, that get done in a second with all slots busy."""
         self._first_tokens, self._ends = ForecastErrors(), ForecastErrors()
 
-    def progressed(self, n_prompt: int, n_generated: int, seconds: float) -> None:
+    def learn_pace(self, n_prompt: int, n_generated: int, seconds: float) -> None:
         """Learn how fast work gets done from a step with all slots busy, `seconds` without sampling:
         neighbours on the machine slow it down, and so do bounded stalls."""
         done_s = n_prompt * self._costs.prompt_token_s + n_generated * self._token_s
@@ -218,13 +218,14 @@ class Backlog:
     def _token_s(self) -> float:
         return self._costs.steps_s(self._n_slots, 0) / self._n_slots
 
-    def ended(self, sequence: Sequence) -> None:
-        """Learn from an answer's length."""
-        self.n_generated += _NEWEST * (sequence.n_generated - self.n_generated)
+    def cost_s(self, sequence: Sequence) -> float:
+        """The seconds that a sequence will probably take; 0 if nothing was measured."""
+        return sum(self._forecast.parts_of([sequence]))
 
-    def came_true(self, sequence: Sequence, end: SequenceEnd) -> None:
-        """Learn from the times of a sequence how wrong its forecast was. One in the background teaches
-        nothing: whoever comes later goes first."""
+    def learn_end(self, sequence: Sequence, end: SequenceEnd) -> None:
+        """Learn from an answer's length, and from its times how wrong their forecast was. The times of one
+        in the background teach nothing: whoever comes later goes first."""
+        self.n_generated += _NEWEST * (sequence.n_generated - self.n_generated)
         expected, times = sequence.expected, end.timings
         if expected is None or sequence.is_behind or times.n_failovers or not sequence.n_generated:
             return
@@ -242,27 +243,34 @@ class Backlog:
 
     def forecast(self, live: Iterable[Sequence], crowding: float = 1.0) -> Forecast:
         """The forecast over these sequences, of which streams slow prompts down by that factor."""
-        prompt_token_s, token_s = (
-            seconds / self._pace for seconds in (self._costs.prompt_token_s, self._token_s)
-        )
-        rates = self._n_slots, prompt_token_s, token_s, self.n_generated
-        rated, work, live = Forecast(*rates), dict[str, float](), list(live)
-        n_left = (rated._n_left(sequence) for sequence in live if sequence.trace.admitted)
-        first_end_s = min(n_left, default=0.0) * self._n_slots * token_s
+        idle, work, live = self._forecast, dict[str, float](), list(live)
+        n_left = (idle._n_left(sequence) for sequence in live if sequence.trace.admitted)
+        first_end_s = min(n_left, default=0.0) * self._n_slots * idle.token_s
         work_s = prefill_s = background_s = 0.0
         for sequence in live:
-            client, (prompt_s, answer_s) = sequence.request.account, rated.parts_of([sequence])
+            client, (prompt_s, answer_s) = sequence.request.account, idle.parts_of([sequence])
             work[client] = work.get(client, 0.0) + prompt_s + answer_s
             if sequence.request.background:
                 background_s += prompt_s + answer_s
             else:
                 work_s += prompt_s + answer_s
                 prefill_s += prompt_s
-        return Forecast(
-            *(*rates, work_s, prefill_s, work, background_s),
-            self._costs.steps_s(1, 0) / self._pace,
-            self._first_tokens.correction,
-            self._ends.correction,
-            first_end_s,
-            crowding,
+        return replace(
+            idle,
+            work_s=work_s,
+            prefill_s=prefill_s,
+            work_by_client=work,
+            background_s=background_s,
+            first_token=self._first_tokens.correction,
+            end=self._ends.correction,
+            first_end_s=first_end_s,
+            crowding=crowding,
         )
+
+    @property
+    def _forecast(self) -> Forecast:
+        """The forecast over no sequences, without corrections."""
+        seconds = self._costs.prompt_token_s, self._token_s, self._costs.steps_s(1, 0)
+        prompt_token_s, token_s, alone_token_s = (each / self._pace for each in seconds)
+        rates = prompt_token_s, token_s, self.n_generated
+        return Forecast(self._n_slots, *rates, alone_token_s=alone_token_s)

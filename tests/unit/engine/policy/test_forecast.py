@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.core.scheduler.backlog import Backlog, ForecastErrors
 from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.policy.forecast import Backlog, ForecastErrors
 from serve_app.sampling import SamplingParams
-from serve_app.types import GenerationRequest
+from serve_app.types import FinishReason, GenerationRequest
 
 COSTS = CostModel(Profile({1: 0.05, 4: 0.08}, {16: 0.16, 100: 0.5}))
 
@@ -42,7 +42,9 @@ def test_it_learns_how_long_answers_are() -> None:
     for _ in range(100):
         done = waiting(1, None)
         done.n_generated = 10
-        backlog.ended(done)
+        end = done.finish(FinishReason.ABORT).end
+        assert end is not None
+        backlog.learn_end(done, end)
     assert seconds(backlog, waiting(1, None)) == pytest.approx(10 * 0.02, rel=0.01)
 
 
@@ -58,7 +60,7 @@ def test_a_first_token_waits_for_the_prompts_before_it_as_streams_slow_them() ->
     """Prompts take 0.5 s each, and a token of the one request that is alone 0.05 s."""
     backlog, other, own = Backlog(COSTS, n_slots=4), waiting(101, 50, "a"), waiting(101, 50, "b")
     for crowding, expected_s in ((1.0, 1.25), (3.0, 3.0)):  # at least by its slots' load: a quarter
-        expected = backlog.forecast([other], crowding).expected(own, {"a": 1}, [])
+        expected = backlog.forecast([other], crowding).expect(own, {"a": 1}, [])
         token_s = 0.05 + (0.08 - 0.05) / 3
         assert expected.first_token_s == pytest.approx(expected_s + token_s)
         assert expected.alone_s == pytest.approx(0.55)
@@ -121,17 +123,17 @@ def test_it_learns_how_fast_work_gets_done() -> None:
     """Half as fast as measured, for a minute; steps without tokens say nothing."""
     backlog = Backlog(COSTS, n_slots=4)
     for _ in range(60):
-        backlog.progressed(100, 0, 1.0)
-        backlog.progressed(0, 0, 1.0)
+        backlog.learn_pace(100, 0, 1.0)
+        backlog.learn_pace(0, 0, 1.0)
     assert seconds(backlog, waiting(1, 50)) == pytest.approx(2 * 50 * 0.02, rel=0.01)
     for _ in range(60):
-        backlog.progressed(0, 50, 1.0)
+        backlog.learn_pace(0, 50, 1.0)
     assert seconds(backlog, waiting(101, None)) == pytest.approx(0.5 + 128 * 0.02, rel=0.01)
 
 
 def test_nothing_measured_nothing_learnt() -> None:
     backlog = Backlog(CostModel(Profile()), 4)
-    backlog.progressed(100, 10, 1.0)
+    backlog.learn_pace(100, 10, 1.0)
     assert seconds(backlog, waiting(9, 9)) == 0
 
 
@@ -139,13 +141,13 @@ def test_a_first_token_is_forecast_behind_prompts_and_full_slots() -> None:
     """A prompt token takes 5 ms, and a step 50 ms for one sequence, 80 ms for four."""
     forecast = Backlog(COSTS, n_slots=4).forecast
     new = waiting(101, 10)
-    alone = forecast([]).expected(new, {}, [])
+    alone = forecast([]).expect(new, {}, [])
     assert alone.first_token_s == alone.alone_s == pytest.approx(0.5 + 0.05)
     assert alone.end_s == alone.end_alone_s == pytest.approx(0.5 + 10 * 0.05)
-    two = forecast([waiting(101, 10)] * 2).expected(new, {"": 2}, [])
+    two = forecast([waiting(101, 10)] * 2).expect(new, {"": 2}, [])
     assert two.first_token_s == pytest.approx((2 * 0.5 + 0.5) * 1.5 + 0.07)
     assert two.end_s == pytest.approx(two.first_token_s + 9 * 0.07)
-    full = forecast([waiting(1, 100)] * 4).expected(new, {"": 4}, [])
+    full = forecast([waiting(1, 100)] * 4).expect(new, {"": 4}, [])
     assert full.wait_s == pytest.approx(4 * 100 * 0.02 / 4)
     assert full.first_token_s == pytest.approx(full.wait_s + 2 * 0.5 + 0.08)
 
@@ -154,14 +156,14 @@ def test_what_is_cached_is_not_forecast_to_be_computed() -> None:
     new = waiting(101, 10)
     new.n_likely_cached = 80
     forecast = Backlog(COSTS, n_slots=4).forecast([])
-    assert forecast.expected(new, {}, []).first_token_s == pytest.approx(20 * 0.005 + 0.05)
+    assert forecast.expect(new, {}, []).first_token_s == pytest.approx(20 * 0.005 + 0.05)
 
 
 def test_a_sequence_in_the_background_waits_for_all_others() -> None:
     behind = waiting(101, 10)
     behind.is_behind = True
     forecast = Backlog(COSTS, n_slots=1).forecast([waiting(1, 100)] * 3)
-    assert forecast.expected(behind, {"a": 3}, []).wait_s == pytest.approx(3 * 100 * 0.05)
+    assert forecast.expect(behind, {"a": 3}, []).wait_s == pytest.approx(3 * 100 * 0.05)
 
 
 def test_forecasts_learn_by_what_factor_they_are_wrong() -> None:

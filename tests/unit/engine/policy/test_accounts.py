@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.core.scheduler.fair_queue import Accounts
+from serve_app.engine.policy.accounts import Accounts
 
 
 def entered(*clients: str) -> Accounts:
