@@ -16,22 +16,22 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from serve_app import __version__
-from serve_app.application.deployments import (
+from serve_app.base.errors import ConfigError, EngineUnavailableError
+from serve_app.cluster.deployments import (
     engine_options,
     ingress_options,
     ingress_settings,
     refuse_strangers,
 )
-from serve_app.application.model_host import ConfiguredHost
-from serve_app.application.resolving import resolve_all
-from serve_app.application.serve_check import check_serve
+from serve_app.cluster.ingress import Ingress
+from serve_app.cluster.replica import EngineReplica, OnDemandReplica
+from serve_app.cluster.serve_check import check_serve
+from serve_app.cluster.serve_handle import ServeHandle
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import ModelConfig, with_models
-from serve_app.errors import ConfigError, EngineUnavailableError
-from serve_app.ingress.deployment import Ingress
-from serve_app.replica.deployment import EngineReplica, OnDemandReplica
-from serve_app.routing.serve_handle import ServeHandle
+from serve_app.run.model_host import ConfiguredHost
+from serve_app.run.resolving import resolve_all
 from serve_app.store.models import added_models
 from serve_app.store.shared_entries import AddedModels, Entry, added_application
 

@@ -85,7 +85,7 @@ from loadtests.compare.sides import (
     is_url,
     start,
 )
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure.benchmark import (
     bounded,
     choice,
     listed,

@@ -49,7 +49,7 @@ from loadtests.compare.sides import (
     expect,
     start,
 )
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure.benchmark import (
     SEED,
     bounded,
     choice,
@@ -62,7 +62,7 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.measure.outcomes import StreamedAnswer
+from serve_app.cli.measure.outcomes import StreamedAnswer
 
 LENGTHS = {"short": (128, 64), "medium": (1024, 128), "long": (4096, 256)}
 """Tokens of a prompt, and of its answer."""

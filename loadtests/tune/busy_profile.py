@@ -23,11 +23,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from serve_app.cli.measure import benchmark
+from serve_app.cli.measure.process import all_arrivals, opened, started
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.autotune import profile_cache
 from serve_app.engine.choice.plan import Plan
-from serve_app.measure import benchmark
-from serve_app.measure.process import all_arrivals, opened, started
+from serve_app.engine.costs import profile_cache
 
 _N_PROMPT, _N_ANSWER, _N_REQUESTS, _PAUSE_S = 160, 24, 8, 2.6
 _LIMIT_S = 120.0

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from serve_app.cli.client import Client, Json
 from serve_app.cli.screen import plain_table
-from serve_app.placement.machine import list_cpus
+from serve_app.run.placement.machine import list_cpus
 
 _RATE_FRAMES = 3
 """Frames, one a second, after which rates mean something."""

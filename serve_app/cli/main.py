@@ -30,8 +30,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
+            from serve_app.base.errors import ConfigError
             from serve_app.cli.client import ServerError
-            from serve_app.errors import ConfigError
 
             is_broken_pipe = isinstance(error, BrokenPipeError)  # which Typer ends quietly
             if is_broken_pipe or not isinstance(error, (ConfigError, ServerError, OSError)):
@@ -195,7 +195,7 @@ def check(file: Annotated[Path, typer.Argument(help="A configuration file.")]) -
 
     Example: `corral check serve_config.yaml`
     """
-    from serve_app.application.serve_check import check_serve
+    from serve_app.cluster.serve_check import check_serve
     from serve_app.config import schema
 
     application = schema.load(file)
@@ -213,7 +213,7 @@ def hash_keys(
 
     Example: `corral hash-keys keys.yaml`
     """
-    from serve_app.ingress.access.api_keys import hash_keys
+    from serve_app.server.access.api_keys import hash_keys
 
     n_keys = hash_keys(file)
     typer.echo(f"{file}: {n_keys} API keys were replaced by their hashes.")
@@ -401,25 +401,25 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
 @app.command(rich_help_panel=_OFFLINE, context_settings=_FORWARDED, add_help_option=False)
 def batch(context: typer.Context) -> None:
     """Answer a file of requests, or a column of a table. No server is needed."""
-    _forward(context, "serve_app.batch", needs=("pyarrow", "pandas"))
+    _forward(context, "serve_app.plugins.batch", needs=("pyarrow", "pandas"))
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure the engine alone, without HTTP: tokens a second by the number of sequences."""
-    _forward(context, "serve_app.measure.bench")
+    _forward(context, "serve_app.cli.measure.bench")
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
 def tune(context: typer.Context) -> None:
     """Find the format, threads and cache with which this machine serves a model fastest."""
-    _forward(context, "serve_app.measure.tune")
+    _forward(context, "serve_app.cli.measure.tune")
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
 def capacity(context: typer.Context) -> None:
     """Find how many users a server holds within an SLO."""
-    _forward(context, "serve_app.measure.capacity")
+    _forward(context, "serve_app.cli.measure.capacity")
 
 
 def _forward(context: typer.Context, module: str, needs: Sequence[str] = ()) -> NoReturn:

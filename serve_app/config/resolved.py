@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.types import Adapters, AdapterUse
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource, ProjectorSource
-from serve_app.engine.options import EngineOptions
-from serve_app.types import Adapters, AdapterUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,18 @@ from pydantic import (
 )
 from pydantic.networks import IPvAnyNetwork
 
-from serve_app.addresses import is_loopback
+from serve_app.base.addresses import is_loopback
+from serve_app.base.errors import ConfigError
+from serve_app.base.formats import (
+    BackendName,
+    CacheType,
+    EmbeddingPooling,
+    LoadMode,
+    NumaStrategy,
+    Quantization,
+)
+from serve_app.base.sampling import Api
+from serve_app.base.sampling_fields import takes_sampling
 from serve_app.config.problems import describe_errors
 from serve_app.config.serve_options import RayServeOptions
 from serve_app.config.sources import (
@@ -36,17 +47,6 @@ from serve_app.config.sources import (
     ProjectorSource,
     Section,
 )
-from serve_app.errors import ConfigError
-from serve_app.llama.formats import (
-    BackendName,
-    CacheType,
-    EmbeddingPooling,
-    LoadMode,
-    NumaStrategy,
-    Quantization,
-)
-from serve_app.sampling import Api
-from serve_app.sampling_fields import takes_sampling
 
 _HOST_NAME = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]+)$"
 _MODEL_NAME = rf"^\*$|{MODEL_ID}"

@@ -1,7 +1,7 @@
 """Ray Serve's options of a deployment, by Serve's own names. Needs no Ray.
 
 Only names are checked here, and the values that Corral reads itself. Serve's own models check all values
-before anything is deployed: `serve_app.application.serve_check`.
+before anything is deployed: `serve_app.cluster.serve_check`.
 """
 
 from __future__ import annotations

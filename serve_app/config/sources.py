@@ -11,8 +11,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from serve_app.errors import ConfigError
-from serve_app.store import names
+from serve_app.base.errors import ConfigError
+from serve_app.config import model_names as names
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _PART = r"(\d+(?:\.\d+)?)([smh])"

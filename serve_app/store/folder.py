@@ -1,6 +1,6 @@
 """The folder that downloaded models lie in: who uses which, and which go when there is no room.
 
-Each model has a folder, and a lock; see `serve_app.locks`. While it is downloaded, its files are in another
+Each model has a folder, and a lock; see `serve_app.base.locks`. While it is downloaded, its files are in another
 folder, whose name ends in `.part`.
 """
 
@@ -12,8 +12,8 @@ import shutil
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from serve_app.errors import ConfigError
-from serve_app.folders import GIB, PART, BoundedFolder, sync
+from serve_app.base.errors import ConfigError
+from serve_app.base.folders import GIB, PART, BoundedFolder, sync
 from serve_app.store.remote import RemoteFile, RemoteModel
 
 _VOCABULARIES = "vocabulary"

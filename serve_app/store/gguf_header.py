@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from serve_app.errors import ConfigError
+from serve_app.base.errors import ConfigError
 
 Read = Callable[[int, int], bytes]
 """The bytes of a file from a start up to an end; fewer where the file ends."""

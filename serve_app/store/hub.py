@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from serve_app.errors import ConfigError
-from serve_app.store import names, remote
-from serve_app.store.names import HubName
+from serve_app.base.errors import ConfigError
+from serve_app.config import model_names as names
+from serve_app.config.model_names import HubName
+from serve_app.store import remote
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LIBRARY = "corral"

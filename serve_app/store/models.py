@@ -9,16 +9,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from serve_app import folders
-from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
+from serve_app.base import folders, shards
+from serve_app.base.errors import ConfigError
+from serve_app.base.folders import sync
+from serve_app.base.progress import Report, Stage
+from serve_app.config import model_names as names
+from serve_app.config.model_names import HubName
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
-from serve_app.errors import ConfigError
-from serve_app.folders import sync
-from serve_app.llama import shards
-from serve_app.progress import Report, Stage
-from serve_app.store import gguf_header, hub, names
+from serve_app.store import gguf_header, hub
+from serve_app.store.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from serve_app.store.folder import ModelsFolder, disk_error
-from serve_app.store.names import HubName
 from serve_app.store.remote import RemoteFile, RemoteModel, find_url
 from serve_app.store.shared_entries import AddedModels
 

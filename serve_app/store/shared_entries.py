@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
+from serve_app.base.errors import InvalidRequestError
+from serve_app.base.progress import Report, Stage
+from serve_app.base.types import AdapterUse, FetchingReplica
 from serve_app.config.sources import AdapterConfig
-from serve_app.errors import InvalidRequestError
-from serve_app.progress import Report, Stage
-from serve_app.types import AdapterUse, FetchingReplica
 
 _TELL_EVERY_S = 1.0
 _STALE_S = 10.0
@@ -103,7 +103,7 @@ def shared_values() -> KeyValues:
     """The values that this process shares: those of Ray's head, unless it keeps them in a folder."""
     global _values
     if _values is None:
-        from serve_app.store.ray_values import RayValues
+        from serve_app.cluster.ray_values import RayValues
 
         _values = RayValues()
     return _values

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from serve_app.base.sampling import PARAMETERS
 from serve_app.config.keys import ApiKey
 from serve_app.config.schema import (
     AppConfig,
@@ -20,7 +21,6 @@ from serve_app.config.schema import (
     WhisperConfig,
 )
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
-from serve_app.sampling import PARAMETERS
 from tests.documents.tables import table
 
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {

@@ -25,10 +25,10 @@ from schemathesis.python.asgi import shutdown_lifespans
 
 from serve_app.config.schema import IngressConfig
 from serve_app.engine import Engine, EngineOptions
-from serve_app.ingress.model_registry import ServedModel
-from serve_app.ingress.workers import wire
-from serve_app.ingress.workers.wire import Piece
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.server.model_registry import ServedModel
+from serve_app.server.workers import wire
+from serve_app.server.workers.wire import Piece
 from tests.doubles.api import InProcess, build_api
 from tools.local_client import LocalClient
 

@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from loadtests.common.servers import is_healthy, running
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import GenerationRequest
+from serve_app.cli.measure import quality
 from serve_app.engine import Engine
 from serve_app.engine.stream import TokenStream
-from serve_app.llama.model import Model
-from serve_app.measure import quality
-from serve_app.sampling import SamplingParams
-from serve_app.types import GenerationRequest
+from serve_app.kernels.llama.model import Model
 from tests.peers.conftest import server_binary
 from tests.real.models import TEXT
 

@@ -29,19 +29,19 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 from ray.serve.schema import ServeDeploySchema
 from ray.util.metrics import Counter, Histogram, Metric
 
+from serve_app.base.errors import RateLimitError, SlowRequestError
+from serve_app.base.folders import cache_folder
+from serve_app.base.metrics import make_with
 from serve_app.cli.main import app
+from serve_app.cluster import one_machine
+from serve_app.cluster.metrics import use_rays_exporter
+from serve_app.cluster.one_machine import environment_of
 from serve_app.config import schema
-from serve_app.errors import RateLimitError, SlowRequestError
-from serve_app.folders import cache_folder
-from serve_app.metrics import make_with
-from serve_app.replica.reporting import ReplicaMetrics
-from serve_app.routing.metrics import use_rays_exporter
-from serve_app.start import one_machine
-from serve_app.start.one_machine import environment_of
+from serve_app.run.replica.reporting import ReplicaMetrics
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
-START = ROOT / "serve_app/start"
+START = ROOT / "serve_app/cluster"
 UNITS = sorted(CLUSTER.glob("systemd/*.service"))
 
 

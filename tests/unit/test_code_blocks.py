@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from serve_app import sampling
+from serve_app.base import sampling
 from serve_app.engine.core.engine_core import EngineCore
 from tests.clients.agents.agents import AGENTS
 from tests.documents import blocks as documents

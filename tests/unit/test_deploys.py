@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from serve_app.app import build, fingerprint
-from serve_app.application.resolving import resolve
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
+from serve_app.run.resolving import resolve
 
 ENGINE = {"n_slots": 1, "n_ctx_slot": 256, "threads": 1}
 

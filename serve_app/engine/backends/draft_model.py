@@ -9,20 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.profiler import Profiler, in_turns
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import ConfigError, DecodeError, EngineFailedError
+from serve_app.base.formats import Threads
 from serve_app.engine.backends.base import GUESSED, MemoryUse, Row
 from serve_app.engine.choice.apart import apart
-from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError, DecodeError, EngineFailedError
-from serve_app.llama import library
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.formats import Threads
-from serve_app.llama.hidden_states import HiddenStates, OwnLayersContext, States
-from serve_app.llama.model import Model
+from serve_app.engine.costs import profile_cache
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.costs.profiler import Profiler, in_turns
+from serve_app.engine.guests.drafts.drafting import MAX_DRAFTED_ROWS
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.hidden_states import HiddenStates, OwnLayersContext, States
+from serve_app.kernels.llama.model import Model
 
 logger = logging.getLogger("corral.engine")
 

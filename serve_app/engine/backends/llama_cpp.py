@@ -15,32 +15,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app import progress
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.base import progress
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import ConfigError, DecodeError
+from serve_app.base.progress import Report, Stage
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import Adapters
 from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse, Row, Setup, State
 from serve_app.engine.backends.draft_model import OwnLayersDraft, draft_for, open_draft
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.choice.caches import choose_cache
 from serve_app.engine.choice.plan import LLAMA_CPP_PLAN, Mode, Plan
 from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
-from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError, DecodeError
-from serve_app.llama import library
-from serve_app.llama.cache_sizes import cache_sizes
-from serve_app.llama.context import Adapter, Context, ContextOptions
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.hidden_states import HiddenStates
-from serve_app.llama.model import Model
-from serve_app.llama.sampler import SequenceSampler
-from serve_app.llama.vision.positions import Positions, Tile
-from serve_app.progress import Report, Stage
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.guests.drafts.drafting import MAX_DRAFTED_ROWS
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.cache_sizes import cache_sizes
+from serve_app.kernels.llama.context import Adapter, Context, ContextOptions
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.hidden_states import HiddenStates
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.llama.sampler import SequenceSampler
+from serve_app.kernels.llama.vision.positions import Positions, Tile
 from serve_app.prompt.chat_template import delimiters
-from serve_app.sampling import SamplingParams
-from serve_app.types import Adapters
 
 if TYPE_CHECKING:
-    from serve_app.llama.vision.projector import MtmdProjector
+    from serve_app.kernels.llama.vision.projector import MtmdProjector
 
 logger = logging.getLogger("corral.engine")
 
@@ -502,6 +502,6 @@ def _n_past_states(model: Model, options: EngineOptions) -> int:
 def _open_projector(model: Model, options: EngineOptions) -> MtmdProjector | None:
     if options.projector is None:
         return None
-    from serve_app.llama.vision.projector import MtmdProjector  # its library takes memory
+    from serve_app.kernels.llama.vision.projector import MtmdProjector  # its library takes memory
 
     return MtmdProjector(model, options.projector, options.threads)

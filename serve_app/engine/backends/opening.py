@@ -8,15 +8,15 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import ConfigError
+from serve_app.base.progress import Report, nowhere
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.engine.choice.choose import choose, said
 from serve_app.engine.choice.plan import OPENVINO, Plan
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError
-from serve_app.llama.model import Model
-from serve_app.openvino import convert
-from serve_app.progress import Report, nowhere
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.openvino import convert
 
 logger = logging.getLogger("corral.engine")
 

@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app import progress
-from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.profiler import DEPTH, ROOM, Depth, Profiler, in_turns, paged_depth
+from serve_app.base import progress
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import ConfigError
+from serve_app.base.formats import Threads
+from serve_app.base.progress import Report, Stage
+from serve_app.base.sampling import SamplingParams
 from serve_app.engine.backends.base import (
     Backend,
     CacheTraits,
@@ -32,24 +34,22 @@ from serve_app.engine.backends.draft_model import draft_for, open_draft
 from serve_app.engine.backends.llama_cpp import LlamaBackend, LlamaEmbeddings
 from serve_app.engine.choice.caches import kept_or_measured
 from serve_app.engine.choice.plan import OPENVINO_PLAN, PAGED, CachePlan, Plan
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError
-from serve_app.llama.formats import Threads
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.model import Model
-from serve_app.llama.sampler import SequenceSampler
-from serve_app.openvino.convert import converted_of, unserved, versions
-from serve_app.openvino.encoder import Encoder
-from serve_app.openvino.gguf_model import EmbeddingRows
-from serve_app.openvino.paged.blocks import BLOCK
-from serve_app.openvino.paged.compiling import CacheType, check_cache_type
-from serve_app.openvino.paged.context import PagedContext
-from serve_app.openvino.paged.model import Layers, PagedModel, PagedOptions
-from serve_app.openvino.parts import WHOLE
-from serve_app.progress import Report, Stage
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.costs.profiler import DEPTH, ROOM, Depth, Profiler, in_turns, paged_depth
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.llama.sampler import SequenceSampler
+from serve_app.kernels.openvino.convert import converted_of, unserved, versions
+from serve_app.kernels.openvino.encoder import Encoder
+from serve_app.kernels.openvino.gguf_model import EmbeddingRows
+from serve_app.kernels.openvino.paged.blocks import BLOCK
+from serve_app.kernels.openvino.paged.compiling import CacheType, check_cache_type
+from serve_app.kernels.openvino.paged.context import PagedContext
+from serve_app.kernels.openvino.paged.model import Layers, PagedModel, PagedOptions
+from serve_app.kernels.openvino.parts import WHOLE
+from serve_app.plugins.stages.chain import StageChain
 from serve_app.prompt.chat_template import delimiters
-from serve_app.sampling import SamplingParams
-from serve_app.stages.chain import StageChain
 
 logger = logging.getLogger("corral.engine")
 

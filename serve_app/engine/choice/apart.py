@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
-from serve_app.errors import ConfigError, EngineFailedError
+from serve_app.base.errors import ConfigError, EngineFailedError
 
 # Seconds that a call may take: to convert a large model takes the most of it.
 _LIMIT_S = 3600.0

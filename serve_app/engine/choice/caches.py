@@ -9,17 +9,17 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import Protocol
 
-from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.profiler import DEPTH, ROOM, DeepProfiler, Profiler, in_turns
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.formats import Threads, block_size
+from serve_app.base.progress import Report, Stage
 from serve_app.engine.choice.plan import CachePlan, Mode, Plan
 from serve_app.engine.choice.rating import alike, fastest, filled, request_s
 from serve_app.engine.choice.threads import best_threads
-from serve_app.engine.options import EngineOptions
-from serve_app.llama.context import Context
-from serve_app.llama.formats import Threads, block_size
-from serve_app.llama.model import Model
-from serve_app.progress import Report, Stage
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.costs.profiler import DEPTH, ROOM, DeepProfiler, Profiler, in_turns
+from serve_app.kernels.llama.context import Context
+from serve_app.kernels.llama.model import Model
 
 logger = logging.getLogger("corral.engine")
 

@@ -19,7 +19,10 @@ from pathlib import Path
 
 from gguf import LlamaFileType
 
-from serve_app.engine.autotune import profile_cache
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import ConfigError, CorralError
+from serve_app.base.folders import GIB
+from serve_app.base.progress import Report, Stage, nowhere
 from serve_app.engine.choice.apart import apart
 from serve_app.engine.choice.kernels import MODE, kernels_profiles
 from serve_app.engine.choice.plan import (
@@ -33,14 +36,11 @@ from serve_app.engine.choice.plan import (
     kept_plan,
 )
 from serve_app.engine.choice.rating import alike, fastest, joined, request_s
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError, CorralError
-from serve_app.folders import GIB
-from serve_app.llama import library
-from serve_app.llama.model import Model, files_of, fingerprint_of
-from serve_app.openvino import convert
-from serve_app.openvino.slices import converted_slice
-from serve_app.progress import Report, Stage, nowhere
+from serve_app.engine.costs import profile_cache
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.model import Model, files_of, fingerprint_of
+from serve_app.kernels.openvino import convert
+from serve_app.kernels.openvino.slices import converted_slice
 
 logger = logging.getLogger("corral.engine")
 

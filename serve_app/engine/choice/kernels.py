@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.profiler import CHUNKS, Profiler, in_turns
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.formats import Threads
 from serve_app.engine.choice.plan import OPENVINO, Kernels, Mode, Plan
-from serve_app.engine.options import EngineOptions
-from serve_app.llama.formats import Threads
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.costs.profiler import CHUNKS, Profiler, in_turns
 
 MODE = Mode(flash_attn=True, kv_unified=False)
 """The mode in which llama.cpp is measured."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.options import KernelsName
-from serve_app.llama.formats import Threads
+from serve_app.base.engine_options import KernelsName
+from serve_app.base.formats import Threads
+from serve_app.engine.costs import profile_cache
+from serve_app.engine.costs.cost_model import Profile
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from serve_app.engine.autotune.cost_model import CostModel, Profile, predicted
+from serve_app.base.engine_options import EngineOptions
 from serve_app.engine.choice.plan import Mode
-from serve_app.engine.options import EngineOptions
+from serve_app.engine.costs.cost_model import CostModel, Profile, predicted
 
 Name = TypeVar("Name")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Protocol
 
+from serve_app.base.formats import FEW_ROWS, Threads
 from serve_app.engine.backends.base import Row
 from serve_app.engine.choice.rating import fastest
-from serve_app.llama.formats import FEW_ROWS, Threads
 
 # With no more threads than this, each is worth having.
 _FEW_THREADS = 4
@@ -19,7 +19,7 @@ _MOST_ROUNDS = 5
 
 
 class TimedContext(Protocol):
-    """The methods needed of a context; see `serve_app.llama.context.Context`."""
+    """The methods needed of a context; see `serve_app.kernels.llama.context.Context`."""
 
     def decode(self, rows: Sequence[Row]) -> None: ...
 

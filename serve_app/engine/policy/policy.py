@@ -25,19 +25,19 @@ from collections.abc import Sequence as SequenceOf
 from operator import attrgetter, itemgetter
 from typing import Protocol, TypeVar
 
-from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.options import EngineOptions
-from serve_app.engine.policy.accounts import Accounts
-from serve_app.engine.policy.forecast import Expected, Forecast
-from serve_app.engine.policy.places import Places
-from serve_app.errors import (
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import (
     CorralError,
     DeadlineError,
     InvalidRequestError,
     QueueFullError,
     RateLimitError,
 )
-from serve_app.types import NO_DEADLINE, GenerationRequest, account
+from serve_app.base.types import NO_DEADLINE, GenerationRequest, account
+from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.policy.accounts import Accounts
+from serve_app.engine.policy.forecast import Expected, Forecast
+from serve_app.engine.policy.places import Places
 
 BACKGROUND_PLACES = 2
 """Requests in the background that may wait or run, for each slot: those that fill it, and the next ones."""

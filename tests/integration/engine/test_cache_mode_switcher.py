@@ -9,17 +9,17 @@ from unittest import mock
 
 import pytest
 
+from serve_app.base.formats import Threads
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends import llama_cpp
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.choice.plan import REPACKED, CachePlan, Mode, Plan
 from serve_app.engine.core import loop
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.formats import Threads
-from serve_app.llama.model import Model
+from serve_app.engine.costs import profile_cache
+from serve_app.engine.costs.cost_model import CostModel, Profile
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.model import Model
 from tests.unit.engine.harness import until
 from tools.random_models.model import SHAPES, write_random_gguf
 

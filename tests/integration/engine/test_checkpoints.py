@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serve_app.base.formats import CacheLayout
 from serve_app.config.schema import EngineConfig
-from serve_app.config.sizing import CacheNeeds, ModelNeeds
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.engine.kv_cache.contents import CHECKPOINTS_OF_SLOT
-from serve_app.engine.kv_cache.packing import packed
-from serve_app.engine.kv_cache.prefixes import Prefix
-from serve_app.llama import library
-from serve_app.llama.formats import CacheLayout
-from serve_app.llama.model import Model
+from serve_app.engine.cache.contents import CHECKPOINTS_OF_SLOT
+from serve_app.engine.cache.packing import packed
+from serve_app.engine.cache.prefixes import Prefix
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.model import Model
+from serve_app.run.sizing import CacheNeeds, ModelNeeds
 from tests.integration.engine.opening import opener
 from tests.integration.models.forgetful_models import FORGETFUL, WINDOW
 

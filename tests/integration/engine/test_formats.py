@@ -15,8 +15,8 @@ from serve_app.engine import ConfigError, Engine, EngineOptions, GenerationReque
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.engine.choice.choose import choose
 from serve_app.engine.choice.plan import AS_STORED, REPACKED, Kernels, Plan
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.model import Model
 from tools.random_models.model import SHAPES, write_random_gguf
 
 OPTIONS: dict[str, Any] = {"n_slots": 2, "n_ctx_slot": 256, "threads": 1, "n_batch": 64}

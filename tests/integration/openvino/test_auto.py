@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.base.progress import Stage
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.choice import choose
-from serve_app.progress import Stage
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.integration.models.forgetful_models import FORGETFUL
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")

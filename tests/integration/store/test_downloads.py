@@ -18,14 +18,14 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import constants
 
-from serve_app import folders, locks
-from serve_app.application.resolving import resolve
+from serve_app.base import folders, locks
+from serve_app.base.errors import ConfigError
+from serve_app.base.progress import Stage, nowhere
 from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
-from serve_app.errors import ConfigError
-from serve_app.llama.model import Model
-from serve_app.llama.vision.senses import Senses, senses
-from serve_app.progress import Stage, nowhere
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.llama.vision.senses import Senses, senses
+from serve_app.run.resolving import resolve
 from serve_app.store import gguf_header, remote
 from serve_app.store.models import (
     delete,

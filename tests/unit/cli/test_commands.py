@@ -20,14 +20,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from serve_app import __version__
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.base.errors import ConfigError
 from serve_app.cli import live, main
 from serve_app.cli import serve as server
 from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.main import app
+from serve_app.cli.measure import bench, capacity
 from serve_app.config import schema
-from serve_app.errors import ConfigError
-from serve_app.measure import bench, capacity
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.documents.options import FORWARDED
 from tests.unit.cli.conftest import Told
 
@@ -342,10 +342,10 @@ def test_top_shows_slots_and_what_happened(told: Told) -> None:
 @pytest.mark.parametrize(
     ("command", "module"),
     [
-        ("batch", "serve_app.batch"),
-        ("bench", "serve_app.measure.bench"),
-        ("capacity", "serve_app.measure.capacity"),
-        ("tune", "serve_app.measure.tune"),
+        ("batch", "serve_app.plugins.batch"),
+        ("bench", "serve_app.cli.measure.bench"),
+        ("capacity", "serve_app.cli.measure.capacity"),
+        ("tune", "serve_app.cli.measure.tune"),
     ],
 )
 def test_commands_that_are_programs_get_all_arguments(
@@ -391,10 +391,10 @@ class _ReadyError(Exception):
 @pytest.mark.parametrize(
     ("module", "function"),
     [
-        ("serve_app.measure.bench", "parse_args"),
-        ("serve_app.measure.capacity", "parse_args"),
-        ("serve_app.measure.tune", "parse_args"),
-        ("serve_app.batch.__main__", "parse_args"),
+        ("serve_app.cli.measure.bench", "parse_args"),
+        ("serve_app.cli.measure.capacity", "parse_args"),
+        ("serve_app.cli.measure.tune", "parse_args"),
+        ("serve_app.plugins.batch.__main__", "parse_args"),
     ],
 )
 def test_every_option_of_a_forwarded_command_says_what_it_is(
@@ -414,7 +414,7 @@ def test_every_option_of_a_forwarded_command_says_what_it_is(
 
 
 def test_bench_is_the_program_itself() -> None:
-    assert main._run("serve_app.measure.bench", ["--help"]) == 0
+    assert main._run("serve_app.cli.measure.bench", ["--help"]) == 0
 
 
 @pytest.mark.parametrize("form", ["table", "json", "csv"])

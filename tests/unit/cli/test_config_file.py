@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.errors import ConfigError
 from serve_app.cli.config_file import NamedModel, ServeOptions, document, named
-from serve_app.errors import ConfigError
 from serve_app.store import hub
 
 FILES = (

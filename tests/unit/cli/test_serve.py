@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from serve_app.base.errors import ConfigError
+from serve_app.base.progress import Stage
 from serve_app.cli import chat, config_file, screen, serve
 from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.screen import Screen, Served
-from serve_app.errors import ConfigError
-from serve_app.progress import Stage
-from serve_app.start import one_machine
+from serve_app.cluster import one_machine
 
 
 def served(**changed: Any) -> Served:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from serve_app.base.errors import ConfigError
+from serve_app.base.sampling import PARAMETERS, Api
 from serve_app.config import schema
 from serve_app.config.problems import describe_errors, models_in
 from serve_app.config.removed import REMOVED
 from serve_app.config.schema import AppConfig
 from serve_app.config.sources import Section
-from serve_app.errors import ConfigError
-from serve_app.ingress.access.api_keys import KeyFile
-from serve_app.sampling import PARAMETERS, Api
+from serve_app.server.access.api_keys import KeyFile
 
 MOST_FIELDS = 100
 SAMPLING = {one.name_in(Api.OPENAI) for one in PARAMETERS if Api.OPENAI in one.apis}

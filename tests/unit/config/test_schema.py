@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.application.deployments import engine_options, ingress_options
-from serve_app.application.resolving import resolve
-from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
+from serve_app.base.errors import ConfigError
+from serve_app.cluster.deployments import engine_options, ingress_options
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import ProjectorSource
 from serve_app.engine.backends.draft_model import slot_bytes
-from serve_app.errors import ConfigError
-from serve_app.ingress.access.bodies import BodyLimits
-from serve_app.ingress.access.network import NetworkPolicy
-from serve_app.llama.model import Model
-from serve_app.placement.machine import Machine
+from serve_app.kernels.llama.model import Model
+from serve_app.run.placement.machine import Machine
+from serve_app.run.resolving import resolve
+from serve_app.server.access.bodies import BodyLimits
+from serve_app.server.access.network import NetworkPolicy
+from serve_app.store.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from tests.integration.models.prediction_models import write_head, write_random
-from tests.unit.placement.machines import EPYC, SMALL, topology
+from tests.unit.run.placement.machines import EPYC, SMALL, topology
 from tools.random_models.model import SHAPES, write_random_gguf
 
 ROOT = Path(__file__).parents[3]
@@ -101,7 +101,7 @@ SCALING = {
     "min_replicas": 1,
     "max_replicas": 1,
     "target_ongoing_requests": 4,
-    "policy": {"policy_function": "serve_app.routing.autoscaling:by_pressure"},
+    "policy": {"policy_function": "serve_app.cluster.autoscaling:by_pressure"},
     "look_back_period_s": 15,
     "upscale_delay_s": 10,
 }

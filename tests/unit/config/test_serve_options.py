@@ -15,12 +15,12 @@ import yaml
 from ray.serve import Deployment
 from ray.serve.schema import RayActorOptionsSchema
 
-from serve_app.application.deployments import engine_options, ingress_options
-from serve_app.application.resolving import resolve
-from serve_app.application.serve_check import check_serve
+from serve_app.base.errors import ConfigError
+from serve_app.cluster.deployments import engine_options, ingress_options
+from serve_app.cluster.serve_check import check_serve
 from serve_app.config import schema
 from serve_app.config.serve_options import ActorOptions, RayServeOptions
-from serve_app.errors import ConfigError
+from serve_app.run.resolving import resolve
 
 ROOT = Path(__file__).parents[3]
 NO_OPTIONS = {"self", "func_or_class", "version", "_init_args", "_init_kwargs", "_internal"}

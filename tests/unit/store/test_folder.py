@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from serve_app.errors import ConfigError
+from serve_app.base.errors import ConfigError
 from serve_app.store.folder import ModelsFolder
 from serve_app.store.remote import Origin, RemoteFile, RemoteModel
 

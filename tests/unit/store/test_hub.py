@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.config.model_names import HubName
 from serve_app.store import hub, remote
-from serve_app.store.names import HubName
 
 COMMIT = "0123456789" * 4
 LISTING: remote.Listing = {

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.errors import InvalidRequestError
+from serve_app.base.types import AdapterUse
 from serve_app.config.sources import AdapterConfig, ModelSource
-from serve_app.errors import InvalidRequestError
 from serve_app.store import shared_entries
 from serve_app.store.shared_entries import LoadedAdapters
-from serve_app.types import AdapterUse
 from tests.unit.store import key_values
 
 

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.base.errors import DeadlineError
+from serve_app.base.sampling import LogitBias
+from serve_app.base.types import Accepted, Deadline
 from serve_app.engine import (
     CorralError,
     Engine,
@@ -21,10 +24,7 @@ from serve_app.engine import (
     SamplingParams,
     TokenStream,
 )
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.errors import DeadlineError
-from serve_app.sampling import LogitBias
-from serve_app.types import Accepted, Deadline
+from serve_app.engine.costs.cost_model import Profile
 from tests.unit.engine.harness import (
     Inbox,
     SteppedBackend,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.errors import ConfigError
 from serve_app.engine.choice.apart import apart
-from serve_app.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]
 PATIENCE_S = 30.0

@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import ConfigError, EngineFailedError
+from serve_app.base.formats import BackendName, Threads
+from serve_app.base.progress import Stage
 from serve_app.engine.backends import opening
 from serve_app.engine.backends.base import Setup
 from serve_app.engine.choice import choose as choosing
 from serve_app.engine.choice.choose import choose
 from serve_app.engine.choice.kernels import MODE
 from serve_app.engine.choice.plan import AS_STORED, OPENVINO, REPACKED, Kernels, Plan
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError, EngineFailedError
-from serve_app.llama.formats import BackendName, Threads
-from serve_app.llama.model import fingerprint_of
-from serve_app.openvino import convert
-from serve_app.openvino.gguf_model import UnreadableError
-from serve_app.progress import Stage
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.kernels.llama.model import fingerprint_of
+from serve_app.kernels.openvino import convert
+from serve_app.kernels.openvino.gguf_model import UnreadableError
 
 OPTIONS = EngineOptions(n_slots=4, n_ctx_slot=64, threads=1, backend="auto")
 Q4_0, Q4_K_M = 2, 15

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.base.formats import Threads
 from serve_app.engine.choice.plan import (
     AS_STORED,
     LLAMA_CPP_PLAN,
@@ -20,7 +19,8 @@ from serve_app.engine.choice.plan import (
     Mode,
     Plan,
 )
-from serve_app.llama.formats import Threads
+from serve_app.engine.costs import profile_cache
+from serve_app.engine.costs.cost_model import Profile
 
 CACHE = CachePlan(
     Mode(flash_attn=True, kv_unified=False),

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.base.engine_options import EngineOptions
 from serve_app.engine.choice.caches import candidates, fastest_mode
 from serve_app.engine.choice.plan import PAGED, Mode
 from serve_app.engine.choice.rating import fastest, filled, request_s
-from serve_app.engine.options import EngineOptions
+from serve_app.engine.costs.cost_model import Profile
 
 OPEN = EngineOptions(n_slots=4, n_ctx_slot=1024, threads=1)
 PINNED = replace(OPEN, pinned=((1,) * 512,))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from serve_app.base.formats import Threads
 from serve_app.engine.backends.base import Row
 from serve_app.engine.choice.threads import best_threads, candidates
-from serve_app.llama.formats import Threads
 
 Cost = Callable[[int, int], float]
 """Seconds of a batch of so many rows with so many threads."""
