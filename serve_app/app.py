@@ -20,20 +20,22 @@ from serve_app.base.errors import ConfigError, EngineUnavailableError
 from serve_app.cluster.deployments import (
     engine_options,
     ingress_options,
-    ingress_settings,
+    proxy_hides_strangers,
     refuse_strangers,
 )
 from serve_app.cluster.ingress import Ingress
+from serve_app.cluster.ray_values import RayValues
 from serve_app.cluster.replica import EngineReplica, OnDemandReplica
 from serve_app.cluster.serve_check import check_serve
 from serve_app.cluster.serve_handle import ServeHandle
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import ModelConfig, with_models
+from serve_app.run.ingress import settings_for
 from serve_app.run.model_host import ConfiguredHost
 from serve_app.run.resolving import resolve_all
 from serve_app.store.models import added_models
-from serve_app.store.shared_entries import AddedModels, Entry, added_application
+from serve_app.store.shared_entries import AddedModels, Entry, added_application, share_by
 
 _START_S = 60.0
 """The longest wait for the process of an added model, which is loaded later."""
@@ -53,6 +55,7 @@ def application(args: dict[str, Any], file: Path | None = None) -> Application:
     Raises RayServeException with one message that names the fields that are wrong: the only kind of error
     that Serve shows as it is, and does not try again.
     """
+    share_by(RayValues())
     try:
         app = schema.parse(args, file)
         check_serve(app, file)
@@ -65,7 +68,8 @@ def application(args: dict[str, Any], file: Path | None = None) -> Application:
     ]
     ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
     host = ServeHost(app, models) if app.manage_models else None
-    return ingress.bind(models, engines, ingress_settings(app), host)  # type: ignore[no-any-return]
+    settings = settings_for(app, proxy_hides_strangers=proxy_hides_strangers())
+    return ingress.bind(models, engines, settings, host)  # type: ignore[no-any-return]
 
 
 class ServeHost(ConfiguredHost):

@@ -5,7 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-PLUGINS = {"whisper": "serve_app.plugins.whisper"}
+PLUGINS = {
+    "batch": "serve_app.plugins.batch",
+    "stages": "serve_app.plugins.stages.replica",
+    "whisper": "serve_app.plugins.whisper",
+}
 """The module of each plugin, by the plugin's name."""
 
 

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from serve_app import __version__
+from serve_app.base.plugins import PLUGINS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -401,7 +402,7 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
 @app.command(rich_help_panel=_OFFLINE, context_settings=_FORWARDED, add_help_option=False)
 def batch(context: typer.Context) -> None:
     """Answer a file of requests, or a column of a table. No server is needed."""
-    _forward(context, "serve_app.plugins.batch", needs=("pyarrow", "pandas"))
+    _forward(context, PLUGINS["batch"], needs=("pyarrow", "pandas"))
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)

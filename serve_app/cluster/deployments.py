@@ -9,9 +9,8 @@ from typing import Any
 from serve_app.base.addresses import is_loopback
 from serve_app.base.errors import ConfigError
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import AppConfig, IngressConfig, ModelConfig
+from serve_app.config.schema import IngressConfig, ModelConfig
 from serve_app.config.serve_options import RayServeOptions
-from serve_app.run.ingress import IngressSettings
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
 _CONTROL_REQUESTS = 16
@@ -102,15 +101,6 @@ def _serve_options(
     return options
 
 
-def ingress_settings(app: AppConfig) -> IngressSettings:
-    """What all ingresses of an application are made with. The page keeps conversations in the browser, so
-    there is none without data at rest; and where a proxy hides strangers, loopback means nothing."""
-    ingress, data_at_rest = app.ingress, app.data_at_rest
-    if data_at_rest is not True or (ingress.ui == "auto" and _proxy_hides_strangers()):
-        ingress = ingress.model_copy(update={"ui": False})
-    return IngressSettings(ingress, data_at_rest)
-
-
 def refuse_strangers(ingress: IngressConfig) -> None:
     """Raises ConfigError where nobody could tell who comes from another machine, and it matters."""
     if ingress.trusted_proxies and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
@@ -119,7 +109,7 @@ def refuse_strangers(ingress: IngressConfig) -> None:
             "trust everybody. Serve without HAProxy, or remove ingress.trusted_proxies"
         )
     is_open = ingress.api_key_file is None and not ingress.allow_anonymous
-    if is_open and _proxy_hides_strangers():
+    if is_open and proxy_hides_strangers():
         raise ConfigError(
             "RAY_SERVE_ENABLE_HA_PROXY=1 hides which requests come from other machines. Set "
             "http_options.host: 127.0.0.1 (this machine only), ingress.api_key_file, or "
@@ -127,7 +117,7 @@ def refuse_strangers(ingress: IngressConfig) -> None:
         )
 
 
-def _proxy_hides_strangers() -> bool:
+def proxy_hides_strangers() -> bool:
     """Whether other machines' requests can look like this one's own: Serve's HAProxy asks the ingress over
     loopback, adds nothing to tell who asked, and listens where Serve's `http_options.host` says."""
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":

@@ -11,9 +11,8 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.base.logs import forward_to_serve
 from serve_app.channel.pressure import PRESSURE, ingress_pressure
-from serve_app.cluster.metrics import use_rays_exporter
+from serve_app.cluster.process import begin_replica
 from serve_app.cluster.responses import RayStore
 from serve_app.cluster.serve_handle import ServeHandle
 from serve_app.config.resolved import ResolvedModel
@@ -46,8 +45,7 @@ class Ingress(IngressServer):
         settings: IngressSettings,
         model_host: ModelHost | None = None,
     ) -> None:
-        forward_to_serve(keeps_texts=settings.keeps_texts)
-        use_rays_exporter()
+        begin_replica(keeps_texts=settings.keeps_texts)
         self._cpu_s, self._cpu_at = time.process_time(), time.monotonic()
         node: Any = ray.get_runtime_context()
         place = IngressPlace(

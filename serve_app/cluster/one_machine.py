@@ -18,9 +18,7 @@ imports while Ray's processes start, and the application is deployed while Serve
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import resource
 import shutil
@@ -30,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -40,8 +38,8 @@ from typing import Any
 import yaml
 
 from serve_app.base.addresses import is_loopback
-from serve_app.base.folders import cache_folder
 from serve_app.run import preflight
+from serve_app.run.program import Content, arguments, discoverable, is_plain, tell
 
 HERE = Path(__file__).parent
 _HAPROXY = "RAY_SERVE_HAPROXY_"
@@ -59,8 +57,6 @@ _ANYWHERE = {"grpc_proxy": "", "PYTHONUTF8": "1"}
 writes HAProxy's files in the locale's encoding."""
 _LOOK_EVERY_S = 0.5
 _CONTROLLER_EVERY_S = 0.05
-_PLAIN = {"proxy_location", "http_options", "grpc_options", "applications"}
-_PLAIN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 _OTHER_FILES = 64
 """Files that HAProxy may have open besides two and a half for each connection: more than it has."""
 KEY_RATE = 25
@@ -72,10 +68,6 @@ def environment_of(name: str) -> dict[str, str]:
     """The variables that a file of this folder sets: `one-machine.env` or `haproxy.env`."""
     lines = (HERE / name).read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-
-
-Content = Mapping[str, Any]
-"""What a configuration file of Serve holds."""
 
 
 def haproxy_suits(content: Content) -> bool:
@@ -177,21 +169,6 @@ def start_ray() -> None:
     ray.init("local", namespace="serve", include_dashboard=False)
 
 
-@contextmanager
-def discoverable(port: int, target: str) -> Iterator[None]:
-    """Keep a file that tells Prometheus where the metrics of the server at this port are, as Ray's
-    dashboard does. Its folder lasts, and is the server's own, unlike Ray's."""
-    file = cache_folder() / "prometheus" / f"server-{port}.json"
-    with suppress(OSError):  # metrics are no reason not to serve
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps([{"labels": {"job": "corral"}, "targets": [target]}]))
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            file.unlink()
-
-
 def _nothing(_node: Any, **_options: Any) -> None:
     """A stand-in for a method of Ray's that starts a process."""
 
@@ -200,38 +177,12 @@ def main() -> None:
     """Serve until Ctrl-C or SIGTERM; exits with 1 if the application cannot be started."""
     args = arguments("serve_app.cluster.one_machine", __doc__)
     if (reason := preflight.missing()) is not None:
-        _tell(args.events, "failed", reason)
+        tell(args.events, "failed", reason)
         sys.exit(1)
-    _tell(args.events, "libraries")
+    tell(args.events, "libraries")
     content = yaml.safe_load(args.config.read_text())
     with prepared(content):
         _serve(args.config, content, args.events)
-
-
-def arguments(module: str, about: str | None) -> argparse.Namespace:
-    """The arguments of the program that is this module: a configuration, and the pipe that gets events.
-    With such a pipe, the program ends when the process that started it does."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--events", type=int, metavar="FD")
-    args = parser.parse_args()
-    if args.events is not None:
-        threading.Thread(target=_watch_parent, daemon=True).start()
-    return args
-
-
-def _tell(events: int | None, kind: str, text: str = "") -> None:
-    if events is not None:
-        os.write(events, json.dumps({"kind": kind, "text": text}).encode() + b"\n")
-    elif kind in ("failed", "running"):
-        print(text or "The server is running.", flush=True)
-
-
-def _watch_parent() -> None:
-    while os.read(0, 1):  # not by sys.stdin, whose lock would be held at the end
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -243,7 +194,7 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 def _serve(config: Path, content: Content, events: int | None) -> None:
     import ray  # reads the environment
 
-    _tell(events, "ray")
+    tell(events, "ray")
     with ThreadPoolExecutor(1) as beside, ExitStack() as stack:
         importing = beside.submit(importlib.import_module, "serve_app.app")  # and with it Serve
         start_ray()
@@ -251,18 +202,18 @@ def _serve(config: Path, content: Content, events: int | None) -> None:
         target = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
         stack.enter_context(discoverable(_http_options(content).get("port", 8000), target))
         importing.result()
-        _tell(events, "logs", _session_folder())
+        tell(events, "logs", _session_folder())
         from ray import serve
 
         signal.signal(signal.SIGINT, _stop)
         signal.signal(signal.SIGTERM, _stop)
         try:
-            _tell(events, "serve")
+            tell(events, "serve")
             problem = _deploy(config, content, beside, events) or _follow()
             if problem is not None:
-                _tell(events, "failed", problem)
+                tell(events, "failed", problem)
                 sys.exit(1)
-            _tell(events, "running")
+            tell(events, "running")
             threading.Event().wait()
         except KeyboardInterrupt:
             print("Shutting down.", flush=True)
@@ -301,7 +252,7 @@ def _deploy(
     client = _client(starting)
     if not is_plain(content):
         client.deploy_apps(deployment, _blocking=False)
-        _tell(events, "deployed")
+        tell(events, "deployed")
         return None
     return _deploy_here(client, config, content["applications"][0], events)
 
@@ -316,17 +267,6 @@ def _client(starting: Future[Any]) -> Any:
             return client
         time.sleep(_CONTROLLER_EVERY_S)
     return starting.result()
-
-
-def is_plain(content: Content) -> bool:
-    """Whether the file says no more than what Corral serves, and where."""
-    applications = content.get("applications") or []
-    return (
-        content.keys() <= _PLAIN
-        and len(applications) == 1
-        and applications[0].keys() <= _PLAIN_APPLICATION
-        and applications[0].get("import_path") == "serve_app.app:build"
-    )
 
 
 def _deploy_here(
@@ -344,7 +284,7 @@ def _deploy_here(
         return str(error)
     route = named.get("route_prefix", "/")
     built = build_app(app, name=named.get("name", "default"), route_prefix=route)
-    _tell(events, "deployed")
+    tell(events, "deployed")
     client.deploy_applications(
         [built], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
     )

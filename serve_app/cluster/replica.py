@@ -12,8 +12,7 @@ from ray import serve
 from ray._private import worker
 
 from serve_app.base import heap
-from serve_app.base.logs import forward_to_serve
-from serve_app.cluster.metrics import use_rays_exporter
+from serve_app.cluster.process import begin_replica
 from serve_app.cluster.serve_handle import handle_for_now
 from serve_app.config.resolved import ResolvedModel
 from serve_app.run.replica.loaded_model import LoadedModel
@@ -25,9 +24,8 @@ from serve_app.store.shared_entries import whole_application
 @cache
 def prepared(*, keeps_texts: bool) -> ReplicaPlace:
     """The place of this process's replica. `keeps_texts` says whether its log may have clients' texts."""
-    forward_to_serve(keeps_texts=keeps_texts)
+    begin_replica(keeps_texts=keeps_texts)
     heap.give_back()
-    use_rays_exporter()
     context = serve.get_replica_context()
     ray_context: Any = ray.get_runtime_context()
     node_id = ray_context.get_node_id()

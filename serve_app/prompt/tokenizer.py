@@ -135,7 +135,7 @@ class Tokenizer:
 
     def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
         """The tokens for a reranking model: by its own template as in llama-server, or see
-        `serve_app.kernels.llama.model.Model.encode_pair`. Control tokens written out in the texts stay text."""
+        `Model.encode_pair`. Control tokens written out in the texts stay text."""
         template = self.model.rerank_template
         if template is None:
             return tuple(self.model.encode_pair(query, document))
@@ -175,7 +175,7 @@ class Tokenizer:
         return self.model.detokenize((one for one in tokens if one >= 0), special=special)
 
     def delimiter_token(self, text: str) -> int | None:
-        """The token that is this text and delimits, as `serve_app.kernels.llama.model.Model.delimiter_token`."""
+        """The token that is this text and delimits, as `Model.delimiter_token`."""
         return self.model.delimiter_token(text)
 
     def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:

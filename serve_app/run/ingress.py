@@ -17,7 +17,7 @@ from serve_app.channel import routing_reports as reports
 from serve_app.channel.handle import ReplicaHandle
 from serve_app.channel.listener import Listener
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import IngressConfig
+from serve_app.config.schema import AppConfig, IngressConfig
 from serve_app.kernels.llama.vision.senses import NO_SENSES
 from serve_app.kernels.llama.vision.senses import senses as senses_of
 from serve_app.server.access.turnstile import OpenRequests
@@ -48,6 +48,15 @@ class IngressSettings:
     def keeps_texts(self) -> bool:
         """Whether clients' texts may lie on any disk."""
         return self.data_at_rest is True
+
+
+def settings_for(app: AppConfig, *, proxy_hides_strangers: bool = False) -> IngressSettings:
+    """The settings of all ingresses of an application. The page keeps conversations in the browser, so
+    there is none without data at rest. Where a proxy hides strangers, loopback means nothing."""
+    ingress, data_at_rest = app.ingress, app.data_at_rest
+    if data_at_rest is not True or (ingress.ui == "auto" and proxy_hides_strangers):
+        ingress = ingress.model_copy(update={"ui": False})
+    return IngressSettings(ingress, data_at_rest)
 
 
 async def _tell_nobody() -> None:

@@ -99,13 +99,16 @@ def keep_in(folder: Path) -> None:
     _values = FolderValues(folder)
 
 
-def shared_values() -> KeyValues:
-    """The values that this process shares: those of Ray's head, unless it keeps them in a folder."""
+def share_by(values: KeyValues) -> None:
+    """Have this process share its entries by these values. Call it once, at the start of a process."""
     global _values
-    if _values is None:
-        from serve_app.cluster.ray_values import RayValues
+    _values = values
 
-        _values = RayValues()
+
+def shared_values() -> KeyValues:
+    """The values that this process shares, as `keep_in` or `share_by` has said."""
+    if _values is None:
+        raise RuntimeError("Nothing says where this process shares its entries.")
     return _values
 
 

@@ -11,7 +11,7 @@ from ray.util.metrics import Metric
 
 from serve_app.base.metrics import make_with
 from serve_app.cli.main import app
-from serve_app.cluster.metrics import use_rays_exporter
+from serve_app.cluster.process import use_rays_exporter
 from serve_app.run.replica.reporting import ReplicaMetrics
 from serve_app.server.usage.key_metrics import KeyMetrics
 from serve_app.server.usage.ledger import COUNTS

@@ -34,8 +34,8 @@ from serve_app.base.folders import cache_folder
 from serve_app.base.metrics import make_with
 from serve_app.cli.main import app
 from serve_app.cluster import one_machine
-from serve_app.cluster.metrics import use_rays_exporter
 from serve_app.cluster.one_machine import environment_of
+from serve_app.cluster.process import use_rays_exporter
 from serve_app.config import schema
 from serve_app.run.replica.reporting import ReplicaMetrics
 

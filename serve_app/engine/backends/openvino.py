@@ -46,9 +46,8 @@ from serve_app.kernels.openvino.gguf_model import EmbeddingRows
 from serve_app.kernels.openvino.paged.blocks import BLOCK
 from serve_app.kernels.openvino.paged.compiling import CacheType, check_cache_type
 from serve_app.kernels.openvino.paged.context import PagedContext
-from serve_app.kernels.openvino.paged.model import Layers, PagedModel, PagedOptions
+from serve_app.kernels.openvino.paged.model import LayerChain, Layers, PagedModel, PagedOptions
 from serve_app.kernels.openvino.parts import WHOLE
-from serve_app.plugins.stages.chain import StageChain
 from serve_app.prompt.chat_template import delimiters
 
 logger = logging.getLogger("corral.engine")
@@ -158,7 +157,7 @@ class OpenVinoBackend:
         options: EngineOptions,
         report: Report = progress.nowhere,
         plan: Plan = OPENVINO_PLAN,
-        chain: StageChain | None = None,
+        chain: LayerChain | None = None,
     ) -> None:
         """Open the model, or the stage of a chain that this process computes."""
         began = time.monotonic()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import os
 import resource
 import shutil
@@ -31,8 +30,8 @@ import yaml
 
 from serve_app.base import logs, metrics
 from serve_app.base.errors import CorralError
-from serve_app.cluster.one_machine import Content, arguments, discoverable, is_plain
 from serve_app.run.local.handle import EngineChild, LocalHandle, folder_for
+from serve_app.run.program import Content, arguments, discoverable, is_plain, tell
 from serve_app.store import shared_entries
 
 if TYPE_CHECKING:
@@ -100,11 +99,10 @@ class LocalServer:
         import uvicorn
 
         from serve_app.channel import routing_reports as reports
-        from serve_app.cluster.deployments import ingress_settings
-        from serve_app.run.ingress import IngressPlace, IngressServer
+        from serve_app.run.ingress import IngressPlace, IngressServer, settings_for
         from serve_app.run.local.http import BoundedHttp
 
-        settings = ingress_settings(self._app)
+        settings = settings_for(self._app)
         configured = [*self.handles.values()]
         for (name, handle), child in zip(self.handles.items(), children, strict=True):
             self._keeping[name] = asyncio.create_task(handle.keep(child))
@@ -203,13 +201,6 @@ def _reserved_cpus(configured: ModelConfig, model: ResolvedModel) -> float:
     return model.num_cpus if reserved is None else reserved
 
 
-def _tell(events: int | None, kind: str, text: str = "") -> None:
-    if events is not None:
-        os.write(events, json.dumps({"kind": kind, "text": text}).encode() + b"\n")
-    elif kind == "failed":
-        print(text, file=sys.stderr, flush=True)
-
-
 @contextmanager
 def _own_folder() -> Iterator[Path]:
     """A private folder for what the processes share. Folders of servers that were killed are removed: no
@@ -258,7 +249,7 @@ def serve(config: Path, events: int | None) -> str | None:
             _check_replicas(app, models)
             stack.enter_context(discoverable(port, f"{host}:{port}"))
             server = LocalServer(app, models, folder)
-            problem = uvloop.run(server.run(children, http, lambda kind: _tell(events, kind)))
+            problem = uvloop.run(server.run(children, http, lambda kind: tell(events, kind)))
         except CorralError as error:
             return str(error)
         return None if problem is None else str(problem)
@@ -282,7 +273,7 @@ def main() -> None:
         program = ["-P", "-m", "serve_app.cluster.one_machine", *sys.argv[1:]]
         os.execv(sys.executable, [sys.executable, *program])
     if problem is not None:
-        _tell(args.events, "failed", problem)
+        tell(args.events, "failed", problem)
         sys.exit(1)
 
 

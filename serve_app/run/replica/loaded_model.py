@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.base import heap, shards
+from serve_app.base import heap, plugins, shards
 from serve_app.base.engine_options import AdapterFile
 from serve_app.base.errors import (
     ChannelBrokenError,
@@ -104,13 +104,11 @@ class LoadedModel:
         )
         self._channels = Channels(place.node_id, place.replica_id)
         self._closing.callback(self._channels.close)
-        self._stage = None
+        self._stage: Any = None
         async with publish_progress(*whose) as tell:
             load = partial(Engine.load, path, options, tell)
             if place.gang is not None:
-                from serve_app.plugins.stages.replica import ReplicaStage  # OpenVINO comes with it
-
-                self._stage = ReplicaStage(place, place.gang)
+                self._stage = plugins.load("stages").ReplicaStage(place, place.gang)
                 self._closing.callback(self._stage.chain.close)
                 load = partial(self._stage.load, path, options, tell)
             with ThreadPoolExecutor(1) as pool:  # a new thread: it inherits this one's processors

@@ -198,7 +198,8 @@ def test_how_the_numbers_are_stored() -> None:
 def test_llama_cpp_is_loaded_once_from_wherever_it_is(tmp_path: Path) -> None:
     """A second copy would have variables of its own."""
     copied = shutil.copytree(library._PATH.parent, tmp_path / "lib")
-    code = "from serve_app.kernels.llama import library; library.init(); print(open('/proc/self/maps').read())"
+    code = "from serve_app.kernels.llama import library; library.init(); "
+    code += "print(open('/proc/self/maps').read())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "LLAMA_CPP_LIB_PATH": str(copied)},

@@ -37,7 +37,7 @@ class LogitsSource(Protocol):
         the `n_highest` need be there, if that is not None: a context may have -inf for others."""
 
     def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
-        """The token that llama.cpp's samplers pick by them; see `serve_app.kernels.llama.context.Context.pick`."""
+        """The token that llama.cpp's samplers pick by them; see `Context.pick`."""
 
 
 class Room:

@@ -7,7 +7,7 @@ those that the part behind this one takes: a model in several parts is computed 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -21,6 +21,7 @@ from serve_app.kernels.openvino.gguf_model import EmbeddingRows
 from serve_app.kernels.openvino.graph import EMBEDS, HIDDEN, TOKENS
 from serve_app.kernels.openvino.paged import compiling, shifts
 from serve_app.kernels.openvino.paged.blocks import BLOCK
+from serve_app.kernels.openvino.parts import ModelPart
 
 _ALIGNMENT = 64
 Operation = Literal[
@@ -62,6 +63,16 @@ class Layers(Protocol):
 
     def close(self) -> None:
         """Free what is held. Idempotent."""
+
+
+class LayerChain(Layers, Protocol):
+    """The layers of a model whose parts several processes compute; this one computes `part`."""
+
+    part: ModelPart
+
+    def open(self, make_model: Callable[[], PagedModel]) -> None:
+        """Make this process's part, and connect it with the others. Raises ConfigError, and
+        EngineFailedError."""
 
 
 class PagedModel:

@@ -67,7 +67,8 @@ def test_one_that_another_process_has_open_stays(tmp_path: Path) -> None:
     make(models, "used", MIB)
     make(models, "idle", MIB, 9e9)
     code = (
-        "import sys; from pathlib import Path; from serve_app.kernels.openvino.convert import ConvertedModels\n"
+        "import sys; from pathlib import Path\n"
+        "from serve_app.kernels.openvino.convert import ConvertedModels\n"
         f"print(ConvertedModels(Path({str(tmp_path)!r})).open('used'), flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

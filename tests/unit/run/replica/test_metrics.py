@@ -12,7 +12,7 @@ import pytest
 
 from serve_app.base import metrics
 from serve_app.base.types import GAP_BOUNDARIES_S, FinishReason, SequenceEnd, Timings, Usage
-from serve_app.cluster.metrics import use_rays_exporter
+from serve_app.cluster.process import use_rays_exporter
 from serve_app.engine.metrics.stats import CacheStats, EngineStats, PictureStats, QueueStats
 from serve_app.engine.metrics.trace import Trace
 from serve_app.run.replica import reporting
