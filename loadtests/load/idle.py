@@ -4,7 +4,7 @@
 
 Starts what `corral serve --cluster` runs, with the built-in model on loopback, and waits until all is
 quiet. Prints each process's share of one core in that time, and their sum. With --serve-run, `serve run`
-with `serve_app/start/one-machine.env` instead (the proxy and dashboard of Ray); with --ray-defaults,
+with `serve_app/cluster/one-machine.env` instead (the proxy and dashboard of Ray); with --ray-defaults,
 without.
 """
 

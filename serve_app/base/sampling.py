@@ -1,6 +1,6 @@
 """How a sequence picks its tokens: each sampling parameter is declared here, and nowhere else.
 
-The fields of requests (`serve_app.base.sampling_fields`), the engine's parameters, what
+The fields of requests (`serve_app.config.sampling_fields`), the engine's parameters, what
 llama-server's routes tell and docs/api/parameters.md's table all come from these declarations.
 """
 

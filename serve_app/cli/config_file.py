@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
-from serve_app.base import folders, shards
+from serve_app.base import folders
 from serve_app.base.errors import ConfigError
 from serve_app.config import model_names as names
+from serve_app.config import shards
 from serve_app.store import hub
 
 DEMO = "corral-demo"

@@ -6,8 +6,8 @@ import math
 import os
 from typing import Any
 
-from serve_app.base.addresses import is_loopback
 from serve_app.base.errors import ConfigError
+from serve_app.config.addresses import is_loopback
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import IngressConfig, ModelConfig
 from serve_app.config.serve_options import RayServeOptions

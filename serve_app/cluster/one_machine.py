@@ -37,7 +37,7 @@ from typing import Any
 
 import yaml
 
-from serve_app.base.addresses import is_loopback
+from serve_app.config.addresses import is_loopback
 from serve_app.run import preflight
 from serve_app.run.program import Content, arguments, discoverable, is_plain, tell
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from serve_app.base import shards
 from serve_app.base.errors import ConfigError
+from serve_app.config import shards
 
 PREFERRED = ("Q4_K_M", "Q4_0", "Q4_K_S", "Q5_K_M", "Q8_0", "F16", "BF16")
 """Quantisations to take where none is named, the best for CPUs first."""

@@ -23,7 +23,6 @@ from pydantic import (
 )
 from pydantic.networks import IPvAnyNetwork
 
-from serve_app.base.addresses import is_loopback
 from serve_app.base.errors import ConfigError
 from serve_app.base.formats import (
     BackendName,
@@ -34,8 +33,9 @@ from serve_app.base.formats import (
     Quantization,
 )
 from serve_app.base.sampling import Api
-from serve_app.base.sampling_fields import takes_sampling
+from serve_app.config.addresses import is_loopback
 from serve_app.config.problems import describe_errors
+from serve_app.config.sampling_fields import takes_sampling
 from serve_app.config.serve_options import RayServeOptions
 from serve_app.config.sources import (
     MODEL_ID,

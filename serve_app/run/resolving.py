@@ -16,9 +16,9 @@ from typing import Any
 
 from serve_app.base.errors import ConfigError
 from serve_app.base.sampling import Api
-from serve_app.base.sampling_fields import given
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import OnDemandSettings, ResolvedModel
+from serve_app.config.sampling_fields import given
 from serve_app.config.schema import AppConfig, DefaultsConfig, EngineConfig, ModelConfig
 from serve_app.config.serve_options import RayServeOptions
 from serve_app.config.sources import (

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from serve_app.base import folders, shards
+from serve_app.base import folders
 from serve_app.base.errors import ConfigError
 from serve_app.base.folders import sync
 from serve_app.base.progress import Report, Stage
 from serve_app.config import model_names as names
+from serve_app.config import shards
 from serve_app.config.model_names import HubName
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.store import gguf_header, hub

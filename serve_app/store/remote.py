@@ -13,8 +13,8 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from serve_app.base import shards
 from serve_app.base.errors import ConfigError
+from serve_app.config import shards
 
 logger = logging.getLogger("corral.store")
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "last_modified")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.base.addresses import host_name, is_loopback, network_of
+from serve_app.config.addresses import host_name, is_loopback, network_of
 
 
 @pytest.mark.parametrize(

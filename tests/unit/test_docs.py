@@ -65,7 +65,7 @@ def test_every_field_that_a_page_names_exists() -> None:
         "downloads": DownloadsConfig,
     }
     named = set(re.findall(rf"`({'|'.join(sections)})\.(\w+)(?=[`:.])", DOCS))
-    assert len(named) > 60
+    assert len(named) > 50
     assert [
         f"{name}.{field}" for name, field in named if field not in sections[name].model_fields
     ] == []

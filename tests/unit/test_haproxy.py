@@ -1,4 +1,4 @@
-"""`serve_app/start/haproxy`, with a real HAProxy: what it lets through and refuses, and when it ends."""
+"""`serve_app/cluster/haproxy`, with a real HAProxy: what it lets through and refuses, and when it ends."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 from serve_app.apis.anthropic.messages import AnthropicTools, Message, Texts, with_possible_choice
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import Api
-from serve_app.base.sampling_fields import given, takes_sampling
+from serve_app.config.sampling_fields import given, takes_sampling
 from serve_app.prompt.conversation import Turn
 from serve_app.server.answering import preparation
 from serve_app.server.answering.preparation import Chat, PromptLength

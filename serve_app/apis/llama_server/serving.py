@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.apis.llama_server.preparation import PreparedLlamaCompletion
-from serve_app.base import sampling_fields
 from serve_app.base.sampling import CHAIN, Api, SamplingParams
 from serve_app.base.types import FinishReason, PromptProgress, SequenceEnd, TokenDelta
+from serve_app.config import sampling_fields
 from serve_app.server.answering import logprobs
 from serve_app.server.answering.answers import ProtocolAnswer
 from serve_app.server.answering.timings import Running, prompt_progress, timings

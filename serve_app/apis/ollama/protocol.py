@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import Api
-from serve_app.base.sampling_fields import given, takes_sampling
+from serve_app.config.sampling_fields import given, takes_sampling
 from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of
 from serve_app.server.answering.openai_tools import known_tools
 from serve_app.server.answering.requests import (

@@ -21,7 +21,6 @@ from serve_app.apis.responses.tools import (
     Tools,
     functions,
 )
-from serve_app.base import sampling_fields
 from serve_app.base.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -29,7 +28,8 @@ from serve_app.base.errors import (
     ResponseNotFoundError,
 )
 from serve_app.base.sampling import Api, SamplingParams
-from serve_app.base.sampling_fields import given, takes_sampling
+from serve_app.config import sampling_fields
+from serve_app.config.sampling_fields import given, takes_sampling
 from serve_app.prompt.conversation import Turn
 from serve_app.server.answering import preparation
 from serve_app.server.answering.openai_tools import plain_choice

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from serve_app.base import msgpack
 from serve_app.base.errors import CorralError, EngineFailedError, KeyLimitError, RateLimitError
 from serve_app.base.types import TokenDelta
+from serve_app.channel import msgpack
 
 LEASE_S = 10.0
 """A response that is being made, and that its ingress is silent about for so long, has failed."""

@@ -1,5 +1,7 @@
-"""The plan of a start: a backend, a layout of weights, a mode of the cache, and threads. One file on disk
-has what a model's earlier starts found on this machine."""
+"""The plan of a start: a backend, a layout of weights, a mode of the cache, and threads.
+
+One file on disk has what a model's earlier starts found on this machine.
+"""
 
 from __future__ import annotations
 

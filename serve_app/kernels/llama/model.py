@@ -17,10 +17,10 @@ import llama_cpp
 from gguf import GGUFReader, GGUFValueType
 from llguidance import LLMatcher, LLTokenizer
 
-from serve_app.base import shards
 from serve_app.base.errors import ConfigError, InvalidRequestError
 from serve_app.base.formats import EmbeddingPooling, LoadMode
 from serve_app.base.sampling import SamplingParams, Triggers
+from serve_app.config import shards
 from serve_app.kernels.llama import library, long_runs
 from serve_app.kernels.llama.grammars.constraint import (
     LIMITS,

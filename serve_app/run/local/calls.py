@@ -15,7 +15,6 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from serve_app.base import msgpack
 from serve_app.base.errors import CorralError, EngineFailedError
 from serve_app.base.types import (
     Asleep,
@@ -25,6 +24,7 @@ from serve_app.base.types import (
     ReplicaStats,
     SlotAction,
 )
+from serve_app.channel import msgpack
 from serve_app.channel.protocol import Address, FrameBuffer, framed
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import AdapterConfig

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.base import heap, plugins, shards
+from serve_app.base import heap, plugins
 from serve_app.base.engine_options import AdapterFile
 from serve_app.base.errors import (
     ChannelBrokenError,
@@ -39,6 +39,7 @@ from serve_app.base.types import (
 )
 from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channel, Channels
+from serve_app.config import shards
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import AdapterConfig
 from serve_app.engine import Engine, Texts

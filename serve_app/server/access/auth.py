@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.base.addresses import is_within, network_of
 from serve_app.base.errors import (
     BodyEndedError,
     CorralError,
@@ -25,6 +24,7 @@ from serve_app.base.errors import (
     SlowRequestError,
 )
 from serve_app.base.types import Accepted, Deadline
+from serve_app.config.addresses import is_within, network_of
 from serve_app.config.schema import IngressConfig
 from serve_app.server.access.api_keys import KeyAccounts
 from serve_app.server.access.bodies import BodyLimits, BodyReader, is_streamed, is_unread, replay
@@ -252,7 +252,7 @@ def secret_of(headers: Headers) -> str | None:
     """The API key in a request's headers, sent in OpenAI's way or in Anthropic's; None without one. Raises
     InvalidRequestError for two headers of one kind.
 
-    `serve_app/start/haproxy` has the same rule: a key that counts there is the key that counts here."""
+    `serve_app/cluster/haproxy` has the same rule: a key that counts there is the key that counts here."""
     authorizations, keys = headers.getlist("authorization"), headers.getlist("x-api-key")
     if len(authorizations) > 1 or len(keys) > 1:
         raise InvalidRequestError(

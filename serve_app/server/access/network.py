@@ -14,8 +14,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Scope
 
-from serve_app.base.addresses import host_name, is_loopback
 from serve_app.base.errors import AuthenticationError, CrossSiteError, HostNotAllowedError
+from serve_app.config.addresses import host_name, is_loopback
 from serve_app.config.schema import IngressConfig
 
 LOCALHOST = "localhost"

@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
-from serve_app.base.sampling_fields import given, takes_sampling
 from serve_app.config.defaults import ModelDefaults
+from serve_app.config.sampling_fields import given, takes_sampling
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from serve_app.base import msgpack
 from serve_app.base.errors import CorralError
+from serve_app.channel import msgpack
 from serve_app.channel.protocol import LENGTH_BYTES, framed, length_of
 from serve_app.server.model_registry import Models, NumberedAdapters
 

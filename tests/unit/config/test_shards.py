@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.base import shards
 from serve_app.base.errors import ConfigError
+from serve_app.config import shards
 
 
 def test_the_size_of_a_model_is_that_of_all_its_files(tmp_path: Path) -> None:
