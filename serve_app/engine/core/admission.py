@@ -7,18 +7,18 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from serve_app.base.errors import DecodeError
+from serve_app.base.types import FinishReason
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.cache.manager import KVCacheManager, Place
+from serve_app.engine.cache.slots import PrefixPending
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.postprocessor import Outbox
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import NO_SLOT, Sequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.kv_cache.manager import KVCacheManager, Place
-from serve_app.engine.kv_cache.slots import PrefixPending
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.policy.policy import SlotPolicy
-from serve_app.errors import DecodeError
-from serve_app.types import FinishReason
 
 logger = logging.getLogger("corral.engine")
 

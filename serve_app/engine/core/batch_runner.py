@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import AHEAD_S, CostModel
+from serve_app.base.errors import ConstraintError, CorralError, DecodeCancelledError, DecodeError
+from serve_app.base.types import Adapters, Sampled
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.scheduler.batch import Batch, Chunk
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import AHEAD_S, CostModel
 from serve_app.engine.health import Progress
-from serve_app.errors import ConstraintError, CorralError, DecodeCancelledError, DecodeError
-from serve_app.types import Adapters, Sampled
 
 logger = logging.getLogger("corral.engine")
 

@@ -11,20 +11,20 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.policy.forecast import Forecast
-from serve_app.engine.policy.policy import SlotPolicy
-from serve_app.errors import (
+from serve_app.base.errors import (
     CorralError,
     EngineClosedError,
     EngineFailedError,
     InvalidRequestError,
     QueueFullError,
 )
-from serve_app.types import Accepted, GenerationRequest, RequestRecord
+from serve_app.base.types import Accepted, GenerationRequest, RequestRecord
+from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.policy.forecast import Forecast
+from serve_app.engine.policy.policy import SlotPolicy
 
 if TYPE_CHECKING:
-    from serve_app.engine.kv_cache.manager import KVCacheManager
+    from serve_app.engine.cache.manager import KVCacheManager
 
 
 class Command:

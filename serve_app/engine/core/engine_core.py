@@ -10,9 +10,17 @@ from contextlib import ExitStack
 from operator import sub
 from typing import TypeVar
 
-from serve_app.engine.autotune.cost_model import CostModel
-from serve_app.engine.autotune.sampling_costs import SamplingCost, sampling_kind
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import (
+    CacheFullError,
+    CorralError,
+    DecodeCancelledError,
+    EngineClosedError,
+    EngineFailedError,
+)
+from serve_app.base.types import FinishReason, RequestRecord, SequenceEnd, adapters_of
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.cache.manager import open_cache
 from serve_app.engine.core.admission import Admission
 from serve_app.engine.core.batch_runner import BatchResult, BatchRunner
 from serve_app.engine.core.command_queue import CommandQueue, PendingCommands
@@ -22,21 +30,13 @@ from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batc
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
+from serve_app.engine.costs.cost_model import CostModel
+from serve_app.engine.costs.sampling_costs import SamplingCost, sampling_kind
 from serve_app.engine.health import Progress
-from serve_app.engine.kv_cache.manager import open_cache
 from serve_app.engine.metrics.snapshot import Published, View, engine_stats
 from serve_app.engine.metrics.stats import CachedPrefixes, CachedPrompt, Counts
 from serve_app.engine.metrics.trace import Latencies, RequestLog
-from serve_app.engine.options import EngineOptions
 from serve_app.engine.policy.forecast import Backlog
-from serve_app.errors import (
-    CacheFullError,
-    CorralError,
-    DecodeCancelledError,
-    EngineClosedError,
-    EngineFailedError,
-)
-from serve_app.types import FinishReason, RequestRecord, SequenceEnd, adapters_of
 
 logger = logging.getLogger("corral.engine")
 

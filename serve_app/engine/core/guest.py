@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from serve_app.base.errors import CorralError
 from serve_app.engine.core.scheduler.batch import Batch
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.policy.policy import Candidate
-from serve_app.errors import CorralError
 
 
 @dataclass(slots=True, eq=False)

@@ -11,17 +11,17 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import CorralError, EngineFailedError
+from serve_app.base.types import Accepted, RequestRecord
 from serve_app.engine.backends.base import Backend
+from serve_app.engine.cache.manager import KVCacheManager
 from serve_app.engine.core.command_queue import Command, CommandQueue
 from serve_app.engine.core.engine_core import EngineCore, MakeGuests
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.health import Progress
-from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
-from serve_app.engine.options import EngineOptions
 from serve_app.engine.policy.policy import SlotPolicy
-from serve_app.errors import CorralError, EngineFailedError
-from serve_app.types import Accepted, RequestRecord
 
 logger = logging.getLogger("corral.engine")
 

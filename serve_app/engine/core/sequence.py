@@ -9,22 +9,9 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from serve_app.engine.autotune.sampling_costs import SamplingCost
-from serve_app.engine.backends.base import Backend, Row, Sampler, Vocabulary
-from serve_app.engine.core.text import Detokenizer, LineLimits
-from serve_app.engine.kv_cache.packing import (
-    TOKEN_BYTES,
-    TokenArray,
-    n_matching,
-    n_tokens,
-    packed,
-    token_array,
-)
-from serve_app.engine.metrics.trace import Trace
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import CorralError
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.types import (
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import CorralError
+from serve_app.base.types import (
     FinishReason,
     GenerationRequest,
     PromptProgress,
@@ -34,9 +21,22 @@ from serve_app.types import (
     TokenLogprobs,
     Usage,
 )
+from serve_app.engine.backends.base import Backend, Row, Sampler, Vocabulary
+from serve_app.engine.cache.packing import (
+    TOKEN_BYTES,
+    TokenArray,
+    n_matching,
+    n_tokens,
+    packed,
+    token_array,
+)
+from serve_app.engine.core.text import Detokenizer, LineLimits
+from serve_app.engine.costs.sampling_costs import SamplingCost
+from serve_app.engine.metrics.trace import Trace
+from serve_app.kernels.llama.grammars.constraint import Constraint
 
 if TYPE_CHECKING:
-    from serve_app.engine.kv_cache.slots import PrefixPending
+    from serve_app.engine.cache.slots import PrefixPending
     from serve_app.engine.policy.forecast import Expected
 
 Sink = Callable[[TokenDelta], None]
@@ -204,7 +204,7 @@ class Sequence:
         return unscored.start + 1 if unscored else len(self.tokens)
 
     def packed(self, n_wanted: int) -> bytes:
-        """The first `n_wanted` tokens, packed: see `serve_app.engine.kv_cache.packing`."""
+        """The first `n_wanted` tokens, packed: see `serve_app.engine.cache.packing`."""
         n_known = n_tokens(self._packed)
         if n_known < n_wanted:
             self._packed += packed(self.tokens[n_known:])

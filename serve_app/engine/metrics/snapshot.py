@@ -11,7 +11,7 @@ from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from serve_app.engine.kv_cache.slots import Slot
+from serve_app.engine.cache.slots import Slot
 from serve_app.engine.metrics.stats import (
     CachedPrefixes,
     CacheStats,

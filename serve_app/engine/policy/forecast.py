@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from serve_app.engine.autotune.cost_model import CostModel
+from serve_app.base.types import Accepted, FinishReason, SequenceEnd
+from serve_app.channel.score import crowding_by_load, first_token_s, slot_wait_s
 from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.costs.cost_model import CostModel
 from serve_app.engine.metrics.stats import ForecastStats
-from serve_app.routing.score import crowding_by_load, first_token_s, slot_wait_s
-from serve_app.types import Accepted, FinishReason, SequenceEnd
 
 # Seconds of full slots after which the speed of before hardly counts any more.
 _PACE_S = 10.0

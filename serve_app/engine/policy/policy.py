@@ -25,13 +25,19 @@ from collections.abc import Sequence as SequenceOf
 from operator import attrgetter, itemgetter
 from typing import Protocol, TypeVar
 
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import (
+    CorralError,
+    DeadlineError,
+    InvalidRequestError,
+    QueueFullError,
+    RateLimitError,
+)
+from serve_app.base.types import NO_DEADLINE, GenerationRequest, account
 from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.options import EngineOptions
 from serve_app.engine.policy.accounts import Accounts
 from serve_app.engine.policy.forecast import Expected, Forecast
 from serve_app.engine.policy.places import Places
-from serve_app.errors import CorralError, DeadlineError, InvalidRequestError, QueueFullError
-from serve_app.types import NO_DEADLINE, GenerationRequest, account
 
 BACKGROUND_PLACES = 2
 """Requests in the background that may wait or run, for each slot: those that fill it, and the next ones."""
@@ -141,7 +147,6 @@ class SlotPolicy:
 
     def __init__(self, options: EngineOptions) -> None:
         n_slots = self._n_slots = options.n_slots
-        self._max_wait_s = math.inf if options.max_wait_s is None else options.max_wait_s
         most_s = options.max_first_token_s
         self._max_first_token_s = math.inf if most_s is None else most_s
         self._places = {
@@ -206,23 +211,20 @@ class SlotPolicy:
         self, request: GenerationRequest, expected: Expected, forecast: Forecast
     ) -> CorralError | None:
         """Refuse a request that would wait too long, or be answered later than it may be."""
-        if expected.wait_s > self._max_wait_s and not request.background:
-            return QueueFullError(
-                f"A slot would be free after {expected.wait_s:.0f} seconds; a request may wait for "
-                f"{self._max_wait_s:.0f} at most.",
-                math.ceil(expected.wait_s),
-            )
         first, end = math.prod(forecast.first_token), math.prod(forecast.end)
-        alone_s, (first_within_s, end_within_s) = first * expected.alone_s, request.deadline
+        alone_s, likely_s = first * expected.alone_s, first * expected.first_token_s
+        if not request.background:  # what takes long by itself may take twice as long
+            bound_s = max(self._max_first_token_s, 2 * alone_s)
+            if refusal := _missed("first token", likely_s, bound_s, QueueFullError):
+                return refusal
+        first_within_s, end_within_s = request.deadline
         if alone_s > first_within_s or end * expected.end_alone_s > end_within_s:
             return InvalidRequestError(
                 f"Even alone, the request would have its first token after {expected.alone_s:.2f} seconds, "
                 f"and its end after {expected.end_alone_s:.2f}, by the forecast."
             )
-        if not request.background:  # what takes long by itself may take twice as long
-            first_within_s = min(first_within_s, max(self._max_first_token_s, 2 * alone_s))
-        return _missed("first token", first * expected.first_token_s, first_within_s) or _missed(
-            "end", end * expected.end_s, end_within_s
+        return _missed("first token", likely_s, first_within_s, DeadlineError) or _missed(
+            "end", end * expected.end_s, end_within_s, DeadlineError
         )
 
     def start(self, sequence: Sequence) -> bool:
@@ -429,10 +431,12 @@ def _outstanding_s(item: Candidate) -> float:
     return max(0.0, item.expected_s - item.spent_s)
 
 
-def _missed(what: str, likely_s: float, bound_s: float) -> DeadlineError | None:
+def _missed(
+    what: str, likely_s: float, bound_s: float, kind: type[RateLimitError]
+) -> RateLimitError | None:
     if likely_s <= bound_s:
         return None
-    return DeadlineError(
+    return kind(
         f"By the forecast, the {what} would come after up to {likely_s:.2f} seconds. It may come after "
         f"{bound_s:.2f} at most.",
         max(1, math.ceil(likely_s - bound_s)),

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from serve_app.base.types import Accepted
 from serve_app.engine import (
     CorralError,
     Engine,
@@ -27,8 +28,7 @@ from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.policy.policy import SlotPolicy
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.types import Accepted
+from serve_app.kernels.llama.grammars.constraint import Constraint
 from tests.doubles.backend import FakeBackend, FakeSampler, FakeVocabulary
 
 EOS = FakeVocabulary.eos

@@ -9,11 +9,11 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import Protocol
 
-from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.base.types import Adapters
 from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.types import Adapters
+from serve_app.engine.costs.cost_model import CostModel, Profile
 
 Drafts = dict[str, tuple[int, ...]]
 """Drafted tokens by the sequence's id."""
@@ -36,7 +36,7 @@ SWITCH_S, TURN_S = 0.007, 0.14
 
 
 class DraftPlanner(Protocol):
-    """Decides whose drafts are verified in a step: `serve_app.engine.drafts.drafting.Drafting`."""
+    """Decides whose drafts are verified in a step: `serve_app.engine.guests.drafts.drafting.Drafting`."""
 
     def drafts(self, decoding: list[Sequence], n_past: float, *, mixed: bool) -> Drafts:
         """The drafts that are worth a batch of their own, of sequences that are ordered by slot. `mixed`:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.base.errors import QueueFullError
+from serve_app.base.types import FinishReason, GenerationRequest
 from serve_app.engine.core.command_queue import Command, CommandQueue
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.engine import make_guests
 from serve_app.engine.policy.forecast import Forecast
 from serve_app.engine.policy.policy import SlotPolicy
-from serve_app.errors import QueueFullError
-from serve_app.types import FinishReason, GenerationRequest
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,

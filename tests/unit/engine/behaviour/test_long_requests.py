@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine import cache_mode_switcher
-from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.autotune.traffic import Traffic
-from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
+from serve_app.base.errors import PromptTooLongError
+from serve_app.base.types import FinishReason, GenerationRequest, SequenceEnd, TokenDelta
+from serve_app.engine.choice.plan import Mode
 from serve_app.engine.core import loop
+from serve_app.engine.costs.cost_model import CostModel, Profile
+from serve_app.engine.costs.traffic import Traffic
+from serve_app.engine.guests import cache_mode_switcher
+from serve_app.engine.guests.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.policy.policy import SlotPolicy
-from serve_app.errors import PromptTooLongError
-from serve_app.types import FinishReason, GenerationRequest, SequenceEnd, TokenDelta
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     Inbox,

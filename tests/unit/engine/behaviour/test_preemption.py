@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.base.errors import CacheFullError
+from serve_app.base.types import FinishReason
 from serve_app.engine.core.loop import DecoderLoop
+from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.engine import make_guests
 from serve_app.engine.policy import policy
-from serve_app.errors import CacheFullError
-from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engine import rest_trials
-from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.profiler import some_token
+from serve_app.base.errors import CacheFullError
+from serve_app.base.types import FinishReason
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core import loop
 from serve_app.engine.core.batch_runner import BatchRunner
-from serve_app.errors import CacheFullError
-from serve_app.types import FinishReason
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.costs.profiler import some_token
+from serve_app.engine.guests import rest_trials
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import continuation, endless, options, request, running, start, until
 

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from serve_app.base.types import GenerationRequest
 from serve_app.engine.core import command_queue
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.policy.forecast import Forecast
 from serve_app.engine.policy.policy import SlotPolicy
-from serve_app.types import GenerationRequest
 from tests.unit.engine.harness import options
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import GenerationRequest
 from serve_app.engine import EngineOptions
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.policy.policy import SlotPolicy
-from serve_app.sampling import SamplingParams
-from serve_app.types import GenerationRequest
 
 
 def sequence(

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.base.types import account
+from serve_app.engine.costs.cost_model import CostModel, Profile
 from serve_app.engine.policy.forecast import Backlog
-from serve_app.types import account
 from tests.unit.engine.policy.slots import rank, sequence, with_waiting
 
 

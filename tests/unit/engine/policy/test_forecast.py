@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import FinishReason, GenerationRequest
 from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.costs.cost_model import CostModel, Profile
 from serve_app.engine.policy.forecast import Backlog, ForecastErrors
-from serve_app.sampling import SamplingParams
-from serve_app.types import FinishReason, GenerationRequest
 
 COSTS = CostModel(Profile({1: 0.05, 4: 0.08}, {16: 0.16, 100: 0.5}))
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.base.types import Sampled
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.types import Sampled
+from serve_app.engine.costs.cost_model import CostModel, Profile
 from tests.doubles.backend import FakeVocabulary
 from tests.unit.engine.core.scheduler.test_scheduler import N_CTX_SLOT, NOW, running, served
 

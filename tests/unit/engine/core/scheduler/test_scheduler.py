@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import GenerationRequest, Sampled, TokenLogprobs
 from serve_app.engine.backends.base import Row
+from serve_app.engine.cache.packing import token_array
 from serve_app.engine.core.scheduler.batch import Batch
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS, Drafting
-from serve_app.engine.drafts.rates import AcceptanceRate
-from serve_app.engine.kv_cache.packing import token_array
-from serve_app.sampling import SamplingParams
-from serve_app.types import GenerationRequest, Sampled, TokenLogprobs
+from serve_app.engine.costs.cost_model import CostModel, Profile
+from serve_app.engine.guests.drafts.drafting import MAX_DRAFTED_ROWS, Drafting
+from serve_app.engine.guests.drafts.rates import AcceptanceRate
 from tests.doubles.backend import FakeVocabulary
 from tests.unit.engine.harness import steps
 
