@@ -43,6 +43,7 @@ from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.sequence import kept_by_shift
+from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.guests.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.guests.drafts.drafter import Drafter
 from serve_app.engine.guests.drafts.drafting import Drafting
@@ -59,20 +60,20 @@ logger = logging.getLogger("corral.engine")
 
 def make_guests(core: EngineCore) -> list[Guest]:
     """Make the guests that an engine's backend and options ask for. Decoder thread."""
-    backend, options, costs = core.backend, core.options, core.costs
-    texts = EmbeddingQueue(backend, costs, core.budget, core.progress, core.policy)
+    backend, options, costs, steps = core.backend, core.options, core.costs, core.steps
+    texts = EmbeddingQueue(backend, costs, core.progress, core.policy, steps)
     guests: list[Guest] = [
-        CacheModeSwitcher(core),
+        CacheModeSwitcher(options, backend, core.cache, core.scheduler, core.backlog, steps),
         texts,
-        PrefixStorage(core.cache),
-        RestTrials(core),
+        PrefixStorage(core.cache, steps),
+        RestTrials(backend, costs, core.cache.table, steps, Clocks(options.threads_of)),
     ]
     if backend.traits.n_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft
         drafter = None if model is None else Drafter(model, options.n_slots, core.progress)
         drafting = Drafting(
             costs,
-            core.budget,
+            steps,
             lookup=options.speculate,
             drafter=drafter,
             n_rewind=backend.traits.n_rewind,
@@ -80,17 +81,8 @@ def make_guests(core: EngineCore) -> list[Guest]:
         core.scheduler.drafts = drafting
         guests.append(drafting)
     if backend.pictures is not None:
-        guests.append(
-            Encoding(
-                backend.pictures.projector,
-                core.budget,
-                options.picture_ram_bytes,
-                core.counts,
-                core.interlude,
-                core.policy.charge,
-                texts,
-            )
-        )
+        projector = backend.pictures.projector
+        guests.append(Encoding(projector, options.picture_ram_bytes, texts, steps))
     return guests
 
 

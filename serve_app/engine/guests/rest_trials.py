@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from serve_app.base.errors import CacheFullError, DecodeCancelledError, DecodeError
-from serve_app.engine.backends.base import Row
-from serve_app.engine.core.guest import Guest
+from serve_app.engine.backends.base import Backend, Row
+from serve_app.engine.cache.slots import SlotTable
+from serve_app.engine.core.guest import Guest, Steps
 from serve_app.engine.costs.clocks import UNDISTURBED, Clocks
+from serve_app.engine.costs.cost_model import CostModel
 from serve_app.engine.costs.profiler import some_token
-
-if TYPE_CHECKING:
-    from serve_app.engine.core.engine_core import EngineCore
 
 # Seconds until the next trial after one that other programs disturbed: at first, and at most.
 _PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
@@ -35,21 +33,23 @@ class RestTrials(Guest):
     tells whether others disturbed them, and slots that can forget rows without a trace.
     """
 
-    def __init__(self, core: EngineCore) -> None:
-        self._backend, self._costs, self._table = core.backend, core.costs, core.cache.table
+    def __init__(
+        self, backend: Backend, costs: CostModel, table: SlotTable, steps: Steps, clocks: Clocks
+    ) -> None:
+        self._backend, self._costs, self._table, self._steps = backend, costs, table, steps
         setup, traits = self._backend.setup, self._backend.traits
         self._is_able = setup.spins and not traits.forgets
-        self._clocks = Clocks(setup.threads)
+        self._clocks = clocks
         self._not_before = 0.0
         self._pause_s = _PAUSE_S
-        self._kept_at_s = core.counts.step_s
+        self._kept_at_s = steps.counts.step_s
         """The seconds of work until which the costs were kept."""
         self._tried = False
         """Whether there were trials since then that nobody disturbed."""
 
-    def before_schedule(self, core: EngineCore) -> None:
+    def before_schedule(self) -> None:
         """Expect, after a pause, that no other program computes, so that nobody waits for fear of it."""
-        if time.monotonic() >= core.worked_at + _FORGET_S:
+        if time.monotonic() >= self._steps.worked_at + _FORGET_S:
             self._costs.rested()
 
     @property
@@ -57,35 +57,35 @@ class RestTrials(Guest):
         """The end of a pause, if a trial is worth it and has room."""
         return self._not_before if self._next() is not None else math.inf
 
-    def at_rest(self, core: EngineCore) -> None:
+    def at_rest(self) -> None:
         """Try one batch; keep the costs if that was the last one, or the last one before a pause."""
         trial = self._next()
         if trial is not None:
             kind, n_rows, ends = trial
-            self._try(core, kind, n_rows, ends)
+            self._try(kind, n_rows, ends)
             pauses = self._not_before > time.monotonic()
             if self._tried and (pauses or not self._costs.worth_a_trial):
-                self._keep(core)
+                self._keep()
 
-    def after_step(self, core: EngineCore, step_s: float, *, idle: bool) -> None:
+    def after_step(self, step_s: float, *, idle: bool) -> None:
         """Keep the costs now and then, when the last request has ended."""
-        if not core.running:
-            self._keep_if_due(core)
+        if not self._steps.running:
+            self._keep_if_due()
 
-    def close(self, core: EngineCore, *, healthy: bool) -> None:
+    def close(self, *, healthy: bool) -> None:
         """Keep what was learned since the costs were kept last."""
         if healthy and self._tried:
-            self._keep(core)
+            self._keep()
         elif healthy:
-            self._keep_if_due(core)
+            self._keep_if_due()
 
-    def _keep_if_due(self, core: EngineCore) -> None:
-        if core.counts.step_s >= self._kept_at_s + _KEEP_AFTER_S:
-            self._keep(core)
+    def _keep_if_due(self) -> None:
+        if self._steps.counts.step_s >= self._kept_at_s + _KEEP_AFTER_S:
+            self._keep()
 
-    def _keep(self, core: EngineCore) -> None:
+    def _keep(self) -> None:
         self._backend.keep(self._costs.learned())
-        self._kept_at_s, self._tried = core.counts.step_s, False
+        self._kept_at_s, self._tried = self._steps.counts.step_s, False
 
     def _next(self) -> tuple[str, int, Mapping[int, int]] | None:
         """The kind of the next trial, its number of rows, and where its slots end."""
@@ -107,7 +107,7 @@ class RestTrials(Guest):
         has_room = least and max(least.values()) + n_each <= self._table.room
         return least if has_room else {}
 
-    def _try(self, core: EngineCore, kind: str, n_rows: int, ends: Mapping[int, int]) -> None:
+    def _try(self, kind: str, n_rows: int, ends: Mapping[int, int]) -> None:
         n_each = n_rows // len(ends)
         rows: list[Row] = [
             (some_token(slot_id + i), i, slot_id, kind == "verify" or i == end + n_each - 1)
@@ -120,7 +120,7 @@ class RestTrials(Guest):
         is_whole = not self._backend.slots_with_pending_copy
         self._clocks.begin()
         try:
-            with core.command_queue.resting():
+            with self._steps.resting():
                 self._backend.decode(rows)
         except DecodeCancelledError:
             is_whole = False

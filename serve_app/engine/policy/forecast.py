@@ -219,7 +219,9 @@ class Backlog:
         return self._costs.steps_s(self._n_slots, 0) / self._n_slots
 
     def cost_s(self, sequence: Sequence) -> float:
-        """The seconds that a sequence will probably take; 0 if nothing was measured."""
+        """The seconds that a sequence will probably take; its tokens if nothing was measured."""
+        if not self._costs:
+            return sequence.n_pending + self._forecast._n_left(sequence)
         return sum(self._forecast.parts_of([sequence]))
 
     def learn_end(self, sequence: Sequence, end: SequenceEnd) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -122,7 +123,7 @@ def test_what_was_learned_before_other_programs_came_is_kept(share: list[float])
 def test_who_comes_does_not_wait_for_a_trial() -> None:
     backend = backend_with(BESIDE_LOAD)
     backend.hold()
-    with running(backend, replace(OPTIONS, max_stall_s=None)) as engine:
+    with running(backend, replace(OPTIONS, max_stall_ms=math.inf)) as engine:
         until(lambda: backend.n_waiting == 1)  # a trial that would never end
         (inbox,) = start(engine, request("a", "abc", max_tokens=3))
         until(lambda: bool(backend.batches))  # it was cancelled
