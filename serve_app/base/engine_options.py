@@ -16,6 +16,7 @@ from serve_app.base.formats import (
     Quantization,
     block_size,
 )
+from serve_app.config.defaults import MAX_STALL_MS
 
 KernelsName = Literal["llama.cpp", "openvino"]
 MAX_STALL_MS: float = 250
@@ -39,10 +40,9 @@ class EngineOptions:
     n_slots: int
     n_ctx_slot: int
     threads: int
-    """Threads with which llama.cpp computes a batch of one row, or at most, with `fewer_threads`."""
+    """Threads with which llama.cpp computes a batch of one row."""
     threads_batch: int | None = None
-    fewer_threads: bool = False
-    """Whether batches of few rows get fewer threads, where that is measured to be faster."""
+    """Threads for batches of more rows; None: the same."""
     computing_cpus: tuple[int, ...] | None = None
     """CPUs that the threads which compute keep to; None: all that the process may use."""
     numa: NumaStrategy | None = None
@@ -133,6 +133,10 @@ class EngineOptions:
     def is_pooled(self) -> bool:
         """Whether a request may be longer than a slot's share."""
         return self.n_ctx_share < self.n_ctx_slot
+
+    def threads_of(self, n_rows: int) -> int:
+        """The threads that compute a batch of so many rows."""
+        return self.threads if n_rows == 1 else self.threads_batch or self.threads
 
     def unsupported_by_openvino(self) -> list[str]:
         """The names of those options here that OpenVINO's backend lacks."""

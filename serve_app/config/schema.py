@@ -35,6 +35,7 @@ from serve_app.base.formats import (
 )
 from serve_app.base.sampling import Api
 from serve_app.config.addresses import is_loopback
+from serve_app.config.defaults import MAX_STALL_MS
 from serve_app.config.problems import describe_errors
 from serve_app.config.sampling_fields import takes_sampling
 from serve_app.config.serve_options import RayServeOptions
@@ -94,12 +95,9 @@ class EngineConfig(Section):
     threads: PositiveInt | None = None
     """Threads that llama.cpp computes a single row with. The replica's cores are those of its
     `num_cpus`, which counts hyper-threads, within the affinity mask and the CPU quota. Default: the
-    physical cores that the replica may use, or fewer where that is measured to be faster."""
+    physical cores that the replica may use."""
     threads_batch: PositiveInt | None = None
-    """Threads for batches of several rows: prompts, and several sequences at once. If neither this nor
-    `threads` is set, batches of up to 16 rows may have fewer threads than prompts: one where that takes
-    under 3 ms, and with more than four cores what is measured to be faster. Default:
-    `threads`, or what is measured."""
+    """Threads for batches of several rows: prompts, and several sequences at once. Default: `threads`."""
     numa: NumaStrategy | None = None
     """How llama.cpp spreads the threads of one large replica over NUMA nodes, as in llama-server. With
     `distribute` and `isolate`, the replica is not pinned to cores."""

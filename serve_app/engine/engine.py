@@ -43,6 +43,7 @@ from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.sequence import kept_by_shift
+from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.guests.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.guests.drafts.drafter import Drafter
 from serve_app.engine.guests.drafts.drafting import Drafting
@@ -65,7 +66,7 @@ def make_guests(core: EngineCore) -> list[Guest]:
         CacheModeSwitcher(options, backend, core.cache, core.scheduler, core.backlog, steps),
         texts,
         PrefixStorage(core.cache, steps),
-        RestTrials(backend, costs, core.cache.table, steps),
+        RestTrials(backend, costs, core.cache.table, steps, Clocks(options.threads_of)),
     ]
     if backend.traits.n_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft

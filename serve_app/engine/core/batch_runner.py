@@ -53,13 +53,9 @@ class BatchRunner:
     _progress: Progress
     _command_queue: CommandQueue
     """The queue that cancels a batch which nobody waits for."""
+    _clocks: Clocks
     _adapters: Adapters = ()
     """The adapters of the last batch."""
-    _clocks: Clocks = field(init=False)
-
-    def __post_init__(self) -> None:
-        setup = self._backend.setup
-        self._clocks = Clocks(setup.threads if setup.spins else None)
 
     def run(self, batch: Batch, *, ahead: bool = False) -> BatchResult:
         """Decode a batch, and sample behind it. Raises what `Backend.decode` raises if it is broken.

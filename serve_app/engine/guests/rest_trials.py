@@ -33,11 +33,13 @@ class RestTrials(Guest):
     tells whether others disturbed them, and slots that can forget rows without a trace.
     """
 
-    def __init__(self, backend: Backend, costs: CostModel, table: SlotTable, steps: Steps) -> None:
+    def __init__(
+        self, backend: Backend, costs: CostModel, table: SlotTable, steps: Steps, clocks: Clocks
+    ) -> None:
         self._backend, self._costs, self._table, self._steps = backend, costs, table, steps
         setup, traits = self._backend.setup, self._backend.traits
         self._is_able = setup.spins and not traits.forgets
-        self._clocks = Clocks(setup.threads)
+        self._clocks = clocks
         self._not_before = 0.0
         self._pause_s = _PAUSE_S
         self._kept_at_s = steps.counts.step_s

@@ -15,7 +15,7 @@ import pytest
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import ConfigError, EngineFailedError
-from serve_app.base.formats import BackendName, Threads
+from serve_app.base.formats import BackendName
 from serve_app.base.progress import Stage
 from serve_app.engine.backends import opening
 from serve_app.engine.backends.base import Setup
@@ -442,7 +442,7 @@ class Opened:
 
     def __init__(self, plan: Plan, *_: object) -> None:
         self.plan = plan
-        self.setup = Setup("llama.cpp", MODE, Threads.alike(1, None), profile(1.0))
+        self.setup = Setup("llama.cpp", MODE, profile(1.0))
 
 
 def test_llama_cpp_in_openvinos_place_has_the_layout_that_was_measured(
