@@ -19,8 +19,6 @@ from serve_app.base.formats import (
 from serve_app.config.defaults import MAX_STALL_MS
 
 KernelsName = Literal["llama.cpp", "openvino"]
-MAX_STALL_MS: float = 250
-"""The default of the option of that name."""
 
 
 @dataclass(frozen=True, slots=True)

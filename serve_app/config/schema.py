@@ -23,7 +23,6 @@ from pydantic import (
 )
 from pydantic.networks import IPvAnyNetwork
 
-from serve_app.base.engine_options import MAX_STALL_MS
 from serve_app.base.errors import ConfigError
 from serve_app.base.formats import (
     BackendName,
