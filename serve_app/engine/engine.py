@@ -30,7 +30,6 @@ from serve_app.engine.kv_cache.manager import PrefixStorage
 from serve_app.engine.kv_cache.transfers import PrefixTransfer
 from serve_app.engine.options import EngineOptions
 from serve_app.engine.pictures import Encoding, PlacedTile, expanded
-from serve_app.engine.rest_trials import RestTrials
 from serve_app.engine.stream import TokenStream
 from serve_app.errors import (
     CorralError,
@@ -65,7 +64,6 @@ def make_guests(core: EngineCore) -> list[Guest]:
         CacheModeSwitcher(core),
         texts,
         PrefixStorage(core.cache),
-        RestTrials(core),
     ]
     if backend.traits.n_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft
