@@ -23,9 +23,8 @@ from pathlib import Path
 
 from loadtests.common import asking
 from loadtests.common.comparing import ratio_spread
-from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
-from serve_app.measure import process
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure import process
+from serve_app.cli.measure.benchmark import (
     Prompt,
     Prompts,
     in_turns,
@@ -35,7 +34,8 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.measure.process import text_tokens
+from serve_app.cli.measure.process import text_tokens
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 
 _TIMEOUT_S = 300
 _SWITCH = {"auto": None, "on": True, "off": False}

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from serve_app import folders
-from serve_app.errors import ConfigError
-from serve_app.llama import shards
-from serve_app.openvino.exported.files import GRAPH, folder_of
-from serve_app.store import hub, names
+from serve_app.base import folders
+from serve_app.base.errors import ConfigError
+from serve_app.config import model_names as names
+from serve_app.config import shards
+from serve_app.store import hub
 
 DEMO = "corral-demo"
-_OPENVINO = {"backend": "openvino"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +25,6 @@ class NamedModel:
     id: str
     source: dict[str, str | bool]
     """The fields of `serve_app.config.schema.ModelSource`."""
-    engine: Mapping[str, str] = field(default_factory=dict)
-    """Settings of `engine` without which the model cannot be served."""
 
 
 def named(model: str | None) -> NamedModel:
@@ -36,21 +32,15 @@ def named(model: str | None) -> NamedModel:
     if model is None:
         return NamedModel(DEMO, {"builtin": True})
     path = Path(model).expanduser()
-    is_file = path.is_file()  # first, because an error names this path
-    folder = folder_of(path)
-    if (folder / GRAPH).is_file():
-        folder = folder.resolve()
-        return NamedModel(_id_of(folder.name), {"path": str(folder)}, _OPENVINO)
-    if is_file:
+    if path.suffix == ".xml":
+        shards.refuse_exported(path)
+    if path.is_file():
         return NamedModel(_id_of(path.name), {"path": str(path.resolve())})
     if "://" in model and not names.is_hub_url(model):
         return NamedModel(_id_of(model.rpartition("/")[2]), {"url": model})
     is_path = model.endswith(".gguf") and ":" not in model and not names.is_hub_url(model)
     if is_path or model.startswith((".", "/", "~")):
-        if path.is_dir():
-            raise ConfigError(
-                f"There is no {GRAPH} in the folder {model}. Of a GGUF model, name the file."
-            )
+        shards.refuse_exported(path)
         raise ConfigError(f"There is no file {model}.")
     try:
         name = names.parse(model)
@@ -60,11 +50,8 @@ def named(model: str | None) -> NamedModel:
             "OWNER/NAME:QUANT."
         ) from None
     if not (name.choice or "").endswith(".gguf"):
-        files = hub.files(name, folders.cache_folder() / "models" / ".names")
-        first, *_ = names.chosen(files, name)
-        name = replace(name, choice=first)
-    if name.choice == GRAPH:
-        return NamedModel(_id_of(name.repo), {"repo": str(name)}, _OPENVINO)
+        pinned = hub.pinned(name, folders.cache_folder() / "models" / ".names")
+        name = replace(name, choice=pinned.choice)
     return NamedModel(_id_of(name.choice or ""), {"repo": str(name)})
 
 
@@ -99,8 +86,7 @@ def document(options: ServeOptions) -> dict[str, Any]:
             n += 1
             model_id = f"{model.id}-{n}"
         models[model_id] = {"id": model_id, "source": model.source}
-        known = {name: size for name, size in sizes.items() if size is not None}
-        if engine := {**model.engine, **known}:
+        if engine := {name: size for name, size in sizes.items() if size is not None}:
             models[model_id]["engine"] = engine
         if options.manage_models:
             models[model_id]["keep_alive"] = "5m"

@@ -8,10 +8,11 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
-from serve_app.llama import chat_templates
-from serve_app.llama.formats import EmbeddingPooling
-from serve_app.llama.model import Model
+from serve_app.base.errors import ConfigError, InvalidRequestError, NotSupportedError
+from serve_app.base.formats import EmbeddingPooling
+from serve_app.base.sampling import ReasoningBudget
+from serve_app.kernels.llama import chat_templates
+from serve_app.kernels.llama.model import Model
 from serve_app.prompt import normaliser
 from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate, Template, delimiters
 from serve_app.prompt.conversation import Conversation, Turn
@@ -21,7 +22,6 @@ from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText, control_tokens
 from serve_app.prompt.tool_calls import ToolFormat
 from serve_app.prompt.tool_calls.calls import FunctionNames
-from serve_app.sampling import ReasoningBudget
 
 # No fewer than `<think>` and the line ends behind it can have, in any vocabulary.
 _REASONING_TOKENS = 16
@@ -135,7 +135,7 @@ class Tokenizer:
 
     def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
         """The tokens for a reranking model: by its own template as in llama-server, or see
-        `serve_app.llama.model.Model.encode_pair`. Control tokens written out in the texts stay text."""
+        `Model.encode_pair`. Control tokens written out in the texts stay text."""
         template = self.model.rerank_template
         if template is None:
             return tuple(self.model.encode_pair(query, document))
@@ -161,13 +161,13 @@ class Tokenizer:
         return self.tokenize(text, add_special=True, parse_special=True)
 
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> tuple[int, ...]:
-        """The tokens of any text; see `serve_app.llama.model.Model.tokenize`."""
+        """The tokens of any text; see `serve_app.kernels.llama.model.Model.tokenize`."""
         return tuple(
             self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
         )
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token; see `serve_app.llama.model.Model.piece`."""
+        """The bytes of one token; see `serve_app.kernels.llama.model.Model.piece`."""
         return self.model.piece(token, special=special)
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
@@ -175,7 +175,7 @@ class Tokenizer:
         return self.model.detokenize((one for one in tokens if one >= 0), special=special)
 
     def delimiter_token(self, text: str) -> int | None:
-        """The token that is this text and delimits, as `serve_app.llama.model.Model.delimiter_token`."""
+        """The token that is this text and delimits, as `Model.delimiter_token`."""
         return self.model.delimiter_token(text)
 
     def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:

@@ -14,8 +14,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode
+from serve_app.base.errors import (
+    CacheFullError,
+    DecodeCancelledError,
+    DecodeError,
+    InvalidRequestError,
+)
+from serve_app.base.formats import Threads
+from serve_app.base.sampling import SamplingParams, Triggers
+from serve_app.base.types import Adapters, Sampled, TokenLogprobs
 from serve_app.engine.backends.base import (
     CacheTraits,
     DraftModel,
@@ -26,12 +33,10 @@ from serve_app.engine.backends.base import (
     Setup,
     State,
 )
-from serve_app.errors import CacheFullError, DecodeCancelledError, DecodeError, InvalidRequestError
-from serve_app.llama.formats import Threads
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.vision.positions import Positions, Tile
-from serve_app.sampling import SamplingParams, Triggers
-from serve_app.types import Adapters, Sampled, TokenLogprobs
+from serve_app.engine.choice.plan import Mode
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.vision.positions import Positions, Tile
 
 Script = Callable[[Sequence[int]], int]
 """The token that follows the given tokens of one sequence."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.base.errors import DecodeError
 from serve_app.engine.backends.base import Row
-from serve_app.errors import DecodeError
+from serve_app.engine.costs.cost_model import Profile
 
 CHEAP = Profile({1: 2e-5, 64: 2e-5}, {8: 2e-5, 256: 2e-5}, {2: 2e-5, 8: 2e-5})
 """Passes that cost next to nothing."""
-MASK = -7
 
 
 class FakeDraft:
@@ -26,13 +25,12 @@ class FakeDraft:
         profile: Profile = CHEAP,
         fail_on: Iterable[int] = (),
         reads_states: bool = False,
-        n_block: int = 0,
     ) -> None:
         self.n_ctx = n_ctx
         self.n_batch = 256
         self.profile = profile
         self.slots: list[list[int]] = [[] for _ in range(n_slots)]
-        self.reads_states, self.n_block = reads_states, n_block
+        self.reads_states = reads_states
         self.unknown = [0] * n_slots
         """The tokens at the beginning of each slot's text that cannot be fed."""
         self.batches: list[list[Row]] = []
@@ -47,10 +45,8 @@ class FakeDraft:
         """See `unknown`."""
         return self.unknown[seq_id]
 
-    def decode(self, rows: Sequence[Row], places: Sequence[int], n_guessed: int) -> None:
-        """Feed the rows to their slots, and masks."""
-        if n_guessed > (self.n_block or 1):
-            raise AssertionError(f"{n_guessed} guesses in a pass of {self.n_block or 1}")
+    def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
+        """Feed the rows to their slots."""
         self.places.append(list(places))
         self.batches.append(list(rows))
         self._at_row = {}
@@ -63,16 +59,12 @@ class FakeDraft:
             slot.append(token)
             if wants_logits:
                 self._at_row[i] = list(slot)
-                slot += [MASK] * (n_guessed if self.n_block else 0)
         if self._fail_on.intersection(row[0] for row in rows):
             raise DecodeError("scripted failure")
 
-    def most_likely(self, row: int, n_guessed: int) -> list[int]:
-        """The tokens that the script has after that row."""
-        text = list(self._at_row[row])
-        for _ in range(n_guessed):
-            text.append(self._script(text))
-        return text[-n_guessed:]
+    def most_likely(self, row: int) -> int:
+        """The token that the script has after that row."""
+        return self._script(self._at_row[row])
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop a slot's tail."""

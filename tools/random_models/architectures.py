@@ -7,7 +7,6 @@ tests/test-llama-archs.cpp, where the metadata are from.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,13 @@ import numpy as np
 from gguf import GGUFValueType, GGUFWriter
 from numpy.typing import NDArray
 
-from serve_app.llama import library
-from serve_app.llama.stored_weights import GgmlTensor
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.stored_weights import GgmlTensor
 from tools.chat_template import CONTROL_TOKENS
 from tools.gguf_file import add_tokenizer
 from tools.random_models.model import vocabulary
 
 N_VOCAB = 512
-SHARED, RARE = r"^(token_embd|output)\.", r"rope_freqs|post_|layer_output_scale|attn_sinks"
-"""Patterns for `without`: tensors that most DFlash drafts take from their model, and tensors that only
-some drafts have."""
 _TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
 _SCALES = (b".scale", b".input_scale")
 
@@ -41,38 +37,30 @@ def write_architecture(
     change: Callable[[Weights], None] = lambda weights: None,
     *,
     seed: int = 0,
-    without: str = "",
-    n_vocab: int = N_VOCAB,
 ) -> None:
-    """Write a model with these metadata of its architecture, or of its vocabulary (`tokenizer.`), its own
-    prediction layers included. Tensors whose names `without` matches are left out, and `change` may change
-    its weights. Raises ValueError if llama.cpp makes no model of the metadata."""
+    """Write a model with these metadata of its architecture, its own prediction layers included. `change`
+    may change its weights. Raises ValueError if llama.cpp makes no model of the metadata."""
     header = path.with_suffix(".header")
     try:
-        _write(header, architecture, metadata, {}, n_vocab)
+        _write(header, architecture, metadata, {})
         shapes = _shapes(header)
     finally:
         header.unlink(missing_ok=True)
-    shapes = {
-        name: shape for name, shape in shapes.items() if not (without and re.search(without, name))
-    }
     rng = np.random.default_rng(seed)
     weights = {name: drawn(rng, name, shape) for name, shape in shapes.items()}
     change(weights)
-    _write(path, architecture, metadata, weights, n_vocab)
+    _write(path, architecture, metadata, weights)
 
 
-def _write(
-    path: Path, architecture: str, metadata: Metadata, tensors: Weights, n_vocab: int
-) -> None:
+def _write(path: Path, architecture: str, metadata: Metadata, tensors: Weights) -> None:
     writer = GGUFWriter(path, architecture)
     for key, value in metadata.items():
-        name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+        name = f"{architecture}.{key}"
         if isinstance(value, Sequence):
             writer.add_array(name, value)
         else:
             writer.add_key_value(name, value, _TYPES[type(value)])
-    tokens, merges = vocabulary(n_vocab)
+    tokens, merges = vocabulary(N_VOCAB)
     add_tokenizer(writer, tokens, merges, CONTROL_TOKENS)
     for name, values in tensors.items():
         writer.add_tensor(name, values)

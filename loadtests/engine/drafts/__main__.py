@@ -1,6 +1,6 @@
 """Measures what drafts gain or cost: of a model that is always right or never, or from the text. No Ray.
 
-    python -m loadtests.engine.drafts [--wrong | --lookup | --blocks] [--temperature 0]
+    python -m loadtests.engine.drafts [--wrong | --lookup] [--temperature 0]
         [--target PATH --draft PATH] [--streams 1,4,16] [--tokens 96] [--prompt-tokens 32] [--rounds 5]
         [--threads N] [--target-type q8_0] [--draft-type q4_0] [--folder build/drafts]
 
@@ -8,7 +8,7 @@ The engine with the draft and the engine without it have a process each, with sl
 and take turns. Both have the same kind of cache and begin with the same profile. Lookup is off in both;
 with --lookup it is the only difference. Small models write text that repeats itself at temperature 0, and
 text that does not at temperature 1. Without files, models with random weights are made (`models`): a 0.6B
-shape drafts for a 1B shape, or with --blocks, a DFlash draft of that shape.
+shape drafts for a 1B shape.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from loadtests.engine.drafts.models import DRAFT, TARGET, agreeing, blocks, random
+from loadtests.engine.drafts.models import DRAFT, TARGET, agreeing, random
 from loadtests.engine.drafts.rounds import TIMEOUT_S, Round, run_round
-from serve_app.engine import Engine, EngineOptions
-from serve_app.measure import process
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure import process
+from serve_app.cli.measure.benchmark import (
     in_turns,
     listed,
     machine,
@@ -35,6 +34,7 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
+from serve_app.engine import Engine, EngineOptions
 
 _N_CTX_SLOT = 512
 _HEADER = (
@@ -66,9 +66,8 @@ def main() -> int:
     if args.lookup:
         name, changed = "from the text", replace(usual, speculate=True)
     else:
-        made = random if args.wrong else blocks if args.blocks else agreeing
-        shape = TARGET if args.blocks else DRAFT
-        draft = args.draft or made(args.folder, shape, args.draft_type)
+        made = random if args.wrong else agreeing
+        draft = args.draft or made(args.folder, DRAFT, args.draft_type)
         name, changed = draft.name, replace(usual, draft=draft)
     pools = {
         way: process.started(Engine.load, target, options)
@@ -116,7 +115,6 @@ def _arguments() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--wrong", action="store_true", help="a draft that is never right")
-    kind.add_argument("--blocks", action="store_true", help="a DFlash draft that is always right")
     kind.add_argument("--lookup", action="store_true", help="drafts from the text, without a model")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--target", type=Path)

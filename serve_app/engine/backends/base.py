@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.options import KernelsName
-from serve_app.llama.formats import EmbeddingPooling, Threads
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.vision.positions import Part, Pause, Tile
-from serve_app.sampling import SamplingParams, Triggers
-from serve_app.types import Adapters, Medium, Sampled, Size, TokenLogprobs
+from serve_app.base.engine_options import KernelsName
+from serve_app.base.formats import EmbeddingPooling, Threads
+from serve_app.base.sampling import SamplingParams, Triggers
+from serve_app.base.types import Adapters, Medium, Sampled, Size, TokenLogprobs
+from serve_app.engine.choice.plan import Mode
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.vision.positions import Part, Pause, Tile
 
 Row = tuple[int, int, int, bool]
 """(token, its index in the slot, seq_id, wants logits): one row of a batch."""
@@ -148,14 +148,11 @@ GUESSED = -1
 
 class DraftModel(Protocol):
     """A model that proposes tokens, with a cache of its own: a small one of the same vocabulary
-    (`serve_app.engine.backends.draft_model.LlamaDraft`), or layers that read the other model's hidden
-    states (`serve_app.engine.backends.draft_model.GuessingDraft`)."""
+    (`serve_app.engine.backends.draft_model.LlamaDraft`), or the other model's own prediction layers
+    (`serve_app.engine.backends.draft_model.OwnLayersDraft`)."""
 
     reads_states: bool
     """Whether it goes by the other model's hidden states."""
-    n_block: int
-    """The most tokens that a pass guesses behind a row. With 0, it guesses a single token, which is fed to
-    the next pass."""
 
     def first_fed(self, seq_id: int) -> int:
         """The first place in the text of the other model's slot from which on `decode` can be fed."""
@@ -167,15 +164,12 @@ class DraftModel(Protocol):
     profile: Profile
     """The cost of batches; empty if that was not measured."""
 
-    def decode(self, rows: Sequence[Row], places: Sequence[int], n_guessed: int) -> None:
-        """Compute a forward pass that guesses so many tokens behind each row that wants logits. `places`
-        says where each row is in the other model's text, or `GUESSED`. With `n_block`, cells from such a
-        row on are good for this pass only. Raises DecodeError if the rows cannot be decoded; some may be in
-        the cache."""
+    def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
+        """Compute a forward pass. `places` says where each row is in the other model's text, or `GUESSED`.
+        Raises DecodeError if the rows cannot be decoded; some may be in the cache."""
 
-    def most_likely(self, row: int, n_guessed: int) -> list[int]:
-        """The tokens of the other model's vocabulary, `n_guessed`, that are most likely behind a row last
-        decoded."""
+    def most_likely(self, row: int) -> int:
+        """The token of the other model's vocabulary that is most likely behind a row last decoded."""
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop the slot's cached tokens from index n_past on."""

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app import progress
-from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import PAGED
-from serve_app.engine.autotune.profiler import DEPTH, ROOM, Depth, Profiler, in_turns, paged_depth
+from serve_app.base import progress
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import ConfigError
+from serve_app.base.formats import Threads
+from serve_app.base.progress import Report, Stage
+from serve_app.base.sampling import SamplingParams
 from serve_app.engine.backends.base import (
     Backend,
     CacheTraits,
@@ -30,28 +30,25 @@ from serve_app.engine.backends.base import (
     Setup,
     State,
 )
-from serve_app.engine.backends.draft_model import hidden_layers, open_draft
+from serve_app.engine.backends.draft_model import draft_for, open_draft
 from serve_app.engine.backends.llama_cpp import LlamaBackend, LlamaEmbeddings
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError
-from serve_app.llama.formats import Threads
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.model import Model, fingerprint_of
-from serve_app.llama.sampler import SequenceSampler
-from serve_app.openvino.convert import converted_of, unserved, versions
-from serve_app.openvino.encoder import Encoder
-from serve_app.openvino.exported.files import WEIGHTS, is_graph
-from serve_app.openvino.exported.header import hyperparameters_of, vocabulary_file
-from serve_app.openvino.gguf_model import EmbeddingRows
-from serve_app.openvino.paged.blocks import BLOCK
-from serve_app.openvino.paged.compiling import CacheType, check_cache_type
-from serve_app.openvino.paged.context import PagedContext
-from serve_app.openvino.paged.model import Layers, PagedModel, PagedOptions
-from serve_app.openvino.parts import WHOLE
-from serve_app.progress import Report, Stage
+from serve_app.engine.choice.caches import kept_or_measured
+from serve_app.engine.choice.plan import OPENVINO_PLAN, PAGED, CachePlan, Plan
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.costs.profiler import DEPTH, ROOM, Depth, Profiler, in_turns, paged_depth
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.llama.sampler import SequenceSampler
+from serve_app.kernels.openvino.convert import converted_of, unserved, versions
+from serve_app.kernels.openvino.encoder import Encoder
+from serve_app.kernels.openvino.gguf_model import EmbeddingRows
+from serve_app.kernels.openvino.paged.blocks import BLOCK
+from serve_app.kernels.openvino.paged.compiling import CacheType, check_cache_type
+from serve_app.kernels.openvino.paged.context import PagedContext
+from serve_app.kernels.openvino.paged.model import LayerChain, Layers, PagedModel, PagedOptions
+from serve_app.kernels.openvino.parts import WHOLE
 from serve_app.prompt.chat_template import delimiters
-from serve_app.sampling import SamplingParams
-from serve_app.stages.chain import StageChain
 
 logger = logging.getLogger("corral.engine")
 
@@ -91,8 +88,8 @@ class PagedEmbeddings:
 class EncoderEmbeddings(LlamaEmbeddings):
     """Vectors of texts, or the outputs of a classifier, from an encoder."""
 
-    def __init__(self, model: Model, options: EngineOptions, encoder: Encoder) -> None:
-        super().__init__(model, options, flash_attn=False)
+    def __init__(self, model: Model, options: EngineOptions, plan: Plan, encoder: Encoder) -> None:
+        super().__init__(model, options, plan, flash_attn=False)
         self._encoder = encoder
 
     @property
@@ -119,8 +116,9 @@ class EncoderBackend(LlamaBackend):
         path: str | os.PathLike[str],
         options: EngineOptions,
         report: Report = progress.nowhere,
+        plan: Plan = OPENVINO_PLAN,
     ) -> None:
-        super().__init__(path, replace(options, repack=False), report)
+        super().__init__(path, options, report, plan)
         model = self.vocabulary
         if reason := unserved(model, options.embedding_pooling):
             raise ConfigError(reason)
@@ -131,25 +129,22 @@ class EncoderBackend(LlamaBackend):
             threads=options.threads,
             window=model.meta_int("attention.sliding_window", 0),
         )
-        self.embeddings = EncoderEmbeddings(model, options, encoder)
-        self.setup = replace(self.setup, kernels="openvino", mode_reason="An encoder has no cache")
+        self.embeddings = EncoderEmbeddings(model, options, plan, encoder)
+        self.setup = replace(self.setup, mode_reason="An encoder has no cache")
 
 
-def open_with_openvino(
-    path: Path, options: EngineOptions, report: Report = progress.nowhere
-) -> Backend:
+def open_with_openvino(path: Path, options: EngineOptions, report: Report, plan: Plan) -> Backend:
     """The backend of that model's kind. Raises ConfigError."""
-    if is_graph(path) or Model(path, vocab_only=True).is_causal:
-        return OpenVinoBackend(path, options, report)
-    return EncoderBackend(path, options, report)
+    if Model(path, vocab_only=True).is_causal:
+        return OpenVinoBackend(path, options, report, plan)
+    return EncoderBackend(path, options, report, plan)
 
 
 class OpenVinoBackend:
     """A model that OpenVINO computes. The vocabulary and the samplers are llama.cpp's. Raises ConfigError
     if OpenVINO cannot read it, or the model needs what this backend lacks.
 
-    A GGUF model is converted at its first start, and kept under ~/.cache/corral/openvino. A graph that
-    OpenVINO's exporter wrote is taken as it is.
+    A model is converted at its first start, and kept under ~/.cache/corral/openvino.
     """
 
     adapters = pictures = modes = None
@@ -161,34 +156,22 @@ class OpenVinoBackend:
         path: str | os.PathLike[str],
         options: EngineOptions,
         report: Report = progress.nowhere,
-        chain: StageChain | None = None,
+        plan: Plan = OPENVINO_PLAN,
+        chain: LayerChain | None = None,
     ) -> None:
         """Open the model, or the stage of a chain that this process computes."""
         began = time.monotonic()
         if options.computing_cpus is not None:  # OpenVINO's threads inherit it from this one
             os.sched_setaffinity(0, options.computing_cpus)
-        path = Path(path)
-        header = vocabulary_file(path)
         self._options = options
-        self.vocabulary = model = Model(header, vocab_only=True, delimiters=delimiters)
+        self.vocabulary = model = Model(path, vocab_only=True, delimiters=delimiters)
         if reason := unserved(model, options.embedding_pooling):
             raise ConfigError(reason)
         cache_type = _cache_type(options)
         check_cache_type(cache_type)
         self._fingerprint = model.fingerprint()
-        frequencies = None
-        if is_graph(path):
-            if options.quantization is not None:
-                raise ConfigError(
-                    "engine.quantization is for GGUF files: choose it when you export a model."
-                )
-            self._fingerprint = fingerprint_of([header, path, path.with_name(WEIGHTS)])
-            frequencies = hyperparameters_of(path.parent).frequencies
-        else:
-            part = WHOLE if chain is None else chain.part
-            path = converted_of(
-                model, options.max_converted_bytes, report, part, options.quantization
-            )
+        part = WHOLE if chain is None else chain.part
+        graph = converted_of(model, options.max_converted_bytes, report, part, options.quantization)
         report(Stage("loading"))
         n_sequences = options.n_slots + len(options.pinned)
         self._n_blocks_slot = _n_blocks(options.n_ctx_share)
@@ -202,12 +185,11 @@ class OpenVinoBackend:
             threads=options.threads,
             n_texts=_TEXTS_AT_ONCE,
             n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + _n_blocks(options.n_batch),
-            frequencies=frequencies,
             cache_type=cache_type,
         )
         layers: Layers
         if chain is None:
-            layers = PagedModel(path, model.n_vocab, paged)
+            layers = PagedModel(graph, paged)
         else:
             paged = replace(
                 paged,
@@ -216,32 +198,25 @@ class OpenVinoBackend:
                 keeps_states=options.prefix_folder is None,  # files have whole ones
             )
             embeddings = EmbeddingRows(model.files) if chain.part.reads_embeddings else None
-            chain.open(partial(PagedModel, path, model.n_vocab, paged, embeddings))
+            chain.open(partial(PagedModel, graph, paged, embeddings))
             layers = chain
         self._context = context = PagedContext(layers, model, paged)
         context.warm_up()
         self.decode, self.cancel, self.truncate = context.decode, context.cancel, context.truncate
         self.copy, self.shift = context.copy, context.shift
         self._n_stages = 1 if chain is None else chain.part.n_parts
-        threads = Threads.alike(options.threads, options.threads)
-        # However layers are divided: an engine measures the time of all stages.
-        conditions = {"model": self._fingerprint.hex(), "openvino": versions()}
-        self._kept_as = profile_cache.key(options, chain=self._n_stages, **conditions)
         if chain is not None:
             limit_s = min(options.profile_limit_s, _MEASURING * (time.monotonic() - began))
             self._options = replace(options, profile_limit_s=limit_s)
-        profile = self._profile(report)
-        self.setup = Setup("openvino", PAGED, threads, profile, mode_reason=_REASON)
-        draft = None
-        if options.draft is not None:  # llama.cpp is the faster with few rows, one for each slot
-            draft = Model(options.draft, load_mode=options.load_mode)
-            if draft.is_head:
-                raise ConfigError(
-                    f"engine.draft: {draft.path.name} reads hidden states, which OpenVINO's backend does "
-                    "not tell. Set engine.backend: llama_cpp."
-                )
-            hidden_layers(model, draft, options)
-        self.draft = open_draft(model, draft, options, threads)
+        self._plan, self._cache_plan = plan, self._choose_cache(plan, report)
+        cache = self._cache_plan
+        self.setup = Setup(
+            *("openvino", PAGED, cache.threads, cache.profile),
+            kernels_reason=plan.why,
+            mode_reason=cache.reason,
+        )
+        # llama.cpp is the faster with few rows, one for each slot.
+        self.draft = open_draft(model, draft_for(model, options), options, cache.threads)
         # A state is none of llama.cpp's.
         parts = (versions(), BLOCK, options.cache_type_k, options.quantization)
         key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + context.turns).digest()
@@ -254,24 +229,23 @@ class OpenVinoBackend:
             causal=True,
         )
         self.embeddings = PagedEmbeddings(context, shape)
-        logger.info("%s.", _REASON)
 
-    def _profile(self, report: Report) -> Profile:
+    def _choose_cache(self, plan: Plan, report: Report) -> CachePlan:
         options = self._options
+        threads = Threads.alike(options.threads, None)
+        unmeasured = CachePlan(PAGED, _REASON, Profile(), threads)
         if options.profile_limit_s <= 0:
-            return Profile()
-        kept = profile_cache.load(options.profile_folder, self._kept_as, Profile)
-        if kept is not None:
-            return kept
-        report(Stage("measuring", limit_s=options.profile_limit_s))
-        threads = Threads.alike(options.threads, None) if self._n_stages == 1 else None
-        profile = profile_of(self._context, options, threads)
-        self.keep(profile)
-        return profile
+            return unmeasured
+        computing = threads if self._n_stages == 1 else None
+
+        def measure() -> CachePlan:
+            return replace(unmeasured, profile=profile_of(self._context, options, computing))
+
+        return kept_or_measured(plan, options, report, measure)
 
     def keep(self, profile: Profile) -> None:
-        if profile_cache.is_worth_keeping([profile]):
-            profile_cache.save(self._options.profile_folder, self._kept_as, profile)
+        cache = replace(self._cache_plan, profile=profile)
+        self._plan.keep(self._options.profile_folder, cache)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
@@ -315,23 +289,9 @@ def profile_of(context: PagedContext, options: EngineOptions, threads: Threads |
     if n_tokens > 0:
         depth = paged_depth(context, profiler.profile, n_tokens, deep_s)
     profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
-    took_s, share = clocks.end(options.n_batch)
+    _, share = clocks.end(options.n_batch)
     context.release()
-    logger.info("Measured batches in %.1f s.", took_s)
     return replace(depth.added_to(profiler.profile, unified=False), share=share)
-
-
-def small_context(model: Model, options: EngineOptions, n_ctx_slot: int) -> PagedContext:
-    """A context that is only profiled, of a model that is converted. Raises ConfigError."""
-    path = converted_of(model, options.max_converted_bytes)
-    paged = PagedOptions(
-        n_sequences=options.n_slots,
-        n_ctx_slot=options.n_ctx_slot,
-        n_blocks=options.n_slots * _n_blocks(min(options.n_ctx_share, n_ctx_slot)),
-        threads=options.threads,
-        cache_type=_cache_type(options),
-    )
-    return PagedContext(PagedModel(path, model.n_vocab, paged), model, paged)
 
 
 def _cache_type(options: EngineOptions) -> CacheType:

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from serve_app.engine.autotune.cost_model import AHEAD_S, CostModel
+from serve_app.base.errors import ConstraintError, CorralError, DecodeCancelledError, DecodeError
+from serve_app.base.types import Adapters, Sampled
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.scheduler.batch import Batch, Chunk
-from serve_app.engine.core.scheduler.fair_queue import FairQueue
+from serve_app.engine.costs.cost_model import AHEAD_S, CostModel
 from serve_app.engine.health import Progress
-from serve_app.errors import ConstraintError, CorralError, DecodeCancelledError, DecodeError
-from serve_app.types import Adapters, Sampled
 
 logger = logging.getLogger("corral.engine")
 
@@ -53,7 +52,6 @@ class BatchRunner:
     _progress: Progress
     _command_queue: CommandQueue
     """The queue that cancels a batch which nobody waits for."""
-    _queue: FairQueue
     _adapters: Adapters = ()
     """The adapters of the last batch."""
 
@@ -154,7 +152,7 @@ class BatchRunner:
     def _charge(self, batch: Batch, computed_s: float) -> None:
         for chunk, seconds in zip(batch.chunks, batch.shared_s(computed_s), strict=True):
             chunk.sequence.trace.computed(computed_s, len(batch.chunks))
-            self._queue.charge(chunk.sequence, seconds)
+            self._command_queue.policy.charge(chunk.sequence, seconds)
 
     def learn(self, result: BatchResult) -> None:
         """Learn what a batch took. Its tokens need not wait for that."""
@@ -173,7 +171,7 @@ class BatchRunner:
         began = time.monotonic()
         sampled = sample(chunk)
         seconds = time.monotonic() - began
-        self._queue.charge(chunk.sequence, seconds)
+        self._command_queue.policy.charge(chunk.sequence, seconds)
         if not (chunk.scored or isinstance(sampled, CorralError)):
             chunk.sequence.sampling_cost.observe(len(sampled), seconds)
         return sampled

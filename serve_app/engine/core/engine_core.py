@@ -9,34 +9,33 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TypeVar
 
-from serve_app.engine.autotune.cost_model import CostModel
-from serve_app.engine.autotune.sampling_costs import SamplingCost, sampling_kind
-from serve_app.engine.backends.base import Backend
-from serve_app.engine.core.admission import Admission
-from serve_app.engine.core.batch_runner import BatchResult, BatchRunner
-from serve_app.engine.core.command_queue import CommandQueue, PendingCommands
-from serve_app.engine.core.guest import Guest
-from serve_app.engine.core.postprocessor import Outbox, Postprocessor
-from serve_app.engine.core.scheduler.backlog import Backlog
-from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
-from serve_app.engine.core.scheduler.fair_queue import Accounts, FairQueue
-from serve_app.engine.core.scheduler.scheduler import Scheduler
-from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.health import Progress
-from serve_app.engine.kv_cache.manager import open_cache
-from serve_app.engine.metrics.snapshot import Published, View, engine_stats
-from serve_app.engine.metrics.stats import CachedPrefixes, CachedPrompt, Counts
-from serve_app.engine.metrics.trace import Latencies, RequestLog
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import (
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import (
     CacheFullError,
     CorralError,
     DecodeCancelledError,
     EngineClosedError,
     EngineFailedError,
 )
-from serve_app.types import FinishReason, RequestRecord, SequenceEnd, adapters_of
+from serve_app.base.types import FinishReason, RequestRecord, SequenceEnd, adapters_of
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.cache.manager import open_cache
+from serve_app.engine.core.admission import Admission
+from serve_app.engine.core.batch_runner import BatchResult, BatchRunner
+from serve_app.engine.core.command_queue import CommandQueue, PendingCommands
+from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.postprocessor import Outbox, Postprocessor
+from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
+from serve_app.engine.core.scheduler.scheduler import Scheduler
+from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.core.step_budget import StepBudget
+from serve_app.engine.costs.cost_model import CostModel
+from serve_app.engine.costs.sampling_costs import SamplingCost, sampling_kind
+from serve_app.engine.health import Progress
+from serve_app.engine.metrics.snapshot import Published, View, engine_stats
+from serve_app.engine.metrics.stats import CachedPrefixes, CachedPrompt, Counts
+from serve_app.engine.metrics.trace import Latencies, RequestLog
+from serve_app.engine.policy.forecast import Backlog
 
 logger = logging.getLogger("corral.engine")
 
@@ -72,7 +71,7 @@ class EngineCore:
         self.progress = progress
         self.costs = costs = CostModel(backend.setup.profile)
         self.budget = StepBudget(options.max_stall_s)
-        self.queue = FairQueue(self._cost, Accounts())
+        self.policy = command_queue.policy
         self.counts = Counts()
         self.latencies = Latencies()
         self.request_log = RequestLog()
@@ -88,9 +87,9 @@ class EngineCore:
         self.cache.pin(options.n_batch)
         self._outbox = outbox = Outbox()
         self.admission = Admission(
-            backend, self.cache, self.scheduler, self.queue, self.budget, self.counts, outbox
+            backend, self.cache, self.scheduler, command_queue, self.budget, self.counts, outbox
         )
-        self.runner = BatchRunner(backend, costs, progress, command_queue, self.queue)
+        self.runner = BatchRunner(backend, costs, progress, command_queue)
         self._runs_ahead = backend.draft is None and backend.traits.n_rewind >= options.n_batch
         """Whether tokens can be computed before anybody has looked at the tokens before them."""
         self._postprocessor = Postprocessor(
@@ -141,9 +140,7 @@ class EngineCore:
 
     def admit(self) -> None:
         """Move waiting sequences into idle slots."""
-        if started := self.admission.admit():
-            self.command_queue.started(started)
-        for sequence in started:
+        for sequence in self.admission.admit():
             if (progress := sequence.progress()) is not None:
                 self._outbox.put(sequence, progress)
 
@@ -212,7 +209,7 @@ class EngineCore:
         seconds = self.worked_at - began
         counts.step_s += seconds
         if not self.cache.table.n_idle and self.scheduler.served_all:
-            self.backlog.progressed(
+            self.backlog.learn_pace(
                 counts.prompt_tokens - n_prompt,
                 counts.generated_tokens - n_generated,
                 seconds - (counts.sample_s - sample_s),
@@ -246,11 +243,9 @@ class EngineCore:
         self.counts.prefill_s += end.timings.prefill_s
         self.counts.generation_s += end.timings.decode_s
         self.counts.n_tokens_max = max(self.counts.n_tokens_max, sequence.n_past)
-        self.queue.end(sequence)
         sequence.close()
         if sequence.trace.admitted is not None:
-            self.backlog.ended(sequence)
-            self.backlog.came_true(sequence, end)
+            self.backlog.learn_end(sequence, end)
         self.admission.release(sequence)
         for guest in self.guests:
             guest.ended(sequence)
@@ -273,6 +268,7 @@ class EngineCore:
         for sequence in pending.submitted:
             kind = sampling_kind(sequence.request.sampling)
             sequence.sampling_cost = self._sampling_costs[kind]
+            sequence.expected_s = self.backlog.cost_s(sequence)
         self.admission.enqueue(pending.submitted)
         for command in pending.commands:  # which may look at what is live
             command.run(self.cache)
@@ -283,7 +279,7 @@ class EngineCore:
             if request_id in live:
                 self._outbox.end(live[request_id], FinishReason.ABORT)
         for request_id, refusal in pending.displaced.items():
-            if request_id in live and live[request_id].trace.admitted is None:
+            if request_id in live:
                 self._outbox.end(live[request_id], FinishReason.ERROR, refusal)
         self.is_draining = pending.deadline is not None
         if pending.deadline is not None and time.monotonic() >= pending.deadline:
@@ -313,7 +309,7 @@ class EngineCore:
     def fail(self, failure: EngineFailedError) -> None:
         """End everything, and refuse what comes: the backend is broken."""
         never_taken = self.command_queue.fail()
-        self.queue.extend(never_taken.submitted)
+        self.admission.enqueue(never_taken.submitted)
         for command in never_taken.commands:
             command.refuse(failure)
         self._end_all(failure)
@@ -341,33 +337,26 @@ class EngineCore:
     @property
     def running(self) -> tuple[Sequence, ...]:
         """The sequences that have a slot, in the order in which they got it."""
-        return self.scheduler.running
+        return tuple(self.scheduler.running)
 
     @property
     def live(self) -> list[Sequence]:
         """The sequences that run or wait."""
-        return [*self.scheduler.running, *self.queue]
+        return [*self.running, *self.admission.waiting]
 
     @property
     def has_work(self) -> bool:
         """Whether a step has something to do."""
-        if self.queue or self.scheduler.running:
+        if self.admission.waiting or self.running:
             return True
         return any(guest.has_work for guest in self.guests)
-
-    def _cost(self, n_prompt: int, n_generated: int) -> float:
-        """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""
-        n_slots = self.options.n_slots
-        seconds = self.costs.prefill_s(n_prompt, 0)
-        seconds += n_generated * self.costs.decode_s(n_slots) / n_slots
-        return seconds or n_prompt + n_generated
 
     def _view(self) -> View:
         forecast = self.backlog.forecast(self.live, self.scheduler.crowding)
         return View(engine_stats(self, forecast), self._cached_prefixes(), forecast)
 
     def _cached_prefixes(self) -> CachedPrefixes:
-        requests = (sequence.request for sequence in self.queue.waiting)
+        requests = (sequence.request for sequence in self.admission.waiting)
         waiting = (CachedPrompt(request.content_group, request.given) for request in requests)
         adapters = frozenset(adapters_of(seq.request.content_group) for seq in self.live)
         return CachedPrefixes((*waiting, *self.cache.prompts), tuple(self._taken), adapters)

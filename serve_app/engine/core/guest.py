@@ -8,9 +8,9 @@ from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from serve_app.base.errors import CorralError
 from serve_app.engine.core.scheduler.batch import Batch
 from serve_app.engine.core.sequence import Sequence
-from serve_app.errors import CorralError
 
 if TYPE_CHECKING:
     from serve_app.engine.core.engine_core import EngineCore

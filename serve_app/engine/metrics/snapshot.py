@@ -11,8 +11,7 @@ from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from serve_app.engine.core.scheduler.backlog import Forecast
-from serve_app.engine.kv_cache.slots import Slot
+from serve_app.engine.cache.slots import Slot
 from serve_app.engine.metrics.stats import (
     CachedPrefixes,
     CacheStats,
@@ -29,6 +28,7 @@ from serve_app.engine.metrics.stats import (
     TimingStats,
     TokenStats,
 )
+from serve_app.engine.policy.forecast import Forecast
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -88,7 +88,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
     mode, threads = setup.mode, setup.threads
     n_running, n_waiting = (
         Counter(one.request.background for one in them)
-        for them in (core.scheduler.running, core.queue.waiting)
+        for them in (core.running, core.admission.waiting)
     )
     return EngineStats(
         n_slots=options.n_slots,

@@ -16,9 +16,6 @@ from tests.e2e.cluster.test_failover import Streams
 from tests.e2e.conftest import Corral, model, short_folder, stopped_at_the_end, wait_until
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
-pytest.importorskip("tokenizers", reason="corral[openvino] is not installed")
-
-from tests.integration.openvino.exported_models import unpacked
 
 pytestmark = pytest.mark.long
 
@@ -27,10 +24,9 @@ pytestmark = pytest.mark.long
 def server() -> Iterator[Corral]:
     engine: dict[str, int | str] = {"n_slots": 4, "n_ctx_slot": 512, "backend": "openvino"}
     with short_folder() as directory:
-        exported = model(unpacked("qwen3-fp16", directory), "exported", **engine)
-        exported["engine"]["system_prompts"] = ["Be brief."]
         staged = model(None, "staged", stages=2, **engine)
-        models = [model(None, "demo", **engine), exported, staged]
+        models = [model(None, "demo", **engine), staged]
+        models[0]["engine"]["system_prompts"] = ["Be brief."]
         with stopped_at_the_end(Corral(directory, models)) as server:
             yield server
 
@@ -67,6 +63,7 @@ def test_streams_that_share_a_batch_are_right(server: Corral, client: openai.Ope
     )
     (replica,) = server.replicas()
     assert "OpenVINO" in replica["engine"]["compute"]["mode_reason"]
+    assert "pinned" in {slot["state"] for slot in replica["engine"]["slots"]}
 
 
 def test_a_schema_holds(client: openai.OpenAI) -> None:
@@ -84,16 +81,6 @@ def test_embeddings_and_answers_come_from_one_model(client: openai.OpenAI) -> No
     products = [sum(map(mul, near.embedding, one.embedding)) for one in (far, other)]
     assert products[0] > products[1]
     assert say(client, "What is the capital of Portugal?")
-
-
-def test_a_model_that_the_exporter_wrote_is_served(server: Corral, client: openai.OpenAI) -> None:
-    assert {one.id for one in client.models.list()} == {"demo", "exported", "staged"}
-    first, second = (say(client, "Hello!", "exported") for _ in range(2))
-    assert first == second != ""
-    stats = server.stats(1)
-    assert "OpenVINO" in stats["compute"]["mode_reason"]
-    assert stats["tokens"]["generated_tokens"] > 0
-    assert "pinned" in {slot["state"] for slot in stats["slots"]}
 
 
 def stages(server: Corral) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Own layers, EAGLE-3 heads and DFlash drafts: the same texts, and right guesses where states are known.
+"""Own layers: the same texts, and right guesses where states are known.
 
 The counting model's layer is right only where it is fed the hidden state of the token before, and its own
 behind a guess.
@@ -6,32 +6,19 @@ behind a guess.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.engine import (
-    ConfigError,
-    Engine,
-    EngineOptions,
-    EngineStats,
-    GenerationRequest,
-    SamplingParams,
-    TokenStream,
-)
+from serve_app.engine import ConfigError, Engine, EngineOptions, EngineStats, SamplingParams
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.integration.engine.test_draft_models import as_if_drafts_were_free, say
 from tests.integration.models.prediction_models import (
-    DFLASH,
     KINDS,
-    N_BLOCK,
     write_counting,
-    write_dflash,
-    write_eagle,
-    write_qwen3,
+    write_head,
     write_random,
 )
 
@@ -167,108 +154,11 @@ def test_files_without_them_are_refused(tmp_path: Path) -> None:
             Engine.load(path, replace(OPTIONS, own_layers=True))
 
 
-@pytest.mark.parametrize("counts", [True, False], ids=["counting", "random"])
-def test_an_eagle_head(counts: bool, tmp_path: Path) -> None:
-    """The head that counts is right with its first guess, behind a prefix that was copied, too."""
-    model, head = tmp_path / "model.gguf", tmp_path / "head.gguf"
-    write_qwen3(model, counts=counts)
-    write_eagle(head, counts=counts)
-    alone, drafted = Engine.load(model, OPTIONS), Engine.load(model, replace(OPTIONS, draft=head))
-    as_if_drafts_were_free(drafted)
-    begin = tuple(300 + i % 11 for i in range(200))
-    rounds = [[*PROMPTS, begin], [(*begin, 20, 30), (*begin, 21, 31)]]
-    try:
-        for prompts in rounds:
-            requests = [(prompt, GREEDY) for prompt in prompts]
-            assert say(drafted, *requests) == say(alone, *requests)
-        seeded = PROMPTS[0], SamplingParams(temperature=1.5, seed=7, max_tokens=20)
-        assert say(drafted, seeded) == say(alone, seeded)
-        stats = drafted.stats()
-        assert stats.speculation.proposed_tokens > 60
-        if counts:
-            assert (
-                stats.speculation.accepted_proposed_tokens > stats.speculation.proposed_tokens / 2
-            )
-        assert stats.memory.weights_bytes > alone.stats().memory.weights_bytes
-    finally:
-        alone.close()
-        drafted.close()
-
-
-def say_beside_an_abort(engine: Engine, prompt: tuple[int, ...]) -> list[int]:
-    """The answer to a prompt beside the same one, whose client leaves after its first tokens."""
-
-    async def run() -> list[int]:
-        requests = [GenerationRequest(name, prompt, GREEDY) for name in ("stays", "leaves")]
-        stays, leaves = engine.submit_many(requests)
-        assert isinstance(stays, TokenStream)
-        assert isinstance(leaves, TokenStream)
-        async for _ in leaves:
-            engine.abort("leaves")
-        return [token async for delta in stays for token in delta.token_ids]
-
-    return asyncio.run(run())
-
-
-@pytest.mark.parametrize("kv_unified", [False, True], ids=["split", "unified"])
-@pytest.mark.parametrize("is_dspark", [False, True], ids=["dflash", "dspark"])
-@pytest.mark.parametrize("counts", [True, False], ids=["counting", "random"])
-def test_a_dflash_draft(counts: bool, is_dspark: bool, kv_unified: bool, tmp_path: Path) -> None:
-    """A pass guesses several tokens. Those of the draft that counts are right if it is fed the right states
-    at the right places, in cells that are the text's alone."""
-    model, draft = tmp_path / "model.gguf", tmp_path / "draft.gguf"
-    write_qwen3(model, counts=counts)
-    write_dflash(draft, counts=counts, is_dspark=is_dspark)
-    usual = replace(OPTIONS, kv_unified=kv_unified)
-    alone, drafted = Engine.load(model, usual), Engine.load(model, replace(usual, draft=draft))
-    as_if_drafts_were_free(drafted)
-    begin = tuple(300 + i % 11 for i in range(200))
-    counted_up, shifted = tuple(range(40, 60)), tuple(range(1, 151))
-    rounds = [[counted_up], [tuple(range(100, 140)), begin, (5,)], [(*begin, 20, 30), shifted]]
-    try:
-        for prompts in rounds:
-            requests = [(prompt, GREEDY) for prompt in prompts]
-            before = drafted.stats()
-            assert say(drafted, *requests) == say(alone, *requests)
-            if counts and len(prompts) == 1:
-                after = drafted.stats()
-                n_proposed, n_right = proposals(before, after)
-                assert n_right == n_proposed > 30
-                assert after.timing.steps - before.timing.steps < 40 / N_BLOCK + 8
-        assert [say_beside_an_abort(drafted, counted_up)] == say(alone, (counted_up, GREEDY))
-        long = shifted, replace(GREEDY, max_tokens=300)
-        assert say(drafted, long) == say(alone, long)
-        seeded = PROMPTS[0], SamplingParams(temperature=1.5, seed=7, max_tokens=20)
-        assert say(drafted, seeded) == say(alone, seeded)
-        stats = drafted.stats().speculation
-        assert stats.proposed_tokens > 60
-        if counts:
-            assert stats.accepted_proposed_tokens > stats.proposed_tokens / 2
-        assert drafted.stats().memory.weights_bytes > alone.stats().memory.weights_bytes
-    finally:
-        alone.close()
-        drafted.close()
-
-
-def test_heads_that_cannot_guess_are_refused(tmp_path: Path) -> None:
-    names = ("glm", "model", "head", "far", "narrow", "maskless", "second")
-    glm, model, head, far, narrow, maskless, second = (tmp_path / f"{name}.gguf" for name in names)
-    write_random(glm)
-    write_qwen3(model)
-    write_eagle(head)
-    write_eagle(far, layers=(0, 1, 40))
-    window = {"attention.sliding_window": 64, "attention.sliding_window_pattern": [True]}
-    write_dflash(narrow, DFLASH | window)
-    write_dflash(maskless, {name: DFLASH[name] for name in DFLASH if "mask" not in name})
-    write_dflash(second, DFLASH | {"selector_top_k": 4})
-    for path, draft, told in (
-        (glm, head, r"does not tell the hidden states that head\.gguf reads of glm\.gguf"),
-        (model, far, r"does not tell the hidden states that far\.gguf reads of model\.gguf"),
-        (BUILTIN_MODEL, head, r"head\.gguf reads hidden states of 64 numbers"),
-        (model, narrow, r"narrow\.gguf looks back on 64 tokens only"),
-        (model, maskless, r"maskless\.gguf does not name its mask token"),
-        (model, second, r"second\.gguf has a selector of tokens \(DFlash2\)"),
-        (head, None, r"head\.gguf is a draft for another model\. Name it in engine\.draft"),
-    ):
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_heads_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    head = tmp_path / "head.gguf"
+    write_head(head, kind)
+    told = r"head\.gguf is (an EAGLE-3 head|a DFlash draft), which Corral does not support\. A draft is"
+    for path, draft in ((BUILTIN_MODEL, head), (head, None)):
         with pytest.raises(ConfigError, match=told):
             Engine.load(path, replace(OPTIONS, draft=draft))

@@ -10,11 +10,11 @@ from typing import Any
 import llama_cpp
 import pytest
 
+from serve_app.base.formats import FEW_ROWS, Threads
 from serve_app.engine import Engine, EngineOptions
-from serve_app.llama import library
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.formats import FEW_ROWS, Threads
-from serve_app.llama.model import Model
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.model import Model
 
 
 def test_numa_is_set_up_before_the_model_is_loaded(
@@ -86,9 +86,9 @@ def test_fewer_threads_are_tried_once_and_kept_with_the_profile(
 ) -> None:
     chosen = Threads(2, 3, 5, "a test")
     trials = [chosen]
-    chooser = "serve_app.engine.backends.mode_chooser"
-    monkeypatch.setattr(f"{chooser}.best_threads", lambda *args, **options: trials.pop())
-    monkeypatch.setattr("serve_app.engine.autotune.profile_cache._ALONE", 0.0)
+    caches = "serve_app.engine.choice.caches"
+    monkeypatch.setattr(f"{caches}.best_threads", lambda *args, **options: trials.pop())
+    monkeypatch.setattr("serve_app.engine.costs.profile_cache._ALONE", 0.0)
     options = EngineOptions(
         2, 64, threads=5, fewer_threads=True, profile_limit_s=0.5, profile_folder=tmp_path
     )

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tools.messages import from_messages
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from serve_app.base.errors import DecodeError
+from serve_app.base.formats import Row
+from serve_app.base.sampling import LogitBias
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.errors import DecodeError
-from serve_app.llama.formats import Row
-from serve_app.sampling import LogitBias
 from tests.integration.models.forgetful_models import FORGETFUL, write_mamba
 
 ROLLED_BACK = ("lfm2", "qwen35", "nemotron_h")

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.engine.drafts.models import TINY, agreeing, blocks
+from loadtests.engine.drafts.models import TINY, agreeing
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from tests.integration.engine.test_draft_models import as_if_drafts_were_free, say
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,26 +35,6 @@ async def test_the_same_token_always_follows(path: Path) -> None:
         for prompt in ((20, 30, 40), (77, 5)):
             stream = engine.submit(GenerationRequest(str(prompt), prompt, sampling))
             assert [token async for delta in stream for token in delta.token_ids] == [0] * 8
-    finally:
-        engine.close()
-
-
-def test_a_dflash_draft_is_always_right(path: Path) -> None:
-    options = EngineOptions(
-        n_slots=2,
-        n_ctx_slot=128,
-        threads=1,
-        speculate=False,
-        profile_limit_s=0.5,
-        draft=blocks(path.parent, TINY, "q8_0"),
-    )
-    engine = Engine.load(path, options)
-    as_if_drafts_were_free(engine)
-    try:
-        sampling = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-        assert say(engine, ((20, 30, 40), sampling), ((77, 5), sampling)) == [[0] * 48] * 2
-        stats = engine.stats().speculation
-        assert stats.accepted_proposed_tokens == stats.proposed_tokens > 48
     finally:
         engine.close()
 

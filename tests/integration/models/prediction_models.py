@@ -1,4 +1,4 @@
-"""Tiny models with prediction layers of their own, and heads that guess by a model's hidden states."""
+"""Tiny models with prediction layers of their own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.random_models.architectures import (
-    N_VOCAB,
-    RARE,
-    SHARED,
-    Weights,
-    drawn,
-    write_architecture,
-)
+from tools.random_models.architectures import N_VOCAB, Weights, drawn, write_architecture
 
 _N_EMBD, _N_LAYER = 64, 2
 _SIZES: dict[str, Any] = {
@@ -164,97 +157,16 @@ def write_counting(path: Path) -> None:
     write_architecture(path, "glm4moe", KINDS["glm4moe"], _count)
 
 
-EAGLE: dict[str, Any] = {
-    "block_count": 1,
-    "context_length": 4096,
-    "embedding_length": _N_EMBD,
-    "feed_forward_length": 128,
-    "attention.head_count": 2,
-    "attention.head_count_kv": 2,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "target_layers": [0, 1, 2],
-    "target_hidden_size": _N_EMBD,
-}
-_QWEN3: dict[str, Any] = {
-    name: value for name, value in _SIZES.items() if not name.startswith(("expert", "nextn"))
-}
-
-
-def write_qwen3(path: Path, *, counts: bool = False) -> None:
-    """A model for a head, of random weights, or one that counts, as `write_counting`'s."""
-    write_architecture(path, "qwen3", _QWEN3, _count if counts else lambda weights: None)
-
-
-def write_eagle(path: Path, *, counts: bool = False, layers: tuple[int, ...] = (0, 1, 2)) -> None:
-    """An EAGLE-3 head for those models, without embeddings and output of its own. One that `counts` is
-    right with its first guess."""
+def write_head(path: Path, kind: str) -> None:
+    """An EAGLE-3 head (`eagle3`) or a DFlash draft (`dflash`), which no engine takes."""
+    sizes = {name: _SIZES[name] for name in _SIZES if not name.startswith(("expert", "nextn"))}
+    layers = {"target_layers": [0, 1, 2], "target_hidden_size": _N_EMBD, "block_size": 8}
 
     def change(weights: Weights) -> None:
-        del weights["output.weight"]
-        for name in [name for name in weights if name.endswith("rope_freqs.weight")]:
+        for name in [name for name in weights if name == "output.weight" or "rope_freqs" in name]:
             del weights[name]
-        if counts:
-            for name, values in weights.items():
-                if "norm" not in name:
-                    values *= 0
-            # The first of its three inputs is the embedding, which it turns by a step.
-            weights["fc.weight"][:, :_N_EMBD] = _turns()[1]
 
-    write_architecture(path, "eagle3", EAGLE | {"target_layers": list(layers)}, change)
-
-
-N_BLOCK = 7
-"""The tokens that a DFlash draft guesses at once."""
-DFLASH: dict[str, Any] = EAGLE | {
-    "attention.head_count": N_BLOCK + 1,
-    "attention.head_count_kv": 1,
-    "attention.key_length": _N_EMBD,
-    "attention.value_length": _N_EMBD,
-    "block_size": N_BLOCK + 1,
-    "tokenizer.ggml.mask_token_id": 7,
-}
-
-
-def write_dflash(
-    path: Path, metadata: dict[str, Any] = DFLASH, *, counts: bool = False, is_dspark: bool = False
-) -> None:
-    """A DFlash draft for those models, or a DSpark draft, whose guesses begin a row before. A draft that
-    `counts` is right behind some text.
-
-    Each head looks at a place: the first head right before a row, each next head a place further. It turns
-    the state there by as many steps. So a row reads its token from each state of the text. Masks say other
-    tokens, less loud.
-    """
-
-    def change(weights: Weights) -> None:
-        if is_dspark:
-            for name in ("markov_w1.weight", "markov_w2.weight"):
-                weights[name] = drawn(np.random.default_rng(1), name, (N_VOCAB, 16))
-        if counts:
-            of_block = {name.removeprefix("blk.0."): one for name, one in weights.items()}
-            _count_in_blocks(of_block, ahead=int(is_dspark))
-
-    write_architecture(path, "dflash", metadata, change, without=f"{SHARED}|{RARE}")
-
-
-def _count_in_blocks(weights: Weights, ahead: int) -> None:
-    for name, values in weights.items():
-        if "norm" not in name:
-            values *= 0
-    half = _N_EMBD // 2
-    speeds, sharp, loud = 10000.0 ** (-np.arange(half) / half), 8, 4
-    weights["fc.weight"][:, :_N_EMBD] = weights["attn_v.weight"][:] = np.eye(_N_EMBD)
-    weights["enc.output_norm.weight"][:] = loud
-    # The first number of all embeddings is the same.
-    weights["attn_k.weight"][:half, 0] = 1
-    weights["attn_k_norm.weight"][:] = weights["attn_q_norm.weight"][:] = sharp
-    turned = _turns()[1] if ahead else np.eye(_N_EMBD)
-    for head in range(N_BLOCK + 1):
-        angles, columns = -(head + 1) * speeds, slice(head * _N_EMBD, (head + 1) * _N_EMBD)
-        query = np.concatenate([np.cos(angles), np.sin(angles)])
-        weights["attn_q.weight"][columns, 0] = query
-        weights["attn_output.weight"][:, columns] = loud * turned
-        turned = _turns()[1] @ turned
+    write_architecture(path, kind, sizes | layers | {"block_count": 1}, change)
 
 
 def _count(weights: Weights) -> None:
@@ -264,16 +176,13 @@ def _count(weights: Weights) -> None:
     weights["token_embd.weight"] = turned[1:]
     weights["output.weight"] = turned[:-1]
     own = f"blk.{_N_LAYER}.nextn."
-    if f"{own}eh_proj.weight" in weights:
-        weights[f"{own}eh_proj.weight"] = np.concatenate([0 * step, step], 1).astype(np.float32)
-        del weights[f"{own}shared_head_head.weight"]  # it shares the model's
+    weights[f"{own}eh_proj.weight"] = np.concatenate([0 * step, step], 1).astype(np.float32)
+    del weights[f"{own}shared_head_head.weight"]  # it shares the model's
 
 
 def _turns() -> tuple[Any, Any]:
-    """Points that turn by a step from token to token, from that before the first on, and the step. The
-    first number of all is the same."""
+    """Points that turn by a step from token to token, from that before the first on, and the step."""
     speeds = np.random.default_rng(0).uniform(0, 2 * np.pi, _N_EMBD // 2)
-    speeds[0] = 0
     angles = np.outer(np.arange(-1, N_VOCAB), speeds)
     turned = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
     cos, sin = np.diag(np.cos(speeds)), np.diag(np.sin(speeds))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.errors import ConfigError
 from serve_app.cli.config_file import NamedModel, ServeOptions, document, named
-from serve_app.errors import ConfigError
 from serve_app.store import hub
 
 FILES = (
@@ -19,6 +19,8 @@ FILES = (
     "Qwen3-4B-BF16-00001-of-00002.gguf",
     "Qwen3-4B-BF16-00002-of-00002.gguf",
 )
+
+LISTING = {"commit": "c" * 40, "files": [{"path": path} for path in FILES]}
 
 
 def test_nothing_is_the_built_in_model() -> None:
@@ -61,14 +63,14 @@ def test_what_is_no_model_is_refused(model: str, message: str) -> None:
 def test_a_repository_is_asked_for_its_files(
     model: str, filename: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "files", lambda *_: [*FILES])
+    monkeypatch.setattr(hub, "_listing", lambda *_: LISTING)
     found = named(model)
     assert found.source == {"repo": f"Qwen/Qwen3-4B-GGUF:{filename}"}
     assert found.id == filename.removesuffix(".gguf")
 
 
 def test_a_revision_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "files", lambda *_: [*FILES])
+    monkeypatch.setattr(hub, "_listing", lambda *_: LISTING)
     found = named("Qwen/Qwen3-4B-GGUF:BF16@v2")
     assert found == NamedModel(
         "Qwen3-4B-BF16", {"repo": "Qwen/Qwen3-4B-GGUF:Qwen3-4B-BF16-00001-of-00002.gguf@v2"}
@@ -80,27 +82,12 @@ def test_a_url_is_a_source() -> None:
     assert named(url) == NamedModel("tiny", {"url": url})
 
 
-def test_a_model_in_openvinos_format_gets_its_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "tiny-int4-ov"
-    folder.mkdir()
-    (folder / "openvino_model.xml").touch()
-    engine = {"backend": "openvino"}
-    expected = NamedModel("tiny-int4-ov", {"path": str(folder)}, engine)
-    assert named(str(folder)) == named(str(folder / "openvino_model.xml")) == expected
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"There is no openvino_model\.xml in the folder \./"):
-        named("./")
-    files = ["openvino_model.bin", "openvino_model.xml", *_SMALL]
-    monkeypatch.setattr(hub, "files", lambda *_: files)
-    repo = "OpenVINO/Qwen3-8B-int4-ov"
-    found = named(repo)
-    assert (found.id, found.engine) == ("Qwen3-8B-int4-ov", engine)
-    assert found.source == {"repo": f"{repo}:openvino_model.xml"}
-
-
-_SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json")
+def test_models_in_openvinos_exported_format_are_refused(tmp_path: Path) -> None:
+    graph = tmp_path / "openvino_model.xml"
+    graph.touch()
+    for path in (tmp_path, graph):
+        with pytest.raises(ConfigError, match=r"is no GGUF file, .* name a GGUF file of the model"):
+            named(str(path))
 
 
 def test_models_that_may_change_are_loaded_on_demand() -> None:

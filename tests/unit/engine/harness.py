@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from serve_app.base.types import Accepted
 from serve_app.engine import (
     CorralError,
     Engine,
@@ -23,8 +24,7 @@ from serve_app.engine import (
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.types import Accepted
+from serve_app.kernels.llama.grammars.constraint import Constraint
 from tests.doubles.backend import FakeBackend, FakeSampler, FakeVocabulary
 
 EOS = FakeVocabulary.eos

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from serve_app.base.types import Adapters, AdapterUse, GenerationRequest, may_start_from
 from serve_app.engine.core.scheduler.scheduler import TURN_S, AdapterTurns
 from serve_app.engine.core.sequence import Sequence
-from serve_app.types import Adapters, AdapterUse, GenerationRequest, may_start_from
 
 
 def use(name: str) -> Adapters:

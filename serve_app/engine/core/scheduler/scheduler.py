@@ -9,11 +9,11 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import Protocol
 
-from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.base.types import Adapters
 from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.types import Adapters
+from serve_app.engine.costs.cost_model import CostModel, Profile
 
 Drafts = dict[str, tuple[int, ...]]
 """Drafted tokens by the sequence's id."""
@@ -36,7 +36,7 @@ SWITCH_S, TURN_S = 0.007, 0.14
 
 
 class DraftPlanner(Protocol):
-    """Decides whose drafts are verified in a step: `serve_app.engine.drafts.drafting.Drafting`."""
+    """Decides whose drafts are verified in a step: `serve_app.engine.guests.drafts.drafting.Drafting`."""
 
     def drafts(self, decoding: list[Sequence], n_past: float, *, mixed: bool) -> Drafts:
         """The drafts that are worth a batch of their own, of sequences that are ordered by slot. `mixed`:
@@ -124,7 +124,8 @@ class Scheduler:
         their own beside prompts, too: what they can be dropped behind."""
         self._n_cells = 0
         self._slot_ends: SlotEnds | None = None
-        self._running: list[Sequence] = []
+        self.running: list[Sequence] = []
+        """The sequences that have a slot, in the order in which they got it, as admission says."""
         self._others_stream = False
         """Whether a stream waits for its next token whose turn it is not."""
         self._n_prompting = 1
@@ -140,19 +141,6 @@ class Scheduler:
         self._seen_ahead = -math.inf
         """The time when a sequence ran last that is not in the background."""
 
-    def add(self, sequence: Sequence) -> None:
-        """Take a sequence that got a slot; it is served in the next step if there is room."""
-        self._running.append(sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended, or lost its slot."""
-        self._running.remove(sequence)
-
-    @property
-    def running(self) -> tuple[Sequence, ...]:
-        """The sequences that have a slot, in the order in which they got it."""
-        return tuple(self._running)
-
     def schedule(
         self, now: float, n_cells: int = 0, slot_ends: SlotEnds | None = None
     ) -> list[Batch]:
@@ -162,7 +150,7 @@ class Scheduler:
         self._n_cells = n_cells if self._mixed else 0
         self._slot_ends = slot_ends
         served = self._together = self._who_is_served(now)
-        self.served_all = len(served) == len(self._running)
+        self.served_all = len(served) == len(self.running)
         before = self._turns.current
         self._served = self._turns.choose(self._without_held(now), now)
         adapters = self._turns.current
@@ -198,7 +186,7 @@ class Scheduler:
     @property
     def crowding(self) -> float:
         """The factor by which those who have a slot slow prompts down, when they stream."""
-        n_streams = sum(not sequence.is_behind for sequence in self._running)
+        n_streams = sum(not sequence.is_behind for sequence in self.running)
         if not (n_streams and self.costs.prompt_token_s):
             return 1.0
         decode_s = self.costs.steps_s(n_streams, 0)
@@ -233,11 +221,11 @@ class Scheduler:
 
     def _who_is_served(self, now: float) -> list[Sequence]:
         """All; or all that somebody waits for, and what is as good as free beside them."""
-        ahead = [seq for seq in self._running if not seq.is_behind]
+        ahead = [seq for seq in self.running if not seq.is_behind]
         if ahead:
             self._seen_ahead = now
-        if not ahead or len(ahead) == len(self._running):
-            return list(self._running)
+        if not ahead or len(ahead) == len(self.running):
+            return list(self.running)
         return [*ahead, *self._free_riders(ahead)]
 
     def _free_riders(self, ahead: list[Sequence]) -> list[Sequence]:
@@ -245,7 +233,7 @@ class Scheduler:
         decoding = [seq for seq in ahead if seq.n_pending == 1]
         if not self.costs or not any(seq.n_generated for seq in decoding):
             return []
-        behind = [seq for seq in self._running if seq.is_behind and seq.n_pending == 1]
+        behind = [seq for seq in self.running if seq.is_behind and seq.n_pending == 1]
         behind.sort(key=lambda seq: _span([*decoding, seq]))
         n_past = self._depth([*decoding, *behind])
         most_s = (1 + _FREE) * self.costs.steps_s(len(decoding), n_past)

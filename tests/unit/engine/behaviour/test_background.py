@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.core.command_queue import Command, CommandQueue, QueueCapacity
+from serve_app.base.errors import QueueFullError
+from serve_app.base.types import FinishReason, GenerationRequest
+from serve_app.engine.core.command_queue import Command, CommandQueue
 from serve_app.engine.core.loop import DecoderLoop
-from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.engine import make_guests
-from serve_app.errors import QueueFullError
-from serve_app.types import FinishReason, GenerationRequest
+from serve_app.engine.policy.forecast import Forecast
+from serve_app.engine.policy.policy import SlotPolicy
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,
@@ -146,7 +147,7 @@ def test_a_pass_in_the_background_is_left_when_somebody_comes() -> None:
 
 
 def test_only_what_nobody_waits_for_is_left() -> None:
-    command_queue, said = CommandQueue(QueueCapacity(9, 0), None, QueueCapacity(9, 0)), list[bool]()
+    command_queue, said = CommandQueue(SlotPolicy(options(9))), list[bool]()
     command_queue.cancel_with(said.append)
 
     def submit(one: GenerationRequest) -> EngineSequence:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.types import Accepted, FinishReason
 from serve_app.engine import CorralError, TokenStream
-from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.loop import DecoderLoop
-from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.engine import make_guests
-from serve_app.types import Accepted, FinishReason
+from serve_app.engine.policy.forecast import Forecast
 from tests.unit.engine.harness import (
     PATIENCE_S,
     Inbox,

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.engine.autotune.copy_budget import CopySpeed
-from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.autotune.traffic import Load, Traffic
-from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
+from serve_app.base.types import FinishReason
+from serve_app.engine.choice.plan import Mode
 from serve_app.engine.core import loop
-from serve_app.types import FinishReason
+from serve_app.engine.costs.copy_budget import CopySpeed
+from serve_app.engine.costs.cost_model import CostModel, Profile
+from serve_app.engine.costs.traffic import Load, Traffic
+from serve_app.engine.guests.cache_mode_switcher import CacheModeSwitcher
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.behaviour.test_pictures import GOOD, N_SEEN, asked, seeing
 from tests.unit.engine.harness import (

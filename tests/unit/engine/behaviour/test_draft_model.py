@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.base.types import FinishReason
 from serve_app.engine import EngineStats
-from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import GUESSED, Row
-from serve_app.types import FinishReason
+from serve_app.engine.costs.cost_model import CostModel, Profile
 from tests.doubles.backend import FakeBackend, Script
 from tests.doubles.draft import CHEAP, FakeDraft
 from tests.unit.engine.harness import (
@@ -215,40 +215,6 @@ def test_own_layers_are_fed_what_is_known(n_unknown: int) -> None:
     assert stats.speculation.accepted_proposed_tokens == stats.speculation.proposed_tokens > 4
     fed = [place for places in draft.places for place in places if place != GUESSED]
     assert fed == list(range(n_unknown, fed[-1] + 1))
-
-
-@pytest.mark.parametrize(("n_block", "n_unknown"), [(1, 0), (3, 0), (7, 3), (15, 30)])
-def test_a_pass_guesses_a_whole_draft(n_block: int, n_unknown: int) -> None:
-    """Behind the text's last token, which is fed once more when its states are known."""
-    made = backend(alphabet)
-    draft = made.draft = FakeDraft(alphabet, n_slots=1, reads_states=True, n_block=n_block)
-    draft.unknown[0] = n_unknown
-    stats = run(made, 40)
-    n_proposed = stats.speculation.proposed_tokens
-    assert stats.speculation.accepted_proposed_tokens == n_proposed > 4
-    assert len(draft.batches) <= n_proposed / n_block + 4
-    fed = [
-        place
-        for rows, places in zip(draft.batches, draft.places, strict=True)
-        for row, place in zip(rows, places, strict=True)
-        if not row[3]
-    ]
-    assert fed == list(range(n_unknown, fed[-1] + 1))
-
-
-def test_blocks_of_several_sequences_and_long_texts() -> None:
-    """What each slot holds of its text is right at every pass, or the draft would fail."""
-    made = backend(alphabet, n_slots=3)
-    made.draft = FakeDraft(alphabet, n_slots=3, n_ctx=64, reads_states=True, n_block=7)
-    prompts = ["a", "x" * 100, "hello"]
-    with running(made, replace(options(3, speculate=False), n_ctx_slot=400)) as engine:
-        inboxes = start(engine, *(request(one, one, max_tokens=150) for one in prompts))
-        for prompt, inbox in zip(prompts, inboxes, strict=True):
-            inbox.wait()
-            assert inbox.token_ids == said(prompt, 150)
-        stats = engine.stats()
-    n_proposed = stats.speculation.proposed_tokens
-    assert stats.speculation.accepted_proposed_tokens == n_proposed > 100
 
 
 def test_nothing_is_proposed_where_nothing_is_known() -> None:

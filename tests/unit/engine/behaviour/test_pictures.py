@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from serve_app.base.errors import DecodeError, InvalidRequestError, PromptTooLongError
+from serve_app.base.types import MEDIUM, FinishReason, Medium, Picture, Size
 from serve_app.engine import Engine, GenerationRequest, SamplingParams
-from serve_app.errors import DecodeError, InvalidRequestError, PromptTooLongError
-from serve_app.llama.vision.positions import Part, Pause, Positions, Tile
-from serve_app.types import MEDIUM, FinishReason, Medium, Picture, Size
+from serve_app.kernels.llama.vision.positions import Part, Pause, Positions, Tile
 from tests.unit.engine.harness import (
     PATIENCE_S,
     Inbox,

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.base.errors import CacheFullError
+from serve_app.base.types import FinishReason
 from serve_app.engine.core.loop import DecoderLoop
-from serve_app.engine.core.scheduler import fair_queue
+from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.engine import make_guests
-from serve_app.errors import CacheFullError
-from serve_app.types import FinishReason
+from serve_app.engine.policy import policy
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,
@@ -231,7 +231,7 @@ def test_answers_of_many_clients_are_as_if_each_had_been_alone(
 
 
 def test_who_is_back_at_once_finds_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_queue, "EXPECTED_S", 3600)
+    monkeypatch.setattr(policy, "EXPECTED_S", 3600)
     backend = SteppedBackend(n_slots=2)
     with running(backend, options(2, max_waiting=8, max_stall_s=None)) as engine:
         greedy = [replace(request(f"m{i}", max_tokens=40), client="m") for i in range(2)]

@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from serve_app.base.types import MEDIUM, Picture
 from serve_app.engine import GenerationRequest, SamplingParams, Texts, TokenDelta
-from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.backends.base import EmbeddingShape, Row
-from serve_app.engine.core.command_queue import CommandQueue, QueueCapacity
+from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.engine_core import EngineCore
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.embedding import EmbeddingQueue
+from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.engine import make_guests
+from serve_app.engine.guests.embedding import EmbeddingQueue
+from serve_app.engine.guests.pictures import PlacedTile, expanded
 from serve_app.engine.health import Progress
-from serve_app.engine.pictures import PlacedTile, expanded
-from serve_app.llama.vision.positions import Pause
-from serve_app.types import MEDIUM, Picture
+from serve_app.engine.policy.policy import SlotPolicy
+from serve_app.kernels.llama.vision.positions import Pause
 from tests.doubles.backend import FakeBackend
 from tests.doubles.draft import FakeDraft
 from tests.unit.engine.behaviour.test_pictures import N_SEEN, ScriptedProjector
@@ -77,8 +78,8 @@ class TimedDraft(FakeDraft):
         super().__init__(endless, n_slots=4, n_ctx=2048, profile=Profile(passes, passes, passes))
         self.clock = clock
 
-    def decode(self, rows: Sequence[Row], places: Sequence[int], n_guessed: int) -> None:
-        super().decode(rows, places, n_guessed)
+    def decode(self, rows: Sequence[Row], places: Sequence[int]) -> None:
+        super().decode(rows, places)
         self.clock.now += PASS_S
 
 
@@ -137,8 +138,8 @@ def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
         backend.draft = TimedDraft(clock)
     if guests in ("pictures", "all"):
         backend.projector = projector
-    queue = CommandQueue(QueueCapacity(9, 0), None)
     sizes = options(4, n_ctx_slot=2048, n_batch=512, max_stall_s=BOUND_S)
+    queue = CommandQueue(SlotPolicy(sizes))
     core = EngineCore(backend, sizes, queue, Progress(), make_guests)
     core.budget._clock = clock
     streams = [Stream(clock) for _ in range(2)]
