@@ -43,13 +43,11 @@ from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.sequence import kept_by_shift
-from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.guests.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.guests.drafts.drafter import Drafter
 from serve_app.engine.guests.drafts.drafting import Drafting
 from serve_app.engine.guests.embedding import EmbeddingQueue, Texts, Vectors
 from serve_app.engine.guests.pictures import Encoding, PlacedTile, expanded
-from serve_app.engine.guests.rest_trials import RestTrials
 from serve_app.engine.health import HangWatch
 from serve_app.engine.stream import TokenStream
 from serve_app.kernels.llama.grammars.constraint import Constraint
@@ -66,7 +64,6 @@ def make_guests(core: EngineCore) -> list[Guest]:
         CacheModeSwitcher(options, backend, core.cache, core.scheduler, core.backlog, steps),
         texts,
         PrefixStorage(core.cache, steps),
-        RestTrials(backend, costs, core.cache.table, steps, Clocks(options.threads_of)),
     ]
     if backend.traits.n_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft

@@ -30,7 +30,6 @@ from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batc
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import CostModel
 from serve_app.engine.costs.sampling_costs import SamplingCost, sampling_kind
 from serve_app.engine.health import Progress
@@ -93,8 +92,7 @@ class EngineCore:
         self.admission = Admission(
             backend, self.cache, self.scheduler, command_queue, self.budget, self.counts, outbox
         )
-        clocks = Clocks(options.threads_of if backend.setup.spins else None)
-        self.runner = BatchRunner(backend, costs, progress, command_queue, clocks)
+        self.runner = BatchRunner(backend, costs, progress, command_queue)
         self._runs_ahead = backend.draft is None and backend.traits.n_rewind >= options.n_batch
         """Whether tokens can be computed before anybody has looked at the tokens before them."""
         self._postprocessor = Postprocessor(

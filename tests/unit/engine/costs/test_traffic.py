@@ -152,6 +152,8 @@ def test_what_was_learned_of_the_own_kind_counts() -> None:
     )  # a split cache takes no longer than a unified one
     for _ in range(30):
         costs.observe_decode(16, 16, 1000, 0.186)
+        for n, seconds in ROWS.items():
+            costs.observe_prefill(n, 0, seconds)
     learned = Traffic((SPLIT, costs), SHARING)
     learned.observe(load)
     assert learned.regret_s() == pytest.approx(0.186 - 1.1 * 0.074, rel=0.1)
