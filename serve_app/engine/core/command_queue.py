@@ -105,7 +105,7 @@ class CommandQueue:
     def run_between_steps(self, command: Command) -> None:
         """Any thread: have the command run between two steps, or refused."""
         with self._changed:
-            refusal = self._closed()
+            refusal = self._refusal()
             if refusal is None:
                 self._pending.commands.append(command)
                 self._update_cancel()
@@ -113,7 +113,7 @@ class CommandQueue:
         if refusal is not None:
             command.refuse(refusal)
 
-    def _closed(self) -> CorralError | None:
+    def _refusal(self) -> CorralError | None:
         if self._failed:
             return EngineFailedError("The engine has failed and is being restarted.")
         if self._pending.deadline is not None:
@@ -121,8 +121,8 @@ class CommandQueue:
         return None
 
     def _accept(self, sequence: Sequence, forecast: Forecast) -> CorralError | Accepted:
-        if closed := self._closed():
-            return closed
+        if refusal := self._refusal():
+            return refusal
         if sequence.id in self._live:
             return InvalidRequestError(
                 f"A request with the id {sequence.id!r} is already running.", "id"

@@ -68,14 +68,14 @@ class CacheModeSwitcher(Guest):
         profile, modes = self._backend.setup.profile, self._backend.modes
         can_change = profile.decode_s and not self._backend.traits.forgets
         self._modes = modes if can_change else None
-        self._traffic = self._observed()
+        self._traffic = self._comparison()
         self._not_before = 0.0
         self._long_until = 0.0
         """The time until which the cache stays unified for requests longer than a slot's share."""
         self._looked_at: tuple[int, ...] = ()
         self._n_steps = 0
 
-    def _observed(self) -> Traffic | None:
+    def _comparison(self) -> Traffic | None:
         """The comparison of the present kind with the other one, if there is another."""
         if self._modes is None:
             return None
@@ -257,7 +257,7 @@ class CacheModeSwitcher(Guest):
         self._modes.change(f"{other}: {need}" if need else by_traffic, self._costs.learned())
         self._modes = self._backend.modes
         self._costs.begin(self._backend.setup.profile)
-        self._traffic = self._observed()
+        self._traffic = self._comparison()
         mode = self._backend.setup.mode
         self._scheduler.mix(mode.kv_unified)
         room = slot_room(self._options, mode)

@@ -97,8 +97,11 @@ class Forecast:
         alone_s = self.alone_token_s + sampling_s
         token_s = alone_s + busy_s * min(1.0, n_live / max(1, self.n_slots - 1))
         return Expected(
-            *(wait_s, prompt_s + alone_s, before_s + token_s),
-            *(prompt_s + n_left * alone_s, before_s + n_left * token_s),
+            wait_s=wait_s,
+            alone_s=prompt_s + alone_s,
+            first_token_s=before_s + token_s,
+            end_alone_s=prompt_s + n_left * alone_s,
+            end_s=before_s + n_left * token_s,
         )
 
     def acceptance(self, sequence: Sequence) -> Accepted:
@@ -239,8 +242,12 @@ class Backlog:
     def stats(self) -> ForecastStats:
         first, end = self._first_tokens, self._ends
         return ForecastStats(
-            *(first.n, round(first.ratio, 3), round(first.close, 3)),
-            *(end.n, round(end.ratio, 3), round(end.close, 3)),
+            first_tokens=first.n,
+            first_token_ratio=round(first.ratio, 3),
+            first_tokens_close=round(first.close, 3),
+            ends=end.n,
+            end_ratio=round(end.ratio, 3),
+            ends_close=round(end.close, 3),
         )
 
     def forecast(self, live: Iterable[Sequence], crowding: float = 1.0) -> Forecast:

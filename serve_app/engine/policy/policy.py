@@ -216,7 +216,7 @@ class SlotPolicy:
         alone_s, likely_s = first * expected.alone_s, first * expected.first_token_s
         if not request.background:  # what takes long by itself may take twice as long
             bound_s = max(self._max_first_token_s, 2 * alone_s)
-            if refusal := _missed("first token", likely_s, bound_s, QueueFullError):
+            if refusal := _late("first token", likely_s, bound_s, QueueFullError):
                 return refusal
         first_within_s, end_within_s = request.deadline
         if alone_s > first_within_s or end * expected.end_alone_s > end_within_s:
@@ -224,7 +224,7 @@ class SlotPolicy:
                 f"Even alone, the request would have its first token after {expected.alone_s:.2f} seconds, "
                 f"and its end after {expected.end_alone_s:.2f}, by the forecast."
             )
-        return _missed("first token", likely_s, first_within_s, DeadlineError) or _missed(
+        return _late("first token", likely_s, first_within_s, DeadlineError) or _late(
             "end", end * expected.end_s, end_within_s, DeadlineError
         )
 
@@ -435,7 +435,7 @@ def _outstanding_s(item: Candidate) -> float:
     return max(0.0, item.expected_s - item.spent_s)
 
 
-def _missed(
+def _late(
     what: str, likely_s: float, bound_s: float, kind: type[RateLimitError]
 ) -> RateLimitError | None:
     if likely_s <= bound_s:
