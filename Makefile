@@ -29,7 +29,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(CACHE)
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve install cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx test-real test-guides fuzz docs reference sbom dist wheels lint format lock clean
+.PHONY: serve install cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx test-real test-guides findings fuzz docs reference sbom dist wheels lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C.
 	@exec $(BIN)/corral serve --config $(CONFIG)
@@ -77,6 +77,16 @@ test-real: $(DEV) build/real/.ready  ## Real models from packages: their text, c
 
 test-guides: $(DEV)  ## The guide of a single server, on a Debian of its own that systemd boots; as root, ten minutes.
 	$(BIN)/pytest tests/guides
+
+findings:  ## What other software does unexpectedly, run without Corral; says what has changed. NEWEST=1: newest releases.
+	@changed=0; for script in findings/*.sh; do \
+		output=$$(NEWEST=$(NEWEST) timeout 240 $$script 2>&1); code=$$?; \
+		case $$code in \
+			0) echo "same: $$script";; \
+			2) echo "could not install: $$script";; \
+			*) changed=1; echo "CHANGED: $$script"; echo "$$output" | sed 's/^/    /';; \
+		esac; \
+	done; exit $$changed
 
 build/real/.ready: tests/real/requirements.txt requirements.lock | $(DEV)
 	$(PIP) install --no-deps --upgrade --target build/real -r $<

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -18,3 +19,12 @@ def test_integers_of_any_size(number: int) -> None:
     assert json.loads(line) == body
     assert "\u2028".encode() not in line
     assert json.loads(bytes(sse.json_response([body]).body)) == [body]
+
+
+async def test_a_stream_says_that_it_is_utf_8() -> None:
+    """Or some clients read what begins with `text/` as Latin-1."""
+
+    async def events() -> AsyncIterator[bytes]:
+        yield sse.data({"text": "é"})
+
+    assert sse.EventStream(events()).headers["content-type"] == "text/event-stream; charset=utf-8"
