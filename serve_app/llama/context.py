@@ -146,8 +146,6 @@ class Context:
     """
 
     _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_DEFAULT
-    _TELLS_ALL = True
-    """Whether the hidden states of all rows are told, and not only of rows that want logits."""
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
         self.model, self._options = model, options
@@ -202,7 +200,8 @@ class Context:
         )
         """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
         if self._options.tells_hidden:
-            llama_cpp_ext.llama_set_embeddings_nextn(self.pointer, True, not self._TELLS_ALL)
+            only_of_logits = self._KIND != Context._KIND
+            llama_cpp_ext.llama_set_embeddings_nextn(self.pointer, True, only_of_logits)
         self._measure_cache(lines)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
@@ -245,10 +244,12 @@ class Context:
 
     def _measure_cache(self, lines: Sequence[str]) -> None:
         model, params = self.model, self._params
-        per_token = sum(map(n_bytes, self._formats, model.cache_elements))
-        per_layer = per_token / max(1, model.n_cache_layers)
+        per_layer = sum(map(n_bytes, self._formats, model.layer_elements))
         layout = CacheLayout.read(lines, per_layer, params.n_seq_max)
-        self.layout = layout or CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
+        if layout is None:
+            per_token = model.n_layer * per_layer
+            layout = CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
+        self.layout = layout
         one_more = _padded(self._n_ctx_share) * self.layout.per_token + self.layout.per_sequence
         one_more += self.layout.rewind_bytes // params.n_seq_max
         one_more += min(model.window, self._n_ctx_share) * self.layout.per_window_token

@@ -201,8 +201,7 @@ def _sizes(options: EngineOptions) -> tuple[int, int]:
 
 def slot_bytes(target: Model) -> int:
     """The bytes of one slot of own layers: cells of one layer, and the hidden states."""
-    cells = sum(target.cache_elements) // max(1, target.n_cache_layers) * N_CTX
-    return 2 * cells + 4 * target.n_embd * _N_STATES
+    return 2 * sum(target.layer_elements) * N_CTX + 4 * target.n_embd * _N_STATES
 
 
 def check_draft(target: Model, draft: Model) -> None:

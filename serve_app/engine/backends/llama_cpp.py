@@ -28,7 +28,6 @@ from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
 from serve_app.engine.options import EngineOptions
 from serve_app.errors import ConfigError, DecodeError
 from serve_app.llama import library
-from serve_app.llama.cache_sizes import cache_sizes
 from serve_app.llama.context import Adapter, Context, ContextOptions
 from serve_app.llama.formats import Threads
 from serve_app.llama.grammars.constraint import Constraint
@@ -503,7 +502,7 @@ def _n_past_states(model: Model, options: EngineOptions) -> int:
     if not model.can_roll_back or not (has_draft or may_look_up):
         return 0
     most = _LONGEST_DRAFT if model.rolls_back_freely else _FEW_STATES
-    sizes = cache_sizes(model.path)
+    sizes = Model(model.path, vocab_only=True).cache_sizes
     of_one = (sizes.recurrent_bytes if sizes else 0) * (options.n_slots + len(options.pinned))
     n_states = min(most, options.checkpoint_ram_bytes // 2 // of_one) if of_one else most
     return max(n_states, 1 if has_draft else 0)
