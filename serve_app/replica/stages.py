@@ -78,8 +78,9 @@ class ReplicaStage:
         from serve_app.engine.backends.openvino import OpenVinoBackend
         from serve_app.llama.model import Model
         from serve_app.openvino.convert import shape_of, versions
+        from serve_app.prompt.chat_template import delimiters
 
-        gang, model = self._gang, Model(path, vocab_only=True)
+        gang, model = self._gang, Model(path, vocab_only=True, delimiters=delimiters)
         self._shape = shape_of(model.files, options.quantization)
         self._folder = options.profile_folder
         conditions = {"model": model.fingerprint().hex(), "openvino": versions()}
@@ -94,7 +95,7 @@ class ReplicaStage:
             *(gang.rank + 1, gang.size, layers.start + 1, layers.stop, parts[-1].stop),
         )
         self.chain.part = ModelPart(gang.rank, gang.size, layers)
-        engine = Engine(lambda: OpenVinoBackend(path, options, report, self.chain), options)
+        engine = Engine(lambda: OpenVinoBackend(model, options, report, self.chain), options)
         for what in ("address", "report"):  # all others have read them
             shared_values().delete(self._key(what, gang.rank))
         return engine

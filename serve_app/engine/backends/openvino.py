@@ -137,8 +137,9 @@ def open_with_openvino(
     path: Path, options: EngineOptions, report: Report = progress.nowhere
 ) -> Backend:
     """The backend of that model's kind. Raises ConfigError."""
-    if Model(path, vocab_only=True).is_causal:
-        return OpenVinoBackend(path, options, report)
+    model = Model(path, vocab_only=True, delimiters=delimiters)
+    if model.is_causal:
+        return OpenVinoBackend(model, options, report)
     return EncoderBackend(path, options, report)
 
 
@@ -155,17 +156,17 @@ class OpenVinoBackend:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        model: Model,
         options: EngineOptions,
         report: Report = progress.nowhere,
         chain: StageChain | None = None,
     ) -> None:
-        """Open the model, or the stage of a chain that this process computes."""
+        """Compute the model, which is open without its weights, or the stage of a chain."""
         began = time.monotonic()
         if options.computing_cpus is not None:  # OpenVINO's threads inherit it from this one
             os.sched_setaffinity(0, options.computing_cpus)
         self._options = options
-        self.vocabulary = model = Model(path, vocab_only=True, delimiters=delimiters)
+        self.vocabulary = model
         if reason := unserved(model, options.embedding_pooling):
             raise ConfigError(reason)
         cache_type = _cache_type(options)

@@ -20,6 +20,7 @@ from serve_app.channel.protocol import Address
 from serve_app.engine import Engine, EngineOptions
 from serve_app.engine.autotune import profile_cache
 from serve_app.errors import ConfigError, EngineClosedError, EngineFailedError
+from serve_app.llama.model import Model
 from serve_app.sampling import SamplingParams
 from serve_app.types import GenerationRequest, TokenDelta
 
@@ -73,7 +74,9 @@ def chains_of(n_stages: int, layers: Sequence[range | None] | None = None) -> li
 def engine_of(
     chain: StageChain | None, options: EngineOptions = _OPTIONS, path: Path = BUILTIN_MODEL
 ) -> Engine:
-    return Engine(lambda: OpenVinoBackend(path, options, chain=chain), options)
+    return Engine(
+        lambda: OpenVinoBackend(Model(path, vocab_only=True), options, chain=chain), options
+    )
 
 
 @contextlib.contextmanager
