@@ -38,7 +38,7 @@ from serve_app.engine.backends.draft_model import N_CTX, check_draft, check_own_
 from serve_app.errors import ConfigError
 from serve_app.ingress.generation.sampling_fields import given
 from serve_app.llama.model import Model
-from serve_app.llama.vision.senses import why_unusable
+from serve_app.llama.vision.senses import ProjectorFile
 from serve_app.openvino.convert import shape_of
 from serve_app.openvino.parts import StageNode, fewest_stages
 from serve_app.placement import machine, plan
@@ -403,9 +403,8 @@ def _projector_beside(
         projector = store.projector_beside(source, downloads)
         if projector is None or projector.builtin:
             return projector
-        reason = why_unusable(
-            _vocabulary(projector, downloads), opened.meta_int("embedding_length", 0)
-        )
+        n_embd = opened.meta_int("embedding_length", 0)
+        reason = ProjectorFile(_vocabulary(projector, downloads)).why_unusable(n_embd)
     except UnreachableError:
         raise
     except ConfigError as error:

@@ -26,8 +26,7 @@ from serve_app.ingress.responses.background import BackgroundResponses, Response
 from serve_app.ingress.responses.store import Bounds
 from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.workers.pool import WorkerPool
-from serve_app.llama.vision.senses import NO_SENSES
-from serve_app.llama.vision.senses import senses as senses_of
+from serve_app.llama.vision.senses import NO_SENSES, ProjectorFile
 from serve_app.routing import reports
 from serve_app.store.encryption import check_encrypted
 from serve_app.store.models import vocabulary
@@ -89,7 +88,7 @@ def _file(model: ResolvedModel) -> ModelFile:
     path = vocabulary(model.source, model.downloads, sharing_here())
     senses = NO_SENSES
     if model.projector is not None:
-        senses = senses_of(vocabulary(model.projector, model.downloads))
+        senses = ProjectorFile(vocabulary(model.projector, model.downloads)).senses
     return ModelFile(
         str(path),
         model.name,

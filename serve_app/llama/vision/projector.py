@@ -17,7 +17,7 @@ from serve_app.errors import ConfigError, DecodeError, InvalidRequestError
 from serve_app.llama import library
 from serve_app.llama.model import Model, fingerprint_of
 from serve_app.llama.vision.positions import Part, Pause, Tile, cannot_be_used
-from serve_app.llama.vision.senses import check_counts
+from serve_app.llama.vision.senses import ProjectorFile
 from serve_app.types import SAMPLE_RATE, Medium, Picture, Size
 
 _MARKER = b"<__media__>"
@@ -103,7 +103,7 @@ class MtmdProjector:
         self.sees = bool(mtmd_cpp.mtmd_support_vision(pointer))
         self.hears = bool(mtmd_cpp.mtmd_support_audio(pointer))
         if self.hears:
-            check_counts(self.path)
+            ProjectorFile(self.path).check_counts()
         rate = mtmd_cpp.mtmd_get_audio_sample_rate(pointer) if self.hears else SAMPLE_RATE
         if rate != SAMPLE_RATE:
             raise ConfigError(

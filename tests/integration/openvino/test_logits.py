@@ -373,7 +373,9 @@ def test_what_it_cannot_compute_is_refused(made: Made, reason: str, tmp_path: Pa
 
 def test_the_refusal_names_the_file_and_the_other_backend(tmp_path: Path) -> None:
     path = Made("llama", vectors={"blk.1.attn_q.scale": (1, 1.0)}).write(tmp_path / "strange.gguf")
-    with pytest.raises(ConfigError, match=r"strange\.gguf: its tensor blk\.1\.attn_q\.scale.*llama"):
+    with pytest.raises(
+        ConfigError, match=r"strange\.gguf: its tensor blk\.1\.attn_q\.scale.*llama"
+    ):
         opened(path)
 
 

@@ -22,7 +22,7 @@ from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.errors import ConfigError
 from serve_app.llama.model import Model
-from serve_app.llama.vision.senses import Senses, senses
+from serve_app.llama.vision.senses import ProjectorFile, Senses
 from serve_app.progress import Stage, nowhere
 from serve_app.store import download, gguf_header
 from serve_app.store.models import (
@@ -392,7 +392,9 @@ def test_a_projector_comes_with_its_model(
             if one.projector is not None:
                 path = locate(one.projector, downloads, nowhere)
                 assert path.read_bytes() == hub.files["mmproj-tiny.gguf"]
-                assert senses(vocabulary(one.projector, downloads)) == Senses(sees=True)
+                assert ProjectorFile(vocabulary(one.projector, downloads)).senses == Senses(
+                    sees=True
+                )
     assert hub.n_bytes["mmproj-tiny.gguf"] <= 2 * len(hub.files["mmproj-tiny.gguf"])
 
 
