@@ -44,7 +44,7 @@ from serve_app.openvino.parts import StageNode, fewest_stages
 from serve_app.placement import machine, plan
 from serve_app.placement.machine import Machine, oversubscription
 from serve_app.placement.plan import Share
-from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.prompt.tokenizer import open_tokenizer
 from serve_app.sampling import Api
 from serve_app.store import models as store
 from serve_app.store.remote import UnreachableError
@@ -300,8 +300,9 @@ def _opened(model: ModelConfig, source: ModelSource, downloads: DownloadsConfig)
     """The model without its weights, of which everything is read that a worker is going to need. Raises
     ConfigError, also for a chat template or recommended sampling parameters that cannot be used."""
     defaults = model_defaults(model.defaults)
-    path, pooling = _vocabulary(source, downloads), model.engine.embedding_pooling
-    tokenizer = Tokenizer(path, defaults.chat_template, None if pooling == "auto" else pooling)
+    path, pooling = str(_vocabulary(source, downloads)), model.engine.embedding_pooling
+    pooling = None if pooling == "auto" else pooling
+    tokenizer = open_tokenizer(path, defaults.chat_template, pooling)
     try:
         tokenizer.recommended  # noqa: B018  # is read here
     except ValueError as error:

@@ -17,7 +17,7 @@ from serve_app.config.sources import AdapterConfig
 from serve_app.errors import ModelNotFoundError
 from serve_app.llama.formats import EmbeddingPooling
 from serve_app.llama.vision.senses import NO_SENSES, Senses
-from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.prompt.tokenizer import Tokenizer, open_tokenizer
 from serve_app.types import (
     Accepted,
     Adapters,
@@ -170,7 +170,7 @@ class ModelInfo:
     @classmethod
     def open(cls, file: ModelFile, media: MediaReader | None = None) -> Self:
         """Read a model's vocabulary. Raises ConfigError."""
-        tokenizer = Tokenizer(file.path, file.defaults.chat_template, file.pooling)
+        tokenizer = open_tokenizer(file.path, file.defaults.chat_template, file.pooling)
         return cls(
             file.id,
             file.n_ctx_slot,

@@ -27,6 +27,7 @@ from serve_app.ingress.responses.store import Bounds
 from serve_app.ingress.versions.control import VersionControl
 from serve_app.ingress.workers.pool import WorkerPool
 from serve_app.llama.vision.senses import NO_SENSES, ProjectorFile
+from serve_app.prompt.tokenizer import forget_tokenizers
 from serve_app.routing import reports
 from serve_app.store.encryption import check_encrypted
 from serve_app.store.models import vocabulary
@@ -141,6 +142,7 @@ class IngressServer:
         )
         for model, handle in zip(models, place.handles, strict=True):
             self._models[model.name] = self._served(model, handle)
+        forget_tokenizers()
         self._versions = VersionControl(
             self._models, VersionWeights(place.app), place.tell_ingresses
         )
@@ -181,6 +183,8 @@ class IngressServer:
             for model, _ in models:
                 self._files.pop(model.name, None)
             raise
+        finally:
+            forget_tokenizers()
         self._resolved |= {model.name: model for model, _ in models}
         self._models |= served
 
