@@ -300,8 +300,8 @@ def _opened(model: ModelConfig, source: ModelSource, downloads: DownloadsConfig)
     """The model without its weights, of which everything is read that a worker is going to need. Raises
     ConfigError, also for a chat template or recommended sampling parameters that cannot be used."""
     defaults = model_defaults(model.defaults)
-    path, pooling = str(_vocabulary(source, downloads)), model.engine.embedding_pooling
-    pooling = None if pooling == "auto" else pooling
+    path, configured = str(_vocabulary(source, downloads)), model.engine.embedding_pooling
+    pooling = None if configured == "auto" else configured
     tokenizer = open_tokenizer(path, defaults.chat_template, pooling)
     try:
         tokenizer.recommended  # noqa: B018  # is read here
