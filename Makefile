@@ -88,7 +88,7 @@ fuzz: $(DEV)  ## 10,000 odd requests; FUZZ="--seed N" repeats a run.
 
 docs: $(DOCS)/.ready $(READY)  ## The site of docs/ with the API's description, in build/docs; a warning is an error.
 	@mkdir -p build
-	@$(BIN)/python -c 'import json; from serve_app.ingress.api import build_api as b; print(json.dumps(b({}).openapi()))' > build/openapi.json
+	@$(BIN)/python -c 'import json; from tests.doubles.api import build_api as b; print(json.dumps(b({}).openapi()))' > build/openapi.json
 	$(DOCS)/bin/properdocs build --strict -f docs/.site/mkdocs.yml
 
 reference: $(DEV)  ## The tables of docs/ that are made from the code.

@@ -34,9 +34,9 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from loadtests.load.users import shapes
 from loadtests.load.users.client import LoadClient
-from serve_app.measure import users
-from serve_app.measure.outcomes import Slo
-from serve_app.measure.users import Ask, Setting
+from serve_app.cli.measure import users
+from serve_app.cli.measure.outcomes import Slo
+from serve_app.cli.measure.users import Ask, Setting
 
 MOST_OPEN = 2000
 """Requests of an open loop at the same time."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -11,37 +15,50 @@ from ray.serve._private.config import DeploymentConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.application.deployments import (
+from serve_app import __version__
+from serve_app.base.errors import ConfigError, EngineUnavailableError
+from serve_app.cluster.deployments import (
     engine_options,
     ingress_options,
-    ingress_settings,
+    proxy_hides_strangers,
     refuse_strangers,
 )
-from serve_app.application.model_host import ConfiguredHost
-from serve_app.application.resolving import resolve_all
-from serve_app.application.rollout import fingerprint
+from serve_app.cluster.ingress import Ingress
+from serve_app.cluster.ray_values import RayValues
+from serve_app.cluster.replica import EngineReplica, OnDemandReplica
+from serve_app.cluster.serve_check import check_serve
+from serve_app.cluster.serve_handle import ServeHandle
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import ModelConfig, with_models
-from serve_app.errors import ConfigError, EngineUnavailableError
-from serve_app.ingress.deployment import Ingress
-from serve_app.replica.deployment import EngineReplica, OnDemandReplica
-from serve_app.routing.serve_handle import ServeHandle
+from serve_app.run.ingress import settings_for
+from serve_app.run.model_host import ConfiguredHost
+from serve_app.run.resolving import resolve_all
 from serve_app.store.models import added_models
-from serve_app.store.shared_entries import AddedModels, Entry, added_application
+from serve_app.store.shared_entries import AddedModels, Entry, added_application, share_by
 
 _START_S = 60.0
 """The longest wait for the process of an added model, which is loaded later."""
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application for `applications[0].args`.
+    """The application for `applications[0].args`. Serve calls this, and gives no other argument.
+
+    Raises RayServeException like `application`.
+    """
+    return application(args)
+
+
+def application(args: dict[str, Any], file: Path | None = None) -> Application:
+    """The application for these `args`, which `file` has if one is given.
 
     Raises RayServeException with one message that names the fields that are wrong: the only kind of error
     that Serve shows as it is, and does not try again.
     """
+    share_by(RayValues())
     try:
-        app = schema.parse(args)
+        app = schema.parse(args, file)
+        check_serve(app, file)
         refuse_strangers(app.ingress)
         models = resolve_all(app)
     except ConfigError as error:
@@ -51,7 +68,8 @@ def build(args: dict[str, Any]) -> Application:
     ]
     ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
     host = ServeHost(app, models) if app.manage_models else None
-    return ingress.bind(models, engines, ingress_settings(app), host)  # type: ignore[no-any-return]
+    settings = settings_for(app, proxy_hides_strangers=proxy_hides_strangers())
+    return ingress.bind(models, engines, settings, host)  # type: ignore[no-any-return]
 
 
 class ServeHost(ConfiguredHost):
@@ -116,3 +134,14 @@ def _keep(engines: Application, model: ResolvedModel) -> Application:
     kept.version = fingerprint(model)
     deployment._deployment_config = kept
     return engines
+
+
+def fingerprint(model: ResolvedModel) -> str:
+    """A text that changes when engines must be replaced. The memory that is free at this moment does not
+    count, nor what only the ingress reads."""
+    shares: Mapping[str, Any] = dict.fromkeys(model.memory_shares, 0)
+    options = dataclasses.replace(model.options, **shares)
+    counting = dataclasses.replace(
+        model, options=options, aliases=(), tags=(), sizing="", n_replicas=0
+    )
+    return blake2b(f"{__version__} {counting!r}".encode(), digest_size=16).hexdigest()

@@ -9,11 +9,18 @@ from collections.abc import AsyncGenerator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_app.base.errors import CorralError, NotSupportedError
+from serve_app.base.types import (
+    FetchingReplica,
+    Medium,
+    ReplicaStats,
+    RequestRecord,
+    Size,
+    SlotAction,
+)
 from serve_app.config.sources import AdapterConfig
 from serve_app.engine import Engine, GenerationRequest, Texts, TokenDelta
-from serve_app.errors import CorralError, NotSupportedError
-from serve_app.ingress.model_registry import Answers
-from serve_app.types import FetchingReplica, Medium, ReplicaStats, RequestRecord, Size, SlotAction
+from serve_app.server.model_registry import Answers
 
 
 class LocalClient:

@@ -20,9 +20,9 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.llama import library
-from serve_app.llama.quantising import quantise
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.quantising import quantise
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tools.random_models.model import SHAPES, write_random_gguf
 
 FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K_S", "Q5_K_S", "Q6_K", "IQ4_XS")

@@ -23,9 +23,8 @@ from loadtests.batch import native
 from loadtests.batch.engine import measure
 from loadtests.batch.figures import Window, used_of_left
 from loadtests.batch.people import Shape
-from serve_app.engine import Engine, EngineOptions
-from serve_app.measure import process
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure import process
+from serve_app.cli.measure.benchmark import (
     bounded,
     choice,
     in_turns,
@@ -38,7 +37,8 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.measure.process import text_tokens
+from serve_app.cli.measure.process import text_tokens
+from serve_app.engine import Engine, EngineOptions
 
 BATCH, PEOPLE, BOTH = "batch", "people", "both"
 _WAYS = (BATCH, PEOPLE, BOTH)

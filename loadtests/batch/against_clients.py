@@ -29,7 +29,7 @@ from loadtests.batch.behind_chats import N_GENERATED, Clients
 from loadtests.common.comparing import compared
 from loadtests.common.servers import Server, exit_on_sigterm, serve_run
 from loadtests.compare import llama_server, sides
-from serve_app.measure.benchmark import bounded, in_turns, machine, machine_line, usable_cores
+from serve_app.cli.measure.benchmark import bounded, in_turns, machine, machine_line, usable_cores
 
 BATCH, LOOP = "a batch", "clients at llama-server"
 _N_CTX_SLOT = 1024

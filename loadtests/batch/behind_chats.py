@@ -32,8 +32,8 @@ from typing import Any
 import httpx
 
 from loadtests.common.servers import exit_on_sigterm, serve_run
-from serve_app.measure.benchmark import SEED, bounded, percentile, spread, table
-from serve_app.measure.outcomes import Reader, StreamedAnswer
+from serve_app.cli.measure.benchmark import SEED, bounded, percentile, spread, table
+from serve_app.cli.measure.outcomes import Reader, StreamedAnswer
 
 N_WORDS, N_GENERATED = 64, 64
 N_LINES = 4000

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Sequence
 
 from loadtests.batch.figures import Window
 from loadtests.batch.people import People, Shape, for_a_while
+from serve_app.cli.measure import process
+from serve_app.cli.measure.benchmark import BenchmarkError, Prompt, Prompts
 from serve_app.engine import CorralError, Engine, GenerationRequest, SamplingParams
-from serve_app.engine.core.loop import BACKGROUND_PLACES
-from serve_app.measure import process
-from serve_app.measure.benchmark import BenchmarkError, Prompt, Prompts
+from serve_app.engine.policy.policy import BACKGROUND_PLACES
 
 _LOOK_S = 0.05
 _IDLE_S = 30.0

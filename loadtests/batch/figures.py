@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from serve_app.measure.benchmark import percentile
+from serve_app.cli.measure.benchmark import percentile
 
 Span = tuple[float, float]
 """When something began and ended, in seconds."""

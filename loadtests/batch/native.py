@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.batch.people import Shape
-from serve_app.measure.benchmark import BenchmarkError
+from serve_app.cli.measure.benchmark import BenchmarkError
 
 NATIVE = "llama-batched-bench"
 SIZES = (4, 8, 16, 32)

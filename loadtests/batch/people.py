@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from loadtests.batch.figures import Turn
-from serve_app.measure.benchmark import Prompt, Prompts
+from serve_app.cli.measure.benchmark import Prompt, Prompts
 
 Ask = Callable[[str, Prompt, int], AsyncIterator[int]]
 """Of a user's name, a prompt, and a number of tokens to answer: how many tokens have come, whenever

@@ -17,8 +17,8 @@ from typing import Any
 
 import aiohttp
 
-from serve_app.measure.benchmark import BenchmarkError, percentile
-from serve_app.measure.outcomes import Read, StreamedAnswer, parse
+from serve_app.cli.measure.benchmark import BenchmarkError, percentile
+from serve_app.cli.measure.outcomes import Read, StreamedAnswer, parse
 
 TIMEOUT_S = 600.0
 NO_HEADERS: Mapping[str, str] = {}

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from serve_app.measure.benchmark import of_each, ratios, spread, table
+from serve_app.cli.measure.benchmark import of_each, ratios, spread, table
 
 
 def absolute(text: str) -> Path:

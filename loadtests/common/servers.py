@@ -105,12 +105,12 @@ def serve_command(*arguments: str | Path) -> list[str | Path]:
 
 def one_machine_command(config: Path) -> list[str | Path]:
     """The command that `corral serve --cluster` ends in."""
-    return [sys.executable, "-m", "serve_app.start.one_machine", config]
+    return [sys.executable, "-m", "serve_app.cluster.one_machine", config]
 
 
 def local_command(config: Path) -> list[str | Path]:
     """The command that `corral serve` runs."""
-    return [sys.executable, "-P", "-m", "serve_app.local.server", config]
+    return [sys.executable, "-P", "-m", "serve_app.run.local.server", config]
 
 
 BUILD = "serve_app.app:build"

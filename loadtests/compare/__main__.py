@@ -7,7 +7,7 @@
 Sides: `corral` is what `corral serve` runs, `ray` the same with --cluster, `llama-server` the one of
 --server, or of `python -m loadtests.compare.llama_server`. Others that may be named:
 
-- `serve-proxy`: `serve run` with `serve_app/start/one-machine.env`: Serve's own proxy, and Ray's dashboard;
+- `serve-proxy`: `serve run` with `serve_app/cluster/one-machine.env`: Serve's own proxy, and Ray's dashboard;
 - `ray-defaults`: `serve run` without it;
 - `openvino`: what `corral serve` runs, with `engine.backend: openvino`; `openvino-bf16` the same with
   `engine.cache_type_k` and `engine.cache_type_v` as `bf16`, `openvino-w8a8` with
@@ -85,7 +85,7 @@ from loadtests.compare.sides import (
     is_url,
     start,
 )
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure.benchmark import (
     bounded,
     choice,
     listed,
@@ -127,7 +127,7 @@ class Settings:
     def corral(self) -> dict[str, Any]:
         """Settings of Corral's engine besides; all users may wait, as they may elsewhere."""
         waiting = max(2 * self.slots, max(self.users) - self.slots)
-        return {"max_waiting": waiting, "max_wait_s": bursts.TIMEOUT_S} | dict(self.engine)
+        return {"max_waiting": waiting, "max_first_token_s": bursts.TIMEOUT_S} | dict(self.engine)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from loadtests.common.servers import (
     running,
     write_config,
 )
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure.benchmark import (
     bounded,
     in_turns,
     listed,

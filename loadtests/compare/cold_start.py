@@ -35,7 +35,7 @@ from loadtests.common.comparing import ratio_spread
 from loadtests.common.servers import Server
 from loadtests.compare import llama_server
 from loadtests.compare.sides import Sizes, llama_server_command
-from serve_app.measure.benchmark import bounded, in_turns, machine, of_each, table, usable_cores
+from serve_app.cli.measure.benchmark import bounded, in_turns, machine, of_each, table, usable_cores
 
 CORRAL, PEER = "corral", "llama-server"
 _PATIENCE_S = 120.0

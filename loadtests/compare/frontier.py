@@ -42,7 +42,7 @@ from loadtests.common.servers import Server, exit_on_sigterm
 from loadtests.compare import llama_server
 from loadtests.compare.requests import read_words, request
 from loadtests.compare.sides import CORRAL, LLAMA_SERVER, RAY, Sizes, engine_settings, start
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure.benchmark import (
     SEED,
     BenchmarkError,
     Prompt,
@@ -57,7 +57,7 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.measure.outcomes import Reader
+from serve_app.cli.measure.outcomes import Reader
 
 REST_S = 2.0
 """Seconds in which a server may do what it puts off until nobody waits."""

@@ -49,7 +49,7 @@ from loadtests.compare.sides import (
     expect,
     start,
 )
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure.benchmark import (
     SEED,
     bounded,
     choice,
@@ -62,7 +62,7 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.measure.outcomes import StreamedAnswer
+from serve_app.cli.measure.outcomes import StreamedAnswer
 
 LENGTHS = {"short": (128, 64), "medium": (1024, 128), "long": (4096, 256)}
 """Tokens of a prompt, and of its answer."""
@@ -142,7 +142,7 @@ def bodies(
 def measure(settings: Settings) -> list[dict[str, Goodput]]:
     """All rounds, each with every side."""
     text = tokenized(settings.model, TEXT)
-    waiting = {"max_waiting": 256, "max_wait_s": bursts.TIMEOUT_S}
+    waiting = {"max_waiting": 256, "max_first_token_s": bursts.TIMEOUT_S}
     with ExitStack() as opened:
         servers: dict[str, Server] = {}
         for side in settings.sides:

@@ -39,7 +39,7 @@ from PIL import Image
 from loadtests.common.comparing import ratio_spread
 from loadtests.common.servers import Server, exit_on_sigterm, is_healthy, running, serve_run
 from loadtests.compare import llama_server
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure.benchmark import (
     BenchmarkError,
     bounded,
     in_turns,
@@ -49,7 +49,7 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.measure.outcomes import Reader
+from serve_app.cli.measure.outcomes import Reader
 from tools.gguf_file import ModelShape
 from tools.random_models.model import write_random_gguf
 from tools.random_models.projector import IDEFICS3_TOKENS, SHAPES, write_random_projector

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from loadtests.common.bursts import FIGURES, Burst
 from loadtests.compare.sides import LLAMA_SERVER
-from serve_app.measure import benchmark
-from serve_app.measure.benchmark import ratios
+from serve_app.cli.measure import benchmark
+from serve_app.cli.measure.benchmark import ratios
 
 Round = Mapping[str, Burst]
 """One burst of each side, by its name, with the same prompts."""

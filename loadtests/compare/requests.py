@@ -12,7 +12,7 @@ from typing import Any
 import llama_cpp
 
 from loadtests.engine.bare_loop import BareModel
-from serve_app.measure.benchmark import SEED, Prompt
+from serve_app.cli.measure.benchmark import SEED, Prompt
 
 MAX_TOKENS = 64
 WORKLOADS = {"shared": (512, 32), "independent": (0, 128)}

@@ -26,8 +26,8 @@ from loadtests.common.servers import (
     write_config,
 )
 from loadtests.compare import llama_server, vllm
-from serve_app.measure.benchmark import BenchmarkError
-from serve_app.start.one_machine import environment_of
+from serve_app.cli.measure.benchmark import BenchmarkError
+from serve_app.cluster.one_machine import environment_of
 
 CORRAL, RAY, LLAMA_SERVER = "corral", "ray", "llama-server"
 SERVE_PROXY, RAY_DEFAULTS = "serve-proxy", "ray-defaults"

@@ -43,10 +43,17 @@ from loadtests.engine.batched_bench import NATIVE, BatchedBench
 from loadtests.engine.modes import BARE, BATCHED, MODES, mode_process
 from loadtests.engine.report import plot, summary, table
 from loadtests.engine.run import AnyRun, NativeRun
+from serve_app.cli.measure.bench import WARM_UP_TOKENS, add_load_arguments, engine_options
+from serve_app.cli.measure.benchmark import (
+    BenchmarkError,
+    Prompts,
+    choice,
+    in_turns,
+    listed,
+    machine,
+)
+from serve_app.cli.measure.process import RunnerProcess, text_tokens
 from serve_app.engine import EngineOptions
-from serve_app.measure.bench import WARM_UP_TOKENS, add_load_arguments, engine_options
-from serve_app.measure.benchmark import BenchmarkError, Prompts, choice, in_turns, listed, machine
-from serve_app.measure.process import RunnerProcess, text_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import llama_cpp
 
+from serve_app.cli.measure.benchmark import Prompt
+from serve_app.cli.measure.process import RUN_TIMEOUT_S
 from serve_app.engine import EngineOptions
-from serve_app.measure.benchmark import Prompt
-from serve_app.measure.process import RUN_TIMEOUT_S
 
 Row = tuple[int, int, int, bool]
 """(token, position, sequence id, wants logits)."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from loadtests.engine.bare_loop import context_cells
 from loadtests.engine.run import NativeRun
+from serve_app.cli.measure.benchmark import BenchmarkError, Prompt, peak_bytes
+from serve_app.cli.measure.process import RUN_TIMEOUT_S
 from serve_app.engine import EngineOptions
-from serve_app.measure.benchmark import BenchmarkError, Prompt, peak_bytes
-from serve_app.measure.process import RUN_TIMEOUT_S
 
 NATIVE = "llama-batched-bench"
 _LOOK_S = 0.02

@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from loadtests.engine.bare_loop import BareLoop, BareModel
-from serve_app.engine import EngineOptions
-from serve_app.measure.benchmark import Prompt
-from serve_app.measure.process import (
+from serve_app.cli.measure.benchmark import Prompt
+from serve_app.cli.measure.process import (
     MeasuredRun,
     Meter,
     Opener,
@@ -29,6 +28,7 @@ from serve_app.measure.process import (
     RunnerProcess,
     engine_runner,
 )
+from serve_app.engine import EngineOptions
 
 BATCHED, BARE, ROUND_ROBIN, SEPARATE = "batched", "bare", "round-robin", "separate"
 OPENVINO, GENAI = "openvino", "openvino-genai"

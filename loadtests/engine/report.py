@@ -10,9 +10,9 @@ from typing import Any
 from loadtests.common.plot import Chart, svg
 from loadtests.engine.modes import BATCHED, OPENVINO
 from loadtests.engine.run import AnyRun
-from serve_app.measure import bench, benchmark
-from serve_app.measure.benchmark import machine_line
-from serve_app.measure.benchmark import ratios as ratios_of
+from serve_app.cli.measure import bench, benchmark
+from serve_app.cli.measure.benchmark import machine_line
+from serve_app.cli.measure.benchmark import ratios as ratios_of
 
 Round = Mapping[str, AnyRun]
 """One run of each mode, by its name, with the same prompts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serve_app.measure.process import MeasuredRun
+from serve_app.cli.measure.process import MeasuredRun
 
 
 @dataclass(frozen=True, slots=True)

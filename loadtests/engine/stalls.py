@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 import sys
 import time
@@ -23,9 +24,8 @@ from pathlib import Path
 
 from loadtests.common import asking
 from loadtests.common.comparing import ratio_spread
-from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
-from serve_app.measure import process
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure import process
+from serve_app.cli.measure.benchmark import (
     Prompt,
     Prompts,
     in_turns,
@@ -35,7 +35,8 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.measure.process import text_tokens
+from serve_app.cli.measure.process import text_tokens
+from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 
 _TIMEOUT_S = 300
 _SWITCH = {"auto": None, "on": True, "off": False}
@@ -148,7 +149,7 @@ def _options(settings: argparse.Namespace, bound: str) -> EngineOptions:
         threads=settings.threads,
         flash_attn=_SWITCH[settings.flash_attn],
         kv_unified=_SWITCH[settings.kv_unified],
-        max_stall_s=None if bound == "none" else float(bound) / 1000,
+        max_stall_ms=math.inf if bound == "none" else float(bound),
     )
 
 

@@ -29,7 +29,7 @@ from loadtests.hostile.attacks import ATTACKS, FAMILIES
 from loadtests.hostile.run import Plan, run
 from loadtests.hostile.setups import HONEST
 from loadtests.hostile.verdict import HURT, Result
-from serve_app.measure.benchmark import bounded, choice, cpu_name, listed, usable_cores
+from serve_app.cli.measure.benchmark import bounded, choice, cpu_name, listed, usable_cores
 
 CALM_S, SHORT_CALM_S, SHORT_MOST_S, BRIEF_MOST_S = 6, 3, 10.0, 7.0
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import inf
 
 from loadtests.load.stream_metrics import read_journal
-from serve_app.measure.benchmark import percentile
-from serve_app.measure.outcomes import COMPLETE, Outcome
+from serve_app.cli.measure.benchmark import percentile
+from serve_app.cli.measure.outcomes import COMPLETE, Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from loadtests.hostile import elsewhere
 from loadtests.hostile.figures import probe_line
 from loadtests.hostile.setups import DEMO, HONEST
 from loadtests.load.users.client import LoadClient
-from serve_app.measure.benchmark import bounded
-from serve_app.measure.outcomes import Slo
-from serve_app.measure.users import CHAT, WORDS, Ask
+from serve_app.cli.measure.benchmark import bounded
+from serve_app.cli.measure.outcomes import Slo
+from serve_app.cli.measure.users import CHAT, WORDS, Ask
 
 API_KEYS = "CORRAL_API_KEYS"
 THINK_S, PATIENCE_S = 0.15, 25.0

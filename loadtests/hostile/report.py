@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loadtests.hostile.verdict import HURT, Result
-from serve_app.measure.benchmark import table as markdown_table
+from serve_app.cli.measure.benchmark import table as markdown_table
 
 COLUMNS = (
     "attack",

@@ -36,15 +36,15 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings, target
 from hypothesis import strategies as st
 
 from loadtests.common.servers import exit_on_sigterm, free_port
+from serve_app.apis.api import WORKER_MODULES, build_api
+from serve_app.base.sampling import PARAMETERS
+from serve_app.base.types import GenerationRequest
+from serve_app.cli.measure.benchmark import bounded, table
 from serve_app.config.schema import IngressConfig
 from serve_app.engine import Engine, EngineOptions
-from serve_app.ingress.api import WORKER_MODULES, build_api
-from serve_app.ingress.model_registry import ModelFile, ModelInfo
-from serve_app.ingress.workers.pool import WorkerPool
-from serve_app.ingress.workers.worker import MAX_BODY_BYTES
-from serve_app.measure.benchmark import bounded, table
-from serve_app.sampling import PARAMETERS
-from serve_app.types import GenerationRequest
+from serve_app.server.model_registry import ModelFile, ModelInfo
+from serve_app.server.workers.pool import WorkerPool
+from serve_app.server.workers.worker import MAX_BODY_BYTES
 from tools.local_client import LocalClient
 from tools.random_models.model import SHAPES, write_random_gguf
 

@@ -52,7 +52,7 @@ def started(kind: str) -> Iterator[Setup]:
     models = [_demo(), *map(_with_pre_tokenizer, PRE_TOKENIZERS if kind == KEYLESS else ())]
 
     def command(directory: Path, port: int) -> Sequence[str | Path]:
-        ingress: dict[str, Any] = {"deployment": {"num_replicas": 1}}  # no scaling: none may go
+        ingress: dict[str, Any] = {"serve": {"num_replicas": 1}}  # no scaling: none may go
         if keys:
             models[0]["engine"]["slot_folder"] = str(directory / "slots")
             ingress["batch"] = {"folder": str(directory / "batches")}
@@ -123,7 +123,7 @@ def _model(
     name: str, source: Mapping[str, Any], engine: dict[str, Any], num_cpus: float
 ) -> dict[str, Any]:
     options = {"ray_actor_options": {"num_cpus": num_cpus}, "num_replicas": 1}
-    return {"id": name, "source": source, "engine": engine, "deployment": options}
+    return {"id": name, "source": source, "engine": engine, "serve": options}
 
 
 def regex_model(pre_tokenizer: str) -> Path:

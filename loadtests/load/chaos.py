@@ -27,8 +27,8 @@ from loadtests.common.servers import exit_on_sigterm
 from loadtests.load.driver import Load, Result, drive
 from loadtests.load.observer import Sample
 from loadtests.load.target import Target, opened
-from serve_app.measure.benchmark import bounded
-from serve_app.measure.outcomes import ABORTED, COMPLETE, FAILED
+from serve_app.cli.measure.benchmark import bounded
+from serve_app.cli.measure.outcomes import ABORTED, COMPLETE, FAILED
 
 WHOLE = ("stop", "length")
 """The reasons of the server for ends of answers that are complete."""

@@ -4,7 +4,7 @@
 
 Starts what `corral serve --cluster` runs, with the built-in model on loopback, and waits until all is
 quiet. Prints each process's share of one core in that time, and their sum. With --serve-run, `serve run`
-with `serve_app/start/one-machine.env` instead (the proxy and dashboard of Ray); with --ray-defaults,
+with `serve_app/cluster/one-machine.env` instead (the proxy and dashboard of Ray); with --ray-defaults,
 without.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 from loadtests.common.processes import command_line, tagged
 from loadtests.common.servers import NO_SETTINGS, exit_on_sigterm, serve_run
 from loadtests.load.observer import cpu_s
-from serve_app.measure.benchmark import bounded, table
-from serve_app.start.one_machine import environment_of
+from serve_app.cli.measure.benchmark import bounded, table
+from serve_app.cluster.one_machine import environment_of
 
 _SETTLE_S = 15.0
 """The work that the start has put off is done by then."""

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from loadtests.common.plot import Chart, chart_svg, colours_of
-from serve_app.measure import benchmark
+from serve_app.cli.measure import benchmark
 
 Document = Mapping[str, Any]
 Run = Mapping[str, Any]

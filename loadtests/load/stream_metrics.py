@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from serve_app.measure.outcomes import ENDS, FAILED, Outcome
+from serve_app.cli.measure.outcomes import ENDS, FAILED, Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from serve_app.cli.measure import benchmark
+from serve_app.cli.measure.process import all_arrivals, opened, started
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.modes import ModeChoice
-from serve_app.measure import benchmark
-from serve_app.measure.process import all_arrivals, opened, started
+from serve_app.engine.choice.plan import Plan
+from serve_app.engine.costs import profile_cache
 
 _N_PROMPT, _N_ANSWER, _N_REQUESTS, _PAUSE_S = 160, 24, 8, 2.6
 _LIMIT_S = 120.0
@@ -75,12 +75,11 @@ class EngineProcess:
 
     def kept(self) -> Times | None:
         """The times on disk, with which the next start begins; None if there are none."""
-        choices = (
-            profile_cache.load(self._folder, path.stem, ModeChoice)
+        plans = (
+            profile_cache.load(self._folder, path.stem, Plan)
             for path in self._folder.glob("*.json")
-            if "-" not in path.stem  # the choice of a layout has a prefix
         )
-        profiles = [choice.profile for choice in choices if choice is not None]
+        profiles = [cache.profile for plan in plans if plan for cache in plan.caches.values()]
         return {kind: getattr(profiles[0], kind) for kind in _KINDS} if profiles else None
 
     def close(self) -> None:

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import get_args
 
 from loadtests.common.comparing import ratio_spread
-from serve_app.llama.formats import Quantization
-from serve_app.llama.model import Model
-from serve_app.measure.benchmark import (
+from serve_app.base.formats import Quantization
+from serve_app.cli.measure.benchmark import (
     bounded,
     choice,
     in_turns,
@@ -33,11 +32,12 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.openvino.convert import converted_of
-from serve_app.openvino.paged.blocks import BLOCK
-from serve_app.openvino.paged.compiling import CacheType
-from serve_app.openvino.paged.context import PagedContext
-from serve_app.openvino.paged.model import PagedModel, PagedOptions
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.openvino.convert import converted_of
+from serve_app.kernels.openvino.paged.blocks import BLOCK
+from serve_app.kernels.openvino.paged.compiling import CacheType
+from serve_app.kernels.openvino.paged.context import PagedContext
+from serve_app.kernels.openvino.paged.model import PagedModel, PagedOptions
 
 _TOKEN = 5
 """Of all rows: which one does not matter to the time."""

@@ -20,16 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve_app.errors import ConfigError
-from serve_app.llama.model import Model
-from serve_app.measure import benchmark, quality
-from serve_app.measure.benchmark import bounded, choice, listed, usable_cores
-from serve_app.measure.quality import WINDOW, ReadingContext, TextReading, llama
+from serve_app.base.errors import ConfigError
+from serve_app.cli.measure import benchmark, quality
+from serve_app.cli.measure.benchmark import bounded, choice, listed, usable_cores
+from serve_app.cli.measure.quality import WINDOW, ReadingContext, TextReading, llama
+from serve_app.kernels.llama.model import Model
 
 if TYPE_CHECKING:
-    from serve_app.llama.formats import Quantization
-    from serve_app.openvino.paged.compiling import CacheType
-    from serve_app.openvino.paged.context import PagedContext
+    from serve_app.base.formats import Quantization
+    from serve_app.kernels.openvino.paged.compiling import CacheType
+    from serve_app.kernels.openvino.paged.context import PagedContext
 
 
 def paged(

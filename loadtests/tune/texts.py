@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loadtests.common.comparing import ratio_spread
-from serve_app.engine import Engine, EngineOptions
-from serve_app.engine.options import KernelsName
-from serve_app.measure.benchmark import (
+from serve_app.base.engine_options import KernelsName
+from serve_app.cli.measure.benchmark import (
     bounded,
     in_turns,
     listed,
@@ -34,6 +33,7 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
+from serve_app.engine import Engine, EngineOptions
 
 _TIMEOUT_S = 600
 

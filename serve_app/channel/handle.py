@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
-from serve_app.types import FetchingReplica
+from serve_app.base.types import FetchingReplica
 
 
 class ReplicaCall(Protocol):

@@ -16,10 +16,10 @@ from typing import Protocol, cast
 
 import msgspec
 
+from serve_app.base.errors import ChannelBrokenError, CorralError
+from serve_app.base.types import Accepted, TokenDelta
 from serve_app.channel import protocol
 from serve_app.channel.protocol import CONNECT_S, Address, keep_alive, server_tls
-from serve_app.errors import ChannelBrokenError, CorralError
-from serve_app.types import Accepted, TokenDelta
 
 logger = logging.getLogger("corral.ingress")
 

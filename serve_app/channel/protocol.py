@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from serve_app.msgpack import decoder, packed
-from serve_app.types import Accepted, TokenDelta
+from serve_app.base.types import Accepted, TokenDelta
+from serve_app.channel.msgpack import decoder, packed
 
 CONNECT_S = 5.0
 """Longest time that a connection may take to be made and believed."""

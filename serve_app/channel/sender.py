@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from serve_app.base.errors import ChannelBrokenError
+from serve_app.base.types import Accepted, FinishReason, SequenceEnd, TokenDelta
 from serve_app.channel import protocol
 from serve_app.channel.protocol import Address
-from serve_app.errors import ChannelBrokenError
-from serve_app.types import Accepted, FinishReason, SequenceEnd, TokenDelta
 
 logger = logging.getLogger("corral.replica")
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import yaml
 
-from serve_app import folders
-from serve_app.errors import ConfigError
-from serve_app.llama import shards
-from serve_app.store import hub, names
+from serve_app.base import folders
+from serve_app.base.errors import ConfigError
+from serve_app.config import model_names as names
+from serve_app.config import shards
+from serve_app.store import hub
 
 DEMO = "corral-demo"
 
@@ -49,9 +50,8 @@ def named(model: str | None) -> NamedModel:
             "OWNER/NAME:QUANT."
         ) from None
     if not (name.choice or "").endswith(".gguf"):
-        files = hub.files(name, folders.cache_folder() / "models" / ".names")
-        first, *_ = names.chosen(files, name)
-        name = replace(name, choice=first)
+        pinned = hub.pinned(name, folders.cache_folder() / "models" / ".names")
+        name = replace(name, choice=pinned.choice)
     return NamedModel(_id_of(name.choice or ""), {"repo": str(name)})
 
 

@@ -1,9 +1,9 @@
-"""`corral ps`, `stats`, `top`, `weights` and `rollback`: what a server tells, as tables."""
+"""`corral ps`, `stats` and `top`: what a server tells, as tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -14,8 +14,7 @@ from rich.text import Text
 
 from serve_app.cli.client import Client, Json
 from serve_app.cli.screen import plain_table
-from serve_app.errors import ConfigError
-from serve_app.placement.machine import list_cpus
+from serve_app.run.placement.machine import list_cpus
 
 _RATE_FRAMES = 3
 """Frames, one a second, after which rates mean something."""
@@ -121,40 +120,6 @@ def top(client: Client, console: Console, n_frames: int | None) -> None:
     with Live(console=console, screen=console.is_terminal and n_frames is None) as live:
         for view in islice(views(client), n_frames):
             live.update(screen(view), refresh=True)
-
-
-def traffic(client: Client, console: Console, model: str, changes: Sequence[str]) -> None:
-    """Change the weights of a model's versions, such as `new=10` in percent, and print them all. Raises
-    ServerError, and ConfigError for a text that is no weight."""
-    by_name: dict[str, float] = {}
-    for text in changes:
-        name, _, percent = text.partition("=")
-        try:
-            by_name[name] = float(percent.removesuffix("%"))
-        except ValueError:
-            raise ConfigError(f"{text!r} is no weight: write VERSION=PERCENT, as new=10.") from None
-    if by_name:
-        card = client.post("/models/weights", {"model": model, "weights": by_name})
-    else:
-        card = client.get(f"/v1/models/{model}")
-    _print_weights(console, model, card["versions"])
-
-
-def rollback(client: Client, console: Console, model: str) -> None:
-    """Give all to the version before, and print the weights. Raises ServerError."""
-    card = client.post("/models/rollback", {"model": model})
-    _print_weights(console, model, card["versions"])
-
-
-def _print_weights(console: Console, model: str, versions: Sequence[Json]) -> None:
-    if not versions:
-        console.print(f"{model} has one version only.")
-        return
-    table = plain_table("version", "weight", "share now", "status")
-    for version in versions:
-        share, status = f"{100 * version['share']:.3g}%", version["status"]["value"]
-        table.add_row(version["id"], f"{version['weight']:.4g}", share, status)
-    console.print(table)
 
 
 def _print(console: Console, view: Json, table: Table, *, as_json: bool) -> None:

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from serve_app import __version__
+from serve_app.base.plugins import PLUGINS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,8 +31,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
+            from serve_app.base.errors import ConfigError
             from serve_app.cli.client import ServerError
-            from serve_app.errors import ConfigError
 
             is_broken_pipe = isinstance(error, BrokenPipeError)  # which Typer ends quietly
             if is_broken_pipe or not isinstance(error, (ConfigError, ServerError, OSError)):
@@ -195,9 +196,11 @@ def check(file: Annotated[Path, typer.Argument(help="A configuration file.")]) -
 
     Example: `corral check serve_config.yaml`
     """
+    from serve_app.cluster.serve_check import check_serve
     from serve_app.config import schema
 
     application = schema.load(file)
+    check_serve(application, file)
     typer.echo(f"{file} is valid. Models: {', '.join(model.id for model in application.models)}")
 
 
@@ -211,7 +214,7 @@ def hash_keys(
 
     Example: `corral hash-keys keys.yaml`
     """
-    from serve_app.ingress.access.api_keys import hash_keys
+    from serve_app.server.access.api_keys import hash_keys
 
     n_keys = hash_keys(file)
     typer.echo(f"{file}: {n_keys} API keys were replaced by their hashes.")
@@ -396,71 +399,28 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts or ())
 
 
-@app.command(rich_help_panel=_LOOK)
-def traffic(
-    model: Annotated[str, typer.Argument(help="The model's id.")],
-    changes: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[VERSION=PERCENT]...",
-            help="The percentage of the requests that a version gets. The others share the rest as before.",
-        ),
-    ] = None,
-    url: Url = _URL,
-    api_key: ApiKey = None,
-) -> None:
-    """Show or change the share of a model's traffic that each version gets.
-
-    Examples:
-
-    * `corral traffic qwen3-4b`
-    * `corral traffic qwen3-4b new=10` gives a tenth to the version `new`.
-    * `corral traffic qwen3-4b new=100`
-    """
-    from serve_app.cli import live
-
-    live.traffic(_client(url, api_key), _console(), model, changes or ())
-
-
-@app.command(rich_help_panel=_LOOK)
-def rollback(
-    model: Annotated[str, typer.Argument(help="The model's id.")],
-    url: Url = _URL,
-    api_key: ApiKey = None,
-) -> None:
-    """Give all requests of a model to the version that had all of them before.
-
-    Example: `corral rollback qwen3-4b`
-    """
-    from serve_app.cli import live
-
-    live.rollback(_client(url, api_key), _console(), model)
-
-
 @app.command(rich_help_panel=_OFFLINE, context_settings=_FORWARDED, add_help_option=False)
 def batch(context: typer.Context) -> None:
     """Answer a file of requests, or a column of a table. No server is needed."""
-    _forward(context, "serve_app.batch", needs=("pyarrow", "pandas"))
+    _forward(context, PLUGINS["batch"], needs=("pyarrow", "pandas"))
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure the engine alone, without HTTP: tokens a second by the number of sequences."""
-    _forward(context, "serve_app.measure.bench")
+    _forward(context, "serve_app.cli.measure.bench")
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
 def tune(context: typer.Context) -> None:
     """Find the format, threads and cache with which this machine serves a model fastest."""
-    _forward(context, "serve_app.measure.tune")
+    _forward(context, "serve_app.cli.measure.tune")
 
 
 @app.command(rich_help_panel=_MEASURE, context_settings=_FORWARDED, add_help_option=False)
 def capacity(context: typer.Context) -> None:
-    """Find how many users a server holds within an SLO; or, with `plan`, what nodes would."""
-    is_plan = context.args[:1] == ["plan"]
-    context.args = context.args[is_plan:]
-    _forward(context, "serve_app.measure.plan" if is_plan else "serve_app.measure.capacity")
+    """Find how many users a server holds within an SLO."""
+    _forward(context, "serve_app.cli.measure.capacity")
 
 
 def _forward(context: typer.Context, module: str, needs: Sequence[str] = ()) -> NoReturn:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from serve_app.base.progress import Stage
 from serve_app.cli.client import Json
-from serve_app.progress import Stage
 
 LITTLE_CONTEXT = 4096
 """Tokens of a slot below which chats soon run out of room."""

@@ -25,14 +25,14 @@ from typing import IO, Any
 import yaml
 from rich.console import Console
 
-from serve_app import folders
+from serve_app.base import folders
+from serve_app.base.errors import ConfigError
+from serve_app.base.progress import Stage
 from serve_app.cli import config_file, screen
 from serve_app.cli.client import Client, Json, ServerError
 from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.screen import Screen, Served
-from serve_app.errors import ConfigError
-from serve_app.progress import Stage
-from serve_app.start import preflight
+from serve_app.run import preflight
 
 _LOOK_EVERY_S = 0.2
 _LOG_BYTES, _LOG_FILES = 10 * 2**20, 5

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.types import Adapters, AdapterUse
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource, ProjectorSource
-from serve_app.engine.options import EngineOptions
-from serve_app.types import Adapters, AdapterUse, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,6 @@ class ResolvedModel:
     """A model as it was decided where the configuration was read, the same in every replica."""
 
     id: str
-    """Id of the engines: `MODEL@VERSION` for a version with a name."""
     aliases: tuple[str, ...]
     tags: tuple[str, ...]
     defaults: ModelDefaults
@@ -50,8 +49,6 @@ class ResolvedModel:
     """System prompts whose tokens each replica pins: it has the vocabulary."""
     threads: int | None
     """Configured threads; None lets each replica count its own cores."""
-    allow_oversubscription: bool
-    pin_cores: bool
     n_replicas: int
     """The number of replicas, unless the deployment says otherwise."""
     stages: int
@@ -60,7 +57,6 @@ class ResolvedModel:
     """The reason for that number, and each one's part of the machine, for people."""
     num_cpus: float
     """The CPUs that Ray reserves for each replica, unless the deployment says otherwise."""
-    max_load_s: float = 120.0
     weight_bytes: int = 0
     """Bytes of the model's files, if they were found where the configuration was read."""
     on_demand: OnDemandSettings | None = None
@@ -75,13 +71,6 @@ class ResolvedModel:
     adapters: tuple[AdapterConfig, ...] = ()
     projector: ProjectorSource | None = None
     draft: ModelSource | None = None
-    version: Version | None = None
-    """The version with the configuration's weight, if there are several under one name."""
-
-    @property
-    def name(self) -> str:
-        """Clients' name for it, and no other."""
-        return self.id if self.version is None else self.version.full_name
 
     @property
     def adapter_uses(self) -> Adapters:

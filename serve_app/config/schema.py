@@ -13,18 +13,31 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
-    WithJsonSchema,
     model_validator,
 )
 from pydantic.networks import IPvAnyNetwork
 
+from serve_app.base.errors import ConfigError
+from serve_app.base.formats import (
+    BackendName,
+    CacheType,
+    EmbeddingPooling,
+    LoadMode,
+    NumaStrategy,
+    Quantization,
+)
+from serve_app.base.sampling import Api
+from serve_app.config.addresses import is_loopback
+from serve_app.config.defaults import MAX_STALL_MS
+from serve_app.config.problems import describe_errors
+from serve_app.config.sampling_fields import takes_sampling
+from serve_app.config.serve_options import RayServeOptions
 from serve_app.config.sources import (
     MODEL_ID,
     NO_DOWNLOADS,
@@ -34,25 +47,10 @@ from serve_app.config.sources import (
     ModelSource,
     ProjectorSource,
     Section,
-    describe_errors,
 )
-from serve_app.engine.options import BackendName
-from serve_app.errors import ConfigError
-from serve_app.ingress.access.addresses import is_loopback
-from serve_app.ingress.generation.sampling_fields import takes_sampling
-from serve_app.llama.formats import (
-    CacheType,
-    EmbeddingPooling,
-    LoadMode,
-    NumaStrategy,
-    Quantization,
-)
-from serve_app.sampling import Api
 
 _HOST_NAME = r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]+)$"
 _MODEL_NAME = rf"^\*$|{MODEL_ID}"
-VERSION_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-DEFAULT_VERSION = "default"
 _INGRESS_ONGOING_REQUESTS = 1000
 
 
@@ -96,17 +94,9 @@ class EngineConfig(Section):
     threads: PositiveInt | None = None
     """Threads that llama.cpp computes a single row with. The replica's cores are those of its
     `num_cpus`, which counts hyper-threads, within the affinity mask and the CPU quota. Default: the
-    physical cores that the replica may use, or fewer where that is measured to be faster."""
+    physical cores that the replica may use."""
     threads_batch: PositiveInt | None = None
-    """Threads for batches of several rows: prompts, and several sequences at once. If neither this nor
-    `threads` is set, batches of up to 16 rows may have fewer threads than prompts: one where that takes
-    under 3 ms, and with more than four cores what is measured to be faster. Default:
-    `threads`, or what is measured."""
-    allow_oversubscription: bool = False
-    """Whether more threads than usable cores cause only a warning. Otherwise they stop the start."""
-    pin_cores: bool = True
-    """Whether a replica that has whole cores (`num_cpus`) keeps to cores that no other replica on its
-    node has."""
+    """Threads for batches of several rows: prompts, and several sequences at once. Default: `threads`."""
     numa: NumaStrategy | None = None
     """How llama.cpp spreads the threads of one large replica over NUMA nodes, as in llama-server. With
     `distribute` and `isolate`, the replica is not pinned to cores."""
@@ -115,15 +105,12 @@ class EngineConfig(Section):
     max_waiting: NonNegativeInt | None = None
     """Requests that may wait for a slot in one replica. The next one is refused with 429. Default:
     twice `n_slots`."""
-    max_wait_s: PositiveFloat | None = 60
-    """Longest time, in seconds, that a request should wait for a slot. A request that is forecast to
-    wait longer is refused with 429 at once. The forecast counts the client's own queue, its turns among
-    other clients, and measured speed. `null` sets no bound."""
-    max_first_token_s: PositiveFloat | None = None
+    max_first_token_s: PositiveFloat | None = 60
     """Longest time, in seconds, to a request's first token. A request whose first token is likely to come
-    later is refused with 429 at once, by a forecast that knows how wrong it has been. So at overload, the
-    requests that are served are served in time. A prompt that takes longer by itself is served when nothing
-    is before it. Default: no bound."""
+    later is refused with 429 at once. The forecast counts the client's own queue, its turns among other
+    clients, the prompts before it, its own prompt, and how wrong forecasts have been. So at overload, the
+    requests that are served are served in time. A prompt that takes more than half of that by itself may
+    take twice its own time. `null` sets no bound."""
     flash_attn: bool | Literal["auto"] = "auto"
     """Flash attention. `auto` takes what is measured to be faster, within `max_stall_ms`."""
     cache_type_k: CacheType = "f16"
@@ -143,15 +130,6 @@ class EngineConfig(Section):
     """Memory of each replica for prefixes that lost their slot, in MiB. A chat that comes back starts
     from there. 0 keeps none. Default: an eighth of what the weights leave on the machine that reads the
     configuration, or on the replica's own node if that is less."""
-    n_checkpoints: NonNegativeInt = 3
-    """Checkpoints of each slot, for models with sliding windows or recurrent layers (Gemma 3, gpt-oss,
-    LFM2, Qwen3.5, Mamba). A chat that comes back starts from the deepest checkpoint that it still
-    begins with. 0 makes none. Other models need none."""
-    checkpoint_ram_mib: NonNegativeInt | None = None
-    """Memory of each replica for the checkpoints of all slots, in MiB. If it is too small, the
-    checkpoints used last stay. Past states of recurrent layers, which drafts need, take up to half of it.
-    `cache.checkpoint_bytes` in `/v1/stats` is the size of one. Default: a sixteenth, as for
-    `cache_ram_mib`."""
     cache_folder: Path | None = None
     """A folder on each node where prefixes are kept for the next start. They hold what users
     wrote, and only the owner can read them. Delete the files of models that you no longer serve.
@@ -160,9 +138,6 @@ class EngineConfig(Section):
     """A folder on each node where `POST /slots/{id_slot}` saves slots and restores them. The files
     hold what users wrote. A restored slot belongs to the `cache_group` that saved it. Default:
     requests to save and restore are refused."""
-    slot_folder_max_mib: NonNegativeInt = 4096
-    """Most that all files in `slot_folder` may take, in MiB. If a save needs more, or more than
-    the disk has, it is refused with 507 before anything is written."""
     backend: BackendName = "auto"
     """The kernels that compute the model. `openvino` is faster for several sequences at once, slower
     for a single one, and has fewer features: see [OpenVINO](openvino.md). `auto` measures both at
@@ -174,9 +149,9 @@ class EngineConfig(Section):
     load_mode: LoadMode = "auto"
     """How the weights come into memory. `mlock` keeps them in RAM; `none` reads them instead of mapping
     the file."""
-    max_stall_ms: PositiveFloat | None = 250
+    max_stall_ms: PositiveFloat = MAX_STALL_MS
     """Longest time, in milliseconds, that a running stream should wait between two tokens because of
-    others' prompts. Prompts are processed in chunks that fit, by measured times. `null` sets no
+    others' prompts. Prompts are processed in chunks that fit, by measured times. `.inf` sets no
     bound."""
     speculate: bool = True
     """Whether tokens are drafted from a request's own text and verified together, where that is
@@ -196,77 +171,6 @@ class EngineConfig(Section):
     or the `last` token's. `none` gives all of them, from `/embedding` only. `rank` makes a reranker or
     a classifier of a model whose file does not say that it is one. `auto` is what the file says, or
     else `mean`."""
-
-
-def _autoscaling(options: Any) -> Any:
-    """Ray Serve's own autoscaling options, by their own names; misspelt ones are refused."""
-    if options is None:
-        return None
-    from ray.serve.config import AutoscalingConfig  # takes a second, and most servers need none
-
-    class Autoscaling(AutoscalingConfig):
-        model_config = ConfigDict(extra="forbid")
-
-    return Autoscaling.model_validate(options)
-
-
-class RayActorOptions(Section):
-    """The resources that Ray reserves for one replica."""
-
-    num_cpus: NonNegativeFloat | None = None
-    """CPUs, hyper-threads counted. Default: for an engine, those of `engine.threads` cores or of a NUMA
-    node of the machine that reads the configuration, shared among the models; for the ingress, 0."""
-    memory: PositiveInt | None = None
-    """Memory to reserve, in bytes."""
-    resources: dict[str, float] | None = None
-    """Custom resources that a node must have to run the replica."""
-    runtime_env: dict[str, Any] | None = None
-    """Ray's runtime environment, for instance `env_vars`."""
-
-
-class DeploymentConfig(Section):
-    """A Ray Serve deployment, by Serve's own option names."""
-
-    autoscaling_config: Annotated[
-        Any, BeforeValidator(_autoscaling), WithJsonSchema({"type": "object"})
-    ] = None
-    """[Serve's autoscaling options](https://docs.ray.io/en/latest/serve/autoscaling-guide.html).
-    Engines scale by work, with `upscale_delay_s: 10` and `look_back_period_s: 15`. Default: for an
-    engine, one replica, or one for each NUMA node; for the ingress, 1 to 4 replicas."""
-    num_replicas: PositiveInt | None = None
-    """A fixed number of replicas instead of autoscaling."""
-    max_ongoing_requests: PositiveInt | None = None
-    """Requests in one replica at once. An ingress refuses more with 429. One client (key or address)
-    may have four times as many open as places are free. Default: for an engine, 2 x (slots + waiting) +
-    16, so that statistics and health checks reach a full replica; for the ingress, 1000."""
-    max_queued_requests: PositiveInt | None = None
-    """Requests that Serve holds back while all replicas are full. Each ingress replica counts for
-    itself. Default: for an engine, 64; for the ingress, its `max_ongoing_requests`."""
-    health_check_period_s: PositiveFloat = 5
-    """Seconds between two of Serve's health checks."""
-    health_check_timeout_s: PositiveFloat = 30
-    """A replica that does not answer for this many seconds is replaced."""
-    graceful_shutdown_timeout_s: NonNegativeFloat | None = None
-    """Seconds that running requests get to finish when a replica is stopped. After that, an
-    engine's requests continue on other replicas, and the ingress's streams are cut. Default: for
-    an engine, 30; for the ingress, 600."""
-    graceful_shutdown_wait_loop_s: PositiveFloat = 0.5
-    """Seconds between two checks whether a stopping replica is done."""
-    max_constructor_retry_count: PositiveInt = 3
-    """Starts that may fail before Serve gives up on a deployment."""
-    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
-    """The percentage of replicas that a deploy starts before it stops the old ones. Each needs
-    room. With 0, an old replica stops first. Default: for an engine, 0; for the ingress, 100."""
-    max_replicas_per_node: PositiveInt | None = None
-    """Most replicas of this deployment on one node. Default: no limit."""
-    ray_actor_options: RayActorOptions = RayActorOptions()
-    """The resources that Ray reserves for one replica, below."""
-
-    @model_validator(mode="after")
-    def _one_way_to_scale(self) -> DeploymentConfig:
-        if self.autoscaling_config is not None and self.num_replicas is not None:
-            raise ValueError("give autoscaling_config or num_replicas, not both")
-        return self
 
 
 @takes_sampling(Api.OPENAI)
@@ -316,12 +220,6 @@ class ModelConfig(Section):
 
     id: Annotated[str, Field(pattern=MODEL_ID, max_length=128)]
     """The name that clients put into `model`. A request without `model` gets the first model."""
-    version: Annotated[str, Field(pattern=VERSION_NAME, max_length=64)] | None = None
-    """The name of this version, where several entries have one `id`: see
-    [Model files](model-files.md#replace-a-model). Default: `default`."""
-    weight: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    """The version's part of the requests for `id`, in proportion to the other versions. Operators change it
-    while serving. Default: the first version gets everything."""
     aliases: list[Annotated[str, Field(pattern=_MODEL_NAME, max_length=128)]] = []
     """Other names of the model that clients may send. `*` stands for every name that no model has. Default:
     none."""
@@ -339,8 +237,8 @@ class ModelConfig(Section):
     """The fields that requests get if they do not set them, below."""
     engine: EngineConfig = EngineConfig()
     """The engine in each replica, below."""
-    deployment: DeploymentConfig = DeploymentConfig()
-    """The engine's Serve deployment, below."""
+    serve: RayServeOptions = RayServeOptions()
+    """[Ray Serve's options](#ray-serve) for the engine's deployment."""
     keep_alive: KeepAlive | None = None
     """Loads the model when a request asks for it, and unloads it when no request has for this
     long: seconds, or a text such as `5m`. Other models with `keep_alive` may push it out earlier.
@@ -348,8 +246,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_way_to_load(self) -> ModelConfig:
-        if self.keep_alive is not None and self.deployment.num_replicas is not None:
-            raise ValueError("give keep_alive or deployment.num_replicas, not both")
+        if self.keep_alive is not None and self.serve.num_replicas is not None:
+            raise ValueError("give keep_alive or serve.num_replicas, not both")
         return self
 
     @model_validator(mode="after")
@@ -360,25 +258,21 @@ class ModelConfig(Section):
 
     def check_stages(self, n_stages: int) -> None:
         """Raises ValueError if something does not go with so many stages."""
-        engine, deployment = self.engine, self.deployment
-        scaling = deployment.autoscaling_config
+        engine, serve = self.engine, self.serve
         refused = {
             "engine.backend: llama.cpp": engine.backend == "llama.cpp",
             "engine.draft": engine.draft is not None,
             "adapters": bool(self.adapters),
             "projector": bool(self.projector),
             "keep_alive": self.keep_alive is not None,
-            "deployment.ray_actor_options.num_cpus: 0": (
-                deployment.ray_actor_options.num_cpus == 0
+            "serve.ray_actor_options.num_cpus: 0": serve.num_cpus == 0,
+            "serve.max_replicas_per_node": serve.max_replicas_per_node is not None,
+            "serve.num_replicas that is no multiple of it": (
+                (serve.num_replicas or 0) % n_stages > 0
             ),
-            "deployment.max_replicas_per_node": deployment.max_replicas_per_node is not None,
-            "deployment.num_replicas that is no multiple of it": (
-                (deployment.num_replicas or 0) % n_stages > 0
-            ),
-            "a bound of deployment.autoscaling_config that is no multiple of it": any(
-                (getattr(scaling, name, None) or 0) % n_stages
-                for name in getattr(scaling, "model_fields_set", ())
-                if name in ("min_replicas", "max_replicas", "initial_replicas")
+            "a bound of serve.autoscaling_config that is no multiple of it": any(
+                (serve.scaling_bound(name) or 0) % n_stages
+                for name in ("min_replicas", "max_replicas", "initial_replicas")
             ),
         }
         if names := [name for name, is_set in refused.items() if is_set]:
@@ -404,21 +298,8 @@ class BatchConfig(Section):
     folder: Path | None = None
     """The folder for files and batches. All nodes with an ingress must see it, on a file system
     with locks. Without it, there are no files and batches."""
-    max_file_mib: PositiveInt = 200
-    """Size of one file, in MiB."""
-    max_files: PositiveInt = 1000
-    """Files of one API key. Without keys, of all clients together."""
-    max_total_mib: PositiveInt = 4096
-    """Size of these files together, in MiB."""
-    max_lines: PositiveInt = 200_000
-    """Requests in one file."""
-    max_batches: PositiveInt = 100
-    """Batches of one API key that have not ended."""
     keep_days: PositiveInt = 30
     """Days after which files are deleted, and batches that have ended are forgotten."""
-    max_concurrency: PositiveInt = 256
-    """Lines that one ingress replica asks the engines for at once. If the engines have fewer
-    places, it asks for fewer."""
     may_scale: bool = False
     """Whether autoscaling adds replicas for lines that wait. Otherwise lines use only the replicas
     that are there."""
@@ -476,9 +357,6 @@ class IngressConfig(Section):
     strict: bool = False
     """Whether requests with unknown fields are refused. Otherwise these fields are ignored, and
     the header `x-corral-ignored` of the answer names them."""
-    verbose: bool = False
-    """Whether answers to chats include the prompt as the model got it, in `__verbose`, as with the
-    request's own `verbose`. For debugging, like `--verbose` of llama-server."""
     disabled_routes: list[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")]] = []
     """Paths that are switched off, with all paths below them, such as `/slots` and `/metrics`. They
     answer 501. Default: none."""
@@ -490,29 +368,9 @@ class IngressConfig(Section):
     """Hosts from which Corral fetches pictures that requests name by `http(s)` URLs:
     `images.example`, `*.example` for all below it, `*` for all. It never asks private addresses.
     Default: none."""
-    anonymous_admin: bool = False
-    """Whether, with `allow_anonymous`, everybody may act as an operator: save and erase slots, and
-    see what others do."""
-    max_open_bodies: PositiveInt | None = None
-    """Request bodies that one ingress replica reads at once. At the limit, the client with the most
-    open bodies loses its slowest one, with 429. Default: an eighth of the ingress's
-    `max_ongoing_requests`."""
-    max_open_bodies_mib: Annotated[int, Field(ge=8)] = 64
-    """Memory of these bodies together, in MiB. At the limit, the client with the most bytes loses its
-    largest body, with 429."""
-    min_body_rate: PositiveInt = 500
-    """Bytes a second that a body must bring, measured over five seconds. Slower bodies end with 408."""
     responses_kept_s: Annotated[float, Field(ge=0, le=86400)] = 1800
     """Seconds for which a response of `/v1/responses` is kept after its end, unless its request says
     `store: false`. 0 keeps none."""
-    max_responses_per_key: PositiveInt = 256
-    """Responses that are kept for each API key, or for each address without keys. One more replaces the
-    oldest."""
-    max_responses_mib_per_key: PositiveInt = 16
-    """Memory of the responses of each key, in MiB."""
-    max_responses_mib: PositiveInt = 256
-    """Memory of all keys' responses, in MiB. At the limit, the key with the most loses its oldest
-    one."""
     usage_folder: Path | None = None
     """The folder where [usage](usage.md) is kept by key and model, without any text. All nodes with an
     ingress must see it, on a file system with locks. Without it, each ingress replica knows what it has
@@ -531,8 +389,8 @@ class IngressConfig(Section):
     """A Whisper model for [transcriptions](pictures.md#whisper), below. Default: none."""
     batch: BatchConfig = BatchConfig()
     """Files and batches, below."""
-    deployment: DeploymentConfig = DeploymentConfig()
-    """The ingress's Serve deployment, below."""
+    serve: RayServeOptions = RayServeOptions()
+    """[Ray Serve's options](#ray-serve) for the ingress's deployment."""
 
     @model_validator(mode="after")
     def _needs(self) -> IngressConfig:
@@ -542,22 +400,9 @@ class IngressConfig(Section):
             raise ValueError("trusted_proxies needs api_key_file")
         return self
 
-    @model_validator(mode="after")
-    def _bodies_leave_room(self) -> IngressConfig:
-        if self.max_open_bodies is not None and self.max_open_bodies >= self.max_ongoing_requests:
-            raise ValueError(
-                f"max_open_bodies: {self.max_open_bodies} leaves no room for other requests: "
-                f"deployment.max_ongoing_requests is {self.max_ongoing_requests}"
-            )
-        return self
-
     @property
     def max_ongoing_requests(self) -> int:
-        return self.deployment.max_ongoing_requests or _INGRESS_ONGOING_REQUESTS
-
-    @property
-    def open_bodies(self) -> int:
-        return self.max_open_bodies or max(1, self.max_ongoing_requests // 8)
+        return self.serve.max_ongoing_requests or _INGRESS_ONGOING_REQUESTS
 
 
 class AppConfig(Section):
@@ -579,21 +424,21 @@ class AppConfig(Section):
     manage_models: bool = False
     """Whether operators may [add and remove models](model-files.md#add-models-while-serving) while Corral
     serves. They are loaded on demand, and `max_loaded_models` places are kept for them."""
-    max_load_s: PositiveFloat = 120
-    """Longest time, in seconds, that a request waits until its model is loaded. Then it gets 503
-    with `Retry-After`, and loading goes on."""
 
     @model_validator(mode="after")
     def _distinct_names(self) -> AppConfig:
-        names: list[str] = []
-        for model_id, versions in self.versions.items():
-            names += {name for version in versions for name in (model_id, *version.aliases)}
-            adapters: Counter[str] = Counter()
-            for version in versions:  # each may have the same ones
-                adapters |= Counter(f"{model_id}:{adapter.id}" for adapter in version.adapters)
-            names += adapters.elements()
-        if len(set(names)) != len(names):
-            raise ValueError(f"models: two models have the same name ({', '.join(sorted(names))})")
+        ids = Counter(model.id for model in self.models)
+        if twice := [name for name, n in ids.items() if n > 1]:
+            raise ValueError(
+                f"models: several entries have the id {twice[0]!r}. Give each an id of its own. The name "
+                "that clients send can be an alias of one of them"
+            )
+        names: Counter[str] = Counter()
+        for model in self.models:
+            names.update([model.id, *model.aliases])
+            names.update(f"{model.id}:{adapter.id}" for adapter in model.adapters)
+        if twice := sorted(name for name, n in names.items() if n > 1):
+            raise ValueError(f"models: two models have the same name ({', '.join(twice)})")
         return self
 
     @model_validator(mode="after")
@@ -615,34 +460,15 @@ class AppConfig(Section):
             raise ValueError(f"data_at_rest: {told} forbids {', '.join(names)}")
         return self
 
-    @model_validator(mode="after")
-    def _distinct_versions(self) -> AppConfig:
-        for model_id, versions in self.versions.items():
-            names = [one.version or DEFAULT_VERSION for one in versions]
-            if len(set(names)) != len(names):
-                raise ValueError(
-                    f"models: several entries have the id {model_id!r}. Give each a different `version` "
-                    f"({', '.join(names)})"
-                )
-            if all(one.weight == 0 for one in versions):
-                raise ValueError(f"models ({model_id}): no version has a weight above 0")
-        return self
 
-    @property
-    def versions(self) -> dict[str, list[ModelConfig]]:
-        """The entries of each id."""
-        entries: dict[str, list[ModelConfig]] = {}
-        for model in self.models:
-            entries.setdefault(model.id, []).append(model)
-        return entries
-
-
-def parse(args: object) -> AppConfig:
-    """Validate `applications[0].args`. Raises ConfigError that names every field that is wrong."""
+def parse(args: object, file: Path | None = None) -> AppConfig:
+    """Validate `applications[0].args`, of that `file` if one is given. Raises ConfigError, which names
+    field that is wrong, and its line in the file."""
     try:
         return AppConfig.model_validate(args)
     except ValidationError as error:
-        raise ConfigError(f"invalid configuration: {describe_errors(error, 'args')}") from None
+        problems = describe_errors(error, AppConfig, "args", file)
+        raise ConfigError(f"invalid configuration: {problems}") from None
 
 
 def with_models(app: AppConfig, entries: Sequence[object]) -> AppConfig:
@@ -661,7 +487,7 @@ def load(path: Path) -> AppConfig:
         raise ConfigError(f"{path}: {error}") from None
     except (KeyError, IndexError, TypeError):
         raise ConfigError(f"{path}: applications[0].args is missing") from None
-    app = parse(args)
+    app = parse(args, path)
     host = (document.get("http_options") or {}).get("host") or "127.0.0.1"
     open_to_all = app.ingress.api_key_file is None and not app.ingress.allow_anonymous
     if open_to_all and not is_loopback(str(host)):

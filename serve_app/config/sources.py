@@ -1,6 +1,6 @@
 """Parts of the configuration that need no Ray, so that processes that only read requests can import them.
 
-They are sources of files, durations, and messages about what is wrong.
+They are sources of files, and durations.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from serve_app.errors import ConfigError
-from serve_app.store import names
+from serve_app.base.errors import ConfigError
+from serve_app.config import model_names as names
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _PART = r"(\d+(?:\.\d+)?)([smh])"
@@ -28,14 +28,6 @@ def seconds(value: object) -> object:
 
 
 KeepAlive = Annotated[float, Field(gt=0, le=10**7), BeforeValidator(seconds)]
-
-
-def describe_errors(error: ValidationError, whole: str = "") -> str:
-    """Every wrong field and why, without its value, which may be secret. `whole` stands for no field."""
-    found = error.errors(include_url=False, include_input=False)
-    return "; ".join(
-        f"{'.'.join(str(part) for part in one['loc']) or whole}: {one['msg']}" for one in found
-    )
 
 
 MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$"
@@ -58,14 +50,13 @@ class ModelSource(Section):
     """A GGUF file. It must exist under this path on every node that runs a replica or the ingress."""
     repo: str | None = None
     """A model of a Hugging Face repository: `OWNER/NAME`, `OWNER/NAME:QUANT` or `OWNER/NAME:FILE.gguf`.
-    `@REVISION` at the end chooses another revision than the newest. A cluster downloads it once."""
+    `@REVISION` at the end chooses another revision than the newest."""
     repo_id: str | None = None
     """A Hugging Face repository, with `filename`. `repo` is the shorter way."""
     filename: str | None = None
     """The file in that repository."""
     url: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")] | None = None
-    """A file at a URL that fsspec reads, such as `https://`, `s3://` or `gs://`. A cluster
-    downloads it once."""
+    """A file at a URL that fsspec reads, such as `https://`, `s3://` or `gs://`."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ModelSource:
@@ -96,9 +87,6 @@ class DownloadsConfig(Section):
     max_gib: Annotated[float, Field(gt=0)] | None = None
     """The most that downloaded models take together, in GiB. At the limit, the least recently used
     model that is not in use is deleted. Default: what the disk has room for."""
-    share: bool = True
-    """Whether one node of a cluster downloads a file, and the others copy it from each other meanwhile.
-    Otherwise each node downloads all of it."""
     max_converted_gib: Annotated[float, Field(gt=0)] | None = None
     """The most that models converted for OpenVINO take together, in GiB. They are in `openvino` in
     the cache folder. Default: what the disk has room for."""

@@ -11,39 +11,18 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from serve_app import progress
-from serve_app.engine.backends.adapters import EngineAdapters
-from serve_app.engine.backends.base import Backend, Projector
-from serve_app.engine.backends.choice import open_backend
-from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
-from serve_app.engine.core.engine_core import EngineCore
-from serve_app.engine.core.guest import Guest
-from serve_app.engine.core.loop import DecoderLoop
-from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.core.sequence import kept_by_shift
-from serve_app.engine.drafts.drafter import Drafter
-from serve_app.engine.drafts.drafting import Drafting
-from serve_app.engine.embedding import EmbeddingQueue, Texts, Vectors
-from serve_app.engine.health import HangWatch
-from serve_app.engine.kv_cache.files import SlotFiles
-from serve_app.engine.kv_cache.manager import PrefixStorage
-from serve_app.engine.kv_cache.transfers import PrefixTransfer
-from serve_app.engine.options import EngineOptions
-from serve_app.engine.pictures import Encoding, PlacedTile, expanded
-from serve_app.engine.rest_trials import RestTrials
-from serve_app.engine.stream import TokenStream
-from serve_app.errors import (
+from serve_app.base import progress
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import (
     CorralError,
     EngineFailedError,
     InvalidRequestError,
     PromptTooLongError,
     TextTooLongError,
 )
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.vision.positions import Tile
-from serve_app.progress import Report
-from serve_app.sampling import SamplingParams
-from serve_app.types import (
+from serve_app.base.progress import Report
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import (
     MEDIUM,
     Accepted,
     GenerationRequest,
@@ -53,26 +32,48 @@ from serve_app.types import (
     Sound,
     TokenDelta,
 )
+from serve_app.engine.adapters import EngineAdapters
+from serve_app.engine.backends.base import Backend, Projector
+from serve_app.engine.backends.opening import open_backend
+from serve_app.engine.cache.files import SlotFiles
+from serve_app.engine.cache.manager import PrefixStorage
+from serve_app.engine.cache.transfers import PrefixTransfer
+from serve_app.engine.core.engine_core import EngineCore
+from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.loop import DecoderLoop
+from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.core.sequence import kept_by_shift
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.guests.cache_mode_switcher import CacheModeSwitcher
+from serve_app.engine.guests.drafts.drafter import Drafter
+from serve_app.engine.guests.drafts.drafting import Drafting
+from serve_app.engine.guests.embedding import EmbeddingQueue, Texts, Vectors
+from serve_app.engine.guests.pictures import Encoding, PlacedTile, expanded
+from serve_app.engine.guests.rest_trials import RestTrials
+from serve_app.engine.health import HangWatch
+from serve_app.engine.stream import TokenStream
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.vision.positions import Tile
 
 logger = logging.getLogger("corral.engine")
 
 
 def make_guests(core: EngineCore) -> list[Guest]:
     """Make the guests that an engine's backend and options ask for. Decoder thread."""
-    backend, options, costs = core.backend, core.options, core.costs
-    texts = EmbeddingQueue(backend, costs, core.budget, core.progress, core.queue.accounts)
+    backend, options, costs, steps = core.backend, core.options, core.costs, core.steps
+    texts = EmbeddingQueue(backend, costs, core.progress, core.policy, steps)
     guests: list[Guest] = [
-        CacheModeSwitcher(core),
+        CacheModeSwitcher(options, backend, core.cache, core.scheduler, core.backlog, steps),
         texts,
-        PrefixStorage(core.cache),
-        RestTrials(core),
+        PrefixStorage(core.cache, steps),
+        RestTrials(backend, costs, core.cache.table, steps, Clocks(options.threads_of)),
     ]
     if backend.traits.n_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft
         drafter = None if model is None else Drafter(model, options.n_slots, core.progress)
         drafting = Drafting(
             costs,
-            core.budget,
+            steps,
             lookup=options.speculate,
             drafter=drafter,
             n_rewind=backend.traits.n_rewind,
@@ -80,16 +81,8 @@ def make_guests(core: EngineCore) -> list[Guest]:
         core.scheduler.drafts = drafting
         guests.append(drafting)
     if backend.pictures is not None:
-        guests.append(
-            Encoding(
-                backend.pictures.projector,
-                core.budget,
-                options.picture_ram_bytes,
-                core.counts,
-                core.interlude,
-                texts,
-            )
-        )
+        projector = backend.pictures.projector
+        guests.append(Encoding(projector, options.picture_ram_bytes, texts, steps))
     return guests
 
 

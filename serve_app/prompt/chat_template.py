@@ -27,8 +27,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.llama import chat_templates
+from serve_app.base.errors import ConfigError, InvalidRequestError
+from serve_app.kernels.llama import chat_templates
 from serve_app.prompt import output_parser, template_caps, tool_calls
 from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText, formatting

@@ -13,8 +13,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from serve_app.errors import InvalidRequestError
-from serve_app.llama.grammars.constraint import LIMITS
+from serve_app.base.errors import InvalidRequestError
+from serve_app.kernels.llama.grammars.constraint import LIMITS
 from serve_app.prompt import gbnf, json_schemas
 from serve_app.prompt.json_schemas import MAX_LITERAL_CHARS, SchemaError
 from serve_app.prompt.output_parser import THINK, ReasoningTags
@@ -46,7 +46,7 @@ class Dialect:
 
     tool_format: ToolFormat
     delimiter_token: Callable[[str], int | None] = lambda _: None
-    """The tokens of delimiters: `serve_app.llama.model.Model.delimiter_token`."""
+    """The tokens of delimiters: `serve_app.kernels.llama.model.Model.delimiter_token`."""
     thinking: ThinkingPhase = ThinkingPhase.NEVER
     tags: ReasoningTags = THINK
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from serve_app.errors import InvalidRequestError
+from serve_app.base.errors import InvalidRequestError
 from serve_app.prompt.chat_template import Template
 from serve_app.prompt.conversation import Conversation, PastCall, Turn, in_tags
 from serve_app.prompt.template_caps import TemplateCaps

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from serve_app.errors import InvalidRequestError
+from serve_app.base.errors import InvalidRequestError
 
 
 class Render(Protocol):

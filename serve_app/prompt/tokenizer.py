@@ -6,14 +6,13 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from serve_app.errors import ConfigError, InvalidRequestError, NotSupportedError
-from serve_app.llama import chat_templates
-from serve_app.llama.formats import EmbeddingPooling
-from serve_app.llama.model import Model
+from serve_app.base.errors import ConfigError, InvalidRequestError, NotSupportedError
+from serve_app.base.formats import EmbeddingPooling
+from serve_app.base.sampling import ReasoningBudget
+from serve_app.kernels.llama import chat_templates
+from serve_app.kernels.llama.model import Model
 from serve_app.prompt import normaliser
 from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate, Template, delimiters
 from serve_app.prompt.conversation import Conversation, Turn
@@ -23,7 +22,6 @@ from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText, control_tokens
 from serve_app.prompt.tool_calls import ToolFormat
 from serve_app.prompt.tool_calls.calls import FunctionNames
-from serve_app.sampling import ReasoningBudget
 
 # No fewer than `<think>` and the line ends behind it can have, in any vocabulary.
 _REASONING_TOKENS = 16
@@ -33,8 +31,6 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 _RELEVANT_OR_NOT = ("yes", "no")
 # Where a reranking model's template has the texts.
 _PLACES = re.compile(r"(\{query\}|\{document\})")
-# Of more models than these, a start opens the files twice.
-_MOST_OPEN = 16
 
 
 # Source: llama.cpp, gguf-py/gguf/constants.py, `Keys.General.SAMPLING_*`.
@@ -139,7 +135,7 @@ class Tokenizer:
 
     def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
         """The tokens for a reranking model: by its own template as in llama-server, or see
-        `serve_app.llama.model.Model.encode_pair`. Control tokens written out in the texts stay text."""
+        `Model.encode_pair`. Control tokens written out in the texts stay text."""
         template = self.model.rerank_template
         if template is None:
             return tuple(self.model.encode_pair(query, document))
@@ -165,13 +161,13 @@ class Tokenizer:
         return self.tokenize(text, add_special=True, parse_special=True)
 
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> tuple[int, ...]:
-        """The tokens of any text; see `serve_app.llama.model.Model.tokenize`."""
+        """The tokens of any text; see `serve_app.kernels.llama.model.Model.tokenize`."""
         return tuple(
             self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
         )
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token; see `serve_app.llama.model.Model.piece`."""
+        """The bytes of one token; see `serve_app.kernels.llama.model.Model.piece`."""
         return self.model.piece(token, special=special)
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
@@ -179,7 +175,7 @@ class Tokenizer:
         return self.model.detokenize((one for one in tokens if one >= 0), special=special)
 
     def delimiter_token(self, text: str) -> int | None:
-        """The token that is this text and delimits, as `serve_app.llama.model.Model.delimiter_token`."""
+        """The token that is this text and delimits, as `Model.delimiter_token`."""
         return self.model.delimiter_token(text)
 
     def encode_infill(self, before: str, after: str, prompt: str = "") -> tuple[int, ...]:
@@ -348,28 +344,6 @@ class Tokenizer:
 
     def _special(self, token: int | None) -> str:
         return "" if token is None else self.model.detokenize([token], special=True)
-
-
-def open_tokenizer(
-    path: str, chat_template: str | None, pooling: EmbeddingPooling | None
-) -> Tokenizer:
-    """The tokenizer of a file as it is now: the same one again until `forget_tokenizers`. A start looks at
-    the file before it serves the model, and a large vocabulary takes half a second. Raises ConfigError."""
-    file = Path(path)
-    changed_ns = file.stat().st_mtime_ns if file.is_file() else 0
-    return _opened(path, chat_template, pooling, changed_ns)
-
-
-@lru_cache(_MOST_OPEN)
-def _opened(
-    path: str, chat_template: str | None, pooling: EmbeddingPooling | None, _changed_ns: int
-) -> Tokenizer:
-    return Tokenizer(path, chat_template, pooling)
-
-
-def forget_tokenizers() -> None:
-    """Have files opened anew from now on. Those that have an open one keep it."""
-    _opened.cache_clear()
 
 
 class Marks:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from serve_app.errors import ConfigError
+from serve_app.base.errors import ConfigError
 
 _CRYPT = "CRYPT-"
 """The beginning of a dm-crypt device's UUID. Source: libdevmapper's users, cryptsetup's FAQ."""

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from serve_app.errors import ConfigError
+from serve_app.base.errors import ConfigError
 
 Read = Callable[[int, int], bytes]
 """The bytes of a file from a start up to an end; fewer where the file ends."""
@@ -25,12 +25,8 @@ _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 
 
-class _TooShortError(Exception):
-    """The bytes end within the header."""
-
-
 class _Parser:
-    """Walks over the bytes and keeps only the position. Raises _TooShortError and ValueError."""
+    """Walks over the bytes and keeps only the position. Raises EOFError and ValueError."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -47,7 +43,7 @@ class _Parser:
             raise ValueError("a length in it is impossible")
         self.at += n_bytes
         if self.at > len(self._data):
-            raise _TooShortError
+            raise EOFError
 
     def skip_string(self) -> None:
         self.skip(self.number("Q"))
@@ -69,7 +65,7 @@ class _Parser:
 
 
 def length(data: bytes) -> int:
-    """Bytes of the header that these bytes begin with. Raises _TooShortError if they end within it, and
+    """Bytes of the header that these bytes begin with. Raises EOFError if they end within it, and
     ValueError if they are no GGUF file's."""
     parser = _Parser(data)
     parser.skip(4)
@@ -97,7 +93,7 @@ def read(source: Read, name: str, first_bytes: int) -> bytes:
             return data[: length(data)]
         except ValueError as error:
             raise ConfigError(f"{name}: {error}.") from None
-        except _TooShortError:
+        except EOFError:
             if len(data) < wanted or wanted > MOST_BYTES:
                 raise ConfigError(f"{name}: it ends within its metadata.") from None
         wanted *= 2

@@ -1,31 +1,28 @@
 """Models of the Hugging Face Hub, or of another server that speaks as it does (HF_ENDPOINT).
 
-`huggingface_hub` asks the questions: it knows tokens, proxies, mirrors, offline mode and when to try again.
-Its own downloads begin anew in each process, are checked by size only, and end at 50 GB without another
-package: so the bytes are fetched here, through its sessions.
+`huggingface_hub` does the work. It knows tokens, proxies, mirrors and offline mode, and when to try again.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from serve_app.errors import ConfigError
-from serve_app.store import names, remote
-from serve_app.store.names import HubName
+from serve_app.base.errors import ConfigError
+from serve_app.config import model_names as names
+from serve_app.config.model_names import HubName
+from serve_app.store import remote
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_CHUNK_BYTES = 2**20
-# Worth another try; Hugging Face's library waits as long as the server says.
+_LIBRARY = "corral"
+# Worth another try; the library waits as long as the server says.
 _BUSY = (408, 429, 500, 502, 503, 504)
-_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
-_MOST_PAUSE_S = 60.0
 
 
 class HubOrigin:
@@ -34,51 +31,80 @@ class HubOrigin:
     def __init__(self, repo: str, commit: str) -> None:
         self._repo, self._commit = repo, commit
 
-    def read(self, file: remote.RemoteFile, start: int, end: int) -> Iterator[bytes]:
+    def read(self, file: remote.RemoteFile, start: int, end: int) -> bytes:
         from huggingface_hub import constants, hf_hub_url
-        from huggingface_hub.errors import HfHubHTTPError
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]  # it exports them lazily
 
         url = hf_hub_url(self._repo, file.path, revision=self._commit, endpoint=_endpoint())
         asked = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-        try:
-            with http_stream_backoff(
+        with (
+            _explain_errors(self._repo, self._commit),
+            http_stream_backoff(
                 "GET",
                 url,
-                headers=build_hf_headers(library_name="corral") | asked,
+                headers=build_hf_headers(library_name=_LIBRARY) | asked,
                 timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-                retry_on_exceptions=(),  # or it asks once more when the content breaks off
                 retry_on_status_codes=_BUSY,
-            ) as response:
-                hf_raise_for_status(response)
-                if response.status_code != 206 and (start, end) != (0, file.n_bytes):
-                    raise ConfigError(f"{url}: the server sends whole files only.")
-                yield from response.iter_bytes(_CHUNK_BYTES)
-        except HfHubHTTPError as error:
-            if error.response.status_code in _BUSY:
-                raise
-            raise ConfigError(_refusal(self._repo, self._commit, error)) from None
+            ) as response,
+        ):
+            hf_raise_for_status(response)
+            if response.status_code != 206 and (start, end) != (0, file.n_bytes):
+                raise ConfigError(f"{url}: the server sends whole files only.")
+            return bytes(response.read())
 
-    def is_current(self, file: remote.RemoteFile) -> bool:
-        return True  # a commit never changes
+    def download(self, file: remote.RemoteFile, folder: Path, on_bytes: remote.OnBytes) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        bar: Any = _Bar(on_bytes)  # the library calls it, as if it were a class
+        with _explain_errors(self._repo, self._commit):
+            path = hf_hub_download(
+                self._repo,
+                file.path,
+                revision=self._commit,
+                local_dir=folder,
+                endpoint=_endpoint(),
+                library_name=_LIBRARY,
+                tqdm_class=bar,
+            )
+        return Path(path)
 
 
-def find(
-    name: HubName, folder: Path, others: Callable[[], remote.Listing | None] = lambda: None
-) -> remote.RemoteModel:
+class _Bar:
+    """The library's progress bar and its class, of which nothing is shown: `on_bytes` gets the bytes."""
+
+    def __init__(self, on_bytes: remote.OnBytes) -> None:
+        self._on_bytes = on_bytes
+
+    def __call__(self, **_: Any) -> _Bar:
+        return self
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, n: float | None = 1) -> None:
+        self._on_bytes(int(n or 0))
+
+    def update_transfer(self, n: float | None = 1) -> None:
+        """Bytes of hf_xet's, before they are decoded and written."""
+
+    def set_postfix_str(self, *_: object, **__: object) -> None:
+        pass
+
+    set_transfer_postfix_str = set_postfix_str
+
+
+def find(name: HubName, folder: Path) -> remote.RemoteModel:
     """The model's files. The repository's listing is kept in that folder, in case the server does
-    not answer later; `others` may know one, too. Raises ConfigError, UnreachableError if the repository
-    cannot be asked and was not before."""
-    listing = _listing(name, folder, others)
+    not answer later. Raises ConfigError, UnreachableError if the repository cannot be asked and was not
+    before."""
+    listing = _listing(name, folder)
     files = {one["path"]: remote.RemoteFile(**one) for one in listing["files"]}
     model = tuple(files[path] for path in names.parts_of(files, name))
     commit = listing["commit"]
     return remote.RemoteModel(name.repo, model, HubOrigin(name.repo, commit), commit)
-
-
-def files(name: HubName, folder: Path) -> list[str]:
-    """The repository's files that belong to models. Raises like `find`."""
-    return [str(one["path"]) for one in _listing(name, folder)["files"]]
 
 
 def pinned(name: HubName, folder: Path) -> HubName:
@@ -95,91 +121,69 @@ def projector(name: HubName, folder: Path, beside: str | None = None) -> HubName
     return None if found is None else HubName(name.repo, found, listing["commit"])
 
 
-def in_library_cache(name: HubName, model: remote.RemoteModel) -> Path | None:
+def in_library_cache(model: remote.RemoteModel) -> Path | None:
     """The first file, if Hugging Face's own cache on this node holds all of them whole."""
     from huggingface_hub import try_to_load_from_cache
 
     paths = []
-    for file in model.files:
-        path = try_to_load_from_cache(name.repo, file.path, revision=name.revision)
-        if not isinstance(path, str) or not _is_same(Path(path), file):
+    for file in model.files if model.commit else ():
+        path = try_to_load_from_cache(model.label, file.path, revision=model.commit)
+        if not isinstance(path, str) or Path(path).stat().st_size != file.n_bytes:
             return None
         paths.append(Path(path))
-    return paths[0]
+    return paths[0] if paths else None
 
 
-def _is_same(path: Path, file: remote.RemoteFile) -> bool:
-    """Whether the path holds the file, by its size, and by the sum that the library names its files by."""
-    with suppress(OSError):
-        blob = path.resolve(strict=True)
-        named = re.fullmatch(r"[0-9a-f]{64}", blob.name) is not None
-        return blob.stat().st_size == file.n_bytes and (
-            file.sha256 is None or not named or blob.name == file.sha256
-        )
-    return False
-
-
-def _listing(
-    name: HubName, folder: Path, others: Callable[[], remote.Listing | None] = lambda: None
-) -> remote.Listing:
+def _listing(name: HubName, folder: Path) -> remote.Listing:
     path = folder / f"{remote.safe(name.repo)}@{remote.safe(name.revision or 'main')}.json"
-    if _COMMIT.fullmatch(name.revision or "") and (before := remote.kept(path)) is not None:
+    if _COMMIT.fullmatch(name.revision or "") and (before := remote.read_listing(path)) is not None:
         return before  # which never changes
 
     def ask() -> remote.Listing:
-        listing = _ask(name)  # of the whole repository, unlike what others know
-        remote.keep(path.with_name(f"{remote.safe(name.repo)}@{listing['commit']}.json"), listing)
+        listing = _ask(name)
+        remote.write_listing(
+            path.with_name(f"{remote.safe(name.repo)}@{listing['commit']}.json"), listing
+        )
         return listing
 
-    return remote.listed(path, ask, lambda: _in_library(name), others)
+    return remote.ask_or_remember(path, ask, lambda: _in_library(name))
 
 
 def _ask(name: HubName) -> remote.Listing:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    """The listing by the Hub's API: the library's own method for it asks a busy server once only."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]  # it exports them lazily
 
-    try:
-        info = _info(name)
-    except HfHubHTTPError as error:
-        if error.response.status_code in _BUSY:
-            raise remote.UnreachableError(f"{name.repo}: {_first_line(error)}") from None
-        raise ConfigError(_refusal(name.repo, name.revision, error)) from None
-    except HFValidationError as error:
-        raise ConfigError(str(error)) from None
-    except Exception as error:  # no network: each version of the library has its own kinds
-        raise remote.UnreachableError(
-            f"Hugging Face cannot be reached for the files of {name.repo} ({_first_line(error)})."
-        ) from None
+    url = f"{_endpoint() or constants.ENDPOINT}/api/models/{name.repo}"
+    if name.revision is not None:
+        url += f"/revision/{quote(name.revision, safe='')}"
+    with _explain_errors(name.repo, name.revision):
+        response = http_backoff(
+            "GET",
+            url,
+            params={"blobs": True},
+            headers=build_hf_headers(library_name=_LIBRARY),
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+            retry_on_exceptions=(),
+            retry_on_status_codes=_BUSY,
+        )
+        hf_raise_for_status(response)
+        info = response.json()
     files = [
         remote.RemoteFile(
-            sibling.rfilename,
-            sibling.size or 0,
-            sibling.lfs.sha256 if sibling.lfs else None,
-            sibling.blob_id or "",
+            sibling["rfilename"],
+            sibling.get("size") or 0,
+            (sibling.get("lfs") or {}).get("sha256"),
+            sibling.get("blobId") or "",
         )
-        for sibling in info.siblings or ()
-        if names.is_known(sibling.rfilename)
+        for sibling in info["siblings"]
+        if sibling["rfilename"].endswith(".gguf")
     ]
-    return {"commit": info.sha, "files": [asdict(file) for file in files]}
-
-
-def _info(name: HubName) -> Any:
-    """The Hub's description of a repository; the library asks once only. Raises what it raises."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    api = HfApi(endpoint=_endpoint(), library_name="corral")
-    for pause_s in _PAUSES_S:
-        try:
-            return api.model_info(name.repo, revision=name.revision, files_metadata=True)
-        except HfHubHTTPError as error:
-            if error.response.status_code not in _BUSY:
-                raise
-            told = error.response.headers.get("Retry-After", "")
-            time.sleep(min(_MOST_PAUSE_S, float(told)) if told.isdecimal() else pause_s)
-    return api.model_info(name.repo, revision=name.revision, files_metadata=True)
+    return {"commit": info["sha"], "files": [asdict(file) for file in files]}
 
 
 def _in_library(name: HubName) -> remote.Listing | None:
+    """The files of a repository that Hugging Face's own cache on this node has."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -188,14 +192,34 @@ def _in_library(name: HubName) -> remote.Listing | None:
         return None
     files = [
         remote.RemoteFile(path.relative_to(snapshot).as_posix(), path.stat().st_size)
-        for path in sorted(snapshot.rglob("*"))
-        if names.is_known(path.relative_to(snapshot).as_posix())
+        for path in sorted(snapshot.rglob("*.gguf"))
     ]
     return {"commit": snapshot.name, "files": [asdict(file) for file in files]}
 
 
 def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT") or None
+
+
+@contextmanager
+def _explain_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """Have the library's errors be ConfigErrors, or UnreachableErrors where another time may be better.
+    Those of the disk stay."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ConfigError) or remote.is_of_disk(error):
+            raise
+        cause = error
+        if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+            cause = error.__cause__
+        if isinstance(cause, HfHubHTTPError) and cause.response.status_code not in _BUSY:
+            raise ConfigError(_refusal(repo, revision, cause)) from None
+        raise remote.UnreachableError(
+            f"Hugging Face cannot be reached for the files of {repo} ({_first_line(cause)})."
+        ) from None
 
 
 def _refusal(repo: str, revision: str | None, error: Any) -> str:

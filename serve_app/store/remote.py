@@ -1,25 +1,30 @@
-"""A model's files where they come from: what is known of them, how they are read, and other nodes' help."""
+"""A model's files where they come from: what is known of them, and how they are read from a URL."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from serve_app.errors import ConfigError
-from serve_app.llama import shards
+from serve_app.base.errors import ConfigError
+from serve_app.config import shards
 
 logger = logging.getLogger("corral.store")
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "last_modified")
 """Names by which file systems tell a changed file."""
-_CHUNK_BYTES = 2**20
+_READ_S = 60.0
+"""Seconds without a byte over HTTP after which a download fails. The whole may take any time."""
+_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+OnBytes = Callable[[int], None]
+"""Gets the number of bytes that came, or that are to come again if it is negative. Any thread may call."""
 
 
 class UnreachableError(ConfigError):
@@ -31,7 +36,7 @@ class RemoteFile:
     """A file at its origin."""
 
     path: str
-    """How its origin calls it."""
+    """The path at its origin."""
     n_bytes: int
     sha256: str | None = None
     """SHA-256 of the content in hexadecimal digits, if the origin tells."""
@@ -51,12 +56,12 @@ Listing = dict[str, Any]
 class Origin(Protocol):
     """Reads files. Any thread."""
 
-    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
-        """The bytes from one position up to another, in pieces as they come. Raises ConfigError for what
-        another try would not help, and anything else for what it may."""
+    def read(self, file: RemoteFile, start: int, end: int) -> bytes:
+        """The bytes from one position up to another. Raises ConfigError."""
 
-    def is_current(self, file: RemoteFile) -> bool:
-        """Whether the file is still what it was when it was found. Raises ConfigError."""
+    def download(self, file: RemoteFile, folder: Path, on_bytes: OnBytes) -> Path:
+        """Download a file into an empty folder. Returns where it is. Raises ConfigError, OSError of the
+        disk, and what `on_bytes` raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,115 +74,15 @@ class RemoteModel:
     commit: str = ""
 
     @property
-    def listing(self) -> Listing:
-        """The known facts of its files, to find them again."""
-        return {"commit": self.commit, "files": [asdict(file) for file in self.files]}
-
-    @property
     def n_bytes(self) -> int:
         return sum(file.n_bytes for file in self.files)
 
     @property
     def folder(self) -> str:
         """A name for a folder of its own: other content has another."""
-        told = [(file.name, file.n_bytes, file.sha256 or file.version) for file in self.files]
-        key = blake2b(repr(told).encode(), digest_size=8).hexdigest()
+        content = [(file.name, file.n_bytes, file.sha256 or file.version) for file in self.files]
+        key = blake2b(repr(content).encode(), digest_size=8).hexdigest()
         return f"{safe(self.label)}--{key}"
-
-
-def kept(path: Path) -> Listing | None:
-    with suppress(OSError, ValueError):
-        found: Listing = json.loads(path.read_text())
-        return found
-    return None
-
-
-def keep(path: Path, listing: Listing) -> None:
-    """Keep a listing for another time; a folder that cannot be written only costs another question."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(listing))
-        part.replace(path)
-
-
-def listed(
-    path: Path, ask: Callable[[], Listing], *others: Callable[[], Listing | None]
-) -> Listing:
-    """The listing that `ask` gives, which is kept at that path. If the origin does not answer: what it
-    answered before, here or as the others know. Raises what `ask` raises."""
-    try:
-        listing = ask()
-    except UnreachableError as error:
-        before = kept(path) or next(filter(None, (ask_other() for ask_other in others)), None)
-        if before is None:
-            raise
-        logger.warning("%s. What is known from before is used.", str(error).rstrip("."))
-        return before
-    keep(path, listing)
-    return listing
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A node that has a file, or downloads it."""
-
-    number: int
-    """Position in the order in which the nodes began."""
-    node: str
-    path: str
-    is_whole: bool = False
-    is_cut_off: bool = False
-    """Whether the node could not reach the origin."""
-
-
-class Peers:
-    """The other nodes that have a file or download it, as one download sees them: none. Any thread."""
-
-    def upstream(self) -> Holder | None:
-        """The node to copy from now; None for the origin."""
-        return None
-
-    def read(self, holder: Holder, piece: int, start: int, end: int) -> Iterator[bytes]:
-        """Bytes of a piece from a node, by their positions in the file. Waits while the node has not got
-        the piece. Raises what networks do."""
-        raise NotImplementedError
-
-    def avoid(self, holder: Holder, error: Exception) -> None:
-        """Do not copy from a node for a while."""
-
-    def step_back(self) -> bool:
-        """Let another node ask the origin, which this node cannot reach. Whether there is one."""
-        return False
-
-    def withdraw(self) -> None:
-        """Others must not have the file from here: it is damaged, or did not come. Idempotent."""
-
-
-class Sharing:
-    """Files that nodes of a cluster have for each other; this node is alone. Any thread may call; nothing
-    raises, as each node can do without the others."""
-
-    def peers(self, file: RemoteFile, path: Path, stop: threading.Event) -> Peers:
-        """The others that have or download a file. They may copy it from here, where it is going to be."""
-        return Peers()
-
-    def announce(self, file: RemoteFile, path: Path, *, is_whole: bool = True) -> None:
-        """Others may have the file from there, or its header if it is not whole."""
-
-    def read_header(self, file: RemoteFile, start: int, end: int) -> bytes | None:
-        """Bytes of a file, which may end before, from a node with it or its header; None without any."""
-        return None
-
-    def put_listing(self, name: str, listing: Listing) -> None:
-        """Others may want to know the files of that name."""
-
-    def listing(self, name: str) -> Listing | None:
-        """The files of that name, from a node that knew."""
-        return None
-
-
-ALONE = Sharing()
 
 
 def safe(text: str) -> str:
@@ -186,61 +91,126 @@ def safe(text: str) -> str:
     return letters.lstrip(".")[-150:]
 
 
+def read_listing(path: Path) -> Listing | None:
+    with suppress(OSError, ValueError):
+        found: Listing = json.loads(path.read_text())
+        return found
+    return None
+
+
+def write_listing(path: Path, listing: Listing) -> None:
+    """Keep a listing for another time; a folder that cannot be written only costs another question."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(listing))
+        part.replace(path)
+
+
+def ask_or_remember(
+    path: Path, ask: Callable[[], Listing], otherwise: Callable[[], Listing | None] = lambda: None
+) -> Listing:
+    """The listing that `ask` gives, which is kept at that path. If the origin does not answer: what it
+    answered before, or what `otherwise` knows. Raises what `ask` raises."""
+    try:
+        listing = ask()
+    except UnreachableError as error:
+        before = read_listing(path) or otherwise()
+        if before is None:
+            raise
+        logger.warning("%s. What is known from before is used.", str(error).rstrip("."))
+        return before
+    write_listing(path, listing)
+    return listing
+
+
+def is_of_disk(error: Exception) -> bool:
+    """Whether an error of a download is this node's disk's, and not the network's."""
+    return isinstance(error, OSError) and error.errno in _OF_DISK
+
+
 class UrlOrigin:
-    """Reads files of one file system."""
+    """Reads files of one of fsspec's file systems."""
 
     def __init__(self, file_system: Any) -> None:
         self._files = file_system
 
-    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+    def read(self, file: RemoteFile, start: int, end: int) -> bytes:
         try:
-            for at in range(start, end, _CHUNK_BYTES):
-                yield self._files.cat_file(file.path, at, min(end, at + _CHUNK_BYTES))
-        except (FileNotFoundError, PermissionError) as error:
-            raise ConfigError(f"{file.path}: {type(error).__name__}") from None
+            with self._files.open(file.path, "rb") as opened:
+                opened.seek(start)
+                return bytes(opened.read(end - start))
+        except Exception as error:  # each file system has its own kinds
+            raise _unreachable(file.path, error) from None
 
-    def is_current(self, file: RemoteFile) -> bool:
+    def download(self, file: RemoteFile, folder: Path, on_bytes: OnBytes) -> Path:
+        from fsspec import Callback
+
+        class ByteCallback(Callback):  # type: ignore[misc]  # fsspec has no types
+            def relative_update(self, inc: int = 1) -> None:
+                on_bytes(inc)
+
+        path = folder / file.name
+        try:
+            self._files.get_file(file.path, str(path), callback=ByteCallback())
+        except Exception as error:
+            if isinstance(error, ConfigError) or is_of_disk(error):
+                raise
+            raise _unreachable(file.path, error) from None
         self._files.invalidate_cache()
-        return _described(self._files, file.path) == file
+        if path.stat().st_size != file.n_bytes or describe(self._files, file.path) != file:
+            raise ConfigError(
+                f"{file.path} changed during the download. The next try starts again."
+            )
+        return path
 
 
-def find_url(
-    url: str, folder: Path, others: Callable[[], Listing | None] = lambda: None
-) -> RemoteModel:
+def find_url(url: str, folder: Path) -> RemoteModel:
     """The file there, with its other shards if it is the first. The listing is kept in that folder, in case
-    the server does not answer later; `others` may know one, too. Raises ConfigError."""
+    the server does not answer later. Raises ConfigError."""
     first, *later = shards.names(url)
     file_system, path = _open_url(first)
     paths = [path, *(file_system._strip_protocol(other) for other in later)]
     kept_at = folder / f"{blake2b(url.encode(), digest_size=16).hexdigest()}.json"
 
     def ask() -> Listing:
-        return {"files": [asdict(_described(file_system, path)) for path in paths]}
+        return {"files": [asdict(describe(file_system, path)) for path in paths]}
 
-    files = tuple(RemoteFile(**file) for file in listed(kept_at, ask, others)["files"])
+    files = tuple(RemoteFile(**file) for file in ask_or_remember(kept_at, ask)["files"])
     return RemoteModel(path.rpartition("/")[2], files, UrlOrigin(file_system))
 
 
 def _open_url(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
+    options: dict[str, Any] = {}
     try:
-        file_system, path = url_to_fs(url)
+        if url.startswith(("http://", "https://")):
+            from aiohttp import ClientTimeout
+
+            # By default, a whole download has five minutes.
+            options = {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_read=_READ_S)}}
+        file_system, path = url_to_fs(url, **options)
     except (ImportError, ValueError) as error:  # a package for s3:// and the like, or no such kind
         raise ConfigError(f"source.url: {error}") from None
     return file_system, str(path)
 
 
-def _described(file_system: Any, path: str) -> RemoteFile:
+def describe(file_system: Any, path: str) -> RemoteFile:
+    """The present facts of a file. Raises ConfigError."""
     try:
         info = file_system.info(path)
     except FileNotFoundError:
         raise ConfigError(f"source.url: there is no file {path}") from None
-    except Exception as error:  # each file system has its own kinds
-        raise UnreachableError(
-            f"source.url: {path} cannot be reached ({type(error).__name__}: {error})"
-        ) from None
+    except Exception as error:
+        raise _unreachable(path, error) from None
     if not info.get("size"):
         raise ConfigError(f"source.url: {path} does not say how long it is")
     versions = [f"{name}={info[name]}" for name in _VERSIONS if info.get(name)]
     return RemoteFile(path, int(info["size"]), version=" ".join([path, *versions]))
+
+
+def _unreachable(path: str, error: Exception) -> UnreachableError:
+    return UnreachableError(
+        f"source.url: {path} cannot be reached ({type(error).__name__}: {error})"
+    )

@@ -1,4 +1,4 @@
-"""Entries that all ingresses and replicas of an application know: adapters, weights, downloads.
+"""Entries that all ingresses and replicas of an application know: adapters, added models, downloads.
 
 Processes of Ray keep them with Ray's head, and they last as long as it does. Those of a local server keep
 them in its folder (`keep_in`). Functions and methods block meanwhile, and raise errors of Ray or of the
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -20,11 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
+from serve_app.base.errors import InvalidRequestError
+from serve_app.base.progress import Report, Stage
+from serve_app.base.types import AdapterUse, FetchingReplica
 from serve_app.config.sources import AdapterConfig
-from serve_app.errors import InvalidRequestError
-from serve_app.progress import Report, Stage
-from serve_app.store.remote import ALONE, Sharing
-from serve_app.types import AdapterUse, FetchingReplica
 
 _TELL_EVERY_S = 1.0
 _STALE_S = 10.0
@@ -32,10 +30,8 @@ _STALE_S = 10.0
 MOST_ADDED = 32
 """Models that may be added: each has a process, also while it is not loaded."""
 MOST_ADAPTERS = 64
-MOST_CHANGES = 32
 
 Entry = Mapping[str, Any]
-Weights = Mapping[str, float]
 
 
 class KeyValues(Protocol):
@@ -103,76 +99,17 @@ def keep_in(folder: Path) -> None:
     _values = FolderValues(folder)
 
 
-def shared_values() -> KeyValues:
-    """The values that this process shares: those of Ray's head, unless it keeps them in a folder."""
+def share_by(values: KeyValues) -> None:
+    """Have this process share its entries by these values. Call it once, at the start of a process."""
     global _values
+    _values = values
+
+
+def shared_values() -> KeyValues:
+    """The values that this process shares, as `keep_in` or `share_by` has said."""
     if _values is None:
-        from serve_app.store.ray_values import RayValues
-
-        _values = RayValues()
+        raise RuntimeError("Nothing says where this process shares its entries.")
     return _values
-
-
-def sharing_here() -> Sharing:
-    """The help of the cluster's other nodes, if this is a process of Ray's."""
-    ray: Any = sys.modules.get("ray")  # whoever has not imported it has no other nodes
-    if ray is None or not ray.is_initialized():
-        return ALONE
-    from serve_app.store.sharing import ClusterSharing
-
-    return ClusterSharing()
-
-
-class NumberedEntries:
-    """The entries of one kind in an application. Each model's are numbered from 0 on."""
-
-    def __init__(self, kind: str, app: str) -> None:
-        self._prefix = f"{kind}/{app}/"
-
-    def numbers(self, model: str) -> list[int]:
-        """The numbers of the entries, the lowest first."""
-        listed = shared_values().list(self._of(model))
-        return sorted(int(key.rpartition("/")[2]) for key in listed)
-
-    def read(self, model: str, last: int = 0) -> list[tuple[int, Entry]]:
-        """The last entries, or all, with their numbers, the lowest first, without the empty ones."""
-        entries = []
-        for number in self.numbers(model)[-last:]:
-            key = self._key(model, number)
-            value = shared_values().get(key)
-            if value is not None and (entry := json.loads(value)):
-                entries.append((number, entry))
-        return entries
-
-    def add(self, model: str, entry: Entry) -> int:
-        """Add an entry. Returns its number: of two that are added at once, each has its own."""
-        numbers = self.numbers(model)
-        number = numbers[-1] + 1 if numbers else 0
-        while self._put(model, number, entry, overwrite=False):
-            number += 1  # somebody else was faster
-        return number
-
-    def replace(self, model: str, number: int, entry: Entry) -> None:
-        self._put(model, number, entry, overwrite=True)
-
-    def empty(self, model: str, number: int) -> None:
-        """Have an entry no more. Its number is not used again."""
-        self.replace(model, number, {})
-
-    def remove(self, model: str, number: int) -> None:
-        """Have an entry no more. Its number may be used again if it was the highest."""
-        shared_values().delete(self._key(model, number))
-
-    def _put(self, model: str, number: int, entry: Entry, *, overwrite: bool) -> bool:
-        """Write an entry. Returns whether there was one."""
-        key, value = self._key(model, number), json.dumps(entry).encode()
-        return shared_values().put(key, value, overwrite=overwrite)
-
-    def _key(self, model: str, number: int) -> str:
-        return f"{self._of(model)}{number}"
-
-    def _of(self, model: str) -> str:
-        return f"{self._prefix}{model.replace('/', '%')}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,26 +127,35 @@ class LoadedAdapter:
 
 
 class LoadedAdapters:
-    """The adapters of all replicas of an application. A replica that comes later finds them."""
+    """The adapters of all replicas of an application. A replica that comes later finds them.
+
+    Each model's are entries with numbers from 0 on. One that is gone leaves an empty entry, so no number is
+    used again.
+    """
 
     def __init__(self, app: str) -> None:
-        self._entries = NumberedEntries("adapters", app)
+        self._prefix = f"adapters/{app}/"
 
     def read(self, model_id: str) -> tuple[LoadedAdapter, ...]:
         """A model's adapters, by their numbers."""
-        return tuple(
-            LoadedAdapter(number, AdapterConfig.model_validate(entry["config"]), entry["version"])
-            for number, entry in self._entries.read(model_id)
+        entries = _entries(shared_values(), self._of(model_id))
+        loaded = (
+            LoadedAdapter(int(key), AdapterConfig.model_validate(entry["config"]), entry["version"])
+            for key, entry in entries.items()
+            if entry
         )
+        return tuple(sorted(loaded, key=lambda adapter: adapter.number))
 
     def add(self, model_id: str, config: AdapterConfig, version: str) -> LoadedAdapter:
         """Have one more adapter, for all. Raises InvalidRequestError for a taken name, or too many."""
         self._check_room(model_id, config.id)
         content = {"config": config.model_dump(mode="json", exclude_unset=True), "version": version}
-        number = self._entries.add(model_id, content)
+        number = 0
+        while _put(shared_values(), f"{self._of(model_id)}{number}", content, overwrite=False):
+            number += 1  # it is taken, maybe since a moment ago
         first = next(loaded for loaded in self.read(model_id) if loaded.config.id == config.id)
         if first.number != number:
-            self._entries.empty(model_id, number)
+            self._empty(model_id, number)
             raise _taken(config.id)
         return first
 
@@ -217,9 +163,15 @@ class LoadedAdapters:
         """Have an adapter no more; None if there is none of that name."""
         for loaded in self.read(model_id):
             if loaded.config.id == adapter_id:
-                self._entries.empty(model_id, loaded.number)
+                self._empty(model_id, loaded.number)
                 return loaded
         return None
+
+    def _empty(self, model_id: str, number: int) -> None:
+        _put(shared_values(), f"{self._of(model_id)}{number}", {})
+
+    def _of(self, model_id: str) -> str:
+        return f"{self._prefix}{model_id.replace('/', '%')}/"
 
     def _check_room(self, model_id: str, adapter_id: str) -> None:
         adapters = self.read(model_id)
@@ -278,8 +230,9 @@ class AddedModels:
         self._folder.delete(model_id)
 
 
-def _put(values: KeyValues, key: str, entry: Entry) -> None:
-    values.put(key, json.dumps(entry).encode(), overwrite=True)
+def _put(values: KeyValues, key: str, entry: Entry, *, overwrite: bool = True) -> bool:
+    """Write an entry. Returns whether there was one."""
+    return values.put(key, json.dumps(entry).encode(), overwrite=overwrite)
 
 
 def _entries(values: KeyValues, prefix: str) -> dict[str, Entry]:
@@ -300,84 +253,50 @@ def whole_application(name: str) -> str:
     return name.partition(_ADDED)[0]
 
 
-@dataclass(frozen=True, slots=True)
-class WeightChange:
-    """A change of a model's weights."""
-
-    weights: Weights
-    configured: Weights
-    """The configuration's weights when the change was made."""
-
-
-class VersionWeights:
-    """The weights of versions as they were changed while serving, the same for all ingresses.
-
-    The newest change counts, unless the configuration's weights are others than the ones that it changed.
-    """
-
-    def __init__(self, app: str) -> None:
-        self._entries = NumberedEntries("versions", app)
-
-    def history(self, model: str) -> list[WeightChange]:
-        """All changes that are remembered, the newest first."""
-        return [WeightChange(**entry) for _, entry in reversed(self._entries.read(model))]
-
-    def newest(self, model: str) -> WeightChange | None:
-        changes = [WeightChange(**entry) for _, entry in self._entries.read(model, last=1)]
-        return changes[0] if changes else None
-
-    def add(self, model: str, weights: Weights, configured: Weights) -> None:
-        """Add a change. Of two that are made at once, the later one counts."""
-        self._entries.add(model, {"weights": dict(weights), "configured": dict(configured)})
-        for number in self._entries.numbers(model)[:-MOST_CHANGES]:
-            self._entries.remove(model, number)
-
-
 @asynccontextmanager
-async def progress_told(
+async def publish_progress(
     app: str, deployment: str, replica_id: str, node_id: str
 ) -> AsyncIterator[Report]:
     """Let everybody know, every second until the end of the block, how far this replica is with its model:
     no replica answers before it has one. Raises nothing of Ray's."""
     key = _fetching(app, deployment) + replica_id
-    latest: list[Stage] = []
+    latest: Stage | None = None
     enough = asyncio.Event()
 
     def take(stage: Stage) -> None:
-        latest[:] = [stage]
+        nonlocal latest
+        latest = stage
 
-    async def keep_telling() -> None:
+    async def publish() -> None:
         while not enough.is_set():
-            for stage in latest:
-                figures = stage.from_origin_bytes, stage.from_nodes_bytes, stage.limit_s
-                replica = FetchingReplica(replica_id, node_id, stage.name, stage.done, *figures)
-                value = json.dumps({"at": time.time(), "told": asdict(replica)}).encode()
+            if latest is not None:
+                figures = latest.name, latest.done, latest.limit_s
+                replica = FetchingReplica(replica_id, node_id, *figures)
+                entry = {"at": time.time(), "replica": asdict(replica)}
                 with suppress(Exception):  # Ray's head is away for a moment
-                    await asyncio.to_thread(shared_values().put, key, value, overwrite=True)
+                    await asyncio.to_thread(_put, shared_values(), key, entry)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_TELL_EVERY_S):
                     await enough.wait()
 
-    telling = asyncio.create_task(keep_telling())
+    publishing = asyncio.create_task(publish())
     try:
         yield take
     finally:
         enough.set()
-        await telling
+        await publishing
         with suppress(Exception):
             await asyncio.to_thread(shared_values().delete, key)
 
 
 def fetching_replicas(app: str, deployment: str) -> tuple[FetchingReplica, ...]:
     """The replicas of a deployment that fetch their model now."""
-    replicas = []
-    for key in shared_values().list(_fetching(app, deployment)):
-        value = shared_values().get(key)
-        if value is not None:
-            entry = json.loads(value)
-            if time.time() - entry["at"] < _STALE_S:
-                replicas.append(FetchingReplica(**entry["told"]))
-    return tuple(replicas)
+    entries = _entries(shared_values(), _fetching(app, deployment))
+    return tuple(
+        FetchingReplica(**entry["replica"])
+        for entry in entries.values()
+        if time.time() - entry["at"] < _STALE_S
+    )
 
 
 def _fetching(app: str, deployment: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from cluster.llama_cpp import probe
-from serve_app.llama.quantising import quantise
+from serve_app.kernels.llama.quantising import quantise
 from tools.random_models.model import SHAPES, write_random_gguf
 
 

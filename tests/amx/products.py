@@ -21,7 +21,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from serve_app.llama import library
+from serve_app.kernels.llama import library
 
 ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100)
 """Of the left matrix, a prompt's tokens: parts of a tile, whole ones and several."""

@@ -7,22 +7,20 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from serve_app.base.sampling import PARAMETERS
 from serve_app.config.keys import ApiKey
 from serve_app.config.schema import (
     AppConfig,
     BatchConfig,
     DefaultsConfig,
-    DeploymentConfig,
     DraftConfig,
     EngineConfig,
     IngressConfig,
     ModelConfig,
     PriceConfig,
-    RayActorOptions,
     WhisperConfig,
 )
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
-from serve_app.sampling import PARAMETERS
 from tests.documents.tables import table
 
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
@@ -33,8 +31,6 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "draft": (DraftConfig, "engine.draft."),
     "engine": (EngineConfig, "engine."),
     "defaults": (DefaultsConfig, "defaults."),
-    "deployment": (DeploymentConfig, ""),
-    "ray_actor_options": (RayActorOptions, "ray_actor_options."),
     "downloads": (DownloadsConfig, "downloads."),
     "ingress": (IngressConfig, "ingress."),
     "whisper": (WhisperConfig, "ingress.whisper."),

@@ -9,11 +9,12 @@ from typing import Any
 import typer
 from ray.util.metrics import Metric
 
+from serve_app.base.metrics import make_with
 from serve_app.cli.main import app
-from serve_app.ingress.usage.key_metrics import KeyMetrics
-from serve_app.ingress.usage.ledger import COUNTS
-from serve_app.ingress.versions.control import VersionControl
-from serve_app.replica.reporting import ReplicaMetrics
+from serve_app.cluster.process import use_rays_exporter
+from serve_app.run.replica.reporting import ReplicaMetrics
+from serve_app.server.usage.key_metrics import KeyMetrics
+from serve_app.server.usage.ledger import COUNTS
 from tests.documents.tables import table
 
 _ROOT = Path(__file__).parents[2]
@@ -36,8 +37,8 @@ def options() -> str:
 
 
 def settings(name: str) -> str:
-    """The variables of a file of `serve_app/start/`, in its order."""
-    text = (_ROOT / "serve_app/start" / name).read_text()
+    """The variables of a file of `serve_app/cluster/`, in its order."""
+    text = (_ROOT / "serve_app/cluster" / name).read_text()
     rows = [
         (f"`{variable}`", "" if commented else f"`{value}`")
         for commented, variable, value in re.findall(r"^(#?)([A-Za-z_]+)=(.*)$", text, re.M)
@@ -47,10 +48,11 @@ def settings(name: str) -> str:
 
 def metrics() -> str:
     """What replicas and ingresses export, in the order in which it is made."""
-    nobody: Any = None
+    use_rays_exporter()  # which tells what a metric is
     by_key = KeyMetrics()
     by_key.add("a", "m", dict.fromkeys(COUNTS, 0.0))
-    exporters = (ReplicaMetrics("m"), VersionControl({}, nobody, nobody), by_key)
+    exporters = (ReplicaMetrics("m"), by_key)
+    make_with(None)
     values: list[Any] = [value for one in exporters for value in vars(one).values()]
     values += [one for value in values if isinstance(value, dict) for one in value.values()]
     rows: dict[str, tuple[str, ...]] = {}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from annotated_types import Interval
 
-from serve_app.sampling import PARAMETERS, Api, Bounds, Parameter
+from serve_app.base.sampling import PARAMETERS, Api, Bounds, Parameter
 
 _PATHS = {Api.RESPONSES: "/v1/responses", Api.ANTHROPIC: "/v1/messages"}
 _HEAD = "| parameter | default | values | also in | what |\n| --- | --- | --- | --- | --- |\n"

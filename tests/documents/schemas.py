@@ -12,13 +12,13 @@ from typing import Any, get_args
 import yaml
 from ray.serve.schema import HTTPOptionsSchema
 
+from serve_app.apis.batches.objects import Endpoint
+from serve_app.base.errors import ConfigError
+from serve_app.base.types import FetchingReplica
 from serve_app.config import schema
 from serve_app.config.sources import ModelSource
-from serve_app.errors import ConfigError
-from serve_app.ingress.access.api_keys import KeyFile
-from serve_app.ingress.batch.objects import Endpoint
-from serve_app.ingress.http.request_model import RequestModel
-from serve_app.types import FetchingReplica
+from serve_app.server.access.api_keys import KeyFile
+from serve_app.server.http.request_model import RequestModel
 from tests.doubles.api import build_api
 
 __all__ = ["ConfigError", "check_body", "check_curl", "check_json", "check_yaml"]

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from serve_app.cli.measure.users import CHAT_ANSWER, QUESTION, TOKENS_PER_WORD, Lengths
 from serve_app.config.schema import EngineConfig
-from serve_app.config.sizing import ModelNeeds, resolve
-from serve_app.measure.users import CHAT_ANSWER, QUESTION, TOKENS_PER_WORD, Lengths
+from serve_app.run.sizing import ModelNeeds, resolve
 from tests.documents.tables import table
 
 _GIB = 2**30

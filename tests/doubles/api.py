@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI
 
+from serve_app.apis import api
 from serve_app.config.schema import IngressConfig
-from serve_app.ingress import api
-from serve_app.ingress.http import request_context, request_model
-from serve_app.ingress.model_registry import Models, ServedModel
-from serve_app.ingress.workers.pool import Workers
-from serve_app.ingress.workers.wire import Piece
-from serve_app.ingress.workers.worker import NO_FILES, fetched
+from serve_app.server.http import request_context, request_model
+from serve_app.server.model_registry import Models, ServedModel
+from serve_app.server.workers.pool import Workers
+from serve_app.server.workers.wire import Piece
+from serve_app.server.workers.worker import NO_FILES, fetched
 
 T = TypeVar("T")
 

@@ -14,8 +14,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode
+from serve_app.base.errors import (
+    CacheFullError,
+    DecodeCancelledError,
+    DecodeError,
+    InvalidRequestError,
+)
+from serve_app.base.sampling import SamplingParams, Triggers
+from serve_app.base.types import Adapters, Sampled, TokenLogprobs
 from serve_app.engine.backends.base import (
     CacheTraits,
     DraftModel,
@@ -26,12 +32,10 @@ from serve_app.engine.backends.base import (
     Setup,
     State,
 )
-from serve_app.errors import CacheFullError, DecodeCancelledError, DecodeError, InvalidRequestError
-from serve_app.llama.formats import Threads
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.vision.positions import Positions, Tile
-from serve_app.sampling import SamplingParams, Triggers
-from serve_app.types import Adapters, Sampled, TokenLogprobs
+from serve_app.engine.choice.plan import Mode
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.vision.positions import Positions, Tile
 
 Script = Callable[[Sequence[int]], int]
 """The token that follows the given tokens of one sequence."""
@@ -161,7 +165,6 @@ class FakeBackend:
         self.memory = MemoryUse(0, 0, 0, 4, 0)
         self.mode = Mode(flash_attn=False, kv_unified=n_cells is not None)
         self.mode_reason = "scripted"
-        self.threads = Threads.alike(1, None)
         self.profile = Profile()
         self.spins = False
         self.other: tuple[Mode, Profile] | None = None
@@ -232,15 +235,7 @@ class FakeBackend:
     @property
     def setup(self) -> Setup:
         """The attributes `mode`, `profile` and others, which tests set."""
-        return Setup(
-            "llama.cpp",
-            self.mode,
-            self.threads,
-            self.profile,
-            "scripted",
-            self.mode_reason,
-            self.spins,
-        )
+        return Setup("llama.cpp", self.mode, self.profile, "scripted", self.mode_reason, self.spins)
 
     @setup.setter
     def setup(self, setup: Setup) -> None:

@@ -171,7 +171,7 @@ def model(path: Path | None, model_id: str, **engine: int | str) -> dict[str, An
         "id": model_id,
         "source": {"builtin": True} if path is None else {"path": str(path)},
         "engine": {"threads": 1, **engine},
-        "deployment": {"ray_actor_options": {"num_cpus": 0.5}},
+        "serve": {"ray_actor_options": {"num_cpus": 0.5}},
     }
 
 

@@ -6,7 +6,7 @@ import argparse
 import random
 import sys
 
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.fuzz.cases import run, served
 
 

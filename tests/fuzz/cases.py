@@ -25,10 +25,10 @@ from schemathesis.python.asgi import shutdown_lifespans
 
 from serve_app.config.schema import IngressConfig
 from serve_app.engine import Engine, EngineOptions
-from serve_app.ingress.model_registry import ServedModel
-from serve_app.ingress.workers import wire
-from serve_app.ingress.workers.wire import Piece
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.server.model_registry import ServedModel
+from serve_app.server.workers import wire
+from serve_app.server.workers.wire import Piece
 from tests.doubles.api import InProcess, build_api
 from tools.local_client import LocalClient
 
@@ -119,8 +119,7 @@ def served(path: str | os.PathLike[str]) -> Iterator[FastAPI]:
     )
     try:
         models = {"m": ServedModel("m", N_CTX_SLOT, Tokenizer(path), engine=LocalClient(engine))}
-        config = IngressConfig(allow_anonymous=True, anonymous_admin=True)
-        yield build_api(models, config, _PackingWorkers(models))
+        yield build_api(models, IngressConfig(), _PackingWorkers(models))
     finally:
         shutdown_lifespans()  # else the process waits at its end, where no thread is started any more
         engine.close(timeout_s=0)
@@ -182,11 +181,13 @@ def _cases(operation: Operation) -> st.SearchStrategy[Case[Any]]:
     if not content:
         return st.one_of(made)
     ((media_type, about),) = content.items()
-    if "example" not in about:
+    if "examples" not in about:
         return st.one_of(made)
     reference = about["schema"]["$ref"].rpartition("/")[2]
     names = sorted(operation.schema.raw_schema["components"]["schemas"][reference]["properties"])
-    fuller = [about["example"] | more for more in ({}, *FULLER.get(reference, ()))]
+    fuller = [
+        about["examples"]["example"]["value"] | more for more in ({}, *FULLER.get(reference, ()))
+    ]
     bodies = made[0].map(lambda case: case.body) | st.sampled_from(fuller)
 
     @st.composite

@@ -18,7 +18,7 @@ from loadtests.common.servers import (
     write_config,
 )
 from loadtests.compare import llama_server
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.peers.answers import Pair
 
 N_SLOTS, N_CTX_SLOT, N_PREDICT = 2, 256, 24

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.engine_options import EngineOptions
 from serve_app.engine import Engine
-from serve_app.engine.options import EngineOptions
 from tests.real.models import MODELS
 
 OPTIONS = EngineOptions(

@@ -12,7 +12,7 @@ from openai import BadRequestError, OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 from loadtests.common.servers import Server, serve_run
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.model import Model
 from tests.real.models import TEXT, smollm2
 
 CONTEXT = 8192

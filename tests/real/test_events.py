@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import GenerationRequest
 from serve_app.engine import Engine
 from serve_app.engine.stream import TokenStream
-from serve_app.sampling import SamplingParams
-from serve_app.types import GenerationRequest
 from tests.real.models import TEXT
 
 N_PROMPTS, N_TOKENS = 40, 16

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
 from serve_app.engine import Engine
-from serve_app.openvino.paged import compiling
+from serve_app.kernels.openvino.paged import compiling
 from tests.integration.stages.test_chain import chains_of, engines_of
 from tests.real.conftest import OPTIONS
 from tests.real.test_text import logprobs_of

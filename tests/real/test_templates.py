@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.model import Model
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import PastCall, Turn
 from serve_app.prompt.grammars import Dialect

@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from loadtests.common.servers import is_healthy, running
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import GenerationRequest
+from serve_app.cli.measure import quality
 from serve_app.engine import Engine
 from serve_app.engine.stream import TokenStream
-from serve_app.llama.model import Model
-from serve_app.measure import quality
-from serve_app.sampling import SamplingParams
-from serve_app.types import GenerationRequest
+from serve_app.kernels.llama.model import Model
 from tests.peers.conftest import server_binary
 from tests.real.models import TEXT
 
@@ -107,7 +107,7 @@ async def test_greedy_text_is_llama_servers(model: Path, load: Callable[..., Eng
     """One sequence at once, without checkpoints: the same kernels see the same rows."""
     texts = prompts()
     expected = llama_servers_tokens(model, texts)
-    engine = load(n_slots=1, speculate=False, n_checkpoints=0)
+    engine = load(n_slots=1, speculate=False, checkpoint_ram_bytes=0)
     different = []
     for text, theirs in zip(texts, expected, strict=True):
         (ours,) = await ask(engine, [engine.tokenize(text)])

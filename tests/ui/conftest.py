@@ -51,7 +51,7 @@ def browser() -> Iterator[Any]:
 def ui_server(gguf: Path) -> Iterator[Corral]:
     """Two replicas of the built-in model, and another model to compare it with."""
     demo = model(None, "demo", n_slots=N_SLOTS, n_ctx_slot=2048, max_waiting=32)
-    demo["deployment"] = {"num_replicas": N_REPLICAS, "ray_actor_options": {"num_cpus": 0.5}}
+    demo["serve"] = {"num_replicas": N_REPLICAS, "ray_actor_options": {"num_cpus": 0.5}}
     yield from served([demo, model(gguf, "random", n_slots=2, n_ctx_slot=512)])
 
 
@@ -99,7 +99,7 @@ def served(
                 ready = partial(servers.is_healthy, server.url)
                 servers.wait_ready(server.process, ready, directory)
             wanted = [
-                one["deployment"].get("num_replicas", 1) if n_loaded is None else n_loaded
+                one["serve"].get("num_replicas", 1) if n_loaded is None else n_loaded
                 for one in models
             ]
             wait_until(

@@ -21,7 +21,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(exist_ok=True)
     demo = model(None, "corral-demo", n_slots=8, n_ctx_slot=2048)
-    demo["deployment"] = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 1}}
+    demo["serve"] = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 1}}
     with contextmanager(served)([demo]) as server, sync_api.sync_playwright() as playwright:
         browser = launch(playwright)
         for name, scheme, take in (("chat", "light", chat), ("live", "dark", live)):

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.e2e.conftest import Corral, model
 from tests.ui.conftest import Open, served, sync_api
 from tests.ui.test_chat import done, say

@@ -14,7 +14,7 @@ from ray.serve.exceptions import RayServeException
 
 from serve_app.app import build
 from serve_app.config.schema import IngressConfig
-from serve_app.ingress.server import IngressSettings
+from serve_app.run.ingress import IngressSettings
 
 MODELS = [{"id": "demo", "source": {"builtin": True}, "engine": {"n_slots": 1, "n_ctx_slot": 256}}]
 

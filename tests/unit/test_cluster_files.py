@@ -29,17 +29,19 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 from ray.serve.schema import ServeDeploySchema
 from ray.util.metrics import Counter, Histogram, Metric
 
+from serve_app.base.errors import RateLimitError, SlowRequestError
+from serve_app.base.folders import cache_folder
+from serve_app.base.metrics import make_with
 from serve_app.cli.main import app
+from serve_app.cluster import one_machine
+from serve_app.cluster.one_machine import environment_of
+from serve_app.cluster.process import use_rays_exporter
 from serve_app.config import schema
-from serve_app.errors import RateLimitError, SlowRequestError
-from serve_app.folders import cache_folder
-from serve_app.replica.reporting import ReplicaMetrics
-from serve_app.start import one_machine
-from serve_app.start.one_machine import environment_of
+from serve_app.run.replica.reporting import ReplicaMetrics
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
-START = ROOT / "serve_app/start"
+START = ROOT / "serve_app/cluster"
 UNITS = sorted(CLUSTER.glob("systemd/*.service"))
 
 
@@ -67,7 +69,7 @@ def test_what_is_served_is_valid_for_corral_and_for_serve(name: str) -> None:
 
 def test_a_systemd_worker_has_time_to_end() -> None:
     (app,) = parsed("serve_config.yaml")["applications"]
-    deployment = app["args"]["models"][0]["deployment"]
+    deployment = app["args"]["models"][0]["serve"]
     unit = (CLUSTER / "systemd/corral-worker.service").read_text()
     stop = re.search(r"TimeoutStopSec=(\d+)", unit)
     assert stop is not None
@@ -77,7 +79,7 @@ def test_a_systemd_worker_has_time_to_end() -> None:
 def test_workers_have_what_the_ingress_asks_for() -> None:
     """However they are started."""
     (app,) = parsed("serve_config.yaml")["applications"]
-    asked = app["args"]["ingress"]["deployment"]["ray_actor_options"]["resources"]
+    asked = app["args"]["ingress"]["serve"]["ray_actor_options"]["resources"]
     (group,) = rayservice()["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     unit = (CLUSTER / "systemd/corral-worker.service").read_text()
     (launched,) = re.findall(r"ray start --address=.* --resources='(.*)'", _launcher())
@@ -377,7 +379,9 @@ def test_alerts_are_about_what_replicas_export_and_are_documented() -> None:
 
 def exported() -> set[str]:
     """The names of a replica's metrics as Prometheus sees them."""
+    use_rays_exporter()
     values = [*vars(ReplicaMetrics("m")).values()]
+    make_with(None)
     values += [one for value in values if isinstance(value, dict) for one in value.values()]
     suffixes = {Counter: ["_total"], Histogram: ["_bucket", "_sum", "_count"]}
     return {

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from serve_app import sampling
+from serve_app.base import sampling
 from serve_app.engine.core.engine_core import EngineCore
 from tests.clients.agents.agents import AGENTS
 from tests.documents import blocks as documents
@@ -126,7 +126,7 @@ def programs() -> list[tuple[list[str], str | None]]:
 
 
 def in_sentences(text: str) -> Iterator[list[str]]:
-    """Commands that are said with a value: a name alone, as `corral traffic`, says that it exists."""
+    """Commands that are said with a value: a name alone, as `corral usage`, says that it exists."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
     for paragraph in re.split(r"\n\s*\n|\n(?=\||- |\d+\. )", text):
         for code in re.findall(r"`([^`]+)`", paragraph):

@@ -13,20 +13,12 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from serve_app.application import rollout
-from serve_app.config.schema import (
-    DefaultsConfig,
-    DeploymentConfig,
-    EngineConfig,
-    IngressConfig,
-    ModelConfig,
-    parse,
-)
+from serve_app.base.errors import ConfigError, CorralError
+from serve_app.config.schema import DefaultsConfig, EngineConfig, IngressConfig, ModelConfig, parse
 from serve_app.config.sources import DownloadsConfig, ModelSource
 from serve_app.engine.metrics.stats import EngineStats
-from serve_app.errors import ConfigError, CorralError
-from serve_app.ingress.access.api_keys import KeyFile
 from serve_app.prompt.tool_calls import FORMATS
+from serve_app.server.access.api_keys import KeyFile
 from tests.documents import configuration, pages, parameters
 from tests.doubles.api import build_api
 
@@ -57,14 +49,11 @@ def errors(base: type[CorralError] = CorralError) -> list[type[CorralError]]:
         (ModelSource, "source."),
         (DownloadsConfig, "downloads."),
         (EngineConfig, "engine."),
-        (DeploymentConfig, ""),
         (IngressConfig, "ingress."),
     ],
 )
 def test_every_field_is_in_a_table(section: type[BaseModel], prefix: str) -> None:
     names = set(section.model_fields) - {"source", "engine"}
-    if section is IngressConfig:
-        names -= {"deployment"}
     assert [n for n in names if not re.search(rf"^\|.*`{prefix}{n}`", DOCS, re.M)] == []
 
 
@@ -76,7 +65,7 @@ def test_every_field_that_a_page_names_exists() -> None:
         "downloads": DownloadsConfig,
     }
     named = set(re.findall(rf"`({'|'.join(sections)})\.(\w+)(?=[`:.])", DOCS))
-    assert len(named) > 60
+    assert len(named) > 50
     assert [
         f"{name}.{field}" for name, field in named if field not in sections[name].model_fields
     ] == []
@@ -197,8 +186,13 @@ def test_the_documents_configuration_is_valid() -> None:
     (keys,) = re.findall(r"```yaml\n(keys:.*?)```", PAGES[Path("docs/security.md")], re.S)
     assert KeyFile.model_validate(yaml.safe_load(keys)).keys[0].tokens_per_minute == 60000
     parsed = [parse(yaml.safe_load(models)) for models in found]
-    names = [[rollout.engine_id(model) for model in one.models] for one in parsed]
-    expected = [["llama-70b"], ["qwen3-0.6b", "qwen3-4b"], ["qwen3-4b", "qwen3-4b@new"]]
+    names = [[model.id for model in one.models] for one in parsed]
+    expected = [
+        ["llama-70b"],
+        ["qwen3-0.6b"],
+        ["qwen3-0.6b", "qwen3-4b"],
+        ["qwen3-4b", "qwen3-4b-2507"],
+    ]
     assert sorted(names) == expected
 
 
@@ -209,7 +203,7 @@ def test_every_route_is_documented() -> None:
     assert missing == {"GET /v1/models/{model_id}", "GET /v1/requests/{request_id}"}  # as {id}
 
 
-_IN_ROWS = {"SlotRequest", "ModelRequest", "WeightsRequest", "RollbackRequest"}
+_IN_ROWS = {"SlotRequest", "ModelRequest"}
 
 
 def test_every_parameter_is_in_the_table() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve_app import errors
-from serve_app.errors import CorralError
+from serve_app.base import errors
+from serve_app.base.errors import CorralError
 
 EXAMPLES: list[CorralError] = [
     errors.CorralError("broken"),

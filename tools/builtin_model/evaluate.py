@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.base.formats import BackendName
 from serve_app.engine import (
     Engine,
     EngineOptions,
@@ -26,9 +26,9 @@ from serve_app.engine import (
     SamplingParams,
     TokenStream,
 )
-from serve_app.engine.options import BackendName
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import ToolCall, detect
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tools.builtin_model.corpus import conversation, skills, tables
 from tools.builtin_model.corpus.conversation import Conversation, Message, Style
 from tools.builtin_model.corpus.memory import Memory

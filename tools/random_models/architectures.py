@@ -16,8 +16,8 @@ import numpy as np
 from gguf import GGUFValueType, GGUFWriter
 from numpy.typing import NDArray
 
-from serve_app.llama import library
-from serve_app.llama.stored_weights import GgmlTensor
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.stored_weights import GgmlTensor
 from tools.chat_template import CONTROL_TOKENS
 from tools.gguf_file import add_tokenizer
 from tools.random_models.model import vocabulary

@@ -27,7 +27,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 from numpy.typing import NDArray
 
-from serve_app.llama.quantising import FORMATS, quantise
+from serve_app.kernels.llama.quantising import FORMATS, quantise
 from tools.chat_template import CONTROL_TOKENS
 from tools.gguf_file import N_CONV, ModelShape, add_hyperparameters, add_tokenizer
 

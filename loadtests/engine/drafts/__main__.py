@@ -24,9 +24,8 @@ from pathlib import Path
 
 from loadtests.engine.drafts.models import DRAFT, TARGET, agreeing, random
 from loadtests.engine.drafts.rounds import TIMEOUT_S, Round, run_round
-from serve_app.engine import Engine, EngineOptions
-from serve_app.measure import process
-from serve_app.measure.benchmark import (
+from serve_app.cli.measure import process
+from serve_app.cli.measure.benchmark import (
     in_turns,
     listed,
     machine,
@@ -35,6 +34,7 @@ from serve_app.measure.benchmark import (
     table,
     usable_cores,
 )
+from serve_app.engine import Engine, EngineOptions
 
 _N_CTX_SLOT = 512
 _HEADER = (

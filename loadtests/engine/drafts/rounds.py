@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from serve_app.cli.measure import process
 from serve_app.engine import Engine, GenerationRequest, SamplingParams
-from serve_app.measure import process
 
 TIMEOUT_S = 400
 

@@ -12,13 +12,13 @@ import numpy as np
 import openvino
 import openvino_genai
 
+from serve_app.base.folders import cache_folder
+from serve_app.cli.measure.benchmark import BenchmarkError, Prompt
+from serve_app.cli.measure.process import RUN_TIMEOUT_S
 from serve_app.engine import EngineOptions
-from serve_app.folders import cache_folder
-from serve_app.llama.model import files_of, fingerprint_of
-from serve_app.measure.benchmark import BenchmarkError, Prompt
-from serve_app.measure.process import RUN_TIMEOUT_S
-from serve_app.openvino.paged.blocks import BLOCK
-from serve_app.openvino.paged.compiling import settings
+from serve_app.kernels.llama.model import files_of, fingerprint_of
+from serve_app.kernels.openvino.paged.blocks import BLOCK
+from serve_app.kernels.openvino.paged.compiling import settings
 
 
 class GenAiLoop:

@@ -15,7 +15,7 @@ from typing import Any
 from loadtests.hostile.attack import Attack, Bars
 from loadtests.hostile.scene import JSON, Scene, Shot
 from loadtests.hostile.setups import N_SLOTS
-from serve_app.measure.users import WORDS
+from serve_app.cli.measure.users import WORDS
 
 COMPLETIONS = "/v1/completions"
 PROMPT_WORDS = 600

@@ -21,7 +21,7 @@ from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError, HTTPSocketPoolResponse
 
 from loadtests.load.stream_metrics import ended_line, sent_line
-from serve_app.measure.outcomes import (
+from serve_app.cli.measure.outcomes import (
     ABORTED,
     COMPLETE,
     FAILED,
@@ -31,7 +31,7 @@ from serve_app.measure.outcomes import (
     Slo,
     heard,
 )
-from serve_app.measure.users import Ask
+from serve_app.cli.measure.users import Ask
 
 TIMEOUT_S = 300.0
 """Longest silence of a server."""

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.options import KernelsName
-from serve_app.llama.formats import EmbeddingPooling, Threads
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.vision.positions import Part, Pause, Tile
-from serve_app.sampling import SamplingParams, Triggers
-from serve_app.types import Adapters, Medium, Sampled, Size, TokenLogprobs
+from serve_app.base.engine_options import KernelsName
+from serve_app.base.formats import EmbeddingPooling
+from serve_app.base.sampling import SamplingParams, Triggers
+from serve_app.base.types import Adapters, Medium, Sampled, Size, TokenLogprobs
+from serve_app.engine.choice.plan import Mode
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.vision.positions import Part, Pause, Tile
 
 Row = tuple[int, int, int, bool]
 """(token, its index in the slot, seq_id, wants logits): one row of a batch."""
@@ -181,7 +181,6 @@ class Setup:
 
     kernels: KernelsName
     mode: Mode
-    threads: Threads
     profile: Profile = field(default_factory=Profile)
     """The cost of batches; empty if that was not measured."""
     kernels_reason: str = "as configured"

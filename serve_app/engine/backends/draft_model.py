@@ -9,20 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.profiler import Profiler, in_turns
-from serve_app.engine.backends.apart import apart
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import ConfigError, DecodeError, EngineFailedError
 from serve_app.engine.backends.base import GUESSED, MemoryUse, Row
-from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError, DecodeError, EngineFailedError
-from serve_app.llama import library
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.formats import Threads
-from serve_app.llama.hidden_states import HiddenStates, OwnLayersContext, States
-from serve_app.llama.model import Model
+from serve_app.engine.choice.apart import apart
+from serve_app.engine.costs import profile_cache
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.costs.profiler import Profiler, in_turns
+from serve_app.engine.guests.drafts.drafting import MAX_DRAFTED_ROWS
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.hidden_states import HiddenStates, OwnLayersContext, States
+from serve_app.kernels.llama.model import Model
 
 logger = logging.getLogger("corral.engine")
 
@@ -47,17 +46,16 @@ class LlamaDraft:
     reads_states = False
 
     def __init__(
-        self, model: Model, context: Context, n_vocab: int, options: EngineOptions, threads: Threads
+        self, model: Model, context: Context, n_vocab: int, options: EngineOptions
     ) -> None:
         """`n_vocab` are the tokens that it may propose. Measures its passes."""
         self.n_ctx, self.n_batch = _sizes(options)
         self._model, self._context, self._n_vocab = model, context, n_vocab
         self.truncate, self.close = context.truncate, context.close
-        context.use_threads(threads)
         context.warm_up()
-        self.profile = self._measure(options, threads)
+        self.profile = self._measure(options)
 
-    def _measure(self, options: EngineOptions, threads: Threads) -> Profile:
+    def _measure(self, options: EngineOptions) -> Profile:
         if options.profile_limit_s <= 0:
             return Profile()
         folder, name = options.profile_folder, _kept_as(options, self._model)
@@ -70,7 +68,7 @@ class LlamaDraft:
             n_slots=options.n_slots,
             n_ctx_slot=self.n_ctx,
             n_batch=self.n_batch,
-            clocks=Clocks(threads),
+            clocks=Clocks(options.threads_of),
         )
         in_turns([profiler], limit_s / 2)
         profiler.rest(limit_s / 2)
@@ -107,13 +105,13 @@ class OwnLayersDraft(LlamaDraft):
 
     reads_states = True
 
-    def __init__(self, model: Model, options: EngineOptions, threads: Threads) -> None:
+    def __init__(self, model: Model, options: EngineOptions) -> None:
         sizes = replace(_context_options(options), tells_hidden=True)
         self._layers = context = OwnLayersContext(model, sizes)
         self._guessed: dict[int, States] = {}
         self._n_slots = options.n_slots
         self.states = HiddenStates(options.n_slots, _N_STATES, context.n_hidden)
-        super().__init__(model, context, model.n_vocab, options, threads)
+        super().__init__(model, context, model.n_vocab, options)
 
     def first_fed(self, seq_id: int) -> int:
         return self.states.first_fed(seq_id)
@@ -159,16 +157,14 @@ def draft_for(target: Model, options: EngineOptions) -> Model | None:
     return model
 
 
-def open_draft(
-    target: Model, model: Model | None, options: EngineOptions, threads: Threads
-) -> LlamaDraft | None:
+def open_draft(target: Model, model: Model | None, options: EngineOptions) -> LlamaDraft | None:
     """The draft by the model that `draft_for` found."""
     if model is None:
         return None
     if model is target:
-        return OwnLayersDraft(model, options, threads)
+        return OwnLayersDraft(model, options)
     context = Context(model, _context_options(options))
-    return LlamaDraft(model, context, min(target.n_vocab, model.n_vocab), options, threads)
+    return LlamaDraft(model, context, min(target.n_vocab, model.n_vocab), options)
 
 
 def _kept_as(options: EngineOptions, model: Model) -> str:

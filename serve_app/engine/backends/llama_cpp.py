@@ -15,33 +15,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app import progress
-from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import Mode
+from serve_app.base import progress
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import ConfigError, DecodeError
+from serve_app.base.progress import Report, Stage
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import Adapters
 from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse, Row, Setup, State
 from serve_app.engine.backends.draft_model import OwnLayersDraft, draft_for, open_draft
-from serve_app.engine.backends.mode_chooser import ModeChooser
 from serve_app.engine.backends.state_layout import Layout, converted
+from serve_app.engine.choice.caches import choose_cache
+from serve_app.engine.choice.plan import LLAMA_CPP_PLAN, Mode, Plan
 from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
-from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError, DecodeError
-from serve_app.llama import library
-from serve_app.llama.context import Adapter, Context, ContextOptions
-from serve_app.llama.formats import Threads
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.hidden_states import HiddenStates
-from serve_app.llama.model import Model
-from serve_app.llama.sampler import SequenceSampler
-from serve_app.llama.vision.positions import Positions, Tile
-from serve_app.progress import Report, Stage
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.guests.drafts.drafting import MAX_DRAFTED_ROWS
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.context import Adapter, Context, ContextOptions
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.hidden_states import HiddenStates
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.llama.sampler import SequenceSampler
+from serve_app.kernels.llama.vision.positions import Positions, Tile
 from serve_app.prompt.chat_template import delimiters
-from serve_app.sampling import SamplingParams
-from serve_app.types import Adapters
 
 if TYPE_CHECKING:
-    from serve_app.llama.vision.projector import MtmdProjector
+    from serve_app.kernels.llama.vision.projector import MtmdProjector
 
 logger = logging.getLogger("corral.engine")
 
@@ -125,8 +123,11 @@ class LlamaEmbeddings:
     empty again after every batch.
     """
 
-    def __init__(self, model: Model, options: EngineOptions, *, flash_attn: bool) -> None:
-        self._model, self._options, self._flash_attn = model, options, flash_attn
+    def __init__(
+        self, model: Model, options: EngineOptions, plan: Plan, *, flash_attn: bool
+    ) -> None:
+        self._model, self._options, self._plan = model, options, plan
+        self._flash_attn = flash_attn
         self._context: Context | None = None
         self._positions = Positions(several=model.n_dimensions > 1)
 
@@ -195,7 +196,7 @@ class LlamaEmbeddings:
                 kv_unified=True,
                 n_ctx=shape.n_text + shape.n_rows,
                 pooling="rank" if shape.pooling == "rank" else "none",
-                stored_from=self._options.stored_from,
+                stored_from=self._plan.kernels.stored_from,
             ),
         )
 
@@ -264,40 +265,37 @@ class LlamaModes:
 
     @property
     def other(self) -> tuple[Mode, Profile]:
-        other = self._backend.choice.other
+        other = self._backend.cache_plan.other
         if other is None:
             raise ValueError("There is no other mode.")
         return other
 
     def change(self, reason: str, learned: Profile) -> None:
         began, backend = time.perf_counter(), self._backend
-        backend.choice = replace(backend.choice, profile=learned)
-        choice = backend.choice.turned(reason)
+        present = replace(backend.cache_plan, profile=learned)
+        plan = present.turned(reason)
         try:
-            backend.remake_cache(choice.mode)
+            backend.remake_cache(plan.mode)
         except ConfigError:
-            backend.remake_cache(backend.choice.mode)
+            backend.remake_cache(present.mode)
             logger.exception("The cache stays as it is.")
-            choice = replace(backend.choice, other=None)
+            plan = replace(present, other=None)
             backend.modes = None
-        backend.choice = choice
-        backend.setup = replace(backend.setup, mode=choice.mode, mode_reason=choice.reason)
+        backend.cache_plan = plan
+        backend.setup = replace(backend.setup, mode=plan.mode, mode_reason=plan.reason)
         self.change_s = time.perf_counter() - began
-        backend.keep(choice.profile)
+        backend.keep(plan.profile)
 
 
 class LlamaBackend:
-    """A GGUF model and one context over it. Raises ConfigError if it cannot be loaded.
-
-    If the options leave flash attention or the kind of cache open, each kind is measured on this
-    machine, now or at an earlier start.
-    """
+    """A GGUF model and one context over it. Raises ConfigError if it cannot be loaded."""
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         options: EngineOptions,
         report: Report = progress.nowhere,
+        plan: Plan = LLAMA_CPP_PLAN,
     ) -> None:
         if options.computing_cpus is not None:  # OpenMP's threads inherit it from this one
             os.sched_setaffinity(0, options.computing_cpus)
@@ -306,14 +304,14 @@ class LlamaBackend:
         self.vocabulary = model = Model(
             path,
             load_mode=options.load_mode,
-            repack=options.repack is not False,
+            repack=plan.kernels.repack,
             delimiters=delimiters,
             on_loaded=lambda part: report(Stage("loading", part)),
             own_layers=options.own_layers,
         )
         if options.n_rs_seq is None:
             options = replace(options, n_rs_seq=_n_past_states(model, options))
-        self.options = options
+        self.options, self.plan = options, plan
         draft = draft_for(model, options)
         self.n_sequences = options.n_slots + len(options.pinned)
         self.cache_types = (options.cache_type_k, options.cache_type_v)
@@ -323,24 +321,19 @@ class LlamaBackend:
         self._projector = projector = _open_projector(model, options)
         self._positions = Positions(several=model.n_dimensions > 1)
         try:
-            chosen = ModeChooser(model, options, self._open, report).choose()
-            self.choice = choice = chosen.choice
-            self._kept_as = chosen.kept_as
+            self.cache_plan = cache = choose_cache(plan, model, options, self._open, report)
             self.setup = Setup(
-                "llama.cpp",
-                choice.mode,
-                choice.threads or Threads.alike(options.threads, options.threads_batch),
-                choice.profile,
-                mode_reason=choice.reason,
+                *(plan.kernels.backend, cache.mode, cache.profile),
+                kernels_reason=plan.why,
+                mode_reason=cache.reason,
                 spins=True,
             )
             began, n_ctx = time.perf_counter(), options.n_ctx
             if n_ctx is not None:
                 n_ctx += sum(map(len, options.pinned))
-            self._context = self._open(choice.mode, options.n_ctx_slot, n_ctx)
+            self._context = self._open(cache.mode, options.n_ctx_slot, n_ctx)
             self.opened_s = time.perf_counter() - began
-            self._context.use_threads(self.setup.threads)
-            self.draft = open_draft(model, draft, options, self.setup.threads)
+            self.draft = open_draft(model, draft, options)
             self.hidden_states = HiddenStates(0, 1, 0)
             """The hidden states of the slots; none unless a draft wants them."""
             if isinstance(self.draft, OwnLayersDraft):
@@ -348,20 +341,17 @@ class LlamaBackend:
         except DecodeError as error:
             raise ConfigError(f"{path} cannot be decoded: {error}") from error
         self.states = LlamaStates(self, self._context, self._positions)
-        self.embeddings = LlamaEmbeddings(model, options, flash_attn=choice.mode.flash_attn)
+        self.embeddings = LlamaEmbeddings(model, options, plan, flash_attn=cache.mode.flash_attn)
         self.pictures = (
             None
             if projector is None
             else LlamaPictures(projector, self._context, self._positions, self.embeddings)
         )
-        self.modes = None if choice.other is None else LlamaModes(self)
-        logger.info("%s.", choice.reason)
-        if choice.threads is not None:
-            logger.info("Of %d threads, %s.", choice.threads.many_rows, choice.threads.reason)
+        self.modes = None if cache.other is None else LlamaModes(self)
 
     # -- opening ----------------------------------------------------------------------------------
 
-    def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0) -> Context:
+    def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, n_more: int = 0) -> Context:
         options = self.options
         n_decoding = options.n_slots + MAX_DRAFTED_ROWS
         # Layers with a window keep a batch's cells; pictures that are not causal go into one.
@@ -388,7 +378,7 @@ class LlamaBackend:
                 cache_type_v=options.cache_type_v,
                 tells_hidden=options.own_layers,
                 n_rs_seq=options.n_rs_seq or 0,
-                stored_from=options.stored_from,
+                stored_from=self.plan.kernels.stored_from,
             ),
         )
         context.warm_up()
@@ -398,7 +388,6 @@ class LlamaBackend:
         """Free the cache, and make one of that mode. Raises ConfigError if there is no memory for it."""
         self._context.become(flash_attn=mode.flash_attn, kv_unified=mode.kv_unified)
         self._positions.clear()
-        self._context.use_threads(self.setup.threads)
         self._context.warm_up()
         for seq_id in range(self.options.n_slots):
             self.hidden_states.moved(seq_id)
@@ -480,11 +469,10 @@ class LlamaBackend:
         )
 
     def keep(self, profile: Profile) -> None:
-        self.choice = replace(self.choice, profile=profile)
-        self.setup = replace(self.setup, profile=profile)
         # The other kind's profile may be worse: its share says so, and the next comparison distrusts it.
-        if self._kept_as and profile_cache.is_worth_keeping([profile]):
-            profile_cache.save(self.options.profile_folder, self._kept_as, self.choice)
+        self.cache_plan = replace(self.cache_plan, profile=profile)
+        self.setup = replace(self.setup, profile=profile)
+        self.plan.keep(self.options.profile_folder, self.cache_plan)
 
     def close(self) -> None:
         self._context.close()
@@ -511,6 +499,6 @@ def _n_past_states(model: Model, options: EngineOptions) -> int:
 def _open_projector(model: Model, options: EngineOptions) -> MtmdProjector | None:
     if options.projector is None:
         return None
-    from serve_app.llama.vision.projector import MtmdProjector  # its library takes memory
+    from serve_app.kernels.llama.vision.projector import MtmdProjector  # its library takes memory
 
     return MtmdProjector(model, options.projector, options.threads)

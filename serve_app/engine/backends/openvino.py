@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app import progress
-from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.modes import PAGED
-from serve_app.engine.autotune.profiler import DEPTH, ROOM, Depth, Profiler, in_turns, paged_depth
+from serve_app.base import progress
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import ConfigError
+from serve_app.base.progress import Report, Stage
+from serve_app.base.sampling import SamplingParams
 from serve_app.engine.backends.base import (
     Backend,
     CacheTraits,
@@ -32,24 +31,23 @@ from serve_app.engine.backends.base import (
 )
 from serve_app.engine.backends.draft_model import draft_for, open_draft
 from serve_app.engine.backends.llama_cpp import LlamaBackend, LlamaEmbeddings
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import ConfigError
-from serve_app.llama.formats import Threads
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.model import Model
-from serve_app.llama.sampler import SequenceSampler
-from serve_app.openvino.convert import converted_of, unserved, versions
-from serve_app.openvino.encoder import Encoder
-from serve_app.openvino.gguf_model import EmbeddingRows
-from serve_app.openvino.paged.blocks import BLOCK
-from serve_app.openvino.paged.compiling import CacheType, check_cache_type
-from serve_app.openvino.paged.context import PagedContext
-from serve_app.openvino.paged.model import Layers, PagedModel, PagedOptions
-from serve_app.openvino.parts import WHOLE
-from serve_app.progress import Report, Stage
+from serve_app.engine.choice.caches import kept_or_measured
+from serve_app.engine.choice.plan import OPENVINO_PLAN, PAGED, CachePlan, Plan
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.costs.profiler import DEPTH, ROOM, Depth, Profiler, in_turns, paged_depth
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.llama.sampler import SequenceSampler
+from serve_app.kernels.openvino.convert import converted_of, unserved, versions
+from serve_app.kernels.openvino.encoder import Encoder
+from serve_app.kernels.openvino.gguf_model import EmbeddingRows
+from serve_app.kernels.openvino.paged.blocks import BLOCK
+from serve_app.kernels.openvino.paged.compiling import CacheType, check_cache_type
+from serve_app.kernels.openvino.paged.context import PagedContext
+from serve_app.kernels.openvino.paged.model import LayerChain, Layers, PagedModel, PagedOptions
+from serve_app.kernels.openvino.parts import WHOLE
 from serve_app.prompt.chat_template import delimiters
-from serve_app.sampling import SamplingParams
-from serve_app.stages.chain import StageChain
 
 logger = logging.getLogger("corral.engine")
 
@@ -89,8 +87,8 @@ class PagedEmbeddings:
 class EncoderEmbeddings(LlamaEmbeddings):
     """Vectors of texts, or the outputs of a classifier, from an encoder."""
 
-    def __init__(self, model: Model, options: EngineOptions, encoder: Encoder) -> None:
-        super().__init__(model, options, flash_attn=False)
+    def __init__(self, model: Model, options: EngineOptions, plan: Plan, encoder: Encoder) -> None:
+        super().__init__(model, options, plan, flash_attn=False)
         self._encoder = encoder
 
     @property
@@ -117,8 +115,9 @@ class EncoderBackend(LlamaBackend):
         path: str | os.PathLike[str],
         options: EngineOptions,
         report: Report = progress.nowhere,
+        plan: Plan = OPENVINO_PLAN,
     ) -> None:
-        super().__init__(path, replace(options, repack=False), report)
+        super().__init__(path, options, report, plan)
         model = self.vocabulary
         if reason := unserved(model, options.embedding_pooling):
             raise ConfigError(reason)
@@ -129,18 +128,16 @@ class EncoderBackend(LlamaBackend):
             threads=options.threads,
             window=model.meta_int("attention.sliding_window", 0),
         )
-        self.embeddings = EncoderEmbeddings(model, options, encoder)
-        self.setup = replace(self.setup, kernels="openvino", mode_reason="An encoder has no cache")
+        self.embeddings = EncoderEmbeddings(model, options, plan, encoder)
+        self.setup = replace(self.setup, mode_reason="An encoder has no cache")
 
 
-def open_with_openvino(
-    path: Path, options: EngineOptions, report: Report = progress.nowhere
-) -> Backend:
+def open_with_openvino(path: Path, options: EngineOptions, report: Report, plan: Plan) -> Backend:
     """The backend of that model's kind. Raises ConfigError."""
     model = Model(path, vocab_only=True, delimiters=delimiters)
     if model.is_causal:
-        return OpenVinoBackend(model, options, report)
-    return EncoderBackend(path, options, report)
+        return OpenVinoBackend(model, options, report, plan)
+    return EncoderBackend(path, options, report, plan)
 
 
 class OpenVinoBackend:
@@ -159,7 +156,8 @@ class OpenVinoBackend:
         model: Model,
         options: EngineOptions,
         report: Report = progress.nowhere,
-        chain: StageChain | None = None,
+        plan: Plan = OPENVINO_PLAN,
+        chain: LayerChain | None = None,
     ) -> None:
         """Compute the model, which is open without its weights, or the stage of a chain."""
         began = time.monotonic()
@@ -207,17 +205,18 @@ class OpenVinoBackend:
         self.decode, self.cancel, self.truncate = context.decode, context.cancel, context.truncate
         self.copy, self.shift = context.copy, context.shift
         self._n_stages = 1 if chain is None else chain.part.n_parts
-        threads = Threads.alike(options.threads, options.threads)
-        # However layers are divided: an engine measures the time of all stages.
-        conditions = {"model": self._fingerprint.hex(), "openvino": versions()}
-        self._kept_as = profile_cache.key(options, chain=self._n_stages, **conditions)
         if chain is not None:
             limit_s = min(options.profile_limit_s, _MEASURING * (time.monotonic() - began))
             self._options = replace(options, profile_limit_s=limit_s)
-        profile = self._profile(report)
-        self.setup = Setup("openvino", PAGED, threads, profile, mode_reason=_REASON)
+        self._plan, cache = plan, CachePlan(PAGED, _REASON, Profile())
+        if self._options.profile_limit_s > 0:
+            cache = kept_or_measured(plan, self._options, report, self._measured)
+        self._cache_plan = cache
+        self.setup = Setup(
+            *("openvino", PAGED, cache.profile), kernels_reason=plan.why, mode_reason=cache.reason
+        )
         # llama.cpp is the faster with few rows, one for each slot.
-        self.draft = open_draft(model, draft_for(model, options), options, threads)
+        self.draft = open_draft(model, draft_for(model, options), options)
         # A state is none of llama.cpp's.
         parts = (versions(), BLOCK, options.cache_type_k, options.quantization)
         key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + context.turns).digest()
@@ -230,24 +229,33 @@ class OpenVinoBackend:
             causal=True,
         )
         self.embeddings = PagedEmbeddings(context, shape)
-        logger.info("%s.", _REASON)
 
-    def _profile(self, report: Report) -> Profile:
-        options = self._options
-        if options.profile_limit_s <= 0:
-            return Profile()
-        kept = profile_cache.load(options.profile_folder, self._kept_as, Profile)
-        if kept is not None:
-            return kept
-        report(Stage("measuring", limit_s=options.profile_limit_s))
-        threads = Threads.alike(options.threads, None) if self._n_stages == 1 else None
-        profile = profile_of(self._context, options, threads)
-        self.keep(profile)
-        return profile
+    def _measured(self) -> CachePlan:
+        """Measure batches in `profile_limit_s`. Leaves the cache empty."""
+        context, options, began = self._context, self._options, time.perf_counter()
+        clocks = Clocks(options.threads_of if self._n_stages == 1 else None)
+        clocks.begin()
+        profiler = Profiler(
+            context,
+            n_slots=options.n_slots,
+            n_ctx_slot=options.n_ctx_share,
+            n_batch=options.n_batch,
+        )
+        in_turns([profiler], _ESSENTIAL * options.profile_limit_s)
+        n_tokens = min(DEPTH, options.n_ctx_share - ROOM, context.n_tokens - ROOM)
+        n_tokens, deep_s = n_tokens // BLOCK * BLOCK, _DEEP * options.profile_limit_s
+        depth = Depth()
+        if n_tokens > 0:
+            depth = paged_depth(context, profiler.profile, n_tokens, deep_s)
+        profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
+        _, share = clocks.end(options.n_batch)
+        context.release()
+        profile = replace(depth.added_to(profiler.profile, unified=False), share=share)
+        return CachePlan(PAGED, _REASON, profile)
 
     def keep(self, profile: Profile) -> None:
-        if profile_cache.is_worth_keeping([profile]):
-            profile_cache.save(self._options.profile_folder, self._kept_as, profile)
+        cache = replace(self._cache_plan, profile=profile)
+        self._plan.keep(self._options.profile_folder, cache)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None
@@ -274,40 +282,6 @@ class OpenVinoBackend:
         self._context.close()
         if self.draft is not None:
             self.draft.close()
-
-
-def profile_of(context: PagedContext, options: EngineOptions, threads: Threads | None) -> Profile:
-    """The times of batches, measured in `options.profile_limit_s`. Leaves the cache empty. `threads` are
-    those that compute here, if they do."""
-    began, clocks = time.perf_counter(), Clocks(threads)
-    clocks.begin()
-    profiler = Profiler(
-        context, n_slots=options.n_slots, n_ctx_slot=options.n_ctx_share, n_batch=options.n_batch
-    )
-    in_turns([profiler], _ESSENTIAL * options.profile_limit_s)
-    n_tokens = min(DEPTH, options.n_ctx_share - ROOM, context.n_tokens - ROOM)
-    n_tokens, deep_s = n_tokens // BLOCK * BLOCK, _DEEP * options.profile_limit_s
-    depth = Depth()
-    if n_tokens > 0:
-        depth = paged_depth(context, profiler.profile, n_tokens, deep_s)
-    profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
-    took_s, share = clocks.end(options.n_batch)
-    context.release()
-    logger.info("Measured batches in %.1f s.", took_s)
-    return replace(depth.added_to(profiler.profile, unified=False), share=share)
-
-
-def small_context(model: Model, options: EngineOptions, n_ctx_slot: int) -> PagedContext:
-    """A context that is only profiled, of a model that is converted. Raises ConfigError."""
-    path = converted_of(model, options.max_converted_bytes)
-    paged = PagedOptions(
-        n_sequences=options.n_slots,
-        n_ctx_slot=options.n_ctx_slot,
-        n_blocks=options.n_slots * _n_blocks(min(options.n_ctx_share, n_ctx_slot)),
-        threads=options.threads,
-        cache_type=_cache_type(options),
-    )
-    return PagedContext(PagedModel(path, paged), model, paged)
 
 
 def _cache_type(options: EngineOptions) -> CacheType:

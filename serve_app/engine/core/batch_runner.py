@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import AHEAD_S, CostModel
+from serve_app.base.errors import ConstraintError, CorralError, DecodeCancelledError, DecodeError
+from serve_app.base.types import Adapters, Sampled
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.scheduler.batch import Batch, Chunk
-from serve_app.engine.core.scheduler.fair_queue import FairQueue
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import AHEAD_S, CostModel
 from serve_app.engine.health import Progress
-from serve_app.errors import ConstraintError, CorralError, DecodeCancelledError, DecodeError
-from serve_app.types import Adapters, Sampled
 
 logger = logging.getLogger("corral.engine")
 
@@ -54,14 +53,9 @@ class BatchRunner:
     _progress: Progress
     _command_queue: CommandQueue
     """The queue that cancels a batch which nobody waits for."""
-    _queue: FairQueue
+    _clocks: Clocks
     _adapters: Adapters = ()
     """The adapters of the last batch."""
-    _clocks: Clocks = field(init=False)
-
-    def __post_init__(self) -> None:
-        setup = self._backend.setup
-        self._clocks = Clocks(setup.threads if setup.spins else None)
 
     def run(self, batch: Batch, *, ahead: bool = False) -> BatchResult:
         """Decode a batch, and sample behind it. Raises what `Backend.decode` raises if it is broken.
@@ -161,7 +155,7 @@ class BatchRunner:
     def _charge(self, batch: Batch, computed_s: float) -> None:
         for chunk, seconds in zip(batch.chunks, batch.shared_s(computed_s), strict=True):
             chunk.sequence.trace.computed(computed_s, len(batch.chunks))
-            self._queue.charge(chunk.sequence, seconds)
+            self._command_queue.policy.charge(chunk.sequence, seconds)
 
     def learn(self, result: BatchResult) -> None:
         """Learn what a batch took. Its tokens need not wait for that."""
@@ -180,7 +174,7 @@ class BatchRunner:
         began = time.monotonic()
         sampled = sample(chunk)
         seconds = time.monotonic() - began
-        self._queue.charge(chunk.sequence, seconds)
+        self._command_queue.policy.charge(chunk.sequence, seconds)
         if not (chunk.scored or isinstance(sampled, CorralError)):
             chunk.sequence.sampling_cost.observe(len(sampled), seconds)
         return sampled

@@ -1,103 +1,30 @@
-"""The queue from other threads to the decoder thread. Requests are accepted or refused here, fairly."""
+"""The queue from other threads to the decoder thread."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from serve_app.engine.core.scheduler.backlog import Expected, Forecast
-from serve_app.engine.core.sequence import Sequence
-from serve_app.errors import (
+from serve_app.base.errors import (
     CorralError,
-    DeadlineError,
     EngineClosedError,
     EngineFailedError,
     InvalidRequestError,
     QueueFullError,
 )
-from serve_app.types import NO_DEADLINE, Accepted, GenerationRequest, RequestRecord
+from serve_app.base.types import Accepted, GenerationRequest, RequestRecord
+from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.policy.forecast import Forecast
+from serve_app.engine.policy.policy import SlotPolicy
 
 if TYPE_CHECKING:
-    from serve_app.engine.kv_cache.manager import KVCacheManager
-
-
-class QueueCapacity:
-    """The places of requests that wait or run. `n_places` in all, and up to `n_extra` more, one each for
-    clients that hold none.
-
-    While all are taken, a newcomer gets one of the client that holds most, if that has at least as many as
-    the newcomer's afterwards: it loses its newest request that never had a slot. If nobody who holds more
-    has such a one, a client that holds none gets an extra place beside one that holds several.
-    """
-
-    def __init__(self, n_places: int, n_extra: int) -> None:
-        self._n_places = n_places
-        self._n_extra = n_extra
-        self.held: Counter[str] = Counter()
-        """How many places each client has; only those that have one."""
-        self._waiting: dict[str, str] = {}
-        """The client of each request that never had a slot, in the order in which they came."""
-        self._displaced: set[str] = set()
-
-    def ask(self, client: str) -> tuple[bool, str | None]:
-        """Whether the client's next request would get a place, and the request that would end for it."""
-        n_taken, n_own = self.held.total(), self.held[client]
-        if n_taken < self._n_places:
-            return True, None
-        newest = {owner: request_id for request_id, owner in self._waiting.items()}
-        greediest = max(newest, key=lambda owner: self.held[owner], default=None)
-        if greediest is not None and self.held[greediest] >= n_own + 2:
-            return True, newest[greediest]
-        several = max(self.held.values(), default=0) >= 2
-        return n_own == 0 and several and n_taken < self._n_places + self._n_extra, None
-
-    def take(self, request_id: str, client: str, *, may_be_displaced: bool = True) -> None:
-        """Give a request a place."""
-        self.held[client] += 1
-        if may_be_displaced:
-            self._waiting[request_id] = client
-
-    def displace(self, request_id: str) -> None:
-        """Free the place of a request that is to end."""
-        self._displaced.add(request_id)
-        self._free(self._waiting.pop(request_id))
-
-    def started(self, request_id: str, client: str) -> None:
-        """Keep the place of a request that has got a slot, even if it was just to lose it."""
-        self._waiting.pop(request_id, None)
-        if request_id in self._displaced:
-            self._displaced.discard(request_id)
-            self.held[client] += 1
-
-    def leave(self, request_id: str, client: str) -> None:
-        """Free the place of a request that has ended."""
-        self._waiting.pop(request_id, None)
-        if request_id in self._displaced:
-            self._displaced.discard(request_id)
-        else:
-            self._free(client)
-
-    def _free(self, client: str) -> None:
-        self.held[client] -= 1
-        if not self.held[client]:
-            del self.held[client]
-
-
-def _missed(what: str, likely_s: float, bound_s: float) -> DeadlineError | None:
-    if likely_s <= bound_s:
-        return None
-    return DeadlineError(
-        f"By the forecast, the {what} would come after up to {likely_s:.2f} seconds. It may come after "
-        f"{bound_s:.2f} at most.",
-        max(1, math.ceil(likely_s - bound_s)),
-    )
+    from serve_app.engine.cache.manager import KVCacheManager
 
 
 class Command:
@@ -151,26 +78,12 @@ _BURST_PART, _MOST_BURST_S = 0.1, 0.02
 
 
 class CommandQueue:
-    """Where other threads leave commands, and where admission is decided.
+    """Where other threads leave commands. It knows the live request ids, and asks the policy whom it
+    accepts: so it can refuse a duplicate, or one too many, at once on the caller's thread."""
 
-    Knows the live request ids, so that it can refuse a duplicate or one too many at once, on the
-    caller's thread. A request that another engine had accepted is never refused for lack of room.
-    `QueueCapacity` says which requests are refused when the queue is full.
-    """
-
-    def __init__(
-        self,
-        capacity: QueueCapacity,
-        max_wait_s: float | None,
-        background: QueueCapacity | None = None,
-        max_first_token_s: float | None = None,
-    ) -> None:
-        """Requests in the background have places of their own, and may wait for as long as they like;
-        without such places, all are refused."""
-        self._max_first_token_s = math.inf if max_first_token_s is None else max_first_token_s
+    def __init__(self, policy: SlotPolicy) -> None:
+        self.policy = policy
         self._changed = threading.Condition()
-        self._capacities = {False: capacity, True: background or QueueCapacity(0, 0)}
-        self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._live: dict[str, GenerationRequest] = {}
         self._pending = PendingCommands()
         self._failed = False
@@ -214,67 +127,13 @@ class CommandQueue:
             return InvalidRequestError(
                 f"A request with the id {sequence.id!r} is already running.", "id"
             )
-        refusal = self._take(sequence, forecast)
-        if refusal and sequence.is_behind and sequence.request.deadline != NO_DEADLINE:
-            sequence.leave_background()
-            refusal = self._take(sequence, forecast)
-        return refusal or forecast.accepted(sequence)
-
-    def _take(self, sequence: Sequence, forecast: Forecast) -> CorralError | None:
-        """Give a sequence a place, or say why not."""
-        request, arrived = sequence.request, self._pending.submitted
-        capacity = self._capacities[request.background]
-        live = capacity.held + self._capacities[False].held if request.background else capacity.held
-        expected = sequence.expected = forecast.expected(sequence, live, arrived)
-        if not request.n_failovers:
-            is_accepted, displaced = capacity.ask(request.account)
-            if not is_accepted:
-                retry_after_s = forecast.place_free_s(request.account, capacity.held, arrived)
-                return QueueFullError("All slots and the waiting queue are full.", retry_after_s)
-            if refusal := self._too_late(request, expected, forecast):
-                return refusal
-            if displaced is not None:
-                self._displace(capacity, displaced, forecast)
-        capacity.take(request.id, request.account, may_be_displaced=not request.n_failovers)
-        self._live[request.id] = request
-        arrived.append(sequence)
-        return None
-
-    def _too_late(
-        self, request: GenerationRequest, expected: Expected, forecast: Forecast
-    ) -> CorralError | None:
-        """Refuse a request that would wait too long, or be answered later than it may be."""
-        if expected.wait_s > self._max_wait_s and not request.background:
-            return QueueFullError(
-                f"A slot would be free after {expected.wait_s:.0f} seconds; a request may wait for "
-                f"{self._max_wait_s:.0f} at most.",
-                math.ceil(expected.wait_s),
-            )
-        first, end = math.prod(forecast.first_token), math.prod(forecast.end)
-        if not request.background:
-            bound_s = max(self._max_first_token_s, 2 * first * expected.alone_s)
-            if refusal := _missed("first token", first * expected.first_token_s, bound_s):
-                return refusal
-        within = request.deadline
-        if (
-            first * expected.alone_s > within.first_token_s
-            or end * expected.end_alone_s > within.end_s
-        ):
-            return InvalidRequestError(
-                f"Even alone, the request would have its first token after {expected.alone_s:.2f} seconds, "
-                f"and its end after {expected.end_alone_s:.2f}, by the forecast."
-            )
-        return _missed(
-            "first token", first * expected.first_token_s, within.first_token_s
-        ) or _missed("end", end * expected.end_s, within.end_s)
-
-    def _displace(self, capacity: QueueCapacity, request_id: str, forecast: Forecast) -> None:
-        client = self._live[request_id].account
-        self._pending.displaced[request_id] = QueueFullError(
-            "All slots and the waiting queue are full, and other clients have fewer requests there.",
-            forecast.place_free_s(client, capacity.held, self._pending.submitted),
-        )
-        capacity.displace(request_id)
+        displaced = self.policy.accepts(sequence, forecast, self._pending.submitted)
+        if isinstance(displaced, CorralError):
+            return displaced
+        self._pending.displaced |= displaced
+        self._live[sequence.id] = sequence.request
+        self._pending.submitted.append(sequence)
+        return forecast.acceptance(sequence)
 
     def find(self, name: str) -> list[RequestRecord]:
         """Any thread: the records of that request's sequences that were accepted and have not ended."""
@@ -373,22 +232,18 @@ class CommandQueue:
         wait_s = min(_MOST_BURST_S, _BURST_PART * (newest.alone_s if newest else 0.0))
         return self._changed.wait_for(lambda: len(submitted) > n_before, wait_s)
 
-    def started(self, sequences: Iterable[Sequence]) -> None:
-        """Decoder thread: keep the places of sequences that have got their first slot. A sequence that was
-        displaced in the same moment runs all the same."""
+    def start(self, sequence: Sequence) -> bool:
+        """Decoder thread: whether a sequence may have its first slot. If not, another client's request has
+        its place, and it is to end."""
         with self._changed:
-            for sequence in sequences:
-                request = sequence.request
-                self._capacities[request.background].started(sequence.id, request.account)
-                self._pending.displaced.pop(sequence.id, None)
+            return self.policy.start(sequence)
 
     def forget(self, request_id: str) -> None:
         """Decoder thread: free the place and the id of a request that has ended. An abort that came too
         late for it must not hit the next request of that id."""
         with self._changed:
-            request = self._live.pop(request_id, None)
-            if request is not None:
-                self._capacities[request.background].leave(request_id, request.account)
+            self.policy.forget(request_id)
+            self._live.pop(request_id, None)
             self._pending.aborted.discard(request_id)
             self._pending.displaced.pop(request_id, None)
 

@@ -7,36 +7,37 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from operator import sub
 from typing import TypeVar
 
-from serve_app.engine.autotune.cost_model import CostModel
-from serve_app.engine.autotune.sampling_costs import SamplingCost, sampling_kind
-from serve_app.engine.backends.base import Backend
-from serve_app.engine.core.admission import Admission
-from serve_app.engine.core.batch_runner import BatchResult, BatchRunner
-from serve_app.engine.core.command_queue import CommandQueue, PendingCommands
-from serve_app.engine.core.guest import Guest
-from serve_app.engine.core.postprocessor import Outbox, Postprocessor
-from serve_app.engine.core.scheduler.backlog import Backlog
-from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
-from serve_app.engine.core.scheduler.fair_queue import Accounts, FairQueue
-from serve_app.engine.core.scheduler.scheduler import Scheduler
-from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.health import Progress
-from serve_app.engine.kv_cache.manager import open_cache
-from serve_app.engine.metrics.snapshot import Published, View, engine_stats
-from serve_app.engine.metrics.stats import CachedPrefixes, CachedPrompt, Counts
-from serve_app.engine.metrics.trace import Latencies, RequestLog
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import (
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import (
     CacheFullError,
     CorralError,
     DecodeCancelledError,
     EngineClosedError,
     EngineFailedError,
 )
-from serve_app.types import FinishReason, RequestRecord, SequenceEnd, adapters_of
+from serve_app.base.types import FinishReason, RequestRecord, SequenceEnd, adapters_of
+from serve_app.engine.backends.base import Backend
+from serve_app.engine.cache.manager import open_cache
+from serve_app.engine.core.admission import Admission
+from serve_app.engine.core.batch_runner import BatchResult, BatchRunner
+from serve_app.engine.core.command_queue import CommandQueue, PendingCommands
+from serve_app.engine.core.guest import Guest, Steps
+from serve_app.engine.core.postprocessor import Outbox, Postprocessor
+from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
+from serve_app.engine.core.scheduler.scheduler import Scheduler
+from serve_app.engine.core.sequence import Sequence
+from serve_app.engine.core.step_budget import StepBudget
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import CostModel
+from serve_app.engine.costs.sampling_costs import SamplingCost, sampling_kind
+from serve_app.engine.health import Progress
+from serve_app.engine.metrics.snapshot import Published, View, engine_stats
+from serve_app.engine.metrics.stats import CachedPrefixes, CachedPrompt, Counts
+from serve_app.engine.metrics.trace import Latencies, RequestLog
+from serve_app.engine.policy.forecast import Backlog
 
 logger = logging.getLogger("corral.engine")
 
@@ -44,6 +45,8 @@ G = TypeVar("G", bound=Guest)
 MakeGuests = Callable[["EngineCore"], list[Guest]]
 """Makes the guests of a core, in the order in which they are called. Decoder thread."""
 
+_Done = tuple[float, float, float]
+"""Tokens of prompts and of answers, and seconds of sampling, up to some moment."""
 # Steps in a row in which nothing could be decoded, after which the backend counts as broken.
 _MAX_FAILED_STEPS = 3
 # Requests of which `CachedPrefixes` knows that they were taken in.
@@ -71,8 +74,8 @@ class EngineCore:
         self.command_queue = command_queue
         self.progress = progress
         self.costs = costs = CostModel(backend.setup.profile)
-        self.budget = StepBudget(options.max_stall_s)
-        self.queue = FairQueue(self._cost, Accounts())
+        self.budget = StepBudget(options.max_stall_ms)
+        self.policy = command_queue.policy
         self.counts = Counts()
         self.latencies = Latencies()
         self.request_log = RequestLog()
@@ -88,9 +91,10 @@ class EngineCore:
         self.cache.pin(options.n_batch)
         self._outbox = outbox = Outbox()
         self.admission = Admission(
-            backend, self.cache, self.scheduler, self.queue, self.budget, self.counts, outbox
+            backend, self.cache, self.scheduler, command_queue, self.budget, self.counts, outbox
         )
-        self.runner = BatchRunner(backend, costs, progress, command_queue, self.queue)
+        clocks = Clocks(options.threads_of if backend.setup.spins else None)
+        self.runner = BatchRunner(backend, costs, progress, command_queue, clocks)
         self._runs_ahead = backend.draft is None and backend.traits.n_rewind >= options.n_batch
         """Whether tokens can be computed before anybody has looked at the tokens before them."""
         self._postprocessor = Postprocessor(
@@ -105,12 +109,20 @@ class EngineCore:
         self._sampling_costs = defaultdict[tuple[object, ...], SamplingCost](SamplingCost)
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self._failed_steps = 0
-        self.is_draining = False
-        self.changed = False
-        """Whether, since the last view, anything has changed but the number of tokens."""
         self.delivered: Callable[[], None] = lambda: None
-        self.worked_at = time.monotonic()
-        """The time when the last step ended, or the backend was open."""
+        self.steps = Steps(
+            running=self.scheduler.running,
+            waiting=self.admission.waiting,
+            budget=self.budget,
+            counts=self.counts,
+            charge=self.policy.charge,
+            admit=self.admit,
+            take_commands=self.take_commands,
+            interlude=self.interlude,
+            end=self.end,
+            interrupt=self._interrupt,
+            resting=command_queue.resting,
+        )
         self.guests = make_guests(self)
         self.published = Published(self._view)
 
@@ -118,10 +130,10 @@ class EngineCore:
 
     def step(self) -> None:
         """Admit, schedule, decode, sample, postprocess and deliver: one turn of the loop."""
-        began = self._begin()
+        began, done = self._begin()
         self.admit()
         for guest in self.guests:
-            guest.before_schedule(self)
+            guest.before_schedule()
         batches, results = self._schedule(), list[BatchResult]()
         for batch in batches:
             results.append(self.runner.run(batch, ahead=self._runs_ahead and len(batches) == 1))
@@ -129,21 +141,19 @@ class EngineCore:
                 break
         computed_s = self.budget.elapsed_s
         self.deliver()
-        self._account(began)
+        step_s = self._account(began, done)
         self._learn(results, computed_s)
         for guest in self.guests:
-            guest.after_step(self, self.worked_at - began, idle=not batches)
+            guest.after_step(step_s, idle=not batches)
 
-    def _begin(self) -> float:
+    def _begin(self) -> tuple[float, _Done]:
         if not self.scheduler.running:  # nobody has waited since the last step
             self.budget.begin()
-        return time.monotonic()
+        return time.monotonic(), self._done
 
     def admit(self) -> None:
         """Move waiting sequences into idle slots."""
-        if started := self.admission.admit():
-            self.command_queue.started(started)
-        for sequence in started:
+        for sequence in self.admission.admit():
             if (progress := sequence.progress()) is not None:
                 self._outbox.put(sequence, progress)
 
@@ -152,9 +162,8 @@ class EngineCore:
         n_cells = self.cache.table.n_cells if self.backend.setup.mode.mixes else 0
         batches = self.scheduler.schedule(time.monotonic(), n_cells, ends)
         for guest in self.guests:
-            guest.scheduled(self, batches)
+            guest.before_decode(batches)
         self.counts.steps += bool(batches)
-        self._before = self.counts.prompt_tokens, self.counts.generated_tokens, self.counts.sample_s
         return batches
 
     def _postprocess(self, result: BatchResult) -> bool:
@@ -205,27 +214,28 @@ class EngineCore:
         if results and results[-1].error is None:
             self.scheduler.observe([result.batch for result in results], computed_s)
 
-    def _account(self, began: float) -> None:
+    @property
+    def _done(self) -> _Done:
+        return self.counts.prompt_tokens, self.counts.generated_tokens, self.counts.sample_s
+
+    def _account(self, began: float, done: _Done) -> float:
+        """Restart the budget, and learn how fast work gets done. Returns the seconds of the step."""
         self.budget.begin()
-        self.worked_at = time.monotonic()
-        counts, (n_prompt, n_generated, sample_s) = self.counts, self._before
-        seconds = self.worked_at - began
-        counts.step_s += seconds
+        self.steps.worked_at = time.monotonic()
+        seconds = self.steps.worked_at - began
+        self.counts.step_s += seconds
         if not self.cache.table.n_idle and self.scheduler.served_all:
-            self.backlog.progressed(
-                counts.prompt_tokens - n_prompt,
-                counts.generated_tokens - n_generated,
-                seconds - (counts.sample_s - sample_s),
-            )
+            n_prompt, n_generated, sample_s = map(sub, self._done, done)
+            self.backlog.learn_pace(n_prompt, n_generated, seconds - sample_s)
+        return seconds
 
     def deliver(self) -> None:
         """Free what ended sequences held, and only then tell anybody: whoever reads a request's end finds
         its slot free."""
         for sequence, end in self._outbox.ends:
             self._release(sequence, end)
-        changed = self.changed or self.admission.changed or not self.has_work
-        self.published.stepped(changed=changed)
-        self.changed = self.admission.changed = False
+        self.published.stepped(changed=self.admission.changed or not self.has_work)
+        self.admission.changed = False
         for guest in self.guests:
             guest.deliver()
         outbox = self._outbox.take()
@@ -238,7 +248,6 @@ class EngineCore:
 
     def _release(self, sequence: Sequence, end: SequenceEnd) -> None:
         request = sequence.request
-        self.changed = True
         self.request_log.add(
             RequestRecord(request.id, request.http_id, request.client, "ended", end)
         )
@@ -246,14 +255,12 @@ class EngineCore:
         self.counts.prefill_s += end.timings.prefill_s
         self.counts.generation_s += end.timings.decode_s
         self.counts.n_tokens_max = max(self.counts.n_tokens_max, sequence.n_past)
-        self.queue.end(sequence)
         sequence.close()
         if sequence.trace.admitted is not None:
-            self.backlog.ended(sequence)
-            self.backlog.came_true(sequence, end)
+            self.backlog.learn_end(sequence, end)
         self.admission.release(sequence)
         for guest in self.guests:
-            guest.ended(sequence)
+            guest.forget(sequence)
 
     # -- between steps ----------------------------------------------------------------------------
 
@@ -262,6 +269,10 @@ class EngineCore:
         self.take_commands()
         self.step()
 
+    def _interrupt(self) -> None:
+        self.runner.use_adapters(())  # another context has none
+        self.admission.interrupt()
+
     def take_commands(self, wait_s: float | None = 0.0) -> bool:
         """Carry out what other threads have sent, or send within `wait_s`; False when a drain is over."""
         return self._carry_out(self.command_queue.take(wait_s))
@@ -269,10 +280,11 @@ class EngineCore:
     def _carry_out(self, pending: PendingCommands) -> bool:
         if not pending:
             return True
-        self.changed = True
+        self.admission.changed = True
         for sequence in pending.submitted:
             kind = sampling_kind(sequence.request.sampling)
             sequence.sampling_cost = self._sampling_costs[kind]
+            sequence.expected_s = self.backlog.cost_s(sequence)
         self.admission.enqueue(pending.submitted)
         for command in pending.commands:  # which may look at what is live
             command.run(self.cache)
@@ -283,20 +295,20 @@ class EngineCore:
             if request_id in live:
                 self._outbox.end(live[request_id], FinishReason.ABORT)
         for request_id, refusal in pending.displaced.items():
-            if request_id in live and live[request_id].trace.admitted is None:
+            if request_id in live:
                 self._outbox.end(live[request_id], FinishReason.ERROR, refusal)
-        self.is_draining = pending.deadline is not None
+        self.steps.is_draining = pending.deadline is not None
         if pending.deadline is not None and time.monotonic() >= pending.deadline:
             self._end_all(EngineClosedError("The engine shut down before this request was done."))
         self.deliver()
-        return self.has_work or not self.is_draining
+        return self.has_work or not self.steps.is_draining
 
     def rest(self) -> None:
         """Do one piece of the work that waits until there are no requests."""
         self.runner.use_adapters(())
         for guest in self.guests:
             if guest.rest_at <= time.monotonic():
-                guest.at_rest(self)
+                guest.at_rest()
         self.published.refresh()
 
     @property
@@ -313,7 +325,7 @@ class EngineCore:
     def fail(self, failure: EngineFailedError) -> None:
         """End everything, and refuse what comes: the backend is broken."""
         never_taken = self.command_queue.fail()
-        self.queue.extend(never_taken.submitted)
+        self.admission.enqueue(never_taken.submitted)
         for command in never_taken.commands:
             command.refuse(failure)
         self._end_all(failure)
@@ -330,7 +342,7 @@ class EngineCore:
         with ExitStack() as stack:
             stack.callback(self.backend.close)
             for guest in self.guests:
-                stack.callback(guest.close, self, healthy=healthy)
+                stack.callback(guest.close, healthy=healthy)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -341,33 +353,26 @@ class EngineCore:
     @property
     def running(self) -> tuple[Sequence, ...]:
         """The sequences that have a slot, in the order in which they got it."""
-        return self.scheduler.running
+        return tuple(self.scheduler.running)
 
     @property
     def live(self) -> list[Sequence]:
         """The sequences that run or wait."""
-        return [*self.scheduler.running, *self.queue]
+        return [*self.running, *self.admission.waiting]
 
     @property
     def has_work(self) -> bool:
         """Whether a step has something to do."""
-        if self.queue or self.scheduler.running:
+        if self.admission.waiting or self.running:
             return True
         return any(guest.has_work for guest in self.guests)
-
-    def _cost(self, n_prompt: int, n_generated: int) -> float:
-        """Seconds of this machine that a request takes, by itself; tokens if nothing was measured."""
-        n_slots = self.options.n_slots
-        seconds = self.costs.prefill_s(n_prompt, 0)
-        seconds += n_generated * self.costs.decode_s(n_slots) / n_slots
-        return seconds or n_prompt + n_generated
 
     def _view(self) -> View:
         forecast = self.backlog.forecast(self.live, self.scheduler.crowding)
         return View(engine_stats(self, forecast), self._cached_prefixes(), forecast)
 
     def _cached_prefixes(self) -> CachedPrefixes:
-        requests = (sequence.request for sequence in self.queue.waiting)
+        requests = (sequence.request for sequence in self.admission.waiting)
         waiting = (CachedPrompt(request.content_group, request.given) for request in requests)
         adapters = frozenset(adapters_of(seq.request.content_group) for seq in self.live)
         return CachedPrefixes((*waiting, *self.cache.prompts), tuple(self._taken), adapters)

@@ -11,21 +11,20 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import CorralError, EngineFailedError
+from serve_app.base.types import Accepted, RequestRecord
 from serve_app.engine.backends.base import Backend
-from serve_app.engine.core.command_queue import Command, CommandQueue, QueueCapacity
+from serve_app.engine.cache.manager import KVCacheManager
+from serve_app.engine.core.command_queue import Command, CommandQueue
 from serve_app.engine.core.engine_core import EngineCore, MakeGuests
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.health import Progress
-from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.metrics.stats import CachedPrefixes, EngineStats
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import CorralError, EngineFailedError
-from serve_app.types import Accepted, RequestRecord
+from serve_app.engine.policy.policy import SlotPolicy
 
 logger = logging.getLogger("corral.engine")
 
-# Requests in the background that may wait or run, for each slot: enough to fill them, and the next ones.
-BACKGROUND_PLACES = 2
 # After so many seconds without work, guests do what waits for a rest.
 _REST_S = 2.0
 
@@ -47,13 +46,7 @@ class DecoderLoop:
         options: EngineOptions,
         make_guests: MakeGuests = lambda core: [],
     ) -> None:
-        n_places = options.n_slots + options.max_waiting
-        self._command_queue = CommandQueue(
-            QueueCapacity(n_places, options.n_slots),
-            options.max_wait_s,
-            QueueCapacity(BACKGROUND_PLACES * options.n_slots, options.n_slots),
-            options.max_first_token_s,
-        )
+        self._command_queue = CommandQueue(SlotPolicy(options))
         self.failure: EngineFailedError | None = None
         """The reason why the loop is dead, if it is."""
         self.progress = Progress()
@@ -134,7 +127,7 @@ class DecoderLoop:
             while core.take_commands(_wait_s(core)):
                 if core.has_work:
                     core.step()
-                elif time.monotonic() >= max(core.rest_at, core.worked_at + _REST_S):
+                elif time.monotonic() >= max(core.rest_at, core.steps.worked_at + _REST_S):
                     core.rest()
         except Exception as error:
             logger.exception("The engine failed; every request it had is ended.")
@@ -148,5 +141,5 @@ def _wait_s(core: EngineCore) -> float | None:
     """Seconds to sleep if nothing arrives; None for ever."""
     if core.has_work:
         return 0.0
-    rest_at = max(core.rest_at, core.worked_at + _REST_S)
+    rest_at = max(core.rest_at, core.steps.worked_at + _REST_S)
     return None if math.isinf(rest_at) else max(0.0, rest_at - time.monotonic())

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import CorralError
+from serve_app.base.types import FinishReason, Sampled, SequenceEnd, TokenDelta
 from serve_app.engine.backends.base import Vocabulary
+from serve_app.engine.cache.manager import KVCacheManager
 from serve_app.engine.core.batch_runner import BatchResult
 from serve_app.engine.core.scheduler.batch import Chunk
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence, SequenceState, dropped_by_shift
-from serve_app.engine.kv_cache.manager import KVCacheManager
 from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.metrics.trace import Latencies
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import CorralError
-from serve_app.types import FinishReason, Sampled, SequenceEnd, TokenDelta
 
 # Where nobody reads along, so many tokens are told at once. They are lost with an engine.
 _TOGETHER = 16

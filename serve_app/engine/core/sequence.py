@@ -9,22 +9,9 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from serve_app.engine.autotune.sampling_costs import SamplingCost
-from serve_app.engine.backends.base import Backend, Row, Sampler, Vocabulary
-from serve_app.engine.core.text import Detokenizer, LineLimits
-from serve_app.engine.kv_cache.packing import (
-    TOKEN_BYTES,
-    TokenArray,
-    n_matching,
-    n_tokens,
-    packed,
-    token_array,
-)
-from serve_app.engine.metrics.trace import Trace
-from serve_app.engine.options import EngineOptions
-from serve_app.errors import CorralError
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.types import (
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import CorralError
+from serve_app.base.types import (
     FinishReason,
     GenerationRequest,
     PromptProgress,
@@ -34,10 +21,23 @@ from serve_app.types import (
     TokenLogprobs,
     Usage,
 )
+from serve_app.engine.backends.base import Backend, Row, Sampler, Vocabulary
+from serve_app.engine.cache.packing import (
+    TOKEN_BYTES,
+    TokenArray,
+    n_matching,
+    n_tokens,
+    packed,
+    token_array,
+)
+from serve_app.engine.core.text import Detokenizer, LineLimits
+from serve_app.engine.costs.sampling_costs import SamplingCost
+from serve_app.engine.metrics.trace import Trace
+from serve_app.kernels.llama.grammars.constraint import Constraint
 
 if TYPE_CHECKING:
-    from serve_app.engine.core.scheduler.backlog import Expected
-    from serve_app.engine.kv_cache.slots import PrefixPending
+    from serve_app.engine.cache.slots import PrefixPending
+    from serve_app.engine.policy.forecast import Expected
 
 Sink = Callable[[TokenDelta], None]
 """Takes a sequence's deltas, on the decoder thread; must neither block nor raise."""
@@ -131,10 +131,10 @@ class Sequence:
         """Seconds that the decoder worked for it, and those that it was to work in all."""
         self.expected_s = 0.0
         self.sampling_cost = SamplingCost()
-        self.preempted = False
-        """Whether it waits because it was preempted for another client's request."""
+        self.lost_slot = request.n_failovers > 0
+        """Whether it had a slot, here or elsewhere, and lost it for no other client's sake."""
         self.is_behind = request.background
-        """Whether all others go first, as `SlotShares` decides for requests in the background."""
+        """Whether all others go first, as `SlotPolicy` decides for requests in the background."""
         self.trace = Trace()
         self.history: object = None
         """The samplers that its own are copies of when the sequence is admitted: new ones take long."""
@@ -204,7 +204,7 @@ class Sequence:
         return unscored.start + 1 if unscored else len(self.tokens)
 
     def packed(self, n_wanted: int) -> bytes:
-        """The first `n_wanted` tokens, packed: see `serve_app.engine.kv_cache.packing`."""
+        """The first `n_wanted` tokens, packed: see `serve_app.engine.cache.packing`."""
         n_known = n_tokens(self._packed)
         if n_known < n_wanted:
             self._packed += packed(self.tokens[n_known:])
@@ -224,11 +224,6 @@ class Sequence:
         """Tokens that it may still generate by its `max_tokens`; None if that is not set."""
         most = self.request.sampling.max_tokens
         return None if most is None else most - self.n_generated
-
-    @property
-    def outstanding_s(self) -> float:
-        """Seconds of what was expected that the decoder has not worked for it yet."""
-        return max(0.0, self.expected_s - self.spent_s)
 
     @property
     def finished(self) -> bool:

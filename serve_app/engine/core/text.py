@@ -6,7 +6,7 @@ import codecs
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from serve_app.sampling import SamplingParams
+from serve_app.base.sampling import SamplingParams
 
 
 class Detokenizer:

@@ -11,8 +11,7 @@ from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from serve_app.engine.core.scheduler.backlog import Forecast
-from serve_app.engine.kv_cache.slots import Slot
+from serve_app.engine.cache.slots import Slot
 from serve_app.engine.metrics.stats import (
     CachedPrefixes,
     CacheStats,
@@ -29,6 +28,7 @@ from serve_app.engine.metrics.stats import (
     TimingStats,
     TokenStats,
 )
+from serve_app.engine.policy.forecast import Forecast
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -85,10 +85,10 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
     options, cache, counts = core.options, core.cache, core.counts
     setup = core.backend.setup
     guests = Counter({name: n for guest in core.guests for name, n in guest.counts.items()})
-    mode, threads = setup.mode, setup.threads
+    mode = setup.mode
     n_running, n_waiting = (
         Counter(one.request.background for one in them)
-        for them in (core.scheduler.running, core.queue.waiting)
+        for them in (core.running, core.admission.waiting)
     )
     return EngineStats(
         n_slots=options.n_slots,
@@ -100,10 +100,8 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
             flash_attn=mode.flash_attn,
             kv_unified=mode.kv_unified,
             mode_reason=setup.mode_reason,
-            threads=threads.one_row,
-            threads_few=threads.few_rows,
-            threads_batch=threads.many_rows,
-            threads_reason=threads.reason,
+            threads=options.threads_of(1),
+            threads_batch=options.threads_of(2),
         ),
         queue=QueueStats(
             running=n_running[False],
@@ -114,7 +112,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
             background_running=n_running[True],
             background_waiting=n_waiting[True],
             background_backlog_s=round(forecast.background_s, 3),
-            draining=core.is_draining,
+            draining=core.steps.is_draining,
         ),
         requests=_group(RequestStats, counts, ended=dict(counts.ended)),
         tokens=_group(TokenStats, counts),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from serve_app.engine.kv_cache.packing import TOKEN_BYTES, common_prefix, packed
-from serve_app.types import may_start_from
+from serve_app.base.types import may_start_from
+from serve_app.engine.cache.packing import TOKEN_BYTES, common_prefix, packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class SlotStats:
 
 @dataclass(frozen=True, slots=True)
 class ComputeStats:
-    """The kernels, the kind of attention and of cache, and the threads, each with a reason."""
+    """The kernels, the kind of attention and of cache, and the threads."""
 
     backend: str = "llama.cpp"
     """The library whose kernels compute the model: `llama.cpp` or `openvino`."""
@@ -41,11 +41,8 @@ class ComputeStats:
     mode_reason: str = ""
     """The reason for `flash_attn` and `kv_unified`."""
     threads: int = 1
-    """Threads for batches of one row. `threads_few` are for batches of 2 to 16, `threads_batch` for
-    larger ones."""
-    threads_few: int = 0
+    """Threads for batches of one row. `threads_batch` are for larger ones."""
     threads_batch: int = 1
-    threads_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +263,7 @@ class CachedPrefixes:
     taken: tuple[str, ...] = ()
     """The requests that were taken in last, which statistics of the same moment include."""
     adapters: frozenset[str] = frozenset()
-    """The adapters of the requests that run or wait, by `serve_app.types.adapters_of`: each of
+    """The adapters of the requests that run or wait, by `serve_app.base.types.adapters_of`: each of
     these has steps of its own."""
 
     def n_cached(self, group: str, prompt: bytes) -> int:

@@ -142,7 +142,6 @@ export class LivePage {
     const stopping = model.states?.STOPPING ?? 0;
     const hits = replicas.filter((one) => one.hits != null).map((one) => one.hits);
     tiles(byId("tiles"), [
-      ...(model.share == null ? [] : [["Share", `${(100 * model.share).toFixed(0)}%`, "of the model's requests"]]),
       ["Replicas", String(replicas.length), [starting && `${starting} starting${downloads(model.fetching)}`, stopping && `${stopping} draining`].filter(Boolean).join(", ")],
       ["Slots busy", `${sum(replicas, "running")}`, `of ${sum(replicas, "n_slots")}`],
       ["Waiting", `${sum(replicas, "waiting")}`, waitNote(waits)],
@@ -191,13 +190,11 @@ export class LivePage {
   }
 }
 
-/** How far downloads are: of the last one to end, as all are needed. @param {Object<string, [number, number]>} [fetching] */
+/** How far downloads are: of the last one to end, as all are needed. @param {Object<string, number>} [fetching] */
 function downloads(fetching = {}) {
   const all = Object.values(fetching);
   if (!all.length) return "";
-  const done = Math.min(...all.map(([part]) => part));
-  const fromNodes = all.reduce((most, [, part]) => Math.max(most, part), 0);
-  return `: ${Math.floor(100 * done)}% downloaded${fromNodes ? `, ${Math.round(100 * fromNodes)}% of it from other nodes` : ""}`;
+  return `: ${Math.floor(100 * Math.min(...all))}% downloaded`;
 }
 
 /** @param {any[]} replicas @param {string} name */

@@ -17,13 +17,13 @@ from ray import serve
 from ray.serve import Application
 
 from serve_app import app
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import Sampled, TokenLogprobs
+from serve_app.cluster.replica import prepared
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine.backends import llama_cpp
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.replica.deployment import prepared
-from serve_app.replica.loaded_model import LoadedModel
-from serve_app.sampling import SamplingParams
-from serve_app.types import Sampled, TokenLogprobs
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.run.replica.loaded_model import LoadedModel
 
 TASK = re.compile(r"Create the file (?P<path>[\w./-]+) with the text (?P<text>[\w-]+)")
 """The task that a test gives to an agent."""

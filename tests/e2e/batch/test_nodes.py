@@ -52,7 +52,7 @@ def test_engines_on_two_nodes_answer_each_line_once_and_in_order(
     threads = ["--threads", "1", "--replicas", "2", "--column", "text", "--fields", fields]
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "serve_app.batch"),
+            *(sys.executable, "-m", "serve_app.plugins.batch"),
             *(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *sizes, *threads),
         ],
         env=os.environ | {"RAY_ADDRESS": cluster.address, "RAY_USAGE_STATS_ENABLED": "0"},

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.conftest import wait_until
 
 N_LINES, PER_PART = 120, 6
-COMMAND = [sys.executable, "-m", "serve_app.batch"]
+COMMAND = [sys.executable, "-m", "serve_app.plugins.batch"]
 
 
 @pytest.fixture

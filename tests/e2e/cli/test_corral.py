@@ -121,7 +121,7 @@ def test_metrics_are_where_prometheus_is_told(server: Started) -> None:
 
 
 def test_ctrl_c_ends_every_process(server: Started) -> None:
-    assert processes.tagged(server.folder, "serve_app.local.engine")
+    assert processes.tagged(server.folder, "serve_app.run.local.engine")
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(servers.STOP_TIMEOUT_S) == 0
     wait_until(
@@ -161,7 +161,7 @@ def test_a_cluster_of_one_machine_has_what_it_needs_and_ends_with_ray(own_folder
         assert processes.tagged(own_folder, "log_monitor.py")
         assert processes.tagged(own_folder, "haproxy")
         assert "(Ray's own)" in started.said
-        (starter,) = processes.tagged(own_folder, "serve_app.start.one_machine")
+        (starter,) = processes.tagged(own_folder, "serve_app.cluster.one_machine")
         os.kill(starter, signal.SIGKILL)
         wait_until(
             lambda: not processes.tagged(own_folder, ""),
@@ -179,7 +179,7 @@ def test_a_file_with_several_replicas_has_ray(own_folder: Path) -> None:
     said = corral("config", "--port", str(servers.free_port()), "--slots", "2", "--threads", "1")
     content = yaml.safe_load(said)
     deployment = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}}
-    content["applications"][0]["args"]["models"][0]["deployment"] = deployment
+    content["applications"][0]["args"]["models"][0]["serve"] = deployment
     config.write_text(yaml.safe_dump(content))
     environment = {"XDG_RUNTIME_DIR": str(own_folder), "XDG_CACHE_HOME": str(own_folder)}
     command = [*CORRAL, "serve", "--config", str(config)]

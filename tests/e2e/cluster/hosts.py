@@ -85,7 +85,7 @@ class Hosts:
             "name": "corral",
             "route_prefix": "/",
             "import_path": "serve_app.app:build",
-            "args": {"models": models, "ingress": {"allow_anonymous": True, "deployment": door}},
+            "args": {"models": models, "ingress": {"allow_anonymous": True, "serve": door}},
         }
         http = {"proxy_location": "HeadOnly", "http_options": {"host": "0.0.0.0", "port": _PORT}}
         path = self.directory / "serve_config.yaml"

@@ -42,7 +42,7 @@ def corral(
 ) -> Corral:
     """Two replicas, or three under load."""
     served = model(gguf, "m", n_slots=4, n_ctx_slot=2048, max_waiting=32, **EXACT)
-    served["deployment"]["autoscaling_config"] = {
+    served["serve"]["autoscaling_config"] = {
         "min_replicas": 2,
         "max_replicas": 3,
         "upscale_delay_s": 1,

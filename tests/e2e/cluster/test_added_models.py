@@ -23,7 +23,7 @@ def start(folder: Path, directory: Path) -> Corral:
     entry = model(None, "m") | {"keep_alive": "10m"}
     managing: dict[str, Any] = {"manage_models": True, "downloads": {"folder": str(folder)}}
     deployment = {"num_replicas": N_INGRESSES}
-    server = Corral(directory, [entry], args=managing, deployment=deployment)
+    server = Corral(directory, [entry], args=managing, serve=deployment)
     servers.wait_ready(server.process, lambda: servers.is_healthy(server.url), directory)
     return server
 

@@ -22,7 +22,7 @@ def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral
     served = [model(gguf, name, n_slots=2, n_ctx_slot=1024) for name in ("busy", "rare")]
     for one, (least, most) in zip(served, ((1, 2), (0, 1)), strict=True):
         one["engine"]["max_waiting"] = 64
-        one["deployment"]["autoscaling_config"] = {
+        one["serve"]["autoscaling_config"] = {
             "min_replicas": least,
             "max_replicas": most,
             "upscale_delay_s": 1,

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral]) -> Corral:
     """Two replicas."""
     served = model(gguf, "m", n_slots=N_SLOTS, n_ctx_slot=4096, max_waiting=32, **EXACT)
-    served["deployment"]["num_replicas"] = 2
+    served["serve"]["num_replicas"] = 2
     corral = start_for_module([served])
     corral.wait_ready()
     wait_until(lambda: len(corral.replicas()) == 2, RESTART_TIMEOUT_S, "two replicas")
@@ -150,7 +150,7 @@ def test_an_answer_about_a_picture_goes_on_elsewhere(
     write_random_projector(files[1], PROJECTORS["tiny-qwen2vl"], Tokenizer(files[0]).model.n_embd)
     served = model(files[0], "m", n_slots=2, n_ctx_slot=4096, **EXACT)
     served |= {"projector": {"path": str(files[1])}}
-    served["deployment"]["num_replicas"] = 2
+    served["serve"]["num_replicas"] = 2
     corral = start([served])
     corral.wait_ready()
     wait_until(lambda: len(corral.replicas()) == 2, RESTART_TIMEOUT_S, "two replicas")
@@ -235,7 +235,7 @@ def test_200_streams_outlive_replicas_and_a_node(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:
     served = model(gguf, "m", n_slots=16, n_ctx_slot=512, max_waiting=200, **EXACT)
-    served["deployment"] = {
+    served["serve"] = {
         "num_replicas": 4,
         "max_queued_requests": 200,  # at worst, none of the replicas is left for a moment
         "ray_actor_options": {"num_cpus": 1},
@@ -262,7 +262,7 @@ def test_a_rolling_deploy_loses_nothing(
 ) -> None:
     """Streams that are still running when their replica's time is up go on in the new version."""
     served = model(gguf, "m", n_slots=4, n_ctx_slot=1024, max_waiting=64, **EXACT)
-    served["deployment"] |= {"num_replicas": 2, "graceful_shutdown_timeout_s": 1}
+    served["serve"] |= {"num_replicas": 2, "graceful_shutdown_timeout_s": 1}
     corral = start([served])
     corral.wait_ready()
     streams = Streams(corral, 40, 600)

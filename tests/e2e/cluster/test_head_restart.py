@@ -91,7 +91,7 @@ class TwoHosts:
             "import_path": "serve_app.app:build",
             "args": {
                 "models": [model(gguf, "m", n_slots=4, n_ctx_slot=1024)],
-                "ingress": {"deployment": ingress},
+                "ingress": {"serve": ingress},
             },
         }
         http_options = {"host": "127.0.0.1", "port": self._ports["head"]}

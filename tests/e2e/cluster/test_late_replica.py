@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral]) -> Corral:
     """Two replicas."""
     served = model(gguf, "m", n_slots=2, n_ctx_slot=512)
-    served["deployment"]["num_replicas"] = 2
+    served["serve"]["num_replicas"] = 2
     corral = start_for_module([served])
     corral.wait_ready()
     wait_until(lambda: len(corral.replicas()) == 2, START_TIMEOUT_S, "two replicas")

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300), needs_namespaces]
 
 def test_streams_outlive_a_network_cut(gguf: Path) -> None:
     served = model(gguf, "m", n_slots=4, n_ctx_slot=2048, **EXACT)
-    served["deployment"] = {
+    served["serve"] = {
         "num_replicas": 2,
         "max_replicas_per_node": 1,
         "ray_actor_options": {"num_cpus": 1},

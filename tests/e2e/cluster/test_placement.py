@@ -30,7 +30,7 @@ def test_two_replicas_have_cores_of_their_own_and_so_has_the_next(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:
     entry = model(gguf, "m", n_slots=2, n_ctx_slot=256)
-    entry["deployment"] = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 1}}
+    entry["serve"] = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 1}}
     server = start([entry])
     server.wait_ready()
 

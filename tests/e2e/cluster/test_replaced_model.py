@@ -81,7 +81,7 @@ def test_no_engine_takes_tokens_of_the_other_vocabulary(
     gguf: Path, other: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:
     served = model(gguf, "m", n_slots=8, n_ctx_slot=512, max_waiting=32, **EXACT)
-    served["deployment"] |= {"num_replicas": 2, "graceful_shutdown_timeout_s": 1}
+    served["serve"] |= {"num_replicas": 2, "graceful_shutdown_timeout_s": 1}
     corral = start([served])
     corral.wait_ready()
 

@@ -25,7 +25,7 @@ REPORTS_TAKE_S = 3.0
 @pytest.fixture(scope="module")
 def fleet(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral]) -> Corral:
     served = model(gguf, "tiny", n_slots=4, n_ctx_slot=1024, max_waiting=16)
-    served["deployment"]["num_replicas"] = N_REPLICAS
+    served["serve"]["num_replicas"] = N_REPLICAS
     corral = start_for_module([served])
     corral.wait_ready()
     wait_until(lambda: len(replicas(corral)) == N_REPLICAS, 60, "all replicas up")

@@ -49,7 +49,7 @@ def answer(cluster: Hosts, model_id: str, text: str) -> str:
 
 def test_streams_outlive_each_stage_and_a_cut_cable() -> None:
     staged = model(None, "staged", stages=_N_STAGES, **_ENGINE)
-    staged["deployment"]["ray_actor_options"]["num_cpus"] = 1
+    staged["serve"]["ray_actor_options"]["num_cpus"] = 1
     with (
         hosts(_N_STAGES, n_cpus=2, delay_s=_DELAY_S) as cluster,
         ThreadPoolExecutor(_N_STREAMS) as pool,

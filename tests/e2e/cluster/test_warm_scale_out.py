@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 def corral(gguf: Path, start_for_module: Callable[[list[dict[str, Any]]], Corral]) -> Corral:
     """One or two replicas, as the load is."""
     served = model(gguf, "tiny", n_slots=2, n_ctx_slot=1024, max_waiting=64, cache_ram_mib=256)
-    served["deployment"]["autoscaling_config"] = {
+    served["serve"]["autoscaling_config"] = {
         "min_replicas": 1,
         "max_replicas": 2,
         "upscale_delay_s": 1,

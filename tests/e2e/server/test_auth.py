@@ -14,7 +14,7 @@ import openai
 import pytest
 import yaml
 
-from serve_app.ingress.usage.telemetry import ENDPOINTS
+from serve_app.server.usage.telemetry import ENDPOINTS
 from tests.e2e.conftest import Corral, model, settings, short_folder, stopped_at_the_end, wait_until
 
 ANA, BEN = "ana-secret-0123456789", "ben-secret-0123456789"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.documents import blocks
 from tests.documents.blocks import PAGES, ROOT, SERVER, YOURS
 from tests.e2e.conftest import Corral

@@ -33,7 +33,11 @@ def test_a_server_downloads_its_model_once(
     hub = Hub({path.name: path.read_bytes() for path in paths}, held=held)
     n_bytes = sum(map(len, hub.files.values()))
     with hub_server.running(hub):
-        environment = {"HF_ENDPOINT": hub.url, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        environment = {
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_DOWNLOAD_TIMEOUT": str(START_TIMEOUT_S),  # seconds without a byte
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        }
         with settings(environment):
             source = {"repo": "owner/name:Q8_0"}
             engine = {"n_slots": 2, "n_ctx_slot": 256, "threads": 1, "backend": "llama.cpp"}

@@ -1,4 +1,4 @@
-"""Serve's HAProxy in the place of its own proxy, with `serve_app/start/haproxy.env`."""
+"""Serve's HAProxy in the place of its own proxy, with `serve_app/cluster/haproxy.env`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from serve_app.start.one_machine import haproxy_settings
+from serve_app.cluster.one_machine import haproxy_settings
 from tests.e2e.conftest import (
     Corral,
     model,
@@ -51,7 +51,7 @@ def corral(gguf: Path) -> Iterator[Corral]:
                 [entry],
                 api_key_file=str(keys),
                 usage_folder=str(directory / "usage"),
-                deployment=replicas,
+                serve=replicas,
             )
         server.http.headers["Authorization"] = f"Bearer {KEY}"
         with stopped_at_the_end(server):

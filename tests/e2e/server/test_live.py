@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import DEMO_SLOTS, Corral, model, sse, wait_until
-from tests.unit.ingress.dashboard.test_snapshot import merged
+from tests.unit.apis.page.test_snapshot import merged
 
 Boards = Iterator[dict[str, Any]]
 _ENDLESS = {"max_tokens": 200_000, "ignore_eos": True, "context_shift": True}

@@ -16,7 +16,7 @@ from loadtests.load import chaos
 from loadtests.load.driver import Load, drive
 from loadtests.load.stream_metrics import accounts, read_journal
 from loadtests.load.target import Target
-from serve_app.measure.outcomes import REFUSED
+from serve_app.cli.measure.outcomes import REFUSED
 from tests.e2e.conftest import DEMO_SLOTS, ROOT, Corral, model
 
 DEMO = 2  # its index among the models

@@ -16,11 +16,11 @@ import numpy as np
 import openai
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.e2e.conftest import Corral, model, wait_until
-from tests.unit.ingress.media.test_sounds import of_rate
-from tests.unit.ingress.media.test_windows import speech
+from tests.unit.server.media.test_sounds import of_rate
+from tests.unit.server.media.test_windows import speech
 from tools.builtin_model.pictures.drawing import draw
 from tools.builtin_model.pictures.questions import described
 from tools.builtin_model.pictures.scenes import Scene, Thing

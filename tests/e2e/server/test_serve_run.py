@@ -61,7 +61,7 @@ def test_a_bad_field_stops_the_start_with_one_message(
     gguf: Path, start: Callable[[list[dict[str, Any]]], Corral]
 ) -> None:
     server = start([model(gguf, "m", n_slotz=4)])
-    message = "invalid configuration: models.0.engine.n_slotz: Extra inputs are not permitted"
+    message = "invalid configuration: models.0.engine.n_slotz: there is no such field, did you mean"
     wait_until(lambda: message in server.log, START_TIMEOUT_S, lambda: f"message in\n{server.log}")
     assert server.log.count(message) == 1
     assert "Traceback" not in server.log

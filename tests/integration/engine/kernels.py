@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.engine_options import KernelsName
 from serve_app.engine import EngineOptions
-from serve_app.engine.options import KernelsName
 
 _OPENVINO = pytest.mark.skipif(
     find_spec("openvino") is None, reason="corral[openvino] is not installed"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.engine_options import AdapterFile
+from serve_app.base.errors import ConfigError, InvalidRequestError
+from serve_app.base.types import Accepted, Adapters, AdapterUse, SequenceEnd
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenDelta
-from serve_app.engine.options import AdapterFile
-from serve_app.errors import ConfigError, InvalidRequestError
-from serve_app.llama.context import Adapter
-from serve_app.llama.model import Model
-from serve_app.types import Accepted, Adapters, AdapterUse, SequenceEnd
+from serve_app.kernels.llama.context import Adapter
+from serve_app.kernels.llama.model import Model
 from tools.random_models.adapter import write_random_adapter
 from tools.random_models.model import SHAPES, write_random_gguf
 

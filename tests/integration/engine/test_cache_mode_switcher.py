@@ -10,15 +10,15 @@ from unittest import mock
 import pytest
 
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.autotune import profile_cache
-from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.autotune.modes import Mode, ModeChoice
+from serve_app.engine.backends import llama_cpp
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.engine.backends.mode_chooser import ChosenMode, ModeChooser
 from serve_app.engine.backends.state_layout import Layout, converted
+from serve_app.engine.choice.plan import REPACKED, CachePlan, Mode, Plan
 from serve_app.engine.core import loop
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.model import Model
+from serve_app.engine.costs import profile_cache
+from serve_app.engine.costs.cost_model import CostModel, Profile
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.model import Model
 from tests.unit.engine.harness import until
 from tools.random_models.model import SHAPES, write_random_gguf
 
@@ -49,15 +49,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches take longer at depth in a split cache; only own cells count there."""
 
-    def choose(chooser: ModeChooser) -> ChosenMode:
-        kind = chooser._options.kv_unified
+    def choose_cache(_plan: Plan, _model: Model, options: EngineOptions, *_: object) -> CachePlan:
+        kind = options.kv_unified
         if kind is not None:
-            return ChosenMode(
-                ModeChoice(Mode(False, kind), "as configured", FLAT if kind else DEEP)
-            )
-        return ChosenMode(ModeChoice(SPLIT, "measured", DEEP, None, (UNIFIED, FLAT)))
+            profile = FLAT if kind else DEEP
+            return CachePlan(Mode(False, kind), "as configured", profile)
+        return CachePlan(SPLIT, "measured", DEEP, (UNIFIED, FLAT))
 
-    monkeypatch.setattr(ModeChooser, "choose", choose)
+    monkeypatch.setattr(llama_cpp, "choose_cache", choose_cache)
     for method in ("observe_decode", "observe_prefill"):  # a profile is no fiction elsewhere
         monkeypatch.setattr(CostModel, method, lambda *measured: None)
     monkeypatch.setattr(loop, "_REST_S", 0.05)
@@ -120,20 +119,19 @@ async def test_prompts_of_their_own_change_nothing(path: Path) -> None:
 
 async def test_what_was_learned_is_kept_for_the_next_start(path: Path, tmp_path: Path) -> None:
     backend, learned = (
-        LlamaBackend(path, replace(OPTIONS, profile_folder=tmp_path)),
+        LlamaBackend(path, replace(OPTIONS, profile_folder=tmp_path), plan=Plan(name="a")),
         replace(DEEP, masked=0.5),
     )
     try:
         assert backend.modes is not None
-        backend._kept_as = "a"
         with mock.patch.object(profile_cache, "save", wraps=profile_cache.save) as save:
             backend.modes.change("learned", learned)
         assert save.call_count == 1
     finally:
         backend.close()
-    assert profile_cache.load(tmp_path, "a", ModeChoice) == ModeChoice(
-        UNIFIED, "learned", FLAT, None, (SPLIT, learned)
-    )
+    cache = CachePlan(UNIFIED, "learned", FLAT, (SPLIT, learned))
+    kept = profile_cache.load(tmp_path, "a", Plan)
+    assert kept == Plan(name="a", caches={str(REPACKED): cache})
 
 
 @pytest.mark.parametrize("flash_attn", [False, True])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.errors import DecodeCancelledError
 from serve_app.engine import (
     Engine,
     EngineOptions,
@@ -18,9 +19,8 @@ from serve_app.engine import (
 )
 from serve_app.engine.backends.base import Row
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.errors import DecodeCancelledError
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.model import Model
 from tools.random_models.model import SHAPES, write_random_gguf
 
 OPTIONS = EngineOptions(n_slots=2, n_ctx_slot=256, threads=2, profile_limit_s=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import pickle
 import random
 from contextlib import closing
@@ -15,15 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serve_app.base.formats import CacheLayout
 from serve_app.config.schema import EngineConfig
-from serve_app.config.sizing import CacheNeeds, ModelNeeds
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.engine.kv_cache.packing import packed
-from serve_app.engine.kv_cache.prefixes import Prefix
-from serve_app.llama import library
-from serve_app.llama.formats import CacheLayout
-from serve_app.llama.model import Model
+from serve_app.engine.cache.contents import CHECKPOINTS_OF_SLOT
+from serve_app.engine.cache.packing import packed
+from serve_app.engine.cache.prefixes import Prefix
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.model import Model
+from serve_app.run.sizing import CacheNeeds, ModelNeeds
 from tests.integration.engine.opening import opener
 from tests.integration.models.forgetful_models import FORGETFUL, WINDOW
 
@@ -33,7 +35,7 @@ OPTIONS = EngineOptions(
     n_ctx_slot=2560,
     threads=1,
     n_batch=256,
-    max_stall_s=None,
+    max_stall_ms=math.inf,
     flash_attn=False,
     kv_unified=False,
     profile_limit_s=0,
@@ -126,12 +128,12 @@ async def test_a_second_turn_computes_its_new_tokens(
         assert len(set(said)) > 3  # a model that repeats itself would show nothing
         for prompt in ((*CHAT, *said, *SECOND), EDITED, CHAT):
             await expect_cheap(engine, path, prompt)
-        assert 0 < engine.stats().cache.checkpoints <= 2 * OPTIONS.n_checkpoints
+        assert 0 < engine.stats().cache.checkpoints <= 2 * CHECKPOINTS_OF_SLOT
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_without_checkpoints_it_is_computed_anew(models: dict[str, Path], kind: str) -> None:
-    async with opened(models[kind], n_checkpoints=0) as engine:
+    async with opened(models[kind], checkpoint_ram_bytes=0) as engine:
         await answer(engine, CHAT)
         assert engine.stats().cache.checkpoints == 0
         said, n_computed = await answer(engine, EDITED)
@@ -312,7 +314,7 @@ async def test_whatever_comes_is_answered_as_if_it_were_computed(
         for _ in range(10):
             await asyncio.gather(*(ask_one(engine) for _ in range(rng.choice([1, 1, 2, 4]))))
         assert engine.stats().tokens.cached_tokens > 0
-    async with opened(models[kind], n_slots=1, n_checkpoints=0, **sizes) as fresh:
+    async with opened(models[kind], n_slots=1, **sizes | {"checkpoint_ram_bytes": 0}) as fresh:
         for (prompt, n_tokens), tokens in said.items():
             await answer(fresh, (1, 2, 3), 1)  # whatever was there is gone
             expected, _ = await answer(fresh, prompt, n_tokens)
@@ -393,7 +395,7 @@ async def test_memory_beside_llama_servers(
     assert cache_bytes <= 1.01 * theirs.cache_bytes
     # It makes two at the end of each prompt.
     per_checkpoint = stats.cache.checkpoint_bytes / stats.cache.checkpoints
-    assert stats.cache.checkpoints <= OPTIONS.n_checkpoints
+    assert stats.cache.checkpoints <= CHECKPOINTS_OF_SLOT
     assert cache_bytes + stats.cache.checkpoint_bytes <= 1.2 * (
         theirs.cache_bytes + 4 * per_checkpoint
     )

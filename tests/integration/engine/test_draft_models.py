@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.cli.measure.quality import quantised
 from serve_app.engine import (
     ConfigError,
     Engine,
@@ -24,14 +24,14 @@ from serve_app.engine import (
     SamplingParams,
     TokenStream,
 )
-from serve_app.engine.autotune.cost_model import CostModel
 from serve_app.engine.backends.draft_model import check_draft
-from serve_app.engine.drafts.drafter import Drafter
-from serve_app.engine.drafts.drafting import Drafting
-from serve_app.llama.model import Model
-from serve_app.measure.quality import quantised
+from serve_app.engine.costs.cost_model import CostModel
+from serve_app.engine.guests.drafts.drafter import Drafter
+from serve_app.engine.guests.drafts.drafting import Drafting
+from serve_app.kernels.llama.model import Model
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.integration.models.forgetful_models import write_mamba
 from tools.random_models.model import SHAPES, write_random_gguf
 

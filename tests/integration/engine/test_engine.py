@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.sampling import LogitBias
 from serve_app.engine import (
     ConfigError,
     Engine,
@@ -26,8 +27,7 @@ from serve_app.engine import (
     SequenceEnd,
     TokenStream,
 )
-from serve_app.llama.model import Model
-from serve_app.sampling import LogitBias
+from serve_app.kernels.llama.model import Model
 from tests.integration.engine.kernels import NAMES, with_kernels
 from tools.random_models.model import SHAPES, write_random_gguf
 

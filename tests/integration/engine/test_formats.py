@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from serve_app.engine import ConfigError, Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.backends.layouts import chosen_layout
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.model import Model
-from serve_app.progress import nowhere
+from serve_app.engine.backends.llama_cpp import LlamaBackend
+from serve_app.engine.choice.choose import choose
+from serve_app.engine.choice.plan import AS_STORED, REPACKED, Kernels, Plan
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.model import Model
 from tools.random_models.model import SHAPES, write_random_gguf
 
 OPTIONS: dict[str, Any] = {"n_slots": 2, "n_ctx_slot": 256, "threads": 1, "n_batch": 64}
@@ -98,11 +100,10 @@ async def test_weights_of_k_quants_serve_repacked_and_as_they_are_stored(k_quant
     """All layouts say the same, but for rounding, and are compared."""
     path = k_quants
     texts, sampling = [], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    for repack, stored_from in ((True, None), (False, None), (True, 2)):
-        options = EngineOptions(
-            **OPTIONS, repack=repack, stored_from=stored_from, profile_limit_s=0
-        )
-        engine = Engine.load(path, options)
+    options = EngineOptions(**OPTIONS, profile_limit_s=0)
+    for kernels in (REPACKED, AS_STORED, Kernels(stored_from=2)):
+        opened = partial(LlamaBackend, path, options, plan=Plan(kernels))
+        engine = Engine(opened, options)
         try:
             request = GenerationRequest("1", engine.tokenize("Hello there, how"), sampling)
             deltas = [delta async for delta in engine.submit(request)]
@@ -110,8 +111,9 @@ async def test_weights_of_k_quants_serve_repacked_and_as_they_are_stored(k_quant
         finally:
             engine.close()
     assert texts[0][:1] == texts[1][:1] == texts[2][:1]
-    choice = chosen_layout(path, EngineOptions(**OPTIONS, profile_limit_s=0.5), nowhere)
-    assert choice.reason.startswith("weights ")
+    plan = choose(path, EngineOptions(**OPTIONS, profile_limit_s=0.5))
+    assert plan.kernels.backend == "llama.cpp"
+    assert " s for a request, with 1 and 2 at once; " in plan.why
 
 
 def test_what_llama_cpp_would_refuse_is_refused_before() -> None:

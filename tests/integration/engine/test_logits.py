@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.model import Model
 from tools.random_models.model import SHAPES, write_random_gguf
 
 TOKENS = [(7 * i + 3) % 200 for i in range(120)]

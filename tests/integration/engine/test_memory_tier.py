@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from serve_app.engine import DecodeError, Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.model import Model
 from tests.integration.engine.kernels import openvino
 from tools.random_models.model import SHAPES, write_random_gguf
 

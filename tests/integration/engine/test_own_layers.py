@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import ConfigError, Engine, EngineOptions, EngineStats, SamplingParams
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.integration.engine.test_draft_models import as_if_drafts_were_free, say
 from tests.integration.models.prediction_models import (
     KINDS,

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.base.errors import ConfigError, CorralError, InvalidRequestError, PromptTooLongError
+from serve_app.base.types import MEDIUM, Picture, SequenceEnd, TokenDelta, TokenLogprobs
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.embedding import Texts
-from serve_app.errors import ConfigError, CorralError, InvalidRequestError, PromptTooLongError
+from serve_app.engine.guests.embedding import Texts
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import MEDIUM, Picture, SequenceEnd, TokenDelta, TokenLogprobs
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.integration.engine.opening import opener
 from tests.integration.engine.picture_reference import MARKER, reference
 from tools.random_models.model import SHAPES as MODELS

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from serve_app.base.errors import DecodeError
+from serve_app.base.formats import Row
+from serve_app.base.sampling import LogitBias
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.errors import DecodeError
-from serve_app.llama.formats import Row
-from serve_app.sampling import LogitBias
 from tests.integration.models.forgetful_models import FORGETFUL, write_mamba
 
 ROLLED_BACK = ("lfm2", "qwen35", "nemotron_h")
@@ -102,7 +103,7 @@ async def test_drafts_from_the_text_change_no_answer(
         flash_attn=False,
         kv_unified=kv_unified,
         n_rs_seq=4,
-        max_stall_s=None,
+        max_stall_ms=math.inf,
         profile_limit_s=0.5,
     )
     prompts = [tuple(range(20, 110)), tuple(range(100, 127)), tuple(range(20, 70)), (*range(150),)]

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.errors import InvalidRequestError
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.model import Model
-from serve_app.llama.sampler import SequenceSampler
-from serve_app.llama.sampling import history
+from serve_app.base.errors import InvalidRequestError
+from serve_app.base.sampling import LogitBias, SamplingParams
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.llama.sampler import SequenceSampler
+from serve_app.kernels.llama.sampling import history
 from serve_app.prompt.grammars import from_regex
-from serve_app.sampling import LogitBias, SamplingParams
 from tests.doubles.whole_chain import WholeChain
 from tools.random_models.model import SHAPES, write_random_gguf
 

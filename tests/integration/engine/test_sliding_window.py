@@ -11,8 +11,8 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 
 from serve_app.engine import DecodeError, Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.llama.context import Context, ContextOptions
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.context import Context, ContextOptions
+from serve_app.kernels.llama.model import Model
 from tools.gguf_file import add_tokenizer
 from tools.random_models.model import SHAPES, write_random_gguf
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
+from serve_app.base.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from serve_app.base.types import MEDIUM, SAMPLE_RATE, Picture, SequenceEnd, Sound
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.errors import ConfigError, InvalidRequestError, PromptTooLongError
-from serve_app.llama.vision.senses import ProjectorFile, Senses
+from serve_app.kernels.llama.vision.senses import ProjectorFile, Senses
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import MEDIUM, SAMPLE_RATE, Picture, SequenceEnd, Sound
 from tests.integration.engine.opening import opener
 from tests.integration.engine.picture_reference import MARKER, reference
 from tools.random_models.model import SHAPES as MODELS

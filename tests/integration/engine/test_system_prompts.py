@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.errors import ConfigError
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.errors import ConfigError
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.engine.kv_cache.transfers import Payload, RefusedPrefixError
+from serve_app.engine.cache.transfers import Payload, RefusedPrefixError
 from tests.integration.engine.kernels import openvino
 from tests.integration.engine.opening import opener
 from tools.random_models.model import SHAPES, write_random_gguf

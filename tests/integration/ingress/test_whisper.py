@@ -13,9 +13,9 @@ import pytest
 
 from serve_app.config.schema import IngressConfig, WhisperConfig
 from tests.doubles.api import build_api
-from tests.unit.ingress.audio.test_transcriptions import LONG, ask
-from tests.unit.ingress.harness import events
-from tests.unit.ingress.media.test_sounds import wav
+from tests.unit.apis.audio.test_transcriptions import LONG, ask
+from tests.unit.server.harness import events
+from tests.unit.server.media.test_sounds import wav
 
 pytest.importorskip("miniaudio")
 

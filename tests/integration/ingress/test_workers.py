@@ -17,16 +17,21 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.errors import CorralError, EngineClosedError, InvalidRequestError, QueueFullError
-from serve_app.ingress.embeddings.preparation import MAX_NUMBERS, ComputedVectors
-from serve_app.ingress.generation.preparation import MAX_TEXT_CHARS
-from serve_app.ingress.model_registry import ModelFile, ModelInfo
-from serve_app.ingress.workers import pool as pool_module
-from serve_app.ingress.workers import wire
-from serve_app.ingress.workers import worker as worker_module
-from serve_app.ingress.workers.pool import NICENESS, QUICK_BYTES, SMALL_BYTES, WorkerPool
-from serve_app.ingress.workers.worker import SHORTEST_NS, STACK_BYTES
+from serve_app.base.errors import (
+    CorralError,
+    EngineClosedError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from serve_app.server.answering.preparation import MAX_TEXT_CHARS
+from serve_app.server.answering.vectors import MAX_NUMBERS, ComputedVectors
+from serve_app.server.model_registry import ModelFile, ModelInfo
+from serve_app.server.workers import pool as pool_module
+from serve_app.server.workers import wire
+from serve_app.server.workers import worker as worker_module
+from serve_app.server.workers.pool import NICENESS, QUICK_BYTES, SMALL_BYTES, WorkerPool
+from serve_app.server.workers.worker import SHORTEST_NS, STACK_BYTES
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.integration.ingress import work
 
 FILE = ModelFile(str(BUILTIN_MODEL), "demo", 2048)

@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from serve_app.errors import InvalidRequestError
-from serve_app.ingress.embeddings import preparation
-from serve_app.ingress.media import decoder
-from serve_app.ingress.model_registry import Models
-from serve_app.ingress.openai.preparation import ChatCompletionRequest, chat
+from serve_app.apis.embeddings import preparation
+from serve_app.apis.openai.preparation import chat
+from serve_app.base.errors import InvalidRequestError
+from serve_app.server.answering.messages import ChatCompletionRequest
+from serve_app.server.media import decoder
+from serve_app.server.model_registry import Models
 
 _kept: list[bytes] = []
 

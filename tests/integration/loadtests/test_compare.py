@@ -14,8 +14,8 @@ import pytest
 from loadtests.common import bursts
 from loadtests.compare import __main__, llama_server, sides
 from loadtests.compare.requests import MAX_TOKENS, WORKLOADS, read_words, request
-from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.measure.benchmark import BenchmarkError, percentile
+from serve_app.cli.measure.benchmark import BenchmarkError, percentile
+from serve_app.store.builtin_model import BUILTIN_MODEL
 
 pytestmark = pytest.mark.long
 

@@ -13,8 +13,8 @@ import pytest
 
 from loadtests.engine.__main__ import main
 from loadtests.engine.modes import BARE, mode_process
+from serve_app.cli.measure.benchmark import BenchmarkError, percentile
 from serve_app.engine import EngineOptions
-from serve_app.measure.benchmark import BenchmarkError, percentile
 
 pytestmark = pytest.mark.long
 

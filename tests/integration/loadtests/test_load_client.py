@@ -18,8 +18,8 @@ import pytest
 from loadtests.common.processes import with_default_signals
 from loadtests.common.servers import ROOT, free_port
 from loadtests.load.stream_metrics import accounts, read_journal
-from serve_app.measure.benchmark import percentile
-from serve_app.measure.outcomes import FAILED, Outcome
+from serve_app.cli.measure.benchmark import percentile
+from serve_app.cli.measure.outcomes import FAILED, Outcome
 
 EVENTS = 300
 RUN_S = 3

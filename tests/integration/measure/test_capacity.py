@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
-from serve_app.measure.capacity import UserLoad, drive
-from serve_app.measure.outcomes import ABORTED, COMPLETE, FAILED, REFUSED
+from serve_app.cli.measure.capacity import UserLoad, drive
+from serve_app.cli.measure.outcomes import ABORTED, COMPLETE, FAILED, REFUSED
 from tests.integration.loadtests import sse_rig
 
 N_EVENTS = 5

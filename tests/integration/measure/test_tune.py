@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.measure import quality
-from serve_app.measure.benchmark import BenchmarkError
-from serve_app.measure.tune import main
+from serve_app.cli.measure import quality
+from serve_app.cli.measure.benchmark import BenchmarkError
+from serve_app.cli.measure.tune import main
 
 
 @pytest.mark.long

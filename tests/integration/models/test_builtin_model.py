@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.unit.prompt.tool_calls.formats import FORMAT
 from tools.builtin_model.evaluate import SCORES, Score, run
 from tools.messages import from_messages

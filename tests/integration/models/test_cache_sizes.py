@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.config.schema import EngineConfig
-from serve_app.config.sizing import ModelNeeds, resolve
-from serve_app.llama.cache_sizes import CacheSizes
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.cache_sizes import CacheSizes
+from serve_app.kernels.llama.model import Model
+from serve_app.run.sizing import ModelNeeds, resolve
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.integration.models import forgetful_models
 from tests.integration.models.forgetful_models import WINDOW
 from tests.integration.models.layered_headers import Layers, write_header

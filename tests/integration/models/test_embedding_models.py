@@ -14,11 +14,11 @@ import pytest
 from gguf import GGUFReader, PoolingType
 from numpy.typing import NDArray
 
+from serve_app.apis.embeddings import preparation
+from serve_app.base.errors import TextTooLongError
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
-from serve_app.errors import TextTooLongError
-from serve_app.ingress.embeddings import preparation
-from serve_app.ingress.model_registry import ModelInfo
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.server.model_registry import ModelInfo
 from tests.doubles.api import prepared
 from tests.integration.models.embedding_models import write_reranker
 from tests.integration.reference import reference

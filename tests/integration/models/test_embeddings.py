@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.base.formats import EmbeddingPooling
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.llama.formats import EmbeddingPooling
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.integration.reference import reference
 
 PATH = BUILTIN_MODEL

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.llama.model import Model
-from serve_app.llama.vision.positions import Tile
-from serve_app.llama.vision.projector import MtmdProjector
-from serve_app.types import Picture
+from serve_app.base.types import Picture
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.llama.vision.positions import Tile
+from serve_app.kernels.llama.vision.projector import MtmdProjector
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tools.builtin_model.pictures.drawing import draw, fitted
 from tools.builtin_model.pictures.export import Weights, write_gguf
 from tools.builtin_model.pictures.scenes import scene

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from serve_app.engine import Engine, EngineOptions
-from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.server.model_registry import ServedModel
 from tests.doubles.api import build_api
 from tools.local_client import LocalClient
 from tools.random_models.model import SHAPES, write_random_gguf

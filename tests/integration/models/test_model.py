@@ -16,10 +16,10 @@ from gguf import GGUFReader
 from ray.serve.exceptions import RayServeException
 
 from serve_app.app import build
-from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
-from serve_app.errors import ConfigError
-from serve_app.llama import library
-from serve_app.llama.model import Model
+from serve_app.base.errors import ConfigError
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.model import Model
+from serve_app.store.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from tests.integration.models.embedding_models import write_t5
 from tools.random_models.model import SHAPES, write_random_gguf
 
@@ -198,9 +198,8 @@ def test_how_the_numbers_are_stored() -> None:
 def test_llama_cpp_is_loaded_once_from_wherever_it_is(tmp_path: Path) -> None:
     """A second copy would have variables of its own."""
     copied = shutil.copytree(library._PATH.parent, tmp_path / "lib")
-    code = (
-        "from serve_app.llama import library; library.init(); print(open('/proc/self/maps').read())"
-    )
+    code = "from serve_app.kernels.llama import library; library.init(); "
+    code += "print(open('/proc/self/maps').read())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "LLAMA_CPP_LIB_PATH": str(copied)},

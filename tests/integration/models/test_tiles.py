@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.llama_cpp import probe
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.store.builtin_model import BUILTIN_MODEL
 
 HEADER = Path(__file__).parents[3] / "cluster/llama_cpp/tiles.h"
 

@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, LlamaFileType
 
-from serve_app.openvino.architectures import ARCHITECTURES, Architecture
+from serve_app.kernels.openvino.architectures import ARCHITECTURES, Architecture
 from tools.gguf_file import ModelShape, add_hyperparameters, add_tokenizer
 from tools.random_models.model import vocabulary
 

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.errors import ConfigError
-from serve_app.progress import Stage
+from serve_app.base.errors import ConfigError
+from serve_app.base.progress import Stage
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
 import openvino
 from gguf import GGMLQuantizationType as Kind
 
-from serve_app.folders import PART
-from serve_app.llama.formats import Quantization
-from serve_app.openvino import convert
-from serve_app.openvino.convert import ConvertedModels, converted
-from serve_app.openvino.gguf_model import readable
+from serve_app.base.folders import PART
+from serve_app.base.formats import Quantization
+from serve_app.kernels.openvino import convert
+from serve_app.kernels.openvino.convert import ConvertedModels, converted
+from serve_app.kernels.openvino.gguf_model import readable
 from tests.integration.openvino.random_models import Made
 
 ASK = """

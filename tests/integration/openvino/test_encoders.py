@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from gguf import PoolingType
 
+from serve_app.base.errors import ConfigError
 from serve_app.engine import Engine, EngineOptions
-from serve_app.errors import ConfigError
 from tools.random_models.encoder import SHAPES, EncoderShape, write_encoder
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
-from serve_app.engine.backends.choice import open_named
-from serve_app.openvino import convert
-from serve_app.openvino.architectures import ARCHITECTURES
+from serve_app.engine.backends.opening import open_planned
+from serve_app.engine.choice.plan import OPENVINO_PLAN
+from serve_app.kernels.openvino import convert
+from serve_app.kernels.openvino.architectures import ARCHITECTURES
 
 _OPTIONS = EngineOptions(n_slots=2, n_ctx_slot=256, threads=1, profile_limit_s=0)
 _WINDOW = EncoderShape("random", 4, 64, 128, 4, 64, 0, "modern-bert", 8)
@@ -86,4 +87,4 @@ def test_an_encoder_of_another_kind_is_refused(tmp_path: Path) -> None:
     shape = replace(SHAPES["tiny"], architecture="jina-bert-v3")
     path = write_encoder(tmp_path / "model.gguf", shape, PoolingType.MEAN)
     with pytest.raises(ConfigError, match="attention to tokens behind"):
-        open_named("openvino", path, replace(_OPTIONS, backend="openvino"))
+        open_planned(OPENVINO_PLAN, path, replace(_OPTIONS, backend="openvino"))

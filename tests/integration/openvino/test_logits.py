@@ -13,11 +13,11 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
+from serve_app.base.errors import ConfigError
 from serve_app.engine import EngineOptions
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.errors import ConfigError
-from serve_app.llama.model import Model
-from serve_app.llama.quantising import quantise
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.llama.quantising import quantise
 from tests.integration.openvino.random_models import Made
 from tests.integration.store.sharded import split
 
@@ -26,13 +26,13 @@ pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 import openvino
 
 from serve_app.engine.backends.openvino import OpenVinoBackend
-from serve_app.openvino import convert
-from serve_app.openvino.architectures import ARCHITECTURES
-from serve_app.openvino.gguf_model import UnreadableError, readable
-from serve_app.openvino.graph import build
-from serve_app.openvino.paged import shifts
-from serve_app.openvino.paged.blocks import BLOCK
-from serve_app.openvino.paged.model import PagedModel
+from serve_app.kernels.openvino import convert
+from serve_app.kernels.openvino.architectures import ARCHITECTURES
+from serve_app.kernels.openvino.gguf_model import UnreadableError, readable
+from serve_app.kernels.openvino.graph import build
+from serve_app.kernels.openvino.paged import shifts
+from serve_app.kernels.openvino.paged.blocks import BLOCK
+from serve_app.kernels.openvino.paged.model import PagedModel
 from tests.integration.openvino.bf16 import computes_bf16, with_bf16
 
 _OPTIONS = EngineOptions(2, 256, 1, n_batch=128, profile_limit_s=0)

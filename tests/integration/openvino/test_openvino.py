@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from loadtests.tune import perplexity
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.base.errors import ConfigError
+from serve_app.base.formats import EmbeddingPooling
+from serve_app.base.sampling import LogitBias
+from serve_app.base.types import TokenLogprobs
 from serve_app.engine import (
     Engine,
     EngineOptions,
@@ -22,13 +25,10 @@ from serve_app.engine import (
     SamplingParams,
     TokenDelta,
 )
-from serve_app.errors import ConfigError
-from serve_app.llama.formats import EmbeddingPooling
-from serve_app.openvino.architectures import ARCHITECTURES
+from serve_app.kernels.openvino.architectures import ARCHITECTURES
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.sampling import LogitBias
-from serve_app.types import TokenLogprobs
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.integration.engine.test_draft_models import as_if_drafts_were_free
 from tests.integration.models.forgetful_models import FORGETFUL
 

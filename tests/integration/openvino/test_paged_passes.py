@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.store.builtin_model import BUILTIN_MODEL
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
 from loadtests.tune.paged_passes import paged_context, pass_s, report
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.model import Model
 
 
 def test_a_pass_begins_anew_each_time() -> None:

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.errors import ConfigError, DecodeError
-from serve_app.llama.formats import Quantization
-from serve_app.llama.model import Model
+from serve_app.base.errors import ConfigError, DecodeError
+from serve_app.base.formats import Quantization
+from serve_app.kernels.llama.model import Model
 from tests.integration.openvino.random_models import Made
-from tests.unit.openvino.paged.test_compiling import resident
+from tests.unit.kernels.openvino.paged.test_compiling import resident
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
-from serve_app.openvino import convert
-from serve_app.openvino.gguf_model import EmbeddingRows, readable
-from serve_app.openvino.paged.context import PagedContext
-from serve_app.openvino.paged.model import Operation, PagedModel, PagedOptions, Values
-from serve_app.openvino.parts import ModelPart
-from serve_app.stages.logits import highest_of, rows_of
+from serve_app.kernels.openvino import convert
+from serve_app.kernels.openvino.gguf_model import EmbeddingRows, readable
+from serve_app.kernels.openvino.paged.context import PagedContext
+from serve_app.kernels.openvino.paged.model import Operation, PagedModel, PagedOptions, Values
+from serve_app.kernels.openvino.parts import ModelPart
+from serve_app.plugins.stages.logits import highest_of, rows_of
 
 _OPTIONS = PagedOptions(
     n_sequences=3, n_ctx_slot=256, n_blocks=24, threads=1, n_texts=2, n_text_blocks=8

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.progress import Stage, nowhere
 from serve_app.engine import EngineOptions
-from serve_app.llama.model import Model
-from serve_app.progress import Stage, nowhere
+from serve_app.kernels.llama.model import Model
 from tests.integration.openvino.random_models import Made
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
-from serve_app.engine.backends.choice import profiles_of_backends
-from serve_app.openvino import convert, slices
-from serve_app.openvino.gguf_model import readable
+from serve_app.engine.choice.kernels import kernels_profiles
+from serve_app.engine.choice.plan import OPENVINO, REPACKED
+from serve_app.kernels.openvino import convert, slices
+from serve_app.kernels.openvino.gguf_model import readable
 
 _OPTIONS = EngineOptions(2, 256, 1, n_batch=64, profile_limit_s=1.0)
 _N_LAYERS = 8
@@ -62,7 +63,7 @@ def test_a_slice_has_some_layers_and_as_large_a_part_of_the_vocabulary(
                 expected = expected[: len(tensor.data)]
             assert (tensor.data == expected).all()
         assert all(name.startswith("blk.") for name in whole)
-        profiles = profiles_of_backends(path, _OPTIONS)
+        profiles = kernels_profiles(path, _OPTIONS, [REPACKED, OPENVINO], 1.0)
     assert all(profile.decode_s.keys() == {1, 2} for profile in profiles)
     assert conversion_s > 0
     assert share == len(layers) / _N_LAYERS

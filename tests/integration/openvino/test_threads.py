@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import EngineOptions
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.model import Model
+from serve_app.store.builtin_model import BUILTIN_MODEL
 
 pytest.importorskip("openvino_genai", reason="corral[openvino] is not installed")
 

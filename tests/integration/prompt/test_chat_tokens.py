@@ -8,10 +8,10 @@ import gguf
 import llama_cpp
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.model import Model
 from serve_app.prompt.conversation import Attachment, PastCall, Turn
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.unit.prompt.tool_calls.formats import TEMPLATES, TOOLS
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"

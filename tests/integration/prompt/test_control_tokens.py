@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.model import Model
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.store.builtin_model import BUILTIN_MODEL
 
 
 @pytest.fixture(scope="module")

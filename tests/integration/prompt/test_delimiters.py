@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter, LlamaFileType, TokenType
 
-from serve_app.llama.model import Model
+from serve_app.kernels.llama.model import Model
 from serve_app.prompt import grammars
 from serve_app.prompt.chat_template import delimiters
 from serve_app.prompt.grammars import Dialect

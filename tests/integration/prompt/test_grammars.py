@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.base.errors import ConstraintError, InvalidRequestError
+from serve_app.base.sampling import LogitBias
 from serve_app.engine import (
     Engine,
     EngineOptions,
@@ -24,11 +25,10 @@ from serve_app.engine import (
     SamplingParams,
     SequenceEnd,
 )
-from serve_app.errors import ConstraintError, InvalidRequestError
 from serve_app.prompt import grammars, json_schemas
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.sampling import LogitBias
+from serve_app.store.builtin_model import BUILTIN_MODEL
 
 TOKENIZER = Tokenizer(BUILTIN_MODEL)
 PROMPT = TOKENIZER.encode_chat([Turn("user", ("Name three fruits.",))])
@@ -143,7 +143,7 @@ def test_an_expression_that_blows_up_is_refused(
     """Before it is decoded with: others would wait for it. With a small vocabulary, that takes a smaller
     limit."""
     limits = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=10)
-    monkeypatch.setattr("serve_app.llama.model.LIMITS", limits)
+    monkeypatch.setattr("serve_app.kernels.llama.model.LIMITS", limits)
     grammar = grammars.from_regex("([a-z]{1,50}x){50}", "regex")
     with pytest.raises(InvalidRequestError, match="takes too much"):
         engine.prepare(GenerationRequest("a", (5,), SamplingParams(grammar=grammar)))

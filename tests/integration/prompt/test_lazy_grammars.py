@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.llama.grammars.constraint import Constraint
-from serve_app.llama.model import Model
+from serve_app.base.sampling import Triggers
+from serve_app.kernels.llama.grammars.constraint import Constraint
+from serve_app.kernels.llama.model import Model
 from serve_app.prompt import grammars
-from serve_app.sampling import Triggers
+from serve_app.store.builtin_model import BUILTIN_MODEL
 
 MODEL = Model(BUILTIN_MODEL, vocab_only=True)
 CALL = grammars.from_gbnf('root ::= "<f>" [0-9]+ "</f>"', "grammar")

@@ -11,11 +11,11 @@ import httpx2
 import pytest
 from anthropic.types import ThinkingConfigParam
 
-from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.engine import Engine, EngineOptions
-from serve_app.ingress.model_registry import ServedModel
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.server.model_registry import ServedModel
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.doubles.api import build_api
 from tools import gguf_file
 from tools.local_client import LocalClient

@@ -15,25 +15,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.base.errors import ConfigError, EngineClosedError, EngineFailedError
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import GenerationRequest, TokenDelta
 from serve_app.channel.protocol import Address
 from serve_app.engine import Engine, EngineOptions
-from serve_app.engine.autotune import profile_cache
-from serve_app.errors import ConfigError, EngineClosedError, EngineFailedError
-from serve_app.llama.model import Model
-from serve_app.sampling import SamplingParams
-from serve_app.types import GenerationRequest, TokenDelta
+from serve_app.engine.choice.plan import OPENVINO, Plan
+from serve_app.engine.costs import profile_cache
+from serve_app.kernels.llama.model import Model
+from serve_app.store.builtin_model import BUILTIN_MODEL
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
+from serve_app.base.progress import nowhere
 from serve_app.engine.backends.openvino import OpenVinoBackend
-from serve_app.openvino.parts import ModelPart
-from serve_app.progress import nowhere
-from serve_app.replica import stages as replica_stages
-from serve_app.replica.place import Gang, ReplicaPlace
-from serve_app.replica.stages import ReplicaStage, StageSpeed
-from serve_app.stages.chain import StageChain
-from serve_app.stages.frames import Frame
+from serve_app.kernels.openvino.parts import ModelPart
+from serve_app.plugins.stages import replica as replica_stages
+from serve_app.plugins.stages.chain import StageChain
+from serve_app.plugins.stages.frames import Frame
+from serve_app.plugins.stages.replica import ReplicaStage, StageSpeed
+from serve_app.run.replica.place import Gang, ReplicaPlace
 from serve_app.store.shared_entries import FolderValues
 
 _OPTIONS = EngineOptions(4, 256, 1, n_batch=64, profile_limit_s=0, backend="openvino")
@@ -74,8 +75,12 @@ def chains_of(n_stages: int, layers: Sequence[range | None] | None = None) -> li
 def engine_of(
     chain: StageChain | None, options: EngineOptions = _OPTIONS, path: Path = BUILTIN_MODEL
 ) -> Engine:
+    plan = profile_cache.load(options.profile_folder, "stages", Plan) or Plan(
+        OPENVINO, name="stages"
+    )
     return Engine(
-        lambda: OpenVinoBackend(Model(path, vocab_only=True), options, chain=chain), options
+        lambda: OpenVinoBackend(Model(path, vocab_only=True), options, plan=plan, chain=chain),
+        options,
     )
 
 
@@ -206,7 +211,11 @@ def test_layers_are_divided_by_speeds_that_are_kept_and_speeds_are_kept_anew(
     whole: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = {tmp_path / str(i): StageSpeed((0, 6), 1.0 + 2 * i, 4.0, 1.0) for i in range(2)}
-    monkeypatch.setattr(profile_cache, "load", lambda folder, name, kind: kept[folder])
+
+    def load(folder: Path, _name: str, kind: type) -> StageSpeed | None:
+        return kept[folder] if kind is StageSpeed else None
+
+    monkeypatch.setattr(profile_cache, "load", load)
     monkeypatch.setattr(replica_stages, "shared_values", lambda: FolderValues(tmp_path))
     monkeypatch.setattr(replica_stages, "_MEASURED_S", 0.0)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
 
 from serve_app.config.sources import DownloadsConfig
-from serve_app.store import download
 from tests.integration.store import hub_server
 from tests.integration.store.hub_server import Hub
 from tests.integration.store.sharded import split
-
-PIECE_BYTES = 64 * 2**10
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +26,7 @@ def shards(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
 def hub(
     tiny_gguf: Path, shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Hub]:
-    """Answers as HF_ENDPOINT. Pieces are small, so that the tiny model has many."""
+    """Answers as HF_ENDPOINT. Nobody waits before asking it again."""
     whole = tiny_gguf.read_bytes()
     files = {path.name: path.read_bytes() for path in shards}
     files |= {"tiny-Q4_0.gguf": whole, "mmproj-tiny.gguf": b"eyes", "README.md": b"# tiny"}
@@ -36,7 +35,9 @@ def hub(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "library-cache"))
-    monkeypatch.setattr(download, "PIECE_BYTES", PIECE_BYTES)
+    quick = SimpleNamespace(**vars(time) | {"sleep": lambda _: None})
+    for module in ("huggingface_hub.file_download", "huggingface_hub.utils._http"):
+        monkeypatch.setattr(f"{module}.time", quick)
     with hub_server.running(made):
         monkeypatch.setenv("HF_ENDPOINT", made.url)
         yield made

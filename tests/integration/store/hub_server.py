@@ -44,7 +44,9 @@ class Hub:
     stalled: threading.Event | None = None
     """Content waits for it, after its first half."""
     held: threading.Event | None = None
-    """The ends of files wait for it."""
+    """The ends of files wait for it,"""
+    holds: str = ""
+    """if their names have this in them."""
     bytes_per_s: float | None = None
     """Of each connection; None for as fast as it goes."""
     url: str = ""
@@ -169,8 +171,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _content(self, content: bytes, name: str) -> None:
         if self._hub.lies:
             content = content[:-1] + bytes([content[-1] ^ 1])
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
-        start, end = (int(asked[1]), int(asked[2]) + 1) if asked else (0, len(content))
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        start, end = 0, len(content)
+        if asked:
+            start, end = int(asked[1]), int(asked[2] or end - 1) + 1
         part = content[start : min(end, len(content))]
         self.send_response(206 if asked else 200)
         self.send_header("Content-Length", str(len(part)))
@@ -182,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if self._hub.held is not None and end >= len(content):
+        if self._hub.held is not None and end >= len(content) and self._hub.holds in name:
             self._hub.held.wait(600)
         most = self._hub.breaks_after.pop(0) if self._hub.breaks_after else len(part)
         self._write(part[:most], name)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import constants
 
-from serve_app import folders, locks
-from serve_app.application.resolving import resolve
+from serve_app.base import folders, locks
+from serve_app.base.errors import ConfigError
+from serve_app.base.progress import Stage, nowhere
 from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
-from serve_app.errors import ConfigError
-from serve_app.llama.model import Model
-from serve_app.llama.vision.senses import ProjectorFile, Senses
-from serve_app.progress import Stage, nowhere
-from serve_app.store import download, gguf_header
+from serve_app.kernels.llama.model import Model
+from serve_app.kernels.llama.vision.senses import ProjectorFile, Senses
+from serve_app.run.resolving import resolve
+from serve_app.store import gguf_header, remote
 from serve_app.store.models import (
     delete,
     fetch,
@@ -36,12 +39,12 @@ from serve_app.store.models import (
     vocabulary,
 )
 from serve_app.store.remote import UnreachableError
-from tests.integration.store.conftest import PIECE_BYTES
 from tests.integration.store.hub_server import COMMIT, OLD_COMMIT, Hub
 from tools.random_models.projector import SHAPES, write_random_projector
 
 ONE = ModelSource(repo="owner/name:Q4_0")
 THREE = ModelSource(repo="owner/name:Q8_0")
+NAME = "tiny-Q4_0.gguf"
 FIRST_SHARD = "tiny-Q8_0-00001-of-00003.gguf"
 
 
@@ -60,7 +63,7 @@ def test_a_model_is_downloaded_once(hub: Hub, downloads: DownloadsConfig) -> Non
     assert told[-1].done == 1.0
     assert locate(ONE, downloads, nowhere) == path
     assert hub.n_bytes["tiny-Q4_0.gguf"] == len(hub.files["tiny-Q4_0.gguf"])
-    assert [*path.parent.glob("*.p*")] == []
+    assert [*path.parent.parent.glob("*.part")] == []
 
 
 def test_a_model_is_fetched_for_later_and_deleted(hub: Hub, downloads: DownloadsConfig) -> None:
@@ -72,7 +75,7 @@ def test_a_model_is_fetched_for_later_and_deleted(hub: Hub, downloads: Downloads
     with pytest.raises(ConfigError, match="enough"):
         fetch(model, downloads, leave)
     fetch(model, downloads, nowhere)
-    assert sum(hub.n_bytes.values()) < 2 * model.n_bytes
+    assert sum(hub.n_bytes.values()) == model.n_bytes + len(hub.files[FIRST_SHARD])
     path = locate(THREE, downloads, nowhere)
     delete(model, downloads)
     assert path.exists()  # it is open
@@ -131,7 +134,7 @@ def test_a_hollow_file_is_never_taken_for_the_model(hub: Hub, downloads: Downloa
 
 
 def test_a_broken_connection_goes_on_where_it_was(hub: Hub, downloads: DownloadsConfig) -> None:
-    hub.breaks_after = [10_000, 0, 20_000, PIECE_BYTES]
+    hub.breaks_after = [10_000, 0, 20_000]
     content = hub.files["tiny-Q4_0.gguf"]
     assert locate(ONE, downloads, nowhere).read_bytes() == content
     assert hub.n_bytes["tiny-Q4_0.gguf"] < 1.1 * len(content)
@@ -150,7 +153,7 @@ def test_damaged_content_is_refused_and_deleted(hub: Hub, downloads: DownloadsCo
     with pytest.raises(ConfigError, match=r"tiny-Q4_0.gguf arrived damaged: its SHA-256 is "):
         locate(ONE, downloads, nowhere)
     assert downloads.folder is not None
-    assert [*downloads.folder.glob("*/*.gguf*")] == []
+    assert [*downloads.folder.rglob("*.gguf")] == []
     hub.lies = False
     assert locate(ONE, downloads, nowhere).read_bytes() == hub.files["tiny-Q4_0.gguf"]
 
@@ -173,6 +176,25 @@ def test_what_a_repository_has_not_lists_what_it_has(hub: Hub, downloads: Downlo
         locate(ModelSource(repo="owner/name:Q5_K_M"), downloads, nowhere)
     with pytest.raises(ConfigError, match="owner/name has no branch, tag or commit v7"):
         locate(ModelSource(repo="owner/name:Q4_0@v7"), downloads, nowhere)
+
+
+def test_a_repository_that_is_not_there_is_named(hub: Hub, downloads: DownloadsConfig) -> None:
+    with pytest.raises(
+        ConfigError, match="owner/other: Hugging Face says 404: there is no such rep"
+    ):
+        locate(ModelSource(repo="owner/other:Q4_0"), downloads, nowhere)
+
+
+@pytest.mark.parametrize("work", [partial(locate, report=nowhere), vocabulary])
+def test_a_hub_that_is_gone_when_a_file_is_wanted_may_be_back_later(
+    work: Any, hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = pinned(ONE, downloads)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UnreachableError, match="cannot be reached for the files of owner/name"):
+        work(source, downloads)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    assert work(source, downloads).is_file()
 
 
 def test_a_revision_is_pinned(hub: Hub, downloads: DownloadsConfig) -> None:
@@ -213,43 +235,37 @@ def test_those_who_ask_together_share_a_download(hub: Hub, downloads: DownloadsC
     assert hub.n_bytes["tiny-Q4_0.gguf"] == len(hub.files["tiny-Q4_0.gguf"])
 
 
-def test_a_killed_download_goes_on(hub: Hub, downloads: DownloadsConfig) -> None:
-    """After kill -9, no file has the model's name, and nearly nothing is downloaded twice."""
-    content = hub.files["tiny-Q4_0.gguf"]
-    hub.stalled = threading.Event()
+def test_a_killed_download_goes_on_with_the_next_file(hub: Hub, downloads: DownloadsConfig) -> None:
+    """After kill -9, no file has the model's name, and files that were whole are not downloaded again."""
+    hub.held, hub.holds = threading.Event(), "00002-of"
     program = f"""
+from functools import partial
 from pathlib import Path
 from serve_app.application.resolving import resolve
 from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.progress import nowhere
-from serve_app.store import download
 from serve_app.store.models import locate
-download.PIECE_BYTES, download.N_AT_ONCE = {PIECE_BYTES}, 1
 folder = Path({str(downloads.folder)!r})
-locate(ModelSource(repo="owner/name:Q4_0"), DownloadsConfig(folder=folder), nowhere)
+locate(ModelSource(repo="owner/name:Q8_0"), DownloadsConfig(folder=folder), nowhere)
 """
     process = subprocess.Popen([sys.executable, "-c", program])
     try:
-        for _ in range(3):  # three pieces go through
-            n_before = hub.n_bytes["tiny-Q4_0.gguf"]
-            _until(lambda n=n_before: hub.n_bytes["tiny-Q4_0.gguf"] > n)
-            hub.stalled.set()
-            _until(lambda n=n_before: hub.n_bytes["tiny-Q4_0.gguf"] >= n + PIECE_BYTES // 2)
-            hub.stalled.clear()
+        _until(
+            lambda: any(asked.startswith("GET /cdn") and "00002-of" in asked for asked in hub.asked)
+        )
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert downloads.folder is not None
-    (part,) = downloads.folder.glob("*/*.part")
-    n_done = part.with_suffix("").with_suffix(".gguf.pieces").read_bytes().count(1)
-    assert n_done >= 1
+    assert [path.name for path in downloads.folder.glob("*.part/files/*")] == [FIRST_SHARD]
+    assert len([*downloads.folder.glob("*.part/coming/**/*.incomplete")]) == 1
     assert [*downloads.folder.glob("*/*.gguf")] == []
-    hub.stalled.set()
-    hub.stalled = None
-    hub.n_bytes.clear()
-    assert locate(ONE, downloads, nowhere).read_bytes() == content
-    assert hub.n_bytes["tiny-Q4_0.gguf"] <= len(content) - (n_done - 1) * PIECE_BYTES
+    hub.held.set()
+    path = locate(THREE, downloads, nowhere)
+    assert path.read_bytes() == hub.files[FIRST_SHARD]
+    assert hub.n_bytes[FIRST_SHARD] == len(hub.files[FIRST_SHARD])
+    assert [*downloads.folder.glob("*.part")] == []
 
 
 def _until(condition: object) -> None:
@@ -269,31 +285,24 @@ def test_a_full_disk_is_told_before(
     assert hub.n_bytes["tiny-Q4_0.gguf"] == 0
 
 
+@pytest.mark.parametrize("source", ["hub", "url"])
 def test_a_disk_that_becomes_full_is_told_and_the_download_goes_on_later(
-    hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
+    source: str, hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = [3 * PIECE_BYTES]
-    write, narrow = os.pwrite, threading.Lock()
+    def fill(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def pwrite(descriptor: int, data: bytes, at: int) -> int:
-        with narrow:
-            if len(data) > 1:
-                room[0] -= len(data)
-            if room[0] < 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, data, at)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    monkeypatch.setattr(download, "N_AT_ONCE", 1)
-    with pytest.raises(ConfigError, match=r"The disk of .* is full"):
-        locate(ONE, downloads, nowhere)
+    wanted = (
+        ONE if source == "hub" else ModelSource(url=f"{hub.url}/owner/name/resolve/main/{NAME}")
+    )
+    with monkeypatch.context() as full:
+        full.setattr("huggingface_hub.file_download.http_get", fill)
+        full.setattr("fsspec.implementations.http.HTTPFileSystem.get_file", fill)
+        with pytest.raises(ConfigError, match=r"The disk of .* is full"):
+            locate(wanted, downloads, nowhere)
     assert downloads.folder is not None
     assert [*downloads.folder.glob("*/*.gguf")] == []
-    room[0] = 2**40
-    hub.n_bytes.clear()
-    content = hub.files["tiny-Q4_0.gguf"]
-    assert locate(ONE, downloads, nowhere).read_bytes() == content
-    assert hub.n_bytes["tiny-Q4_0.gguf"] <= len(content) - 2 * PIECE_BYTES
+    assert locate(wanted, downloads, nowhere).read_bytes() == hub.files[NAME]
 
 
 def test_the_least_recently_used_gives_way_and_what_is_open_never(
@@ -328,18 +337,20 @@ def test_a_url_is_downloaded(shards: list[Path], downloads: DownloadsConfig) -> 
 
 
 def test_a_url_that_changes_meanwhile_is_refused(
-    hub: Hub, shards: list[Path], downloads: DownloadsConfig, tmp_path: Path
+    shards: list[Path], downloads: DownloadsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(shards[0].read_bytes())
 
-    def change(stage: Stage) -> None:
-        if 0 < stage.done < 1:
-            os.utime(path, (0, 0))
+    def changing_copy(_: object, source: str, target: str, **__: object) -> None:
+        shutil.copyfile(source, target)
+        os.utime(source, (0, 0))
 
     source = ModelSource(url=path.as_uri())
-    with pytest.raises(ConfigError, match="changed during the download"):
-        locate(source, downloads, change)
+    with monkeypatch.context() as changing:
+        changing.setattr(LocalFileSystem, "get_file", changing_copy)
+        with pytest.raises(ConfigError, match="changed during the download"):
+            locate(source, downloads, nowhere)
     assert locate(source, downloads, nowhere).read_bytes() == path.read_bytes()
 
 
@@ -357,9 +368,43 @@ def test_a_url_that_does_not_answer_is_what_it_was(
 
 
 def test_a_url_over_http_is_downloaded(hub: Hub, downloads: DownloadsConfig) -> None:
-    source = ModelSource(url=f"{hub.url}/owner/name/resolve/main/tiny-Q4_0.gguf")
+    source = ModelSource(url=f"{hub.url}/owner/name/resolve/main/{NAME}")
     assert Model(vocabulary(source, downloads), vocab_only=True).n_vocab == 512
-    assert locate(source, downloads, nowhere).read_bytes() == hub.files["tiny-Q4_0.gguf"]
+    told: list[Stage] = []
+    assert locate(source, downloads, told.append).read_bytes() == hub.files[NAME]
+    assert (told[-1].done, told[-1].n_bytes) == (1.0, len(hub.files[NAME]))
+
+
+def test_a_url_whose_connection_breaks_is_asked_for_anew_by_the_next_start(
+    hub: Hub, downloads: DownloadsConfig
+) -> None:
+    hub.breaks_after = [10_000]
+    source = ModelSource(url=f"{hub.url}/owner/name/resolve/main/{NAME}")
+    with pytest.raises(UnreachableError, match=f"{NAME} cannot be reached"):
+        locate(source, downloads, nowhere)
+    assert locate(source, downloads, nowhere).read_bytes() == hub.files[NAME]
+
+
+@pytest.mark.parametrize("place", ["hub", "url"])
+def test_a_download_ends_when_nobody_waits_for_it(
+    place: str, hub: Hub, downloads: DownloadsConfig
+) -> None:
+    def leave(stage: Stage) -> None:
+        if stage.n_bytes:
+            raise ConfigError("Nobody waits.")
+
+    source = ONE if place == "hub" else ModelSource(url=f"{hub.url}/owner/name/resolve/main/{NAME}")
+    with pytest.raises(ConfigError, match=r"Nobody waits\."):
+        fetch(remote_model(source, downloads), downloads, leave)
+    assert downloads.folder is not None
+    assert [*downloads.folder.glob("*/*.gguf")] == []
+
+
+def test_a_long_download_over_http_has_all_the_time_that_it_takes() -> None:
+    """aiohttp ends an answer after five minutes unless it is told otherwise."""
+    files, _ = remote._open_url("https://example.org/a.gguf")
+    assert files.client_kwargs["timeout"].total is None
+    assert files.client_kwargs["timeout"].sock_read == remote._READ_S
 
 
 def eyes(path: Path) -> bytes:

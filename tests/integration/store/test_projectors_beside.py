@@ -10,12 +10,12 @@ from typing import Any
 import gguf
 import pytest
 
-from serve_app import locks
-from serve_app.application.resolving import resolve
+from serve_app.base import locks
+from serve_app.base.errors import ConfigError
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import DownloadsConfig
-from serve_app.errors import ConfigError
+from serve_app.run.resolving import resolve
 from tests.integration.store.hub_server import Hub
 from tools.random_models.projector import SHAPES, write_random_projector
 

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
+from serve_app.base.errors import CorralError
+from serve_app.base.types import Accepted, FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 from serve_app.channel import protocol
 from serve_app.channel.listener import IncomingCall, Listener
 from serve_app.channel.protocol import Address, FrameBuffer, Item
 from serve_app.channel.sender import Channel, Channels
-from serve_app.errors import CorralError
-from serve_app.types import Accepted, FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 
 PATIENCE_S = 30.0
 """How long a test waits for what must happen at once, before it fails."""

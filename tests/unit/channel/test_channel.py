@@ -7,10 +7,10 @@ import os
 
 import pytest
 
+from serve_app.base.errors import ChannelBrokenError, DecodeError, QueueFullError
+from serve_app.base.types import Accepted
 from serve_app.channel.listener import Listener
 from serve_app.channel.sender import Channel, Channels
-from serve_app.errors import ChannelBrokenError, DecodeError, QueueFullError
-from serve_app.types import Accepted
 from tests.unit.channel.harness import (
     ELSEWHERE,
     HERE,

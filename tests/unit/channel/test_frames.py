@@ -7,16 +7,14 @@ import math
 import msgspec
 import pytest
 
-from serve_app.channel import protocol
-from serve_app.channel.protocol import FrameBuffer, Hello, Item
-from serve_app.errors import (
+from serve_app.base.errors import (
     CorralError,
     DecodeError,
     EngineFailedError,
     PromptTooLongError,
     QueueFullError,
 )
-from serve_app.types import (
+from serve_app.base.types import (
     Accepted,
     FinishReason,
     SequenceEnd,
@@ -25,6 +23,8 @@ from serve_app.types import (
     TokenLogprobs,
     Usage,
 )
+from serve_app.channel import protocol
+from serve_app.channel.protocol import FrameBuffer, Hello, Item
 
 LOGPROBS = (
     TokenLogprobs(-0.25, ((7, -0.25), (8, -1.5))),

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import pytest
 
+from serve_app.base.errors import ChannelBrokenError
+from serve_app.base.types import Accepted
 from serve_app.channel import listener, protocol
 from serve_app.channel.listener import Listener
 from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channels
-from serve_app.errors import ChannelBrokenError
-from serve_app.types import Accepted
 from tests.unit.channel.harness import ELSEWHERE, HERE, PATIENCE_S, last, listening, read, settle
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from serve_app.base.types import TokenDelta
 from serve_app.channel import protocol
 from serve_app.channel.listener import Listener
 from serve_app.channel.sender import Channels
-from serve_app.types import TokenDelta
 from tests.unit.channel.harness import ELSEWHERE, HERE, Wire, delta, settle
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.base.errors import ChannelBrokenError
+from serve_app.base.types import Accepted, TokenDelta
 from serve_app.channel.listener import IncomingCall, Listener, _Connection
 from serve_app.channel.protocol import WELCOME, Hello, frame
 from serve_app.channel.sender import Channel
-from serve_app.errors import ChannelBrokenError
-from serve_app.types import Accepted, TokenDelta
 from tests.unit.channel.harness import PATIENCE_S, delta, last, read
 
 N_CALLS = 3

@@ -8,10 +8,10 @@ import socket
 
 import pytest
 
+from serve_app.base.errors import ChannelBrokenError, DecodeError
+from serve_app.base.types import Accepted, TokenDelta
 from serve_app.channel import sender
 from serve_app.channel.protocol import Item
-from serve_app.errors import ChannelBrokenError, DecodeError
-from serve_app.types import Accepted, TokenDelta
 from tests.unit.channel.harness import PATIENCE_S, Wire, delta, failed, last, settle
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.errors import ChannelBrokenError
+from serve_app.base.types import Accepted
 from serve_app.channel import listener as listening_side
 from serve_app.channel import protocol as connecting_side
 from serve_app.channel.sender import Channels
-from serve_app.errors import ChannelBrokenError
-from serve_app.types import Accepted
 from tests.unit.channel.harness import (
     ELSEWHERE,
     HERE,

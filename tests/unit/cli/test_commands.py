@@ -20,14 +20,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from serve_app import __version__
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.base.errors import ConfigError
 from serve_app.cli import live, main
 from serve_app.cli import serve as server
 from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.main import app
+from serve_app.cli.measure import bench, capacity
 from serve_app.config import schema
-from serve_app.errors import ConfigError
-from serve_app.measure import bench, capacity
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.documents.options import FORWARDED
 from tests.unit.cli.conftest import Told
 
@@ -45,10 +45,8 @@ COMMANDS = {
     "tune",
     "capacity",
     "batch",
-    "traffic",
     "usage",
     "keys",
-    "rollback",
 }
 
 
@@ -182,7 +180,7 @@ def test_check_names_the_models_or_what_is_wrong(tmp_path: Path) -> None:
     )
     file = tmp_path / "config.yaml"
     file.write_text(Path("serve_config.yaml").read_text().replace("engine: {}", "engine: {x: 1}"))
-    assert "models.0.engine.x: Extra inputs are not permitted" in output(
+    assert "config.yaml:16: models.0.engine.x: there is no such field" in output(
         "check", str(file), status=1
     )
 
@@ -344,10 +342,10 @@ def test_top_shows_slots_and_what_happened(told: Told) -> None:
 @pytest.mark.parametrize(
     ("command", "module"),
     [
-        ("batch", "serve_app.batch"),
-        ("bench", "serve_app.measure.bench"),
-        ("capacity", "serve_app.measure.capacity"),
-        ("tune", "serve_app.measure.tune"),
+        ("batch", "serve_app.plugins.batch"),
+        ("bench", "serve_app.cli.measure.bench"),
+        ("capacity", "serve_app.cli.measure.capacity"),
+        ("tune", "serve_app.cli.measure.tune"),
     ],
 )
 def test_commands_that_are_programs_get_all_arguments(
@@ -393,10 +391,10 @@ class _ReadyError(Exception):
 @pytest.mark.parametrize(
     ("module", "function"),
     [
-        ("serve_app.measure.bench", "parse_args"),
-        ("serve_app.measure.capacity", "parse_args"),
-        ("serve_app.measure.tune", "parse_args"),
-        ("serve_app.batch.__main__", "parse_args"),
+        ("serve_app.cli.measure.bench", "parse_args"),
+        ("serve_app.cli.measure.capacity", "parse_args"),
+        ("serve_app.cli.measure.tune", "parse_args"),
+        ("serve_app.plugins.batch.__main__", "parse_args"),
     ],
 )
 def test_every_option_of_a_forwarded_command_says_what_it_is(
@@ -416,38 +414,7 @@ def test_every_option_of_a_forwarded_command_says_what_it_is(
 
 
 def test_bench_is_the_program_itself() -> None:
-    assert main._run("serve_app.measure.bench", ["--help"]) == 0
-
-
-VERSIONS = [
-    {"id": f"m@{name}", "weight": weight, "share": share, "status": {"value": status}}
-    for name, weight, share, status in (
-        ("old", 75.0, 1.0, "loaded"),
-        ("new", 25.0, 0.0, "unloaded"),
-    )
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "path", "body"),
-    [
-        (["traffic", "m"], "/v1/models/m", None),
-        (
-            ["traffic", "m", "new=25", "old=75%"],
-            "/models/weights",
-            {"model": "m", "weights": {"new": 25, "old": 75}},
-        ),
-        (["rollback", "m"], "/models/rollback", {"model": "m"}),
-    ],
-    ids=str,
-)
-def test_weights_are_shown_and_changed(
-    arguments: list[str], path: str, body: object, told: Told
-) -> None:
-    told.json(path, {"versions": VERSIONS})
-    lines = [line.split() for line in output(*arguments, "--url", told.url).splitlines()]
-    assert lines[1:] == [["m@old", "75", "100%", "loaded"], ["m@new", "25", "0%", "unloaded"]]
-    assert [(asked, sent) for asked, _, sent in told.asked] == [(path, body)]
+    assert main._run("serve_app.cli.measure.bench", ["--help"]) == 0
 
 
 @pytest.mark.parametrize("form", ["table", "json", "csv"])
@@ -499,12 +466,3 @@ def test_keys_are_made_listed_and_revoked(told: Told) -> None:
     ]
     assert json.loads(output("keys", "list", "--json", "--url", told.url)) == page
     assert "write NAME=VALUE" in output("keys", "create", "ben", "x", status=1)
-
-
-def test_weights_that_are_none_are_not_sent(told: Told) -> None:
-    assert "write VERSION=PERCENT" in output("traffic", "m", "new:25", "--url", told.url, status=1)
-    told.json("/models/rollback", {"error": {"message": "There is nothing."}}, status=400)
-    assert "There is nothing." in output("rollback", "m", "--url", told.url, status=1)
-    assert [path for path, _, _ in told.asked] == ["/models/rollback"]
-    told.json("/v1/models/m", {"versions": []})
-    assert "one version only" in output("traffic", "m", "--url", told.url)

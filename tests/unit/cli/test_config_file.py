@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.errors import ConfigError
 from serve_app.cli.config_file import NamedModel, ServeOptions, document, named
-from serve_app.errors import ConfigError
 from serve_app.store import hub
 
 FILES = (
@@ -19,6 +19,8 @@ FILES = (
     "Qwen3-4B-BF16-00001-of-00002.gguf",
     "Qwen3-4B-BF16-00002-of-00002.gguf",
 )
+
+LISTING = {"commit": "c" * 40, "files": [{"path": path} for path in FILES]}
 
 
 def test_nothing_is_the_built_in_model() -> None:
@@ -61,14 +63,14 @@ def test_what_is_no_model_is_refused(model: str, message: str) -> None:
 def test_a_repository_is_asked_for_its_files(
     model: str, filename: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "files", lambda *_: [*FILES])
+    monkeypatch.setattr(hub, "_listing", lambda *_: LISTING)
     found = named(model)
     assert found.source == {"repo": f"Qwen/Qwen3-4B-GGUF:{filename}"}
     assert found.id == filename.removesuffix(".gguf")
 
 
 def test_a_revision_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "files", lambda *_: [*FILES])
+    monkeypatch.setattr(hub, "_listing", lambda *_: LISTING)
     found = named("Qwen/Qwen3-4B-GGUF:BF16@v2")
     assert found == NamedModel(
         "Qwen3-4B-BF16", {"repo": "Qwen/Qwen3-4B-GGUF:Qwen3-4B-BF16-00001-of-00002.gguf@v2"}

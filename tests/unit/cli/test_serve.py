@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from serve_app.base.errors import ConfigError
+from serve_app.base.progress import Stage
 from serve_app.cli import chat, config_file, screen, serve
 from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.screen import Screen, Served
-from serve_app.errors import ConfigError
-from serve_app.progress import Stage
-from serve_app.start import one_machine
+from serve_app.run import program
 
 
 def served(**changed: Any) -> Served:
@@ -276,9 +276,9 @@ PLAIN = config_file.document(ServeOptions())
 def test_only_a_file_that_says_no_more_is_built_without_serve(
     content: dict[str, Any], plain: bool
 ) -> None:
-    assert one_machine.is_plain(content) is plain
+    assert program.is_plain(content) is plain
 
 
 def test_our_own_files_are_built_without_serve() -> None:
     content = serve.read(Path(__file__).parents[3] / "serve_config.yaml")
-    assert one_machine.is_plain(content)
+    assert program.is_plain(content)

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.application.deployments import engine_options, ingress_options
-from serve_app.application.resolving import resolve
-from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
+from serve_app.base.errors import ConfigError
+from serve_app.cluster.deployments import engine_options, ingress_options
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import ProjectorSource
 from serve_app.engine.backends.draft_model import slot_bytes
-from serve_app.errors import ConfigError
-from serve_app.ingress.access.bodies import BodyLimits
-from serve_app.ingress.access.network import NetworkPolicy
-from serve_app.llama.model import Model
-from serve_app.placement.machine import Machine
+from serve_app.kernels.llama.model import Model
+from serve_app.run.placement.machine import Machine
+from serve_app.run.resolving import resolve
+from serve_app.server.access.bodies import BodyLimits
+from serve_app.server.access.network import NetworkPolicy
+from serve_app.store.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from tests.integration.models.prediction_models import write_head, write_random
-from tests.unit.placement.machines import EPYC, SMALL, topology
+from tests.unit.run.placement.machines import EPYC, SMALL, topology
 from tools.random_models.model import SHAPES, write_random_gguf
 
 ROOT = Path(__file__).parents[3]
@@ -62,37 +62,21 @@ def test_the_shipped_file_is_valid() -> None:
     [
         ({}, "models: Field required"),
         ({"models": []}, "models: List should have at least 1 item"),
-        ({"model": []}, "model: Extra inputs"),
-        ({"models": [model(), model()]}, "several entries have the id"),
+        ({"model": []}, "model: there is no such field, did you mean models?"),
+        (
+            {"models": [model(), model()]},
+            "several entries have the id 'm'. Give each an id of its own",
+        ),
+        ({"models": [model(), model(id="b", aliases=["m"])]}, "two models have the same name (m)"),
+        (
+            {"models": [model(aliases=["x"]), model(id="b", aliases=["x"])]},
+            "two models have the same name (x)",
+        ),
         ({"models": [model(id="a b")]}, "models.0.id: String should match"),
         ({"models": [model(source={})]}, "models.0.source: Value error, give exactly one"),
         ({"models": [model(source={"repo_id": "a/b"})]}, "repo_id and filename belong together"),
         ({"models": [model(engine={"n_slots": 0})]}, "models.0.engine.n_slots: "),
-        ({"models": [model(engine={"slots": 4})]}, "models.0.engine.slots: Extra inputs"),
-        (
-            {"models": [model(deployment={"max_ongoing_request": 1})]},
-            "models.0.deployment.max_ongoing_request: Extra",
-        ),
-        (
-            {"models": [model(deployment={"autoscaling_config": {"max_replica": 1}})]},
-            "models.0.deployment.autoscaling_config.max_replica: Extra",
-        ),
-        (
-            {"models": [model(deployment={"autoscaling_config": {"min_replicas": -1}})]},
-            "models.0.deployment.autoscaling_config.min_replicas: ",
-        ),
-        (
-            {"models": [model(deployment={"ray_actor_options": {"num_cpu": 1}})]},
-            "models.0.deployment.ray_actor_options.num_cpu: Extra",
-        ),
-        (
-            {"models": [model(deployment={"num_replicas": 1, "autoscaling_config": {}})]},
-            "autoscaling_config or num_replicas, not both",
-        ),
-        (
-            {"models": [model()], "ingress": {"max_open_bodies": 1000}},
-            "max_open_bodies: 1000 leaves no room",
-        ),
+        ({"models": [model(engine={"slots": 4})]}, "models.0.engine.slots: there is no such field"),
     ],
 )
 def test_faults_are_named(args: dict[str, Any], message: str) -> None:
@@ -108,7 +92,7 @@ def test_checking_a_file_prints_one_line_and_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "serve_app.cli", "check", str(file)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 1
-    assert "invalid configuration: models.0.id: " in result.stderr
+    assert f"invalid configuration: {file}:8: models.0.id: " in result.stderr
     assert result.stderr.count("\n") == 1
 
 
@@ -117,7 +101,7 @@ SCALING = {
     "min_replicas": 1,
     "max_replicas": 1,
     "target_ongoing_requests": 4,
-    "policy": {"policy_function": "serve_app.routing.autoscaling:by_pressure"},
+    "policy": {"policy_function": "serve_app.cluster.autoscaling:by_pressure"},
     "look_back_period_s": 15,
     "upscale_delay_s": 10,
 }
@@ -142,12 +126,12 @@ def test_serve_gets_explicit_options() -> None:
 
 
 def test_configured_options_win() -> None:
-    deployment = {
+    serve = {
         "autoscaling_config": {"max_replicas": 9, "upscale_delay_s": 3},
         "max_ongoing_requests": 5,
         "ray_actor_options": {"num_cpus": 2, "resources": {"big": 1}},
     }
-    configured = schema.parse({"models": [model(deployment=deployment)]}).models[0]
+    configured = schema.parse({"models": [model(serve=serve)]}).models[0]
     options = engine_options(configured, resolve([configured], HERE)[0])
     assert options["max_ongoing_requests"] == 5
     assert options["ray_actor_options"] == {"num_cpus": 2, "resources": {"big": 1}}
@@ -169,7 +153,7 @@ def test_models_share_the_machine(cores: int, n_models: int, num_cpus: float, th
 
 
 def test_fixed_replicas_switch_autoscaling_off() -> None:
-    ingress = schema.parse({"models": [model()], "ingress": {"deployment": {"num_replicas": 2}}})
+    ingress = schema.parse({"models": [model()], "ingress": {"serve": {"num_replicas": 2}}})
     options = ingress_options(ingress.ingress)
     assert options["num_replicas"] == 2
     assert "autoscaling_config" not in options
@@ -177,9 +161,8 @@ def test_fixed_replicas_switch_autoscaling_off() -> None:
 
 @pytest.mark.parametrize(("n_ongoing", "n_bodies"), [(None, 125), (80, 10), (3, 1)])
 def test_slow_bodies_leave_room_in_the_ingress(n_ongoing: int | None, n_bodies: int) -> None:
-    deployment = {} if n_ongoing is None else {"max_ongoing_requests": n_ongoing}
-    ingress = schema.parse({"models": [model()], "ingress": {"deployment": deployment}}).ingress
-    assert ingress.open_bodies == n_bodies
+    serve = {} if n_ongoing is None else {"max_ongoing_requests": n_ongoing}
+    ingress = schema.parse({"models": [model()], "ingress": {"serve": serve}}).ingress
     options = ingress_options(ingress)
     assert options["max_ongoing_requests"] == (n_ongoing or 1000) + 16
     assert ingress.max_ongoing_requests == (n_ongoing or 1000)
@@ -205,15 +188,15 @@ def test_hosts_have_no_ports_and_schemes(host: str) -> None:
 EPYC_HERE = Machine(topology(EPYC), None, 2**39, 2**39)
 
 
-def options_on_epyc(deployment: dict[str, Any], **engine: Any) -> dict[str, Any]:
+def options_on_epyc(serve: dict[str, Any], **engine: Any) -> dict[str, Any]:
     """Of one model on two sockets of 64 cores."""
-    entry = model(engine=engine, deployment=deployment)
+    entry = model(engine=engine, serve=serve)
     (configured,) = schema.parse({"models": [entry]}).models
     return engine_options(configured, resolve([configured], EPYC_HERE)[0])
 
 
 @pytest.mark.parametrize(
-    ("deployment", "engine", "replicas", "num_cpus"),
+    ("serve", "engine", "replicas", "num_cpus"),
     [
         ({}, {}, (2, 2), 128),
         ({"autoscaling_config": {"upscale_delay_s": 3}}, {}, (1, 2), 128),
@@ -225,9 +208,9 @@ def options_on_epyc(deployment: dict[str, Any], **engine: Any) -> dict[str, Any]
     ],
 )
 def test_a_replica_for_each_numa_node(
-    deployment: dict[str, Any], engine: dict[str, Any], replicas: tuple[int, int], num_cpus: float
+    serve: dict[str, Any], engine: dict[str, Any], replicas: tuple[int, int], num_cpus: float
 ) -> None:
-    options = options_on_epyc(deployment, **engine)
+    options = options_on_epyc(serve, **engine)
     scaling = options["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"]) == replicas
     assert options["ray_actor_options"] == {"num_cpus": num_cpus}
@@ -239,8 +222,8 @@ def test_a_fixed_number_of_replicas_is_not_scaled() -> None:
     assert "autoscaling_config" not in options
 
 
-def resolved_on(here: Machine, deployment: dict[str, Any] | None = None) -> ResolvedModel:
-    entry = model(engine={}, deployment=deployment or {})
+def resolved_on(here: Machine, serve: dict[str, Any] | None = None) -> ResolvedModel:
+    entry = model(engine={}, serve=serve or {})
     return resolve(schema.parse({"models": [entry]}).models, here)[0]
 
 

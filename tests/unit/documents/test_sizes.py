@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serve_app.config.schema import EngineConfig
-from serve_app.config.sizing import CacheNeeds, resolve
+from serve_app.run.sizing import CacheNeeds, resolve
 from tests.documents.sizes import REASONING_TOKENS, SHAPES, SYSTEM_BYTES, people
 
 (FOUR_B,) = (shape for shape in SHAPES if shape.name == "Qwen3 4B")

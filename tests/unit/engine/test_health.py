@@ -7,7 +7,7 @@ import time
 import pytest
 
 from serve_app.engine import EngineFailedError
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.health import HangWatch, Progress, RunningBatch, is_overdue
 from tests.unit.engine.harness import PATIENCE_S, WatchedBackend, request, running, start, until
 

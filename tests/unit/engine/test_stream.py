@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from serve_app.base.types import TokenLogprobs
 from serve_app.engine import DecodeError, FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 from serve_app.engine.stream import TokenStream
-from serve_app.types import TokenLogprobs
 
 
 def text(char: str) -> TokenDelta:

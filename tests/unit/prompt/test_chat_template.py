@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from serve_app.errors import ConfigError, InvalidRequestError
+from serve_app.base.errors import ConfigError, InvalidRequestError
 from serve_app.prompt.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": 'say "é"'}]

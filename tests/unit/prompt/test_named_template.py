@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.errors import InvalidRequestError
-from serve_app.llama import chat_templates
+from serve_app.base.errors import InvalidRequestError
+from serve_app.kernels.llama import chat_templates
 from serve_app.prompt.chat_template import NamedTemplate
 
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ünï"}]

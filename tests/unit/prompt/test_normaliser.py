@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.errors import InvalidRequestError
+from serve_app.base.errors import InvalidRequestError
 from serve_app.prompt import normaliser
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.conversation import PastCall, Turn

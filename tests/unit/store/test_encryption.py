@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.errors import ConfigError
+from serve_app.base.errors import ConfigError
 from serve_app.store.encryption import check_encrypted
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.builtin_model import BUILTIN_MODEL
-from serve_app.errors import ConfigError
-from serve_app.llama.model import Model
+from serve_app.base.errors import ConfigError
+from serve_app.kernels.llama.model import Model
 from serve_app.store import gguf_header
+from serve_app.store.builtin_model import BUILTIN_MODEL
 
 CONTENT = BUILTIN_MODEL.read_bytes()
 

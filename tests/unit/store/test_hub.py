@@ -6,31 +6,45 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.config.model_names import HubName
 from serve_app.store import hub, remote
-from serve_app.store.names import HubName
 
 COMMIT = "0123456789" * 4
-WHOLE: remote.Listing = {
+LISTING: remote.Listing = {
     "commit": COMMIT,
     "files": [{"path": path, "n_bytes": 1} for path in ("a-Q4_0.gguf", "mmproj-a.gguf")],
 }
-PART: remote.Listing = {"commit": COMMIT, "files": WHOLE["files"][:1]}
 
 
-def test_a_part_that_others_know_is_not_kept_as_the_whole_repository(
+def test_a_commit_is_asked_for_once_and_a_branch_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = HubName("owner/name", "a-Q4_0.gguf", COMMIT)
+    asked: list[HubName] = []
 
+    def ask(name: HubName) -> remote.Listing:
+        asked.append(name)
+        return LISTING
+
+    monkeypatch.setattr(hub, "_ask", ask)
+    branch = HubName("owner/name")
+    for _ in range(2):
+        assert hub.pinned(branch, tmp_path) == HubName("owner/name", "a-Q4_0.gguf", COMMIT)
+    commit = HubName("owner/name", "Q4_0", COMMIT)
+    assert [file.path for file in hub.find(commit, tmp_path).files] == ["a-Q4_0.gguf"]
+    assert asked == [branch, branch]
+
+
+def test_what_was_known_counts_while_nobody_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unreachable(_name: HubName) -> remote.Listing:
         raise remote.UnreachableError("scripted")
 
     monkeypatch.setattr(hub, "_ask", unreachable)
     monkeypatch.setattr(hub, "_in_library", lambda _name: None)
-    found = hub.find(name, tmp_path, lambda: PART)
-    assert [file.path for file in found.files] == ["a-Q4_0.gguf"]
-
-    monkeypatch.setattr(hub, "_ask", lambda _name: WHOLE)
-    assert hub.files(name, tmp_path) == ["a-Q4_0.gguf", "mmproj-a.gguf"]
-    monkeypatch.setattr(hub, "_ask", unreachable)  # a commit never changes
-    assert hub.files(name, tmp_path) == ["a-Q4_0.gguf", "mmproj-a.gguf"]
+    with pytest.raises(remote.UnreachableError, match="scripted"):
+        hub.pinned(HubName("owner/name"), tmp_path)
+    monkeypatch.setattr(hub, "_ask", lambda _name: LISTING)
+    hub.pinned(HubName("owner/name"), tmp_path)
+    monkeypatch.setattr(hub, "_ask", unreachable)
+    assert hub.pinned(HubName("owner/name"), tmp_path).revision == COMMIT

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.base.errors import InvalidRequestError
+from serve_app.base.types import AdapterUse
 from serve_app.config.sources import AdapterConfig, ModelSource
-from serve_app.errors import InvalidRequestError
 from serve_app.store import shared_entries
 from serve_app.store.shared_entries import LoadedAdapters
-from serve_app.types import AdapterUse
 from tests.unit.store import key_values
 
 
@@ -64,21 +64,9 @@ def test_of_two_that_come_at_once_the_first_one_counts(
 ) -> None:
     monkeypatch.setattr(kept, "_check_room", lambda *_: None)  # neither sees the other one
     kept.add("m", config("a"), "v1")
-    monkeypatch.setattr(kept._entries, "numbers", but_at_first(kept))
     with pytest.raises(InvalidRequestError, match="Unload it first"):
         kept.add("m", config("a"), "v2")
     assert numbers(kept, "m") == {"a": 0}
-
-
-def but_at_first(kept: LoadedAdapters) -> object:
-    """The numbers that there are, but none at the first time."""
-    read, seen = kept._entries.numbers, list[str]()
-
-    def numbers(model: str) -> list[int]:
-        seen.append(model)
-        return read(model) if len(seen) > 1 else []
-
-    return numbers
 
 
 def test_there_is_an_end(kept: LoadedAdapters, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
+from serve_app.base.types import MEDIUM, Picture
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 from serve_app.prompt.conversation import Attachment, Turn
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.types import MEDIUM, Picture
+from serve_app.store.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from tools.builtin_model.pictures.drawing import draw, flawed
 from tools.builtin_model.pictures.questions import Asked, questions
 from tools.builtin_model.pictures.scenes import scene

@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 from torch.nn import functional
 
-from serve_app.builtin_model import BUILTIN_MODEL
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tools.builtin_model.export import ROPE_BASE
 from tools.gguf_file import RMS_EPS
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from serve_app.builtin_model import BUILTIN_MODEL
 from serve_app.prompt.conversation import Attachment, Turn
 from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.store.builtin_model import BUILTIN_MODEL
 from tools.builtin_model.corpus.conversation import PLAIN, Message
 from tools.builtin_model.pictures.questions import Asked, questions
 from tools.builtin_model.pictures.scenes import Scene

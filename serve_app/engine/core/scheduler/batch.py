@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from serve_app.base.types import Adapters
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core.sequence import PromptSpan, Sequence
-from serve_app.types import Adapters
 
 
 class SequenceRows(NamedTuple):

@@ -9,11 +9,11 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import Protocol
 
-from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.base.types import Adapters
 from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.types import Adapters
+from serve_app.engine.costs.cost_model import CostModel, Profile
 
 Drafts = dict[str, tuple[int, ...]]
 """Drafted tokens by the sequence's id."""
@@ -36,7 +36,7 @@ SWITCH_S, TURN_S = 0.007, 0.14
 
 
 class DraftPlanner(Protocol):
-    """Decides whose drafts are verified in a step: `serve_app.engine.drafts.drafting.Drafting`."""
+    """Decides whose drafts are verified in a step: `serve_app.engine.guests.drafts.drafting.Drafting`."""
 
     def drafts(self, decoding: list[Sequence], n_past: float, *, mixed: bool) -> Drafts:
         """The drafts that are worth a batch of their own, of sequences that are ordered by slot. `mixed`:
@@ -50,7 +50,7 @@ class AdapterTurns:
     """Chooses whose step it is: llama.cpp applies LoRA adapters to a whole batch. Sequences with the same
     adapters have a turn of some steps, and then those go on that have waited longest for a step."""
 
-    def __init__(self, max_stall_s: float | None) -> None:
+    def __init__(self, max_stall_s: float) -> None:
         self._max_stall_s = max_stall_s
         self._served_at: dict[Adapters, float] = {}
         """When the last step of those that run began."""
@@ -72,9 +72,8 @@ class AdapterTurns:
             used: self._served_at.get(used, min(seq.trace.submitted for seq in waiting))
             for used, waiting in sets.items()
         }
-        turn_s = TURN_S  # all others together wait no longer than a stream may
-        if self._max_stall_s is not None:
-            turn_s = min(turn_s, self._max_stall_s / max(1, len(sets) - 1))
+        # All others together wait no longer than a stream may.
+        turn_s = min(TURN_S, self._max_stall_s / max(1, len(sets) - 1))
         if self.current not in sets or (len(sets) > 1 and now - self._since >= turn_s):
             self.current, self._since = min(sets, key=since.__getitem__), now
         self._served_at[self.current] = now
@@ -124,7 +123,8 @@ class Scheduler:
         their own beside prompts, too: what they can be dropped behind."""
         self._n_cells = 0
         self._slot_ends: SlotEnds | None = None
-        self._running: list[Sequence] = []
+        self.running: list[Sequence] = []
+        """The sequences that have a slot, in the order in which they got it, as admission says."""
         self._others_stream = False
         """Whether a stream waits for its next token whose turn it is not."""
         self._n_prompting = 1
@@ -140,19 +140,6 @@ class Scheduler:
         self._seen_ahead = -math.inf
         """The time when a sequence ran last that is not in the background."""
 
-    def add(self, sequence: Sequence) -> None:
-        """Take a sequence that got a slot; it is served in the next step if there is room."""
-        self._running.append(sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended, or lost its slot."""
-        self._running.remove(sequence)
-
-    @property
-    def running(self) -> tuple[Sequence, ...]:
-        """The sequences that have a slot, in the order in which they got it."""
-        return tuple(self._running)
-
     def schedule(
         self, now: float, n_cells: int = 0, slot_ends: SlotEnds | None = None
     ) -> list[Batch]:
@@ -162,7 +149,7 @@ class Scheduler:
         self._n_cells = n_cells if self._mixed else 0
         self._slot_ends = slot_ends
         served = self._together = self._who_is_served(now)
-        self.served_all = len(served) == len(self._running)
+        self.served_all = len(served) == len(self.running)
         before = self._turns.current
         self._served = self._turns.choose(self._without_held(now), now)
         adapters = self._turns.current
@@ -198,7 +185,7 @@ class Scheduler:
     @property
     def crowding(self) -> float:
         """The factor by which those who have a slot slow prompts down, when they stream."""
-        n_streams = sum(not sequence.is_behind for sequence in self._running)
+        n_streams = sum(not sequence.is_behind for sequence in self.running)
         if not (n_streams and self.costs.prompt_token_s):
             return 1.0
         decode_s = self.costs.steps_s(n_streams, 0)
@@ -233,11 +220,11 @@ class Scheduler:
 
     def _who_is_served(self, now: float) -> list[Sequence]:
         """All; or all that somebody waits for, and what is as good as free beside them."""
-        ahead = [seq for seq in self._running if not seq.is_behind]
+        ahead = [seq for seq in self.running if not seq.is_behind]
         if ahead:
             self._seen_ahead = now
-        if not ahead or len(ahead) == len(self._running):
-            return list(self._running)
+        if not ahead or len(ahead) == len(self.running):
+            return list(self.running)
         return [*ahead, *self._free_riders(ahead)]
 
     def _free_riders(self, ahead: list[Sequence]) -> list[Sequence]:
@@ -245,7 +232,7 @@ class Scheduler:
         decoding = [seq for seq in ahead if seq.n_pending == 1]
         if not self.costs or not any(seq.n_generated for seq in decoding):
             return []
-        behind = [seq for seq in self._running if seq.is_behind and seq.n_pending == 1]
+        behind = [seq for seq in self.running if seq.is_behind and seq.n_pending == 1]
         behind.sort(key=lambda seq: _span([*decoding, seq]))
         n_past = self._depth([*decoding, *behind])
         most_s = (1 + _FREE) * self.costs.steps_s(len(decoding), n_past)
@@ -262,7 +249,7 @@ class Scheduler:
 
     def _catch_up_s(self) -> float:
         """Seconds until all prompts are done; 0 if that does not matter, as when somebody streams."""
-        if self._budget.max_stall_s is None or any(
+        if not self._budget.is_bounded or any(
             seq.n_generated and seq.n_pending == 1 for seq in self._together
         ):
             return 0.0
@@ -293,7 +280,7 @@ class Scheduler:
 
     def _begin(self, decoding: list[Sequence]) -> bool:
         """Whether some of these have waited for their first tokens, which no prompt should delay more."""
-        bounded = self._budget.max_stall_s is not None and not self._mixed
+        bounded = self._budget.is_bounded and not self._mixed
         return bounded and any(not sequence.n_generated for sequence in decoding)
 
     def _can_wait(self, sequence: Sequence, rest_s: float, now: float) -> bool:
@@ -372,7 +359,7 @@ class Scheduler:
         sample_s = sum(map(_sample_s, chain(*decoding)))
         decode_s = spent_s = sample_s + sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
-        bounded = self._budget.max_stall_s is not None and bool(self.costs)
+        bounded = self._budget.is_bounded and bool(self.costs)
         bounded &= bool(decoding) or self._others_stream or self._in_background
         within_s = self._budget.prompts_s(decode_s, self._n_prompting)
         if self._in_background:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from serve_app.errors import InvalidRequestError
+from serve_app.base.errors import InvalidRequestError
 from serve_app.prompt.template_caps import Render, TemplateCaps, calls_of
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, ToolCall

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from serve_app.engine import FinishReason
-from serve_app.engine.core.command_queue import CommandQueue, QueueCapacity
-from serve_app.engine.core.scheduler.backlog import Forecast
+from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.policy.forecast import Forecast
+from serve_app.engine.policy.policy import SlotPolicy
 from tests.unit.engine.harness import (
     Inbox,
     SteppedBackend,
@@ -121,7 +122,7 @@ FORECAST = Forecast(n_slots=1, prompt_token_s=0, token_s=0, n_generated=1)
 
 
 def test_a_batch_is_left_when_all_that_it_is_for_are_aborted() -> None:
-    command_queue, said = CommandQueue(QueueCapacity(3, 0), None), list[bool]()
+    command_queue, said = CommandQueue(SlotPolicy(options(3))), list[bool]()
     command_queue.cancel_with(said.append)
     a, b, c, d = sequences = [EngineSequence(request(name), Inbox()) for name in "abcd"]
     assert are_accepted(command_queue.submit(sequences[:3], FORECAST))
@@ -143,7 +144,7 @@ def test_a_batch_is_left_when_all_that_it_is_for_are_aborted() -> None:
 
 
 def test_late_abort_does_not_hit_the_next_request_of_that_id() -> None:
-    command_queue = CommandQueue(QueueCapacity(1, 0), None)
+    command_queue = CommandQueue(SlotPolicy(options(1, max_waiting=0)))
     first, second = (EngineSequence(request("a"), Inbox()) for _ in range(2))
     assert are_accepted(command_queue.submit([first], FORECAST))
     command_queue.take(0.0)

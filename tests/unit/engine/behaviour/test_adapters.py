@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from serve_app.base.errors import InvalidRequestError
+from serve_app.base.types import Adapters, AdapterUse
 from serve_app.engine import GenerationRequest
-from serve_app.errors import InvalidRequestError
-from serve_app.types import Adapters, AdapterUse
 from tests.unit.engine.harness import (
     SteppedBackend,
     WatchedBackend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.core.command_queue import Command, CommandQueue, QueueCapacity
+from serve_app.base.errors import QueueFullError
+from serve_app.base.types import FinishReason, GenerationRequest
+from serve_app.engine.core.command_queue import Command, CommandQueue
 from serve_app.engine.core.loop import DecoderLoop
-from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.engine import make_guests
-from serve_app.errors import QueueFullError
-from serve_app.types import FinishReason, GenerationRequest
+from serve_app.engine.policy.forecast import Forecast
+from serve_app.engine.policy.policy import SlotPolicy
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,
@@ -146,7 +148,7 @@ def test_a_pass_in_the_background_is_left_when_somebody_comes() -> None:
 
 
 def test_only_what_nobody_waits_for_is_left() -> None:
-    command_queue, said = CommandQueue(QueueCapacity(9, 0), None, QueueCapacity(9, 0)), list[bool]()
+    command_queue, said = CommandQueue(SlotPolicy(options(9))), list[bool]()
     command_queue.cancel_with(said.append)
 
     def submit(one: GenerationRequest) -> EngineSequence:
@@ -231,7 +233,7 @@ def test_statistics_tell_them_apart() -> None:
 def test_a_prompt_does_not_wait_for_a_prefix_in_the_background() -> None:
     """It computes what is missing itself, from where the other one is."""
     backend = SteppedBackend(n_slots=2)
-    loop = DecoderLoop(lambda: backend, options(2, n_batch=8, max_stall_s=None), make_guests)
+    loop = DecoderLoop(lambda: backend, options(2, n_batch=8, max_stall_ms=math.inf), make_guests)
     (patient,) = start_together(loop, behind("patient", "a" * 40))
     backend.wait_for_batch()
     for _ in range(3):

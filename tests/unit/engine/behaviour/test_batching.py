@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.types import Accepted, FinishReason
 from serve_app.engine import CorralError, TokenStream
-from serve_app.engine.autotune.cost_model import Profile
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.loop import DecoderLoop
-from serve_app.engine.core.scheduler.backlog import Forecast
 from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.engine import make_guests
-from serve_app.types import Accepted, FinishReason
+from serve_app.engine.policy.forecast import Forecast
 from tests.unit.engine.harness import (
     PATIENCE_S,
     Inbox,
@@ -125,7 +125,7 @@ def test_a_long_prompt_keeps_to_the_stall_budget() -> None:
     """A batch of 8 of a prompt's rows fits into the step beside the decoder, one of 16 by far not."""
     backend = WatchedBackend(n_slots=2)
     backend.profile = Profile({1: 0.01, 2: 0.01}, {8: 0.01, 16: 9.0})
-    loop = DecoderLoop(lambda: backend, options(2, max_stall_s=0.1), make_guests)
+    loop = DecoderLoop(lambda: backend, options(2, max_stall_ms=100), make_guests)
     inboxes = start_together(
         loop, request("decoder", "a", max_tokens=8), request("long", "b" * 30, max_tokens=2)
     )

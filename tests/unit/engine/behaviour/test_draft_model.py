@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.base.types import FinishReason
 from serve_app.engine import EngineStats
-from serve_app.engine.autotune.cost_model import CostModel, Profile
 from serve_app.engine.backends.base import GUESSED, Row
-from serve_app.types import FinishReason
+from serve_app.engine.costs.cost_model import CostModel, Profile
 from tests.doubles.backend import FakeBackend, Script
 from tests.doubles.draft import CHEAP, FakeDraft
 from tests.unit.engine.harness import (

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.errors import CorralError
+from serve_app.base.sampling import SamplingParams
 from serve_app.engine import (
     ConfigError,
     DecodeError,
@@ -19,8 +21,6 @@ from serve_app.engine import (
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.engine import make_guests
-from serve_app.errors import CorralError
-from serve_app.sampling import SamplingParams
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     PATIENCE_S,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.autotune.cost_model import Profile
+from serve_app.base.types import FinishReason
 from serve_app.engine.core.scheduler.batch import SequenceRows, plan_batch
-from serve_app.types import FinishReason
+from serve_app.engine.costs.cost_model import Profile
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.core.scheduler.test_scheduler import streaming
 from tests.unit.engine.harness import continuation, endless, options, request, running, start

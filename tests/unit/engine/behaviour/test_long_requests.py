@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -11,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine import cache_mode_switcher
-from serve_app.engine.autotune.cost_model import CostModel, Profile
-from serve_app.engine.autotune.modes import Mode
-from serve_app.engine.autotune.traffic import Traffic
-from serve_app.engine.cache_mode_switcher import CacheModeSwitcher
+from serve_app.base.errors import PromptTooLongError
+from serve_app.base.types import FinishReason, GenerationRequest, SequenceEnd, TokenDelta
+from serve_app.engine.choice.plan import Mode
 from serve_app.engine.core import loop
-from serve_app.engine.core.scheduler.fair_queue import FairQueue
-from serve_app.errors import PromptTooLongError
-from serve_app.types import FinishReason, GenerationRequest, SequenceEnd, TokenDelta
+from serve_app.engine.costs.cost_model import CostModel, Profile
+from serve_app.engine.costs.traffic import Traffic
+from serve_app.engine.guests import cache_mode_switcher
+from serve_app.engine.guests.cache_mode_switcher import CacheModeSwitcher
+from serve_app.engine.policy.policy import SlotPolicy
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     Inbox,
@@ -37,7 +38,7 @@ from tests.unit.engine.harness import (
 
 SPLIT, UNIFIED = Mode(True, False), Mode(True, True)
 PROFILE = Profile({1: 0.001, 4: 0.001}, {1: 0.001, 16: 0.001})
-POOLED = options(4, n_ctx_slot=64, n_ctx=64, max_stall_s=None, max_waiting=16)
+POOLED = options(4, n_ctx_slot=64, n_ctx=64, max_stall_ms=math.inf, max_waiting=16)
 """Four slots, whose shares are 16 tokens."""
 
 
@@ -194,8 +195,8 @@ def test_short_ones_that_keep_coming_do_not_keep_a_long_one_waiting(
 ) -> None:
     """Nor is the cache changed before there is room for it. Clients are charged alike for each batch,
     however long the machine takes, so that they have their turns in the same order."""
-    charge = FairQueue.charge
-    monkeypatch.setattr(FairQueue, "charge", lambda queue, seq, _s: charge(queue, seq, 0.001))
+    charge = SlotPolicy.charge
+    monkeypatch.setattr(SlotPolicy, "charge", lambda queue, seq, _s: charge(queue, seq, 0.001))
     backend = pooled(mode)
     backend.hold()
     ended: dict[str, SequenceEnd] = {}
@@ -273,7 +274,12 @@ def test_every_answer_is_as_if_it_had_been_alone(
 ) -> None:
     backend = pooled()
     sizes = options(
-        4, n_ctx_slot=64, n_ctx=64, max_waiting=8, cache_ram_bytes=cache_ram_bytes, max_stall_s=None
+        4,
+        n_ctx_slot=64,
+        n_ctx=64,
+        max_waiting=8,
+        cache_ram_bytes=cache_ram_bytes,
+        max_stall_ms=math.inf,
     )
     with running(backend, sizes) as engine:
         inboxes = start(

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from serve_app.base.errors import DecodeError, InvalidRequestError, PromptTooLongError
+from serve_app.base.types import MEDIUM, FinishReason, Medium, Picture, Size
 from serve_app.engine import Engine, GenerationRequest, SamplingParams
-from serve_app.errors import DecodeError, InvalidRequestError, PromptTooLongError
-from serve_app.llama.vision.positions import Part, Pause, Positions, Tile
-from serve_app.types import MEDIUM, FinishReason, Medium, Picture, Size
+from serve_app.kernels.llama.vision.positions import Part, Pause, Positions, Tile
 from tests.unit.engine.harness import (
     PATIENCE_S,
     Inbox,
@@ -89,7 +89,7 @@ def asked(name: str, *pictures: Picture, after: str = "what?\n") -> GenerationRe
 def test_streams_go_on_while_a_picture_is_encoded() -> None:
     backend, projector = seeing()
     backend.resume()
-    with running(backend, options(max_stall_s=0.02)) as engine:
+    with running(backend, options(max_stall_ms=20)) as engine:
         (stream,) = start(engine, request("s", max_tokens=None))
         until(lambda: len(stream.token_ids) > 2)
         (pictured,) = start(engine, asked("p", GOOD))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from serve_app.base.types import FinishReason, PromptProgress
 from serve_app.engine import GenerationRequest
-from serve_app.types import FinishReason, PromptProgress
 from tests.unit.engine.harness import Inbox, WatchedBackend, answers, ask, request, running
 
 LONG = "a text of which only some rows are computed in each of the steps\n"[-50:]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.base.types import FinishReason
 from serve_app.engine import GenerationRequest
 from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
-from serve_app.types import FinishReason
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (
     Inbox,

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from serve_app.engine import rest_trials
-from serve_app.engine.autotune.clocks import Clocks
-from serve_app.engine.autotune.cost_model import Profile
-from serve_app.engine.autotune.profiler import some_token
+from serve_app.base.errors import CacheFullError
+from serve_app.base.types import FinishReason
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core import loop
 from serve_app.engine.core.batch_runner import BatchRunner
-from serve_app.errors import CacheFullError
-from serve_app.types import FinishReason
+from serve_app.engine.costs.clocks import Clocks
+from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.costs.profiler import some_token
+from serve_app.engine.guests import rest_trials
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import continuation, endless, options, request, running, start, until
 
@@ -122,7 +123,7 @@ def test_what_was_learned_before_other_programs_came_is_kept(share: list[float])
 def test_who_comes_does_not_wait_for_a_trial() -> None:
     backend = backend_with(BESIDE_LOAD)
     backend.hold()
-    with running(backend, replace(OPTIONS, max_stall_s=None)) as engine:
+    with running(backend, replace(OPTIONS, max_stall_ms=math.inf)) as engine:
         until(lambda: backend.n_waiting == 1)  # a trial that would never end
         (inbox,) = start(engine, request("a", "abc", max_tokens=3))
         until(lambda: bool(backend.batches))  # it was cancelled

@@ -10,6 +10,7 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.base.types import Accepted
 from serve_app.engine import (
     DecodeError,
     EngineClosedError,
@@ -24,7 +25,6 @@ from serve_app.engine.backends.base import Row
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.engine import make_guests
-from serve_app.types import Accepted
 from tests.unit.engine.harness import (
     PATIENCE_S,
     Inbox,
@@ -125,7 +125,7 @@ def test_every_accepted_request_ends_exactly_once(
     least_copy: int,
 ) -> None:
     backend = PacedBackend(n_slots=2, fail_on=b"!" if fails else b"", break_after=break_after)
-    with mock.patch("serve_app.engine.kv_cache.manager._LEAST_COPY", least_copy):
+    with mock.patch("serve_app.engine.cache.manager._LEAST_COPY", least_copy):
         loop = DecoderLoop(
             lambda: backend, options(2, n_batch=5, max_waiting=3, n_ctx_slot=14), make_guests
         )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import FinishReason, GenerationRequest, Sampled
 from serve_app.engine.core.postprocessor import Outbox
 from serve_app.engine.core.sequence import Sequence
-from serve_app.sampling import SamplingParams
-from serve_app.types import FinishReason, GenerationRequest, Sampled
 from tests.doubles.backend import FakeVocabulary
 
 N_TOGETHER, N_CTX_SLOT = 16, 64

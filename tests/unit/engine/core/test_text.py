@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.base.sampling import SamplingParams
 from serve_app.engine.core.text import Detokenizer, LineLimits
-from serve_app.sampling import SamplingParams
 
 EURO = "€".encode()
 GRIN = "😀".encode()

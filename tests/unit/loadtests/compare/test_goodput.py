@@ -22,7 +22,7 @@ from loadtests.compare.goodput import (
     report,
 )
 from loadtests.compare.sides import CORRAL, LLAMA_SERVER
-from serve_app.measure.outcomes import StreamedAnswer
+from serve_app.cli.measure.outcomes import StreamedAnswer
 
 GOOD = StreamedAnswer(tuple(1.5 + 0.1 * i for i in range(64)), 8.0, 64, True, 128, 0, None)
 REFUSED = StreamedAnswer((), 0.0, 0, False, None, None, "429: busy")

@@ -21,8 +21,8 @@ from loadtests.compare.requests import (
     request,
 )
 from loadtests.compare.sides import SIDES, is_url
-from serve_app.measure.benchmark import BenchmarkError
-from serve_app.measure.outcomes import StreamedAnswer
+from serve_app.cli.measure.benchmark import BenchmarkError
+from serve_app.cli.measure.outcomes import StreamedAnswer
 
 VOCABULARY = range(1000, 2000)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from loadtests.engine.batched_bench import BatchedBench, bench_arguments, parse
+from serve_app.cli.measure.benchmark import BenchmarkError
 from serve_app.engine import EngineOptions
-from serve_app.measure.benchmark import BenchmarkError
 
 OPTIONS = EngineOptions(n_slots=2, n_ctx_slot=300, threads=3, n_batch=128, flash_attn=True)
 # As it writes it, of llama.cpp as vendored by llama-cpp-python 0.3.36.

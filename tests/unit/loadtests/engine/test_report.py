@@ -12,9 +12,9 @@ from loadtests.engine.__main__ import Settings, check, parse_args
 from loadtests.engine.modes import BARE, BATCHED, SEPARATE
 from loadtests.engine.report import Round, plot, ratios, summary, table
 from loadtests.engine.run import AnyRun, NativeRun
-from serve_app.measure import bench
-from serve_app.measure.benchmark import BenchmarkError
-from serve_app.measure.process import MeasuredRun
+from serve_app.cli.measure import bench
+from serve_app.cli.measure.benchmark import BenchmarkError
+from serve_app.cli.measure.process import MeasuredRun
 
 FACTS = {
     "cpu": "A CPU",

@@ -6,7 +6,7 @@ import pytest
 
 from loadtests.hostile.figures import Journal, probe_line, read, seen
 from loadtests.load.stream_metrics import ended_line, sent_line
-from serve_app.measure.outcomes import ABORTED, COMPLETE, REFUSED, Outcome
+from serve_app.cli.measure.outcomes import ABORTED, COMPLETE, REFUSED, Outcome
 
 
 def outcome(

@@ -10,7 +10,7 @@ import pytest
 from loadtests.load.chaos import SCENARIOS, growth, load_of, problems, verdict
 from loadtests.load.driver import Result
 from loadtests.load.observer import Sample
-from serve_app.measure.outcomes import ABORTED, COMPLETE, FAILED, REFUSED, Outcome
+from serve_app.cli.measure.outcomes import ABORTED, COMPLETE, FAILED, REFUSED, Outcome
 
 RUN_S = 40
 

@@ -18,8 +18,8 @@ from loadtests.load.idle import measured, percentages, short_name
         ("ray-dashboard-NodeHead-0 (/usr/bin/python3 -B -c", "ray-dashboard-NodeHead"),
         ("/usr/bin/python3 -u /x/ray/_private/log_monitor.py --logs-dir=/tmp/l.py", "log_monitor"),
         (
-            "/usr/bin/python -m serve_app.ingress.workers.worker 65 ",
-            "serve_app.ingress.workers.worker",
+            "/usr/bin/python -m serve_app.server.workers.worker 65 ",
+            "serve_app.server.workers.worker",
         ),
         ("/x/ray/core/src/ray/gcs/gcs_server --log_dir=/tmp/x", "gcs_server"),
         ("/x/raylet/raylet --python_worker_command=/usr/bin/python /x/setup_worker.py", "raylet"),

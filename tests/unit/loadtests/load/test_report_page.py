@@ -15,7 +15,7 @@ from loadtests.load.report_page import (
     number,
     timeline,
 )
-from serve_app.measure.outcomes import Slo, figures
+from serve_app.cli.measure.outcomes import Slo, figures
 
 
 def run(mix: str, users: int, **found: float | None) -> dict[str, Any]:

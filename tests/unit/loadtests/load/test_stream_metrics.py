@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loadtests.load.stream_metrics import accounts, ended_line, errors, read_journal, sent_line
-from serve_app.measure.outcomes import (
+from serve_app.cli.measure.outcomes import (
     ABORTED,
     COMPLETE,
     FAILED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,18 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.autotune.cost_model import CostModel, Profile
+from serve_app.base.sampling import SamplingParams
+from serve_app.base.types import GenerationRequest, Sampled, TokenLogprobs
 from serve_app.engine.backends.base import Row
+from serve_app.engine.cache.packing import token_array
 from serve_app.engine.core.scheduler.batch import Batch
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.drafts.drafting import MAX_DRAFTED_ROWS, Drafting
-from serve_app.engine.drafts.rates import AcceptanceRate
-from serve_app.engine.kv_cache.packing import token_array
-from serve_app.sampling import SamplingParams
-from serve_app.types import GenerationRequest, Sampled, TokenLogprobs
+from serve_app.engine.costs.cost_model import CostModel, Profile
+from serve_app.engine.guests.drafts.drafting import MAX_DRAFTED_ROWS, Drafting
+from serve_app.engine.guests.drafts.rates import AcceptanceRate
 from tests.doubles.backend import FakeVocabulary
+from tests.unit.engine.harness import steps
 
 N_CTX_SLOT = 1000
 NOW = 100.0
@@ -71,7 +73,7 @@ def streaming(slot_id: int, n_past: int = 1) -> Sequence:
 def scheduler(n_batch: int, *sequences: Sequence) -> Scheduler:
     made = Scheduler(n_batch)
     for sequence in sequences:
-        made.add(sequence)
+        made.running.append(sequence)
     return made
 
 
@@ -184,8 +186,8 @@ def test_planning_alone_changes_no_sequence() -> None:
 def test_removed_sequence_is_not_served() -> None:
     gone, stays = running(0, 3), running(1, 3)
     made = scheduler(8, gone, stays)
-    made.remove(gone)
-    assert made.running == (stays,)
+    made.running.remove(gone)
+    assert made.running == [stays]
     assert served(made.schedule(NOW)) == [(1, 3)]
 
 
@@ -201,7 +203,7 @@ def test_every_plan_is_fair_and_fits(n_batch: int, prompts: list[tuple[int, int]
     for step in range(7 + sum(n for _, n in prompts)):
         for arrived, slot, n in arrivals:
             if arrived == step:
-                made.add(running(slot, n))
+                made.running.append(running(slot, n))
         before = {sequence.slot_id: sequence for sequence in made.running}
         pending = {slot: sequence.n_pending for slot, sequence in before.items()}
         plan = made.schedule(NOW)
@@ -234,16 +236,16 @@ SLOW = Profile(
 )
 
 
-def still(max_stall_s: float | None, elapsed_s: float = 0.0) -> StepBudget:
+def still(max_stall_s: float, elapsed_s: float = 0.0) -> StepBudget:
     """A budget of which so much has gone by."""
     clock = iter([0.0])
-    return StepBudget(max_stall_s, lambda: next(clock, elapsed_s))
+    return StepBudget(1000 * max_stall_s, lambda: next(clock, elapsed_s))
 
 
-def stalling(max_stall_s: float | None, *sequences: Sequence, **changed: Any) -> Scheduler:
+def stalling(max_stall_s: float, *sequences: Sequence, **changed: Any) -> Scheduler:
     made = Scheduler(256, CostModel(SLOW), still(max_stall_s), **changed)
     for sequence in sequences:
-        made.add(sequence)
+        made.running.append(sequence)
     return made
 
 
@@ -251,7 +253,7 @@ def stalling(max_stall_s: float | None, *sequences: Sequence, **changed: Any) ->
     ("max_stall_s", "n_streams", "prompts", "expected"),
     [
         pytest.param(0.11, 1, [500], [64], id="as much as fits"),
-        pytest.param(None, 1, [500], [256], id="no bound"),
+        pytest.param(math.inf, 1, [500], [256], id="no bound"),
         pytest.param(1.0, 1, [500], [256], id="a wide bound"),
         pytest.param(0.1, 1, [20, 90], [20, 32], id="two prompts"),
         pytest.param(0.085, 1, [500], [32], id="not 40, which cost 64"),
@@ -262,7 +264,7 @@ def stalling(max_stall_s: float | None, *sequences: Sequence, **changed: Any) ->
     ],
 )
 def test_prompts_get_what_the_stall_budget_leaves(
-    max_stall_s: float | None, n_streams: int, prompts: list[int], expected: list[int]
+    max_stall_s: float, n_streams: int, prompts: list[int], expected: list[int]
 ) -> None:
     streams = [streaming(slot) for slot in range(n_streams)]
     made = stalling(
@@ -281,12 +283,12 @@ def test_prompts_get_what_the_stall_budget_leaves(
         pytest.param(
             0.1, 8, False, (0.1 + 0.088) / 0.088, id="chunks of 88 rows, as long as the bound"
         ),
-        pytest.param(None, 8, False, (0.1 + 0.256) / 0.256, id="no bound"),
+        pytest.param(math.inf, 8, False, (0.1 + 0.256) / 0.256, id="no bound"),
         pytest.param(0.25, 8, True, 0.224 / 0.216, id="chunks of 216 rows in a pass of 224"),
     ],
 )
 def test_streams_slow_prompts_by_what_a_step_leaves(
-    max_stall_s: float | None, n_streams: int, mixed: bool, expected: float
+    max_stall_s: float, n_streams: int, mixed: bool, expected: float
 ) -> None:
     made = stalling(max_stall_s, *(streaming(i) for i in range(n_streams)), mixed=mixed)
     assert made.crowding == pytest.approx(expected)
@@ -295,8 +297,8 @@ def test_streams_slow_prompts_by_what_a_step_leaves(
 def test_what_guests_took_is_taken_from_prompts() -> None:
     def n_rows(elapsed_s: float) -> int:
         made = Scheduler(256, CostModel(SLOW), still(0.3, elapsed_s))
-        made.add(streaming(0))
-        made.add(running(1, 200))
+        made.running.append(streaming(0))
+        made.running.append(running(1, 200))
         return dict(served(made.schedule(NOW)))[1]
 
     assert n_rows(0.0) > n_rows(0.1) > n_rows(9.0) > 0
@@ -335,7 +337,7 @@ def test_the_step_that_the_documents_work_through() -> None:
     prompt = running(3, 2048, n_cached=512, waited_s=0.1)
     made = Scheduler(512, CostModel(measured), still(0.25))
     for sequence in (*(streaming(slot, 200) for slot in range(3)), prompt):
-        made.add(sequence)
+        made.running.append(sequence)
     n_steps = 0
     while prompt.n_pending > 1:
         plan = made.schedule(NOW)
@@ -348,16 +350,16 @@ def test_the_step_that_the_documents_work_through() -> None:
 def test_a_prompt_gets_on_even_if_nothing_fits() -> None:
     costs = CostModel(Profile(decode_s={1: 0.001}, prefill_s={16: 9.0, 32: 9.0}))
     made = Scheduler(256, costs, still(0.1))
-    made.add(streaming(0))
-    made.add(running(1, 100))
+    made.running.append(streaming(0))
+    made.running.append(running(1, 100))
     assert served(made.schedule(NOW)) == [(0, 1), (1, 16)]
 
 
 def test_deep_prompts_get_smaller_chunks() -> None:
     deep = {n: s + n * 1e-3 for n, s in SLOW.prefill_s.items()}
     made = Scheduler(256, CostModel(replace(SLOW, depth=1000, deep_prefill_s=deep)), still(0.1))
-    made.add(streaming(0))
-    made.add(running(1, 2000, n_cached=1500))
+    made.running.append(streaming(0))
+    made.running.append(running(1, 2000, n_cached=1500))
     assert served(made.schedule(NOW)) == [(0, 1), (1, 24)]
 
 
@@ -395,7 +397,7 @@ def test_who_waited_for_a_prefix_is_held_back_for_the_others() -> None:
         one.trace.admitted = NOW
     made = Scheduler(60, CostModel(SLOW), still(1.0))
     for one in prompts:
-        made.add(one)
+        made.running.append(one)
     assert served(made.schedule(NOW)) == [(0, 24), (1, 24), (2, 10)]
 
 
@@ -410,7 +412,7 @@ def test_a_chunk_ends_with_the_prefix_that_others_wait_for() -> None:
 
 def test_nobody_is_held_back_without_a_bound_or_beside_a_stream() -> None:
     prompts = [running(slot, 150, waited_s=0.0) for slot in range(2)]
-    assert served(stalling(None, *prompts).schedule(NOW)) == [(0, 150), (1, 106)]
+    assert served(stalling(math.inf, *prompts).schedule(NOW)) == [(0, 150), (1, 106)]
     beside = served(stalling(1.0, streaming(2), *prompts).schedule(NOW))
     assert beside == [(2, 1), (0, 150), (1, 106)]
 
@@ -447,9 +449,9 @@ def test_the_margin_follows_what_steps_take() -> None:
 
 def test_a_decode_batch_is_split_where_that_is_faster() -> None:
     costs = CostModel(Profile({1: 0.02, 2: 0.07, 4: 0.03, 8: 0.05}, {8: 0.1}))
-    made = Scheduler(256, costs, None)
+    made = Scheduler(256, costs)
     for slot in range(2):
-        made.add(streaming(slot))
+        made.running.append(streaming(slot))
     assert [served([one]) for one in made.schedule(NOW)] == [[(0, 1), (1, 1)]]  # tried now and then
     costs.observe_decode(2, 2, 0, 0.07)
     assert [served([one]) for one in made.schedule(NOW)] == [[(0, 1)], [(1, 1)]]
@@ -466,11 +468,11 @@ def repeating(slot_id: int) -> Sequence:
 DRAFTS_PAY = Profile({1: 0.1, 2: 0.2, 4: 0.4}, {8: 0.1}, {2: 0.1, 4: 0.11, 8: 0.3})
 
 
-def drafting(profile: Profile, *, speculate: bool = True, left_s: float | None = None) -> Scheduler:
+def drafting(profile: Profile, *, speculate: bool = True, left_s: float = math.inf) -> Scheduler:
     costs, budget = CostModel(profile), still(left_s)
     made = Scheduler(256, costs, budget)
     if speculate:
-        made.drafts = Drafting(costs, budget, lookup=True)
+        made.drafts = Drafting(costs, steps(budget), lookup=True)
     return made
 
 
@@ -482,7 +484,7 @@ def test_drafts_take_no_longer_than_the_budget_or_twice_as_long_as_decoding() ->
         assert isinstance(made.drafts, Drafting)
         for _ in range(30):
             made.drafts.record(sequence, 5, 5)
-        made.add(sequence)
+        made.running.append(sequence)
         (plan,) = made.schedule(NOW)
         return len(plan.chunks[0].draft)
 
@@ -491,7 +493,7 @@ def test_drafts_take_no_longer_than_the_budget_or_twice_as_long_as_decoding() ->
 
 def test_drafts_are_verified_where_that_pays() -> None:
     made = drafting(DRAFTS_PAY)
-    made.add(repeating(0))
+    made.running.append(repeating(0))
     (plan,) = made.schedule(NOW)
     (chunk,) = plan.chunks
     assert chunk.draft == (1, 2, 3)  # 4 rows take hardly longer than 1, 6 would
@@ -503,7 +505,7 @@ def test_drafts_are_verified_where_that_pays() -> None:
 def test_no_drafts_where_they_do_not_pay(speculate: bool) -> None:
     costs = Profile({1: 0.1}, {8: 0.1}, {2: 0.2, 8: 0.8}) if speculate else DRAFTS_PAY
     made = drafting(costs, speculate=speculate)
-    made.add(repeating(0))
+    made.running.append(repeating(0))
     assert [len(one.rows) for one in made.schedule(NOW)] == [1]
 
 
@@ -512,7 +514,7 @@ def test_drafts_that_are_always_wrong_cost_little_however_good_they_seem() -> No
         drafting(Profile({1: 0.1}, {8: 0.1}, {2: 0.11, 4: 0.12, 8: 0.18})),
         repeating(0),
     )
-    made.add(sequence)
+    made.running.append(sequence)
     assert isinstance(made.drafts, Drafting)
     spent_s, n_tried, n_steps = 0.0, 0, 400
     for _ in range(n_steps):
@@ -531,7 +533,7 @@ def test_drafts_of_many_are_of_one_length_and_bounded() -> None:
     free = Profile(dict.fromkeys(range(1, 65), 0.1), {8: 0.1})
     made = drafting(free)
     for slot in range(5):
-        made.add(repeating(slot))
+        made.running.append(repeating(slot))
     (plan,) = made.schedule(NOW)
     assert {len(chunk.draft) for chunk in plan.chunks} == {3}
     assert sum(len(chunk.draft) for chunk in plan.chunks) <= MAX_DRAFTED_ROWS

@@ -1,0 +1,1 @@
+"""The protocols: bodies in, events out. None imports another."""

@@ -1,0 +1,335 @@
+"""The turns and tools of a chat as Anthropic's clients send them.
+
+A client's own tools have a schema, or a type for which Anthropic's models know one: that schema is written
+here. Tools of other types are run by Anthropic's servers. Agents declare them with every request, needed or
+not. They are left out, and the answer names them.
+
+Source: Anthropic's API reference, "Messages" and "Tools".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from serve_app.base.errors import InvalidRequestError
+from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of, texts_in
+from serve_app.server.answering.tools import FunctionDefinition, FunctionName, Tool, refuse_media
+from serve_app.server.http.request_model import (
+    AnyMember,
+    Foreign,
+    RequestModel,
+    known_kind,
+    name_ignored,
+)
+
+
+class Block(RequestModel):
+    """A block of content. Prompts are cached anyway, so where to cache says nothing new."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "citations": (None, []),
+        "caller": (None, {"type": "direct"}),
+        "toolset_name": (None,),
+    }
+    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+
+class TextBlock(Block):
+    """Text."""
+
+    type: Literal["text"]
+    text: str = ""
+
+
+class PictureSource(RequestModel):
+    """The place of a picture."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str = ""
+    """The picture in base64."""
+    url: str = ""
+
+    @property
+    def as_url(self) -> str:
+        return self.url if self.type == "url" else f"data:;base64,{self.data}"
+
+
+class PictureBlock(Block):
+    """A picture."""
+
+    type: Literal["image"]
+    source: PictureSource
+
+
+def _kind(block: Any) -> str:
+    kind = known_kind("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
+    return kind(block).removeprefix("redacted_")
+
+
+def _blocks(content: object) -> object:
+    """Content as a list of blocks: a text is short for one block of it, and documents and search results
+    that are texts are blocks of text. Other media are refused by their names."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    content = [content] if isinstance(content, dict) else content
+    if not isinstance(content, list):
+        return content
+    blocks = [_as_text(block) for block in content if block is not None]
+    refuse_media(blocks, "messages", takes={"image"})
+    return blocks
+
+
+def _as_text(block: object) -> object:
+    if isinstance(block, str) or (isinstance(block, dict) and "type" not in block):
+        return {"type": "text", "text": text_of(block)}
+    kind, source = (block.get("type"), block.get("source")) if isinstance(block, dict) else ("", "")
+    if kind == "search_result":
+        return {"type": "text", "text": "\n".join(texts_in(block))}
+    if (
+        kind == "document"
+        and isinstance(source, dict)
+        and source.get("type") in ("text", "content")
+    ):
+        texts = [source.get("data"), *texts_in(source.get("content"))]
+        return {"type": "text", "text": "\n".join(text for text in texts if isinstance(text, str))}
+    return block
+
+
+Texts = Annotated[
+    list[TextBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
+]
+_Seen = list[
+    Annotated[
+        Annotated[TextBlock, Tag("text")]
+        | Annotated[PictureBlock, Tag("image")]
+        | Annotated[Foreign, Tag("foreign")],
+        Discriminator(known_kind("text", "image")),
+        AnyMember,
+    ]
+]
+
+
+def _part(block: TextBlock | PictureBlock | Foreign) -> str | Attachment:
+    return Attachment(block.source.as_url) if isinstance(block, PictureBlock) else block.text
+
+
+def _parts(blocks: Iterable[object]) -> tuple[str | Attachment, ...]:
+    seen = (_part(one) for one in blocks if isinstance(one, TextBlock | PictureBlock | Foreign))
+    return tuple(part for part in seen if part)
+
+
+class ToolUseBlock(Block):
+    """A call that the assistant made in an earlier turn."""
+
+    type: Literal["tool_use"]
+    id: str = ""
+    name: str = ""
+    input: Any = None
+
+    def as_call(self) -> PastCall:
+        return PastCall.of(self.name, self.input, self.id)
+
+
+class ToolResultBlock(Block):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = ""
+    content: Annotated[_Seen, BeforeValidator(_blocks, json_schema_input_type=str | _Seen)] = Field(
+        default=[]
+    )
+    is_error: bool = False
+
+    def as_turn(self) -> Turn:
+        """The result as a turn. Templates know no errors, so the text says it."""
+        parts = _parts(self.content)
+        text = "".join(part for part in parts if isinstance(part, str))
+        text = ("Error: " if self.is_error else "") + text
+        pictures = [part for part in parts if isinstance(part, Attachment)]
+        return Turn("tool", (text, *pictures), call_id=self.tool_use_id)
+
+
+class ThinkingBlock(BaseModel):
+    """Reasoning of an earlier turn. Redacted thinking cannot be read; signatures are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
+
+
+Content = list[
+    Annotated[
+        Annotated[TextBlock, Tag("text")]
+        | Annotated[PictureBlock, Tag("image")]
+        | Annotated[ToolUseBlock, Tag("tool_use")]
+        | Annotated[ToolResultBlock, Tag("tool_result")]
+        | Annotated[ThinkingBlock, Tag("thinking")]
+        | Annotated[Foreign, Tag("foreign")],
+        Discriminator(_kind),
+        AnyMember,
+    ]
+]
+
+
+class Message(RequestModel):
+    """A message."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    role: str
+    content: Annotated[
+        Content, BeforeValidator(_blocks, json_schema_input_type=str | Content | None)
+    ] = Field(default=[])
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        of_assistant, of_user = (ToolUseBlock, ThinkingBlock), (ToolResultBlock,)
+        foreign: tuple[type, ...] = (*of_assistant, *of_user)
+        if self.role != "system":
+            foreign = of_user if self.role == "assistant" else (ToolUseBlock,)
+        for block in self.content:
+            if isinstance(block, foreign):
+                message = (
+                    f"No block of the type {block.type!r} can be in a turn of the {self.role}."
+                )
+                raise InvalidRequestError(message, "messages")
+        return self
+
+    def as_turns(self, *, reasoning: bool) -> list[Turn]:
+        """The message as turns, of which tools' results are some; `reasoning` keeps the assistant's."""
+        results = [b.as_turn() for b in self.content if isinstance(b, ToolResultBlock)]
+        calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
+        parts = _parts(self.content)
+        if results and not parts:
+            return results
+        thinking = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))
+        keeps = reasoning and self.role == "assistant"
+        turn = Turn.of(self.role, parts, reasoning=thinking if keeps else "", calls=tuple(calls))
+        return [*results, turn]
+
+
+Json = dict[str, Any]
+_TEXT = {"type": "string"}
+_RANGE = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+_LINE = {"type": "integer", "minimum": 0}
+
+
+def _schema(commands: tuple[str, ...] = (), **properties: Json) -> Json:
+    command = {"enum": list(commands)} if commands else _TEXT
+    required = ["command"] if commands else []
+    return {
+        "type": "object",
+        "properties": {"command": command, **properties},
+        "required": required,
+    }
+
+
+_EDITOR = ("view", "create", "str_replace", "insert")
+_FILE: Mapping[str, Json] = {
+    **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), _TEXT),
+    "view_range": _RANGE,
+    "insert_line": _LINE,
+}
+_KNOWN: Mapping[str, tuple[str, Json]] = {
+    "bash": (
+        "Runs a command in a shell that stays open. `restart` begins a new shell.",
+        _schema(restart={"type": "boolean"}),
+    ),
+    "text_editor": (
+        "Views, creates and changes files: `str_replace` replaces `old_str`, which must be there once, by"
+        " `new_str`; `insert` adds `insert_text` after a line.",
+        _schema(_EDITOR, **_FILE),
+    ),
+    "memory": (
+        "Views, creates, changes, deletes and renames files in the folder /memories.",
+        _schema((*_EDITOR, "delete", "rename"), **_FILE, old_path=_TEXT, new_path=_TEXT),
+    ),
+}
+"""The client's tools whose types, without their dates, are known to Anthropic's models."""
+_DATED = re.compile(r"(.+)_[0-9]{8}")
+
+
+class AnthropicTool(RequestModel):
+    """A tool in `tools`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "defer_loading": (None, False),
+        "allowed_callers": (None, ["direct"]),
+        "input_examples": (None, []),
+    }
+    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control", "eager_input_streaming"})
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(default={})
+    strict: bool | None = None
+    """Whether the input is held to the schema."""
+
+    def as_tool(self) -> Tool:
+        function = FunctionDefinition(
+            name=self.name,
+            description=self.description,
+            parameters=self.input_schema,
+            strict=self.strict,
+        )
+        return Tool(type="function", function=function)
+
+
+def _clients(tools: object) -> object:
+    if not isinstance(tools, list):
+        return tools
+    name_ignored(f"tools.{tool['type']}" for tool in filter(_is_left_out, tools))
+    return [_own(tool) for tool in tools if not _is_left_out(tool)]
+
+
+def _is_left_out(tool: object) -> bool:
+    return tool is not None and _own(tool) is None
+
+
+def _own(tool: object) -> object | None:
+    """The tool with a schema; None if it is not the client's."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(tool, dict) or not isinstance(kind, str) or kind == "custom":
+        return tool
+    if "input_schema" in tool:
+        return {**tool, "type": "custom"}
+    dated = _DATED.fullmatch(kind)
+    known = _KNOWN.get(dated[1]) if dated else None
+    if known is None:
+        return None
+    description, schema = known
+    kept = {key: tool[key] for key in ("name", "cache_control") if key in tool}
+    return {**kept, "description": description, "input_schema": schema}
+
+
+def with_possible_choice(request: Any) -> Any:
+    """The request without a `tool_choice` that asks for a tool which is left out; the answer names it."""
+    tools = request.get("tools") if isinstance(request, dict) else None
+    choice = request.get("tool_choice") if isinstance(request, dict) else None
+    if not (isinstance(tools, list) and tools and isinstance(choice, dict)):
+        return request
+    left_out = [*filter(_is_left_out, tools)]
+    names = [tool.get("name") for tool in left_out]
+    is_any = choice.get("type") == "any" and len(left_out) == len(tools)
+    if not is_any and not (choice.get("type") == "tool" and choice.get("name") in names):
+        return request
+    name_ignored(["tool_choice"])
+    return {name: value for name, value in request.items() if name != "tool_choice"}
+
+
+AnthropicTools = Annotated[list[AnthropicTool], BeforeValidator(_clients)]

@@ -1,0 +1,190 @@
+"""Turns bodies of llama-server's requests into what the engine and the answer need. Runs in workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serve_app.apis.llama_server.protocol import (
+    AdapterChange,
+    DetokenizeRequest,
+    InfillRequest,
+    LlamaCompletionRequest,
+    LlamaParams,
+    LoraAdapter,
+    ModelRequest,
+    PropsRequest,
+    SlotRequest,
+    TokenizeRequest,
+)
+from serve_app.base.errors import InvalidRequestError
+from serve_app.base.sampling import SamplingParams, Triggers
+from serve_app.base.types import Medium
+from serve_app.server.answering import preparation
+from serve_app.server.answering.messages import ChatCompletionRequest
+from serve_app.server.answering.preparation import (
+    CHAR_BYTES,
+    Generation,
+    refuse_huge,
+    refuse_unknown_tokens,
+    tokenize_checked,
+)
+from serve_app.server.answering.prompts import MediaPrompt, media_prompt, mixed_tokens
+from serve_app.server.http.request_model import parsed
+from serve_app.server.http.sse import encoded
+from serve_app.server.model_registry import ModelInfo, Models, find
+from serve_app.server.workers.worker import grant_memory
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLlamaCompletion:
+    """The prepared request for texts."""
+
+    generation: Generation
+    prompt_texts: tuple[str, ...]
+    """The prompts as the model gets them."""
+    is_batch: bool
+    """Whether the answer is a list."""
+    return_tokens: bool
+    response_fields: tuple[str, ...] | None
+    grammar: str
+    """The grammar, as the request has it."""
+    triggers: tuple[dict[str, Any], ...] = ()
+    """The triggers of the grammar, as the request has them."""
+
+
+def completion(models: Models, request: LlamaCompletionRequest) -> PreparedLlamaCompletion:
+    """POST /completion. Raises CorralError."""
+    model = find(models, request.model)
+    if isinstance(request.prompt, MediaPrompt):
+        prompt, media = media_prompt(model, request.prompt, "prompt")
+        return _completion(model, request, [prompt], is_batch=request.is_batch, media=media)
+    prompts = [mixed_tokens(model, prompt, "prompt") for prompt in request.prompts]
+    return _completion(model, request, prompts, is_batch=request.is_batch)
+
+
+def infill(models: Models, request: InfillRequest) -> PreparedLlamaCompletion:
+    """POST /infill. Raises CorralError."""
+    model = find(models, request.model)
+    return _completion(model, request, [_infill_prompt(model, request)], is_batch=False)
+
+
+def _completion(
+    model: ModelInfo,
+    request: LlamaParams,
+    prompts: list[tuple[int, ...]],
+    *,
+    is_batch: bool,
+    media: tuple[Medium, ...] = (),
+) -> PreparedLlamaCompletion:
+    sampling, n = _with_triggers(model, request), request.n_answers
+    fields = request.response_fields
+    return PreparedLlamaCompletion(
+        preparation.generation(model, request, prompts, n, sampling, "prompt", media),
+        tuple(model.tokenizer.decode(prompt, special=True) for prompt in prompts),
+        is_batch,
+        request.return_tokens,
+        None if fields is None else tuple(fields),
+        request.grammar or "",
+        tuple(trigger.model_dump(exclude_none=True) for trigger in request.grammar_triggers),
+    )
+
+
+def _with_triggers(model: ModelInfo, request: LlamaParams) -> SamplingParams:
+    """The engine's parameters. A word that is a token of its own is that token, as at llama-server."""
+    sampling = preparation.sampling(model, request)
+    encode = model.tokenizer.tokenize
+    preserved = [encode(text, False, True) for text in request.preserved_tokens]
+    if request.grammar_lazy and sampling.grammar is not None:
+        ids, texts = set[int](), list[str]()
+        for trigger in request.grammar_triggers:
+            tokens = encode(trigger.value, False, True)
+            if trigger.token is not None:
+                ids.add(trigger.token)
+            elif len(tokens) == 1:
+                ids.add(tokens[0])
+            else:
+                texts.append(trigger.value)
+        refuse_unknown_tokens(model, "grammar_triggers", ids)
+        sampling = replace(sampling, triggers=Triggers(tuple(sorted(ids)), tuple(texts)))
+    kept = tuple(sorted({tokens[0] for tokens in preserved if len(tokens) == 1}))
+    return replace(sampling, preserved_tokens=kept) if kept else sampling
+
+
+def _infill_prompt(model: ModelInfo, request: InfillRequest) -> tuple[int, ...]:
+    """Other files come before the texts; of those, the beginning is left out, if it would leave less than a
+    quarter of the context for the answer."""
+    texts = request.input_prefix, request.input_suffix, request.prompt
+    encode, encode_files = model.tokenizer.encode_infill, model.tokenizer.encode_infill_files
+    prompt = tokenize_checked(model, "prompt", sum(map(len, texts)), encode, *texts)
+    files = [(file.filename, file.text) for file in request.input_extra or ()]
+    n_chars = sum(len(name) + len(text) for name, text in files)
+    extra = tokenize_checked(model, "input_extra", n_chars, encode_files, files)
+    room = max(0, model.n_ctx_slot * 3 // 4 - len(prompt))
+    return (*extra[max(0, len(extra) - room) :], *prompt)
+
+
+def tokenize(models: Models, request: TokenizeRequest) -> bytes:
+    """POST /tokenize: the answer, as JSON. Raises CorralError."""
+    tokenizer = find(models, request.model).tokenizer
+    refuse_huge("content", len(request.content))
+    grant_memory(2 * CHAR_BYTES * len(request.content))  # for the answer, too
+    tokens = tokenizer.tokenize(request.content, request.add_special, request.parse_special)
+    if not request.with_pieces:
+        return encoded({"tokens": tokens})
+    pieces = [(token, tokenizer.piece(token, special=True)) for token in tokens]
+    return encoded({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]})
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+def detokenize(models: Models, request: DetokenizeRequest) -> bytes:
+    """POST /detokenize: the answer, as JSON. Raises CorralError."""
+    model = find(models, request.model)
+    refuse_unknown_tokens(model, "tokens", request.tokens)
+    return encoded({"content": model.tokenizer.decode(request.tokens, special=True)})
+
+
+def apply_template(models: Models, request: ChatCompletionRequest) -> bytes:
+    """POST /apply-template: the answer, as JSON. Raises CorralError."""
+    return encoded({"prompt": preparation.chat_text(find(models, request.model), request)})
+
+
+def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
+    """POST /slots/{id_slot}: the model's id and the file's name. Raises CorralError."""
+    request = parsed(SlotRequest, body) if body else SlotRequest()
+    return find(models, request.model).id, request.filename
+
+
+def named_model(models: Models, request: ModelRequest) -> str:
+    """POST /models, /models/load and /models/unload: the model's name. Raises InvalidRequestError."""
+    return request.model
+
+
+def properties(models: Models, body: bytes) -> None:
+    """POST /props. Raises InvalidRequestError for what is no JSON object."""
+    parsed(PropsRequest, body or b"{}")
+
+
+def adapters(models: Models, body: bytes) -> AdapterChange | None:
+    """POST /lora-adapters: what is to be loaded or unloaded, if anything. Raises CorralError, also for
+    scales: what requests have that say nothing does not change while others run."""
+    if body.lstrip().startswith(b"{"):
+        change = parsed(AdapterChange, body)
+        found = find(models, change.model)
+        return change.model_copy(update={"model": found.id})
+    known = find(models, None).adapters
+    for adapter in parsed(list[LoraAdapter], body):
+        if adapter.id not in known:
+            raise InvalidRequestError(f"There is no LoRA adapter {adapter.id}.", "id")
+        if adapter.scale != 0:
+            raise InvalidRequestError(
+                "Each request sets its own scales, with 'lora' or with the adapter's name in 'model'.",
+                "scale",
+            )
+    return None

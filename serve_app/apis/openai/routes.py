@@ -1,0 +1,110 @@
+"""The routes of OpenAI's completions, chat completions and models.
+
+Source: OpenAI's API reference, "Completions", "Chat" and "Models".
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from serve_app.apis.openai import preparation
+from serve_app.apis.openai.preparation import PreparedCompletion
+from serve_app.apis.openai.serving import Answer, Choice
+from serve_app.server.answering import generation
+from serve_app.server.answering.openai_answers import (
+    InputTokens,
+    ModelCard,
+    ModelList,
+    model_card,
+    model_cards,
+)
+from serve_app.server.answering.preparation import Chat, PromptLength
+from serve_app.server.http.dependencies import ModelsArgument, prepared
+from serve_app.server.http.description import CHAT, SHORT_CHAT, STREAMED, api_router
+from serve_app.server.model_registry import find
+
+ROUTER = api_router()
+
+
+@ROUTER.post("/v1/completions", responses=STREAMED)
+async def completions(
+    models: ModelsArgument,
+    completion: Annotated[
+        PreparedCompletion,
+        prepared(
+            preparation.completion,
+            example={"prompt": "The capital of Portugal is", "max_tokens": 8},
+        ),
+    ],
+) -> Response:
+    """Continue texts; `stream` sends server-sent events."""
+    plan, n = completion.generation, completion.generation.n
+    model = find(models, plan.model)
+    answer_id = f"cmpl-{uuid.uuid4().hex}"
+    piece = model.tokenizer.piece if completion.logprobs else None
+    echoed = plan.sampling.prompt_logprobs
+    choices = [
+        Choice(i * n + j, "text", piece, echo=echo, prompt=plan.prompts[i] if echoed else ())
+        for i, echo in enumerate(completion.echoes)
+        for j in range(n)
+    ]
+    answer = Answer("text", answer_id, model.id, choices, plan, completion.n_best)
+    return await answer.respond(model, plan, answer_id)
+
+
+@ROUTER.post("/v1/chat/completions", responses=STREAMED)
+@ROUTER.post("/chat/completions", responses=STREAMED)
+async def chat_completions(
+    request: Request,
+    models: ModelsArgument,
+    chat: Annotated[Chat, prepared(preparation.chat, example=SHORT_CHAT)],
+) -> Response:
+    """Answer a chat through the model's own template; `stream` sends server-sent events."""
+    plan = chat.generation
+    model = find(models, plan.model)
+    answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+    piece = model.tokenizer.piece if plan.sampling.logprobs is not None else None
+    choices = [
+        Choice(
+            i,
+            "chat",
+            piece,
+            generation.output_parser(model, chat),
+            chat.prefill,
+            shares=plan.sampling.post_sampling_probs,
+            custom_tools=chat.custom_tools,
+            tokenizer=model.tokenizer,
+        )
+        for i in range(plan.n)
+    ]
+    answer = Answer("chat", answer_id, model.id, choices, plan)
+    if chat.verbose:
+        answer.verbose = {"prompt": model.tokenizer.decode(chat.prompt, special=True)}
+    return await answer.respond(model, plan, answer_id)
+
+
+@ROUTER.post("/v1/chat/completions/input_tokens")
+@ROUTER.post("/chat/completions/input_tokens")
+async def input_tokens(
+    models: ModelsArgument,
+    length: Annotated[PromptLength, prepared(preparation.input_tokens, example=CHAT)],
+) -> InputTokens:
+    """How many tokens the prompt of such a chat has."""
+    return InputTokens(input_tokens=await generation.n_tokens(models, length))
+
+
+@ROUTER.get("/v1/models")
+@ROUTER.get("/models")
+async def list_models(models: ModelsArgument) -> ModelList:
+    """The models that are served here, the default first."""
+    return ModelList(data=model_cards(models))
+
+
+@ROUTER.get("/v1/models/{model_id:path}")
+async def get_model(models: ModelsArgument, model_id: str) -> ModelCard:
+    """The model with that name."""
+    return model_card(find(models, model_id))

@@ -1,0 +1,319 @@
+"""The items of a response's input: messages, calls and their outputs.
+
+Source: OpenAI's API reference, "Responses", `input`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import uuid
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+
+from serve_app.apis.responses.tools import CallForm
+from serve_app.prompt.conversation import Attachment, PastCall, Turn, json_text, texts_in
+from serve_app.server.answering.messages import SoundPart
+from serve_app.server.answering.openai_tools import CUSTOM_INPUT
+from serve_app.server.answering.tools import refuse_media
+from serve_app.server.http.request_model import AnyMember, Foreign, RequestModel, known_kind
+
+Json = dict[str, Any]
+
+
+def _identity(kind: str) -> Json:
+    return {"id": f"{kind}_{uuid.uuid4().hex}", "status": "completed"}
+
+
+class InputTextPart(RequestModel):
+    INERT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
+
+    type: Literal["input_text"]
+    text: str = ""
+
+
+class OutputTextPart(RequestModel):
+    type: Literal["output_text"]
+    text: str = ""
+    annotations: Any = Field(default=[])
+    logprobs: Any = Field(default=[])
+
+    @field_validator("annotations", "logprobs", mode="before")
+    @classmethod
+    def _left_out(cls, _value: object) -> list[object]:
+        return []
+
+
+class InputImagePart(RequestModel):
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"file_id"})
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"file_id": (None,)}
+
+    type: Literal["input_image"]
+    image_url: str
+    """A data URL: `data:image/png;base64,…`."""
+    detail: Any = "auto"
+
+    @field_validator("detail", mode="before")
+    @classmethod
+    def _as_if_left_out(cls, _value: object) -> str:
+        return "auto"
+
+
+def _parts(value: object) -> object:
+    """Content as a list of parts, whichever form a client sends."""
+    if isinstance(value, str):
+        return [{"type": "input_text", "text": value}]
+    parts = [value] if isinstance(value, dict) else value
+    if not isinstance(parts, list):
+        return [] if parts is None else parts
+    refuse_media(parts, "input", takes={"input_image", "input_audio"})
+    return [_part(part) for part in parts if part is not None]
+
+
+def _part(part: object) -> object:
+    if isinstance(part, str):
+        return {"type": "input_text", "text": part}
+    if isinstance(part, dict) and part.get("type", "text") in ("text", "refusal"):
+        return {"type": "output_text", "text": "\n".join(texts_in(part))}
+    return part
+
+
+AnyPart = Annotated[
+    Annotated[InputTextPart, Tag("input_text")]
+    | Annotated[OutputTextPart, Tag("output_text")]
+    | Annotated[InputImagePart, Tag("input_image")]
+    | Annotated[SoundPart, Tag("input_audio")]
+    | Annotated[Foreign, Tag("foreign")],
+    Discriminator(known_kind("input_text", "output_text", "input_image", "input_audio")),
+    AnyMember,
+]
+Parts = Annotated[
+    list[AnyPart], BeforeValidator(_parts, json_schema_input_type=str | list[AnyPart])
+]
+
+
+def _canonical(parts: Sequence[AnyPart]) -> tuple[str | Attachment, ...]:
+    return tuple(
+        Attachment(part.image_url)
+        if isinstance(part, InputImagePart)
+        else Attachment(part.url, is_sound=True)
+        if isinstance(part, SoundPart)
+        else part.text
+        for part in parts
+    )
+
+
+class Item(RequestModel):
+    """An item of `input`. Clients send items of earlier answers as they got them."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "namespace": (None,),
+        "caller": (None, {"type": "direct"}),
+    }
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: str
+    content: Parts = Field(default=[])
+
+    def as_turn(self) -> Turn:
+        return Turn.of(self.role, _canonical(self.content))
+
+    def told(self) -> Json:
+        return {**_identity("msg"), **self.model_dump()}
+
+
+class CallItem(Item):
+    """A call that the assistant made in an earlier turn, of a function or of another tool of the client."""
+
+    type: Literal[
+        "function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"
+    ]
+    call_id: str = ""
+    name: str = ""
+    namespace: str | None = None
+    arguments: str = ""
+    """The arguments of a function: history, which need not be JSON."""
+    input: str = ""
+    """The text that a custom tool got."""
+    action: Json = Field(default={})
+    """The command of a shell."""
+    operation: Json = Field(default={})
+    """The change of a file."""
+
+    @field_validator("arguments", "input", mode="before")
+    @classmethod
+    def _as_text(cls, value: object) -> object:
+        return json_text(value)
+
+    @field_validator("action", "operation", mode="before")
+    @classmethod
+    def _as_object(cls, value: object) -> object:
+        return value if isinstance(value, dict) else {"input": value}
+
+    def as_call(self) -> PastCall:
+        """The call in the canonical form: of the function that stands for the tool."""
+        form = CallForm.of_item(self.type, self.name, self.namespace)
+        said = {"custom": {CUSTOM_INPUT: self.input}, "apply_patch": self.operation}
+        arguments = json_text(said.get(form.kind, self.action))
+        return PastCall(
+            form.function, self.arguments if form.kind == "function" else arguments, self.call_id
+        )
+
+    def told(self) -> Json:
+        return {**_identity("fc"), **self.model_dump(exclude_unset=True), "type": self.type}
+
+
+class CallOutputItem(Item):
+    type: Literal[
+        "function_call_output",
+        "custom_tool_call_output",
+        "local_shell_call_output",
+        "shell_call_output",
+        "apply_patch_call_output",
+    ]
+    call_id: str = ""
+    output: Parts = Field(default=[])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _id_of_call(cls, item: Any) -> Any:
+        """Outputs of a local shell have the call's id for their own."""
+        if isinstance(item, dict) and item.get("type") == "local_shell_call_output":
+            return {"call_id": item.get("id"), **item}
+        return item
+
+    def as_turn(self) -> Turn:
+        return Turn("tool", _canonical(self.output), call_id=self.call_id)
+
+    def told(self) -> Json:
+        item = {**_identity("fco"), **self.model_dump()}
+        if len(self.output) == 1 and isinstance(self.output[0], InputTextPart | OutputTextPart):
+            item["output"] = self.output[0].text
+        return item
+
+
+class ReasoningText(RequestModel):
+    type: str
+    text: str = ""
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] = Field(default=[])
+    content: list[ReasoningText] = Field(default=[])
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning as it was said, or its summary; empty if only another server can read it."""
+        text = "".join(part.text for part in self.content)
+        text = text or opened(self.encrypted_content or "")
+        return text or "".join(part.text for part in self.summary)
+
+    def told(self) -> Json:
+        return {**_identity("rs"), "type": self.type, **reasoning_fields(self.text)}
+
+
+_SEAL = "corral-reasoning-1:"
+MOST_REASONING_BYTES = 2**22
+"""The most bytes that a sealed reasoning can have: more than a context has."""
+
+
+def reasoning_fields(text: str, *, is_sealed: bool = False) -> Json:
+    """The fields of an item with this reasoning. Sealed, it has the text once more in a form that clients
+    give back unseen, as they do where the server keeps nothing. The form hides nothing."""
+    sealed = _SEAL + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"summary": [], "content": content, "encrypted_content": sealed if is_sealed else None}
+
+
+def opened(sealed: str) -> str:
+    """The reasoning in `encrypted_content`; empty if it is not this server's."""
+    if not sealed.startswith(_SEAL):
+        return ""
+    try:
+        data = base64.b64decode(sealed.removeprefix(_SEAL), validate=True)
+        return zlib.decompressobj().decompress(data, MOST_REASONING_BYTES).decode()
+    except (ValueError, zlib.error):
+        return ""
+
+
+def _items(value: object) -> object:
+    """A text is short for one message of it; messages need not say that they are some."""
+    items = [value] if isinstance(value, str | dict) else value
+    return [_item(item) for item in items] if isinstance(items, list) else items
+
+
+def _item(item: object) -> object:
+    if isinstance(item, str):
+        return {"type": "message", "role": "user", "content": item}
+    return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
+
+
+_CALLS = (
+    *("function_call", "custom_tool_call", "local_shell_call", "shell_call"),
+    "apply_patch_call",
+)
+
+
+def _kind_of_item(item: Any) -> str:
+    outputs = tuple(f"{call}_output" for call in _CALLS)
+    kind = known_kind("message", "reasoning", *_CALLS, *outputs)(item)
+    return "call" if kind in _CALLS else "output" if kind in outputs else kind
+
+
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("call")]
+    | Annotated[CallOutputItem, Tag("output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[Foreign, Tag("foreign")],
+    Discriminator(_kind_of_item),
+    AnyMember,
+]
+Items = Annotated[
+    list[AnyItem], BeforeValidator(_items, json_schema_input_type=str | list[AnyItem])
+]
+
+
+def kept(before: Sequence[Json], items: Iterable[AnyItem]) -> bytes:
+    """A conversation as JSON, for `before` of the next response."""
+    new = [
+        {**_identity("item"), **item.model_dump()} if isinstance(item, Foreign) else item.told()
+        for item in items
+    ]
+    return json.dumps([*before, *new], ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def turns(items: Iterable[AnyItem]) -> list[Turn]:
+    """The items in the canonical form: an assistant's reasoning and calls belong to its turn. Items of
+    other kinds are what the assistant did, if they carry text."""
+    made: list[Turn] = []
+    reasoning = ""
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            reasoning += item.text
+            continue
+        if isinstance(item, CallItem):
+            # Reasoning begins a turn.
+            is_same_turn = bool(made) and made[-1].role == "assistant" and not reasoning
+            turn = made.pop() if is_same_turn else Turn("assistant")
+            turn = replace(turn, calls=(*turn.calls, item.as_call()))
+        elif isinstance(item, MessageItem | CallOutputItem):
+            turn = item.as_turn()
+        elif item.text:
+            turn = Turn("assistant", (item.text,))
+        else:
+            continue
+        if turn.role == "assistant" and reasoning:
+            turn = replace(turn, reasoning=reasoning)
+        reasoning = ""
+        made.append(turn)
+    return made

@@ -1,0 +1,371 @@
+"""Turns bodies of requests for responses into what the engine and the answer need. Runs in workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from serve_app.apis.responses import items
+from serve_app.apis.responses.items import AnyItem, Items, turns
+from serve_app.apis.responses.serving import ResponseAnswer
+from serve_app.apis.responses.store import StoredRequest, StoredResponse, merged, unpacked
+from serve_app.apis.responses.tools import (
+    AnyTool,
+    CustomTextTool,
+    FunctionTool,
+    NamespaceTool,
+    Tools,
+    functions,
+)
+from serve_app.base.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    PreviousResponseError,
+    ResponseNotFoundError,
+)
+from serve_app.base.sampling import Api, SamplingParams
+from serve_app.config import sampling_fields
+from serve_app.config.sampling_fields import given, takes_sampling
+from serve_app.prompt.conversation import Turn
+from serve_app.server.answering import preparation
+from serve_app.server.answering.openai_tools import plain_choice
+from serve_app.server.answering.preparation import Chat, PromptLength
+from serve_app.server.answering.requests import (
+    MOST_TOKENS,
+    AnswerParams,
+    Effort,
+    NamedSchema,
+    ObfuscationOptions,
+    RequestMetadata,
+    StreamOptions,
+    ToolChoice,
+    TranslatedChat,
+    Verbosity,
+)
+from serve_app.server.http.request_model import RequestModel, name_ignored, parsed
+from serve_app.server.http.sse import encoded
+from serve_app.server.model_registry import M, ModelInfo, Models, find
+
+
+class AnyFormat(RequestModel):
+    """`text.format` without a schema."""
+
+    type: Literal["text", "json_object"] = "text"
+
+
+class SchemaFormat(NamedSchema):
+    """`text.format` with a schema."""
+
+    type: Literal["json_schema"]
+
+
+class TextConfig(RequestModel):
+    """`text`."""
+
+    verbosity: Verbosity | None = None
+    """Told to the chat template, which may know what to do with it."""
+    format: Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")] = Field(
+        default=AnyFormat()
+    )
+
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The schema that answers must validate against, if there is one."""
+        if isinstance(self.format, SchemaFormat):
+            return self.format.schema_
+        return {"type": "object"} if self.format.type == "json_object" else None
+
+
+class ReasoningConfig(RequestModel):
+    """`reasoning`."""
+
+    effort: Effort | None = None
+    """How much a model that can thinks before it answers; `none` and `minimal`: not at all."""
+    summary: str | None = None
+    """Whether reasoning is told as its summary, which it is then, whole: `auto`, `concise`, `detailed`."""
+    generate_summary: str | None = None
+    """The older name of `summary`."""
+
+
+@takes_sampling(Api.RESPONSES)
+class ResponsesRequest(AnswerParams):
+    """POST /v1/responses."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "context_management": (None, []),
+        "conversation": (None,),
+        "max_tool_calls": (None,),
+        "moderation": (None,),
+        "prompt": (None,),
+        "top_logprobs": (None, 0),
+        "truncation": (None, "disabled"),
+    }
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"conversation", "prompt"})
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        {"client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
+    )
+
+    input: Items
+    """A text, or a list of items."""
+    include: list[str] | None = None
+    """More that the answer shall have. Reasoning always has `encrypted_content`; all else is ignored, and
+    the answer names it."""
+    instructions: str | None = None
+    """The system's message, before everything else."""
+    max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    tools: Tools = Field(default=[])
+    """Functions and tools that the client runs; all others are left out, and the answer names them."""
+    tool_choice: Any = None
+    """`auto`, `none`, `required`, or an object that names a tool, or those that are allowed."""
+    parallel_tool_calls: bool | None = None
+    text: TextConfig = Field(default=TextConfig())
+    user: str | None = None
+    """The user whose request this is. Slots are shared fairly among users."""
+    return_progress: bool = False
+    """llama-server's: whether a stream tells how far its prompt is computed, in `prompt_progress`."""
+    timings_per_token: bool = False
+    """llama-server's: whether a stream's events tell `timings`."""
+    metadata: RequestMetadata | None = None
+    """Given back with the answer."""
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """A response that is kept: its conversation comes before `input`."""
+    store: bool = True
+    """Whether the response is kept for some minutes, to go on from and to be asked for again."""
+    background: bool = False
+    """Whether it is made however soon the client leaves. That needs `store`."""
+    stream_options: ObfuscationOptions | None = None
+    reasoning: ReasoningConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _format_of_chats(cls, data: Any) -> Any:
+        """Some clients send the format of the answer as chats have it."""
+        if not isinstance(data, dict) or not isinstance(data.get("response_format"), dict):
+            return data
+        form, text = dict(data["response_format"]), data.get("text") or {}
+        schema = form.pop("json_schema", None) or {}
+        if not isinstance(schema, dict) or not isinstance(text, dict):
+            name = "text" if isinstance(schema, dict) else "response_format.json_schema"
+            raise InvalidRequestError(f"'{name}' must be an object.", name)
+        text = {"format": form | schema, **text}
+        return {name: v for name, v in data.items() if name != "response_format"} | {"text": text}
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _must_be_a_choice(cls, value: object) -> object:
+        try:
+            _CHOICES.validate_python(plain_choice(value))
+        except ValidationError:
+            raise ValueError(
+                "Input should be 'auto', 'none', 'required', or an object that names a tool"
+            ) from None
+        return value
+
+    @field_validator("include")
+    @classmethod
+    def _name_what_is_not_included(cls, value: list[str] | None) -> list[str] | None:
+        names = value or ()
+        name_ignored(f"include.{name}" for name in names if name != "reasoning.encrypted_content")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.background and not self.store:
+            raise InvalidRequestError("'background' needs 'store'.", "background")
+        return self
+
+    def as_chat(self, before: Sequence[AnyItem] = ()) -> TranslatedChat:
+        """Translate the request to OpenAI's chat, behind these items. Raises InvalidRequestError."""
+        conversation = turns([*before, *self.input])
+        if self.instructions:
+            conversation.insert(0, Turn("system", (self.instructions,)))
+        return TranslatedChat(
+            turns=conversation,
+            stream_options=StreamOptions(**dict(self.stream_options or ())),
+            max_tokens=self.max_output_tokens,
+            json_schema=self.text.schema_of_answer(),
+            tools=list(functions(self.tools)),
+            tool_choice=plain_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            user=self.user,
+            return_progress=self.return_progress,
+            timings_per_token=self.timings_per_token,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            verbosity=self.text.verbosity,
+            **self.shared(),
+            **given(self, Api.RESPONSES),
+        )
+
+
+_CHOICES: TypeAdapter[ToolChoice] = TypeAdapter(ToolChoice)
+_ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(Items)
+
+
+class PreparedResponse(msgspec.Struct, frozen=True, tag=True):
+    """The prepared request for a response."""
+
+    chat: Chat
+    asked: dict[str, Any]
+    """The fields that the response repeats of its request."""
+    items: bytes
+    """The conversation that it answers."""
+
+
+class After(msgspec.Struct, frozen=True, tag=True):
+    """The request goes on from a response, whose conversation it must be read with."""
+
+    response_id: str
+
+
+def response(models: Models, body: bytes) -> PreparedResponse | After:
+    """POST /v1/responses, maybe behind a record. Raises CorralError."""
+    read = _read(models, body)
+    if isinstance(read, After):
+        return read
+    request, before, chat, model = read
+    prepared = preparation.chat(model, chat, 1, "input")
+    kept = items.kept(before, request.input)
+    asked = _told(request, prepared.generation.sampling)
+    return PreparedResponse(prepared, asked, kept)
+
+
+def input_tokens(models: Models, body: bytes) -> PromptLength | After:
+    """POST /v1/responses/input_tokens, maybe behind a record: the prompt's length. Raises CorralError."""
+    read = _read(models, body)
+    if isinstance(read, After):
+        return read
+    _, _, chat, model = read
+    return preparation.length(model, chat, "input")
+
+
+def _read(
+    models: Models, body: bytes
+) -> tuple[ResponsesRequest, list[Any], TranslatedChat, ModelInfo] | After:
+    """The request, the items that it goes on from, and both as a chat with a model."""
+    before: list[Any] = []
+    has_record = body.startswith(RECORD)
+    if has_record:
+        before, body = _conversation(models, body)
+    request = parsed(ResponsesRequest, body)
+    if request.previous_response_id is not None and not has_record:
+        return After(request.previous_response_id)
+    chat = request.as_chat(_ITEMS.validate_python(before))
+    model = find(models, request.model)
+    return request, before, chat, model
+
+
+RECORD = b"\0"
+"""The first byte of a record, which no JSON begins with, and which no client may send."""
+
+
+def record(stored: StoredResponse) -> list[bytes]:
+    """The pieces of a body with the record of a response, which only workers read: it may be long."""
+    pieces = [stored.stored_request, *stored.chunks]
+    return [RECORD + b" ".join(b"%d" % len(piece) for piece in pieces) + b"\n", *pieces]
+
+
+def _record(body: bytes) -> tuple[StoredRequest, list[memoryview], bytes]:
+    """The input of a response, the chunks of its log, and the body behind them."""
+    start, pieces = body.index(b"\n") + 1, list[memoryview]()
+    for size in map(int, body[len(RECORD) : start].split()):
+        pieces.append(memoryview(body)[start : start + size])
+        start += size
+    return StoredRequest.unpacked(pieces[0]), pieces[1:], body[start:]
+
+
+def answer_to(models: Mapping[str, M], request: StoredRequest, **options: Any) -> ResponseAnswer:
+    """The answer to a kept request, before any output. Raises ResponseNotFoundError without its model."""
+    try:
+        return ResponseAnswer(request, find(models, request.model), **options)
+    except ModelNotFoundError:
+        raise ResponseNotFoundError(request.id) from None
+
+
+def _answered(
+    models: Models, request: StoredRequest, chunks: Sequence[memoryview]
+) -> ResponseAnswer:
+    answer = answer_to(models, request)
+    for event in chain.from_iterable(merged(unpacked(chunk)) for chunk in chunks):
+        answer.take(event)
+    return answer
+
+
+def stored(models: Models, body: bytes) -> bytes:
+    """GET /v1/responses/{id}: the response whose record this is, as far as it is, as JSON."""
+    request, chunks, _ = _record(body)
+    return encoded(_answered(models, request, chunks).whole())
+
+
+def _conversation(models: Models, body: bytes) -> tuple[list[Any], bytes]:
+    """The items of an earlier response's conversation, its output too, and the body behind its record."""
+    request, chunks, rest = _record(body)
+    try:
+        answer = _answered(models, request, chunks)
+    except ResponseNotFoundError:
+        raise PreviousResponseError(request.id) from None
+    if answer.status in ("queued", "in_progress"):
+        message = f"The response {request.id!r} is still being made."
+        raise InvalidRequestError(message, "previous_response_id")
+    return [*msgspec.json.decode(request.items), *answer.whole()["output"]], rest
+
+
+def page(models: Models, body: bytes) -> bytes:
+    """GET /v1/responses/{id}/input_items: the query, and the record of the response."""
+    query, _, rest = body.partition(b"\n")
+    order, limit, after = msgspec.json.decode(query)
+    listed = msgspec.json.decode(_record(rest)[0].items)
+    if order == "desc":
+        listed.reverse()
+    if after is not None:
+        places = [place for place, item in enumerate(listed) if item["id"] == after]
+        listed = listed[places[0] + 1 :] if places else []
+    shown = listed[:limit]
+    return encoded(
+        {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(listed) > len(shown),
+        }
+    )
+
+
+def _told(request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
+    return {
+        "background": request.background,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "reasoning": {
+            "effort": request.reasoning.effort if request.reasoning else None,
+            "summary": request.reasoning
+            and (request.reasoning.summary or request.reasoning.generate_summary),
+        },
+        "service_tier": "flex" if request.service_tier == "flex" else "default",
+        "store": request.store,
+        "text": request.text.model_dump(
+            by_alias=True, include={"format", "verbosity"}, exclude_none=True
+        ),
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [_tool_told(tool) for tool in request.tools],
+        "user": request.user,
+        **sampling_fields.told(sampling, Api.RESPONSES),
+    }
+
+
+def _tool_told(tool: AnyTool) -> dict[str, Any]:
+    """The tool as the response repeats it."""
+    if isinstance(tool, FunctionTool):
+        return tool.model_dump() | {"strict": bool(tool.strict)}
+    body = tool.model_dump(exclude_none=True)
+    if isinstance(tool, NamespaceTool):
+        body["tools"] = [_tool_told(inner) for inner in tool.tools]
+    if isinstance(tool, CustomTextTool):
+        body["format"] |= body["format"].pop("grammar", {})
+    return body

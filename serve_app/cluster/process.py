@@ -1,0 +1,35 @@
+"""What a process of a cluster takes from Ray: the exporter of metrics, and the values of Ray's head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ray.util import metrics
+
+from serve_app.base.logs import forward_to_serve
+from serve_app.base.metrics import Tags, make_with
+from serve_app.cluster.ray_values import RayValues
+from serve_app.store.shared_entries import share_by
+
+
+def begin_replica(*, keeps_texts: bool) -> None:
+    """Make this process a replica of Serve's: its logs, metrics and shared entries are Ray's. `keeps_texts`
+    says whether its log may have clients' texts."""
+    forward_to_serve(keeps_texts=keeps_texts)
+    use_rays_exporter()
+    share_by(RayValues())
+
+
+def use_rays_exporter() -> None:
+    """Have Ray export the metrics that this process makes from now on."""
+    make_with(_make)
+
+
+def _make(
+    kind: str, name: str, what: str, ends: Sequence[float] | None, labels: Sequence[str], tags: Tags
+) -> Any:
+    boundaries = () if ends is None else (list(ends),)
+    metric = getattr(metrics, kind)(name, what, *boundaries, tuple(labels))
+    metric.set_default_tags(dict(tags))
+    return metric

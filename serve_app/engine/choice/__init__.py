@@ -1,0 +1,1 @@
+"""What a start decides for a model, by measurement: its plan."""

@@ -1,0 +1,184 @@
+"""Chooses the plan of a start. What the options say is no candidate. The rest is compared in this order:
+
+1. Layouts of weights that llama.cpp has for the file: repacked, as they are stored, and both.
+2. The fastest of them and OpenVINO, in the same measurement (`kernels.py`).
+3. With the weights of the winner loaded, modes of llama.cpp's cache (`caches.py`).
+
+Candidates are rated by the seconds of a request (`rating.py`). Of those that are about as fast as the
+fastest, the first in the list wins. The plan is kept for later starts, unless other programs disturbed it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gguf import LlamaFileType
+
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import ConfigError, CorralError
+from serve_app.base.folders import GIB
+from serve_app.base.progress import Report, Stage, nowhere
+from serve_app.engine.choice.apart import apart
+from serve_app.engine.choice.kernels import MODE, kernels_profiles
+from serve_app.engine.choice.plan import AS_STORED, BOTH, OPENVINO, PAGED, REPACKED, Kernels, Plan
+from serve_app.engine.choice.rating import alike, fastest, joined, request_s
+from serve_app.engine.costs import profile_cache
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.model import Model, files_of, fingerprint_of
+from serve_app.kernels.openvino import convert
+from serve_app.kernels.openvino.slices import converted_slice
+
+logger = logging.getLogger("corral.engine")
+
+# Smaller models gain less than the process of a measurement costs.
+_LEAST_BYTES = 20 * 2**20
+# Seconds in which each of the kernels is measured. Any but the first must take 5% less: the rest is noise.
+_EACH_S, _SAME = 6.0, 1 / 0.95 - 1
+# A start waits for a conversion of so many seconds.
+_MOST_CONVERSION_S = 30.0
+# Formats of weights, by llama.cpp's names, that it has fast kernels for without repacking them.
+_TILED = re.compile(r"MOSTLY_(Q\d_K\w*|IQ\d_\w+)")
+# Files may be mapped beside repacked weights if they were loaded so, and take this part of the memory that
+# weights leave, at most: half of it is for the KV cache, and some for prefixes.
+_MAPPED, _MOST_BESIDES = ("auto", "mmap"), 1 / 4
+
+
+def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan:
+    """The plan of a start, but for its cache, as measured now or at an earlier start. Of several processes
+    of this node that ask at once, one measures. Raises ConfigError."""
+    if options.profile_limit_s <= 0 or not path.is_file():
+        why = "nothing is measured" if options.backend == "auto" else "as configured"
+        return Plan(OPENVINO if options.backend == "openvino" else REPACKED, why)
+    files = files_of(path)
+    n_bytes, fingerprint = sum(file.stat().st_size for file in files), fingerprint_of(files)
+    left = math.inf if options.memory_bytes is None else options.memory_bytes - n_bytes
+    has_room = options.load_mode in _MAPPED and n_bytes <= _MOST_BESIDES * left
+    refusal = _refusal(files, n_bytes, options)
+    name = profile_cache.key(
+        options,
+        model=fingerprint.hex(),
+        llama_cpp=library.version(),
+        openvino=refusal or convert.versions(),
+        has_room=has_room,
+        drafts=(options.speculate, options.own_layers or options.draft is not None),
+    )
+    folder = options.profile_folder
+    with profile_cache.alone(folder, name):
+        plan = profile_cache.load(folder, name, Plan) or Plan(name=name)
+        if options.backend == "openvino":
+            return replace(plan, kernels=OPENVINO)
+        if not plan.is_certain:
+            plan = _measured(plan, path, options, refusal, has_room, report)
+            if plan.is_certain:
+                profile_cache.save(folder, name, plan)
+    plan = replace(plan, kernels=plan.llama_cpp, why=plan.reason, converts=False)
+    if not plan.openvino:
+        return plan
+    converted = convert.converted_models(None).of(convert.name_of(fingerprint))
+    if plan.conversion_s <= _MOST_CONVERSION_S or converted.is_file():
+        return replace(plan, kernels=OPENVINO)
+    why = f"{plan.reason}, but to convert the file takes about {plan.conversion_s:.0f} s"
+    why += ": that is done beside the requests, for the next start" * has_room
+    why += " and much memory: set backend: openvino for that" * (not has_room)
+    return replace(plan, why=why, converts=has_room)
+
+
+def _refusal(files: Sequence[Path], n_bytes: int, options: EngineOptions) -> str:
+    """Why OpenVINO is no candidate, as far as options and files tell; "" if it is one."""
+    if options.backend != "auto":
+        return "as configured" if options.backend == "llama.cpp" else ""
+    if names := options.unsupported_by_openvino():
+        return f"OpenVINO's backend does not support {names[0]}"
+    if n_bytes < _LEAST_BYTES:
+        return "the model is small"
+    try:
+        convert.versions()
+        n_converted = convert.checked(files).converted_bytes()
+    except ConfigError as error:
+        return str(error).removesuffix(".")
+    if n_converted > (options.memory_bytes or math.inf):
+        return f"OpenVINO would take {n_converted / GIB:.1f} GiB of memory, and there is less"
+    return ""
+
+
+def _measured(
+    plan: Plan, path: Path, options: EngineOptions, refusal: str, has_room: bool, report: Report
+) -> Plan:
+    """The plan with the fastest kernels. `refusal` says why OpenVINO is not among them."""
+    model = Model(path, vocab_only=True)
+    refusal = refusal or (convert.unserved(model, options.embedding_pooling) or "").strip(".")
+    plan, layouts = replace(plan, reason=refusal, is_certain=True), _layouts(model, has_room)
+    if not (refusal or model.is_causal):
+        return replace(plan, openvino=True, reason="OpenVINO is the faster for encoders")
+    if not refusal:
+        try:
+            with converted_slice(model, options.max_converted_bytes, report) as (part, share, s):
+                plan = _fastest(plan, part, [*layouts, OPENVINO], options, share, report)
+                return replace(plan, conversion_s=s)
+        except (CorralError, OSError, ValueError) as error:  # some metadata cannot be in a slice
+            reason = f"OpenVINO could not be measured: {error}".removesuffix(".")
+            plan = replace(plan, reason=reason, is_certain=False)
+        finally:
+            convert.converted_models(None).leave(convert.name_of(model.fingerprint()))
+    try:
+        return plan if len(layouts) == 1 else _fastest(plan, path, layouts, options, 1.0, report)
+    except CorralError as error:
+        logger.warning("The layouts of weights cannot be compared: %s", error)
+        return replace(plan, is_certain=False)
+
+
+def _layouts(model: Model, has_room: bool) -> list[Kernels]:
+    """The layouts of weights that come into question, the usual one first."""
+    number = model.meta("general.file_type")
+    names = (kind.name for kind in LlamaFileType if number and int(kind) == int(number))
+    if not model.is_causal or _TILED.fullmatch(next(names, "")) is None:
+        return [REPACKED]
+    return [REPACKED, AS_STORED, *([BOTH] if has_room else [])]
+
+
+def _fastest(
+    plan: Plan,
+    path: Path,
+    candidates: list[Kernels],
+    options: EngineOptions,
+    share: float,
+    report: Report,
+) -> Plan:
+    """The plan with the fastest of these kernels, as measured with a file that takes that share of the
+    model's time. Raises CorralError."""
+    measured = [kernels for kernels in candidates if kernels != BOTH]
+    limit_s = min(_EACH_S * len(measured), options.profile_limit_s)
+    report(Stage("measuring", limit_s=limit_s))
+    found = apart(kernels_profiles, path, options, measured, limit_s)
+    is_certain = profile_cache.is_worth_keeping(found)
+    profiles = alike(dict(zip(measured, found, strict=True)))
+    if BOTH in candidates and (both := joined(profiles[REPACKED], profiles[AS_STORED])):
+        profiles[replace(BOTH, stored_from=both[0])] = both[1]
+    options = replace(options, max_stall_ms=share * options.max_stall_ms)
+    loads = [replace(options, n_slots=n) for n in sorted({1, options.n_slots})]
+    seconds = {}
+    for kernels, profile in profiles.items():
+        mode = PAGED if kernels == OPENVINO else MODE
+        seconds[kernels] = [request_s(profile, load, mode) / share for load in loads]
+    load = ", with " + " and ".join(str(load.n_slots) for load in loads) + " at once"
+    openvino_s, reasons = seconds.pop(OPENVINO, None), [plan.reason]
+    best, reason = fastest(seconds, _SAME, load)
+    reasons.append(reason)
+    winner = best
+    if openvino_s is not None:
+        winner, reason = fastest({best: seconds[best], OPENVINO: openvino_s}, _SAME, load)
+        reasons.append(reason)
+    if not is_certain:
+        reasons.append("other programs computed, so it says little: the next start measures again")
+    return replace(
+        plan,
+        llama_cpp=best,
+        openvino=winner == OPENVINO and is_certain,
+        reason="; ".join(filter(None, reasons)),
+        is_certain=plan.is_certain and is_certain,
+    )

@@ -1,0 +1,126 @@
+"""The plan of a start: a backend, a layout of weights, and a mode of the cache.
+
+One file keeps a plan for later starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from serve_app.base.engine_options import KernelsName
+from serve_app.engine.costs import profile_cache
+from serve_app.engine.costs.cost_model import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A backend, and llama.cpp's layout of the weights."""
+
+    backend: KernelsName = "llama.cpp"
+    repack: bool = True
+    """Whether llama.cpp lays the weights out anew when it loads them, for kernels of few rows."""
+    stored_from: int | None = None
+    """Rows of a batch from which on it is computed over weights as the file has them, although they are
+    repacked for others; None: none is."""
+
+    def __str__(self) -> str:
+        if self.backend == "openvino":
+            return "OpenVINO"
+        layout = "repacked" if self.repack else "as they are stored"
+        if self.stored_from is not None:
+            layout += f", and as they are stored for batches of {self.stored_from} rows and more"
+        return f"llama.cpp, weights {layout}"
+
+
+REPACKED, AS_STORED = Kernels(), Kernels(repack=False)
+OPENVINO = Kernels("openvino", repack=False)
+BOTH = Kernels(stored_from=0)
+"""Both layouts, before it is known from how many rows on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """The kind of attention and of cache that a context is made with."""
+
+    flash_attn: bool
+    kv_unified: bool
+    paged: bool = False
+    """Whether slots have blocks of a cache, which those that begin alike share. It is not unified then."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a batch costs what its rows do, whatever slots they are of."""
+        return self.kv_unified or self.paged
+
+    def __str__(self) -> str:
+        if self.paged:
+            return "paged KV cache"
+        cache = "unified" if self.kv_unified else "split"
+        return f"{cache} KV cache, flash attention {'on' if self.flash_attn else 'off'}"
+
+
+PAGED = Mode(flash_attn=True, kv_unified=False, paged=True)
+"""OpenVINO's only mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """The mode of the cache, and what batches cost in it."""
+
+    mode: Mode
+    reason: str
+    profile: Profile
+    other: tuple[Mode, Profile] | None = None
+    """The best mode with the other kind of cache, if both kinds are open."""
+
+    def turned(self, reason: str) -> CachePlan:
+        """The other mode instead, for that reason."""
+        if self.other is None:
+            raise ValueError("There is no other mode.")
+        mode, profile = self.other
+        return replace(
+            self, mode=mode, profile=profile, reason=reason, other=(self.mode, self.profile)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a start decides: the kernels before the weights are loaded, the cache then. The first three
+    fields are of this start, the others as they were measured."""
+
+    kernels: Kernels = REPACKED
+    why: str = "as configured"
+    converts: bool = False
+    """Whether the model is converted beside the requests, for OpenVINO at later starts."""
+    llama_cpp: Kernels = REPACKED
+    """The fastest of llama.cpp's layouts."""
+    openvino: bool = False
+    """Whether OpenVINO is faster than that."""
+    reason: str = ""
+    conversion_s: float = 0.0
+    """The seconds in which the whole model is converted."""
+    is_certain: bool = False
+    """Whether the kernels need not be measured again."""
+    caches: Mapping[str, CachePlan] = field(default_factory=dict)
+    """The last part of the plan, by kernels: the next start may have others."""
+    name: str = ""
+    """The name of the file that keeps the plan; none does without one."""
+
+    @property
+    def cache(self) -> CachePlan | None:
+        """The part that is measured with the weights loaded, if it is known."""
+        return self.caches.get(str(self.kernels))
+
+    def keep(self, folder: Path | None, cache: CachePlan) -> bool:
+        """Have later starts begin with that; False if it is not good enough."""
+        is_good = profile_cache.is_worth_keeping([cache.profile])
+        if is_good and self.name:
+            caches = {**self.caches, str(self.kernels): cache}
+            profile_cache.save(folder, self.name, replace(self, caches=caches))
+        return is_good
+
+
+LLAMA_CPP_PLAN, OPENVINO_PLAN = Plan(), Plan(OPENVINO)
+"""Plans of a backend that is named. They are not kept."""

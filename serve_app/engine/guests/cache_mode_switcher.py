@@ -1,0 +1,317 @@
+"""Changes the kind of cache when the traffic says that the other one pays, or a request needs it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.errors import DecodeError, PromptTooLongError
+from serve_app.engine.backends.base import Backend, State
+from serve_app.engine.cache.manager import KVCacheManager, min_copy, slot_room
+from serve_app.engine.cache.slots import Slot
+from serve_app.engine.core.guest import Guest, Steps
+from serve_app.engine.core.scheduler.batch import Batch
+from serve_app.engine.core.scheduler.scheduler import Scheduler
+from serve_app.engine.core.sequence import NO_SLOT, Sequence, SequenceState
+from serve_app.engine.costs.traffic import Alive, Load, Traffic
+from serve_app.engine.policy.forecast import Backlog
+
+logger = logging.getLogger("corral.engine")
+
+# What a change must save, by what it costs: while nobody waits; while nobody gets tokens yet; while
+# somebody does. And the longest that streams wait for it, in seconds, whatever the bound is.
+_AT_REST, _BEFORE_STREAMS, _BESIDE_STREAMS = 1, 1, 4
+_LONGEST_PAUSE_S = 2.0
+# What it saves is compared with no less: forecasts of less are noise.
+_LEAST_S = 0.5
+# After a change, the next one may so many times later as that took.
+_PAUSE = 10
+# The live requests are looked at again after so many steps, if none came or went.
+_EVERY = 64
+# Steps are alike if no sequence has so many tokens more.
+_ALIKE = 64
+# A request that is longer than a slot's share waits so long at most for a moment in which nobody streams.
+_PATIENCE_S = 5.0
+# After the last such request, its chat probably goes on within so many seconds.
+_CHAT_GOES_ON_S = 600.0
+
+
+class CacheModeSwitcher(Guest):
+    """Watches what steps compute, and has the other kind of cache made when that pays. Decoder thread only.
+
+    Best while nobody waits. When many come at once whose prompts begin alike, that shows before the first
+    of them streams: the change costs them less than it saves. Streams are interrupted only for what saves
+    them several times as much, and if by the forecast they wait no longer than `max_stall_ms`. Never, if
+    the options say what kind of cache it is to be, or the model forgets.
+
+    A request that is longer than a slot's share of a split cache needs a unified one: streams are
+    interrupted for it if they leave no gap within a few seconds.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        backend: Backend,
+        cache: KVCacheManager,
+        scheduler: Scheduler,
+        backlog: Backlog,
+        steps: Steps,
+    ) -> None:
+        self._options, self._backend, self._cache = options, backend, cache
+        self._scheduler, self._costs = scheduler, scheduler.costs
+        self._backlog, self._steps = backlog, steps
+        self._longest_pause_s = min(steps.budget.max_stall_s, _LONGEST_PAUSE_S)
+        profile, modes = self._backend.setup.profile, self._backend.modes
+        can_change = profile.decode_s and not self._backend.traits.forgets
+        self._modes = modes if can_change else None
+        self._traffic = self._observed()
+        self._not_before = 0.0
+        self._long_until = 0.0
+        """The time until which the cache stays unified for requests longer than a slot's share."""
+        self._looked_at: tuple[int, ...] = ()
+        self._n_steps = 0
+
+    def _observed(self) -> Traffic | None:
+        """The comparison of the present kind with the other one, if there is another."""
+        if self._modes is None:
+            return None
+        setup, other = self._backend.setup, self._modes.other
+        share = min(setup.profile.share, other[1].share)
+        return Traffic((setup.mode, self._costs), other, share)
+
+    def before_schedule(self) -> None:
+        """Change the cache if a request needs that; or if it pays for the live requests, and streams can
+        wait for it."""
+        too_long = self._too_long()
+        if too_long and self._traffic is None:
+            for sequence in too_long:
+                n_most = self._cache.table.room
+                self._steps.end(
+                    [sequence], PromptTooLongError(len(sequence.tokens), n_most, "prompt")
+                )
+        elif self._needs_change(too_long):
+            longest = max(len(sequence.tokens) for sequence in too_long)
+            self.carry_out(f"a request of {longest} tokens is longer than a slot's share")
+            self._steps.admit()
+        elif not self._steps.is_draining and self.pays():
+            self.carry_out()
+            self._steps.admit()
+
+    def before_decode(self, batches: SequenceOf[Batch]) -> None:
+        """Watch what the step computes."""
+        if self._traffic is None or not batches:
+            return
+        self._n_steps += 1
+        n_cells = self._cache.table.n_cells
+        for together in _together(batches):
+            self._traffic.observe(_load(together, n_cells))
+
+    @property
+    def rest_at(self) -> float:
+        """0, for at once, if it pays to change now that nobody is there."""
+        if self._traffic is None or self._stays_unified:
+            return math.inf
+        pays = self._traffic.regret_s() > _AT_REST * max(_LEAST_S, self._cost_s())
+        return 0.0 if pays else math.inf
+
+    def at_rest(self) -> None:
+        """Change the cache while nobody waits."""
+        if not self._steps.is_draining:
+            self.carry_out()
+
+    def _too_long(self) -> list[Sequence]:
+        """The live sequences for which a slot has no room in the present kind of cache."""
+        if not self._options.is_pooled:
+            return []
+        live = (*self._steps.running, *self._steps.waiting)
+        share = self._options.n_ctx_share
+        longer = [seq for seq in live if len(seq.tokens) > share and not seq.finished]
+        if longer:
+            self._long_until = time.monotonic() + _CHAT_GOES_ON_S
+        return [seq for seq in longer if not self._cache.fits(seq)]
+
+    def _needs_change(self, too_long: list[Sequence]) -> bool:
+        """Whether to change now for sequences that have no room: at once if a slot is full. Else one of
+        them must fit beside the running sequences, and streams can wait for it, or have been waited for."""
+        running = self._steps.running
+        if not too_long or any(sequence.finished for sequence in running):
+            return False
+        if any(sequence.slot_id != NO_SLOT for sequence in too_long):
+            return True
+        if not any(map(self._cache.has_room, too_long)):
+            return False
+        if not any(sequence.n_generated for sequence in running):
+            return True
+        waited_s = time.monotonic() - min(sequence.trace.submitted for sequence in too_long)
+        return waited_s >= _PATIENCE_S or self._cost_s() <= self._longest_pause_s
+
+    @property
+    def _stays_unified(self) -> bool:
+        """Whether a long chat is there, or was there lately."""
+        unified = self._backend.setup.mode.kv_unified
+        return unified and time.monotonic() < self._long_until
+
+    def pays(self) -> bool:
+        """Whether to change now, for those that are there and for what was there lately."""
+        if self._traffic is None or not self._cache.settled or not self._is_news():
+            return False
+        if time.monotonic() < self._not_before or self._stays_unified:
+            return False
+        running = self._steps.running
+        if any(sequence.finished for sequence in running):
+            return False
+        live = [*running, *self._steps.waiting]
+        streams = any(sequence.n_generated for sequence in live)
+        cost_s = self._cost_s()
+        if streams and cost_s > min(self._steps.budget.left_s, self._longest_pause_s):
+            return False
+        alive = [self._alive(sequence) for sequence in live]
+        coming = [sequence for sequence in alive if sequence is not None]
+        saves_s = self._traffic.saves_s(
+            coming, self._idle_cells(len(coming)), self._options.n_slots
+        )
+        wanted = _BESIDE_STREAMS if streams else _BEFORE_STREAMS
+        wanted_s = wanted * max(_LEAST_S, cost_s)
+        return bool(coming) and self._traffic.regret_s() + saves_s > wanted_s
+
+    def _is_news(self) -> bool:
+        waits = sum(one.prefix_pending is not None for one in self._steps.waiting)
+        seen = (len(self._steps.running), len(self._steps.waiting), waits, self._n_steps // _EVERY)
+        before, self._looked_at = self._looked_at, seen
+        return seen != before
+
+    def _alive(self, sequence: Sequence) -> Alive | None:
+        """The sequence as `Traffic` counts it; None if nothing is known of it, as there was no slot for it
+        yet."""
+        n_tokens = len(sequence.tokens)
+        likely = max(1.0, self._backlog.n_generated - sequence.n_generated)
+        n_left = likely if sequence.n_left is None else min(likely, sequence.n_left)
+        if sequence.prefix_pending is not None:
+            n_shared = min(sequence.prefix_pending.n_tokens, n_tokens)
+            return Alive(n_tokens - n_shared, n_tokens, n_shared, n_left)
+        if sequence.state is SequenceState.WAITING:
+            return None
+        n_shared = self._cache.table.slots[sequence.slot_id].n_shared
+        return Alive(max(0, sequence.n_pending - 1), n_tokens, n_shared, n_left)
+
+    def _idle_cells(self, n_alive: int) -> float:
+        """The number of cells that idle slots will keep when so many requests have slots."""
+        idle = [slot.n_past - slot.n_shared for slot in self._cache.table.slots if slot.idle]
+        n_taken = max(0, n_alive - len(self._steps.running))
+        return sum(idle) * max(0, len(idle) - n_taken) / max(1, len(idle))
+
+    # -- the change -------------------------------------------------------------------------------
+
+    def _cost_s(self) -> float:
+        """Seconds until all is as it was: the cache is made, what is worth it is stored, and what running
+        sequences had, and what is pinned, is there again."""
+        copies, tier = self._cache.copies, self._cache.memory_tier
+        seconds, n_kept = self._modes.change_s if self._modes else 0.0, 0
+        for slot in reversed(self._in_turn):  # what is stored last does not give way to others
+            n_bytes = self._backend.memory.state_bytes(slot.n_past)
+            is_saved = slot.pinned or (self._is_worth_storing(slot) and tier.fits(n_bytes))
+            if is_saved:
+                seconds += copies.saves.forecast_s(n_bytes)
+                n_kept += 0 if slot.pinned else n_bytes
+            if slot.idle:
+                continue
+            if is_saved and (slot.pinned or tier.fits(n_kept)):
+                seconds += copies.restores.forecast_s(n_bytes)
+            else:
+                n_computed = slot.n_past - min(slot.n_shared, slot.n_past)
+                seconds += n_computed * self._costs.prompt_token_s
+        return seconds
+
+    @property
+    def _in_turn(self) -> list[Slot]:
+        """All slots, in the order in which they are stored."""
+        slots = self._cache.table.slots
+        return sorted(slots, key=lambda one: (one.sequence is not None, one.last_used))
+
+    def _is_worth_storing(self, slot: Slot) -> bool:
+        """Whether the slot is stored before the change. What comes back from a store into a unified cache
+        shares no cells: what is mostly another slot's is better copied from there."""
+        turns_unified = not self._backend.setup.mode.kv_unified
+        mostly_shared = turns_unified and 2 * slot.n_shared > slot.n_past
+        return bool(slot.n_past) and not (slot.pinned or mostly_shared)
+
+    def carry_out(self, need: str = "") -> None:
+        """Have the other kind of cache, because of that `need` or else by the traffic. Running sequences
+        lose their slots, and wait for others. Raises ConfigError if there is no memory for either kind: the
+        backend is broken then."""
+        if self._traffic is None or self._modes is None:
+            return
+        began = time.monotonic()
+        cache, table = self._cache, self._cache.table
+        for slot in self._in_turn:
+            if self._is_worth_storing(slot):
+                cache.store_now(slot)
+        pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
+        at_rest = not (self._steps.running or self._steps.waiting)
+        by_traffic, other = self._traffic.reason(at_rest=at_rest), self._modes.other[0]
+        self._steps.interrupt()
+        self._modes.change(f"{other}: {need}" if need else by_traffic, self._costs.learned())
+        self._modes = self._backend.modes
+        self._costs.begin(self._backend.setup.profile)
+        self._traffic = self._observed()
+        mode = self._backend.setup.mode
+        self._scheduler.mix(mode.kv_unified)
+        room = slot_room(self._options, mode)
+        table.begin(min_copy(self._options, mode), room, consecutive=not mode.kv_unified)
+        for slot_id, state in pinned.items():
+            self._restore_pinned(slot_id, state)
+        took_s = time.monotonic() - began
+        self._not_before = time.monotonic() + _PAUSE * took_s
+        logger.info("%s. The change took %.2f s.", self._backend.setup.mode_reason, took_s)
+
+    def _pinned_state(self, slot: Slot) -> State | None:
+        return (
+            None
+            if slot.id in self._backend.slots_with_pending_copy
+            else self._backend.states.save(slot.id)
+        )
+
+    def _restore_pinned(self, slot_id: int, state: State | None) -> None:
+        try:
+            if state is not None:
+                self._backend.states.restore(slot_id, state)
+                return
+        except DecodeError as error:
+            logger.warning("A system prompt is computed again: %s", error)
+        self._cache.pin(self._options.n_batch, slot_id)
+
+
+def _together(batches: SequenceOf[Batch]) -> Iterator[SequenceOf[Batch]]:
+    """The batches that a unified cache computes as one: all of a step's but those of tiles."""
+    rest = [batch for batch in batches if batch.span is None]
+    if rest:
+        yield rest
+    for batch in batches:
+        if batch.span is not None:
+            yield [batch]
+
+
+def _load(batches: SequenceOf[Batch], n_cells: int) -> Load:
+    """The rows and cells that a step computes. It is rounded where it grows with every step: most
+    are like the step before."""
+    n_decoding, n_past = 0, 0.0
+    prompts: list[tuple[int, float]] = []
+    for batch in batches:
+        n_own = len(batch.chunks)
+        if batch.prefills:
+            pending = [chunk for chunk in batch.chunks if chunk.sequence.n_pending > 1]
+            prompts += [(chunk.n_rows, chunk.sequence.n_past) for chunk in pending]
+            n_own -= len(pending)
+            decoding = (chunk for chunk in batch.chunks if chunk.sequence.n_pending == 1)
+            n_past += sum(chunk.sequence.n_past for chunk in decoding)
+        else:
+            n_past += n_own * batch.depth
+        n_decoding += n_own
+    n_alike = _ALIKE * max(1, n_decoding)
+    cells = n_alike * round(n_cells / n_alike)
+    depth = _ALIKE * round(n_past / n_alike)
+    return Load(n_decoding, depth, tuple(prompts), cells)

@@ -1,1 +1,0 @@
-"""Several versions of a model under one name: which one answers, and who changes that."""

@@ -1,0 +1,1 @@
+"""llama.cpp and OpenVINO: the only importers of their packages."""

@@ -1,0 +1,162 @@
+"""Grammar constraints: what a sequence's text must match, by llguidance over a model's tokens.
+
+A lazy one begins when a trigger appears: until then, the text is free.
+
+Source of triggers: llama.cpp, `llama_sampler_init_grammar_lazy_patterns` and `common/sampling.cpp`.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary, finalize
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+from numpy.typing import NDArray
+
+from serve_app.base import heap
+from serve_app.base.errors import InvalidRequestError
+from serve_app.base.sampling import Triggers
+
+LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000)
+"""A quarter of llguidance's own: a token of an expression that blows up then takes 0.15 s."""
+KEPT_BYTES = 2**14
+"""Bytes of the texts of grammars that are kept compiled, which takes four hundred times as much."""
+
+
+class Constraint:
+    """The place of a sequence in a grammar. Decoder thread only.
+
+    Source: llguidance's `LLMatcher`, an Earley parser over a trie of the vocabulary.
+    """
+
+    def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
+        """Raises InvalidRequestError if the grammar is none, or takes too much."""
+        if matcher.is_error():
+            raise InvalidRequestError(f"The grammar cannot be used: {matcher.get_error()}")
+        self._matcher = matcher
+        self.n_vocab = n_vocab
+        self._origin: Constraint | None = None
+
+    def fresh(self) -> Constraint:
+        """A constraint by the same grammar from its beginning, for another sequence, while this one took
+        nothing yet. This one lives as long."""
+        made = Constraint(self._matcher.deep_copy(), self.n_vocab)
+        made._origin = self
+        return made
+
+    def take(self, token: int) -> bool:
+        """Go on by this token; False, and nothing happens, if the grammar does not allow it here."""
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """A flag for each token id: whether it may be next."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return np.unpackbits(bits, count=self.n_vocab, bitorder="little").astype(bool)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow: the text is what the grammar wants, or the grammar gave up."""
+        return self._matcher.is_stopped()
+
+    @property
+    def fault(self) -> str | None:
+        """The reason why the grammar gave up, if it did, without llguidance's state."""
+        return self._matcher.get_error().partition("\n")[0] or None
+
+
+class CompiledGrammars:
+    """Grammars in use, for requests with many answers, and the last ones, up to so many bytes of their
+    texts, as the next request may have the same. One thread at a time."""
+
+    def __init__(
+        self, compile_one: Callable[[str], Constraint], kept_bytes: int = KEPT_BYTES
+    ) -> None:
+        self._compile = compile_one
+        self._most_bytes = kept_bytes
+        self._used = WeakValueDictionary[str, Constraint]()
+        self._kept: dict[str, Constraint] = {}
+        """Grammars by their texts; the grammar that was used last is last."""
+        self._n_bytes = 0
+
+    def __getitem__(self, grammar: str) -> Constraint:
+        compiled = self._used.get(grammar)
+        if compiled is None:
+            compiled = self._used[grammar] = self._compile(grammar)
+            if len(grammar) > self._most_bytes:
+                finalize(compiled, heap.trim_soon)
+        if len(grammar) <= self._most_bytes:
+            self._keep(grammar, compiled)
+        return compiled
+
+    def _keep(self, grammar: str, compiled: Constraint) -> None:
+        if self._kept.pop(grammar, None) is None:
+            self._n_bytes += len(grammar)
+        self._kept[grammar] = compiled
+        while self._n_bytes > self._most_bytes:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._n_bytes -= len(oldest)
+
+
+class LazyConstraint(Constraint):
+    """A place before a grammar, which begins with the first trigger in the text: a token, or a text."""
+
+    def __init__(
+        self,
+        held: Constraint,
+        triggers: Triggers,
+        piece: Callable[[int], bytes],
+        tokenize: Callable[[str], Sequence[int]],
+    ) -> None:
+        """`piece` gives a token's bytes, control tokens' names, too; `tokenize` a text's tokens."""
+        self._held = held
+        self._piece, self._tokenize = piece, tokenize
+        self._triggers = triggers
+        self._n_held = max(map(len, triggers.texts), default=1)
+        """The last characters that a trigger may have begun with."""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._text = ""
+        self._is_free = True
+        self._fault: str | None = None
+
+    def take(self, token: int) -> bool:
+        """Go on by this token; False if the grammar, once it has begun, does not allow it."""
+        if self._fault is not None:
+            return False
+        if not self._is_free:
+            return self._held.take(token)
+        begun = self._begun(token)
+        if begun is None:
+            return True
+        self._is_free, self._text = False, ""
+        if not all(self._held.take(one) for one in self._tokenize(begun)):
+            self._fault = f"it does not begin with its trigger, {begun!r}"
+        return self._fault is None
+
+    def _begun(self, token: int) -> str | None:
+        """The grammar's text so far, once it has begun."""
+        piece = self._piece(token)
+        if token in self._triggers.tokens:
+            return piece.decode(errors="replace")
+        self._text += self._utf8.decode(piece)
+        places = [self._text.find(text) for text in self._triggers.texts]
+        if begun := [place for place in places if place >= 0]:
+            return self._text[min(begun) :]
+        self._text = self._text[-self._n_held :]
+        return None
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """A flag for each token id: whether it may be next. All may before the grammar begins."""
+        return ~np.zeros(self._held.n_vocab, np.bool_) if self._is_free else self._held.allowed()
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow: the grammar has begun, and is complete."""
+        return not self._is_free and self._held.complete
+
+    @property
+    def fault(self) -> str | None:
+        """The reason why the grammar gave up, or could not begin with its trigger, if so."""
+        return self._fault or self._held.fault

@@ -1,0 +1,143 @@
+"""Weights as their file has them, beside the same weights that llama.cpp repacked when it loaded them.
+
+Repacked weights are for kernels of few rows. llama.cpp also has tiled kernels for many rows of K- and
+IQ-quants, which skip weights that were repacked. So where memory has room for both, each batch is computed
+over the weights that suit its rows: the tensors of the loaded model point to the repacked copy or into the
+mapped file. Graphs, KV cache and everything cached stay as they are.
+
+Sources: llama.cpp, `ggml_tensor` in ggml.h and `ggml_tiled_supported` in ggml-cpu/tiled/tiled.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import llama_cpp
+import numpy as np
+
+from serve_app.base.errors import ConfigError
+from serve_app.kernels.llama import library
+
+if TYPE_CHECKING:
+    from serve_app.kernels.llama.model import Model
+
+_USAGE_WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
+# The head of an object in a ggml_context, before its tensor.
+_OBJECT_BYTES = 32
+
+
+class GgmlTensor(ctypes.Structure):
+    """llama.cpp's `ggml_tensor`."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+        ("extra", ctypes.c_void_p),
+        ("padding", ctypes.c_char * 8),
+    )
+
+
+class _Place(NamedTuple):
+    """The data of a tensor, as `ggml_tensor` names it."""
+
+    buffer: int
+    data: int
+    extra: int | None
+
+
+class StoredWeights:
+    """The repacked tensors of a model, and where the file has their weights. Only the thread that computes
+    may call, and the model must not be used after the object is gone. Raises ConfigError where llama.cpp's
+    tensors are not as they are expected to be."""
+
+    def __init__(self, model: Model) -> None:
+        if library.function("ggml_tensor_overhead", ctypes.c_size_t)() != (
+            _OBJECT_BYTES + ctypes.sizeof(GgmlTensor)
+        ):
+            raise ConfigError(
+                "This llama.cpp has tensors of another kind: weights have one layout."
+            )
+        self._mappings: list[mmap.mmap] = []
+        self._as_stored = False
+        places = {name: place for path in model.files for name, place in self._places(path)}
+        sized = library.function("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
+        names = {(t.name, sized(ctypes.addressof(t))): t for t in _repacked(model)}
+        self._tensors = [
+            (tensor, _Place(tensor.buffer, tensor.data, tensor.extra), places[name])
+            for name, tensor in names.items()
+            if name in places
+        ]
+        self.n_bytes = sum(n_bytes for _, n_bytes in names.keys() & places)
+        """Bytes of the mapped file that batches read."""
+
+    def use(self, as_stored: bool) -> None:
+        """Have all of the model's contexts compute over the weights in the file, or the repacked ones."""
+        if as_stored != self._as_stored:
+            for tensor, *places in self._tensors:
+                tensor.buffer, tensor.data, tensor.extra = places[as_stored]
+            self._as_stored = as_stored
+
+    def _places(self, path: Path) -> Iterator[tuple[tuple[bytes, int], _Place]]:
+        """Map a GGUF file; returns the names and bytes of its tensors, and their places."""
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._mappings.append(mapping)
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        of_memory = library.function(
+            "ggml_backend_cpu_buffer_from_ptr", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+        )
+        buffer = of_memory(address, len(mapping))
+        library.function("ggml_backend_buffer_set_usage", None, ctypes.c_void_p, ctypes.c_int)(
+            buffer, _USAGE_WEIGHTS
+        )
+        pointer, index = ctypes.c_void_p, ctypes.c_int64
+        name = library.function("gguf_get_tensor_name", ctypes.c_char_p, pointer, index)
+        size, offset = (
+            library.function(f"gguf_get_tensor_{number}", ctypes.c_size_t, pointer, index)
+            for number in ("size", "offset")
+        )
+        begin = library.function("gguf_get_data_offset", ctypes.c_size_t, pointer)
+        n_tensors = library.function("gguf_get_n_tensors", index, pointer)
+        with library.gguf_header(path) as header:
+            data = address + begin(header)
+            for i in range(n_tensors(header)):
+                place = _Place(buffer, data + offset(header, i), None)
+                yield (name(header, i), size(header, i)), place
+
+
+def _repacked(model: Model) -> list[GgmlTensor]:
+    """The tensors that llama.cpp repacked: the graph of an aborted pass over one row shows them."""
+    repacked: dict[int, GgmlTensor] = {}
+
+    def look(node: int, _ask: bool, _user_data: object) -> bool:
+        address = GgmlTensor.from_address(node).src[0]
+        if address and GgmlTensor.from_address(address).extra:
+            repacked[address] = GgmlTensor.from_address(address)
+        return False
+
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = params.n_seq_max = 1
+    params.n_threads = 1  # a larger team of threads would stay
+    params.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(look)
+    params.abort_callback = llama_cpp.ggml_abort_callback(lambda _user_data: True)
+    context = llama_cpp.llama_init_from_model(model.pointer, params)
+    if not context:
+        raise ConfigError(f"llama.cpp cannot make a context of one token for {model.path.name}.")
+    token = (llama_cpp.llama_token * 1)(0)
+    llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1))
+    llama_cpp.llama_free(context)
+    return list(repacked.values())

@@ -1,1 +1,0 @@
-"""Routing: the engine replica for each request, and the number of replicas for a load."""

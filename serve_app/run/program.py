@@ -1,0 +1,76 @@
+"""Parts of the programs that serve one machine, with Ray or without: arguments, events, the file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from serve_app.base.folders import cache_folder
+
+Content = Mapping[str, Any]
+"""What a configuration file of Serve holds."""
+_PLAIN = {"proxy_location", "http_options", "grpc_options", "applications"}
+_PLAIN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
+
+
+def is_plain(content: Content) -> bool:
+    """Whether the file says no more than what Corral serves, and where."""
+    applications = content.get("applications") or []
+    return (
+        content.keys() <= _PLAIN
+        and len(applications) == 1
+        and applications[0].keys() <= _PLAIN_APPLICATION
+        and applications[0].get("import_path") == "serve_app.app:build"
+    )
+
+
+def arguments(module: str, about: str | None) -> argparse.Namespace:
+    """The arguments of the program that is this module: a configuration, and the pipe that gets events.
+    With such a pipe, the program ends when the process that started it does."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--events", type=int, metavar="FD")
+    args = parser.parse_args()
+    if args.events is not None:
+        threading.Thread(target=_watch_parent, daemon=True).start()
+    return args
+
+
+def tell(events: int | None, kind: str, text: str = "") -> None:
+    """Tell who started this program what has happened: on the pipe for events, or else on the terminal."""
+    if events is not None:
+        os.write(events, json.dumps({"kind": kind, "text": text}).encode() + b"\n")
+    elif kind == "failed":
+        print(text, file=sys.stderr, flush=True)
+    elif kind == "running":
+        print("The server is running.", flush=True)
+
+
+def _watch_parent() -> None:
+    while os.read(0, 1):  # not by sys.stdin, whose lock would be held at the end
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def discoverable(port: int, target: str) -> Iterator[None]:
+    """Keep a file that tells Prometheus where the metrics of the server at this port are, as Ray's
+    dashboard does. Its folder lasts, and is the server's own, unlike Ray's."""
+    file = cache_folder() / "prometheus" / f"server-{port}.json"
+    with suppress(OSError):  # metrics are no reason not to serve
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps([{"labels": {"job": "corral"}, "targets": [target]}]))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()

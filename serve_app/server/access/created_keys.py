@@ -1,0 +1,127 @@
+"""API keys that operators make while the server runs, in a file beside the ledger."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from serve_app.base.errors import (
+    ConfigError,
+    CorralError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    StorageFullError,
+)
+from serve_app.config.keys import ApiKey
+from serve_app.config.problems import describe_errors
+from serve_app.server.http import request_model
+from serve_app.server.model_registry import Models
+
+MOST_KEYS = 1000
+_NAME = re.compile(r"[\w.@+-]{1,128}")
+_NO_HASH = "0" * 64
+_KEYS = TypeAdapter(list[ApiKey])
+
+
+def new_key(_: Models, fields: dict[str, Any]) -> ApiKey:
+    """POST /v1/keys: the entry of a key, without its hash. Raises InvalidRequestError."""
+    for name in ("key", "sha256", "created"):
+        if name in fields:
+            raise InvalidRequestError("The server makes the key.", name)
+    try:
+        key = ApiKey.model_validate(fields | {"sha256": _NO_HASH})
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        raise request_model.invalid(problem["loc"], problem["msg"]) from None
+    if not _NAME.fullmatch(key.name):
+        raise InvalidRequestError(
+            "A name has 128 characters at most: letters, digits, and any of _.@+-", "name"
+        )
+    return key
+
+
+def with_secret(key: ApiKey) -> tuple[ApiKey, str]:
+    """The entry with the hash of a new secret, and the secret."""
+    secret = f"sk-corral-{secrets.token_urlsafe(32)}"
+    digest = hashlib.sha256(secret.encode()).hexdigest()
+    return key.model_copy(update={"sha256": digest, "created": datetime.now(UTC)}), secret
+
+
+class CreatedKeys:
+    """The file of keys. It is changed within a transaction of the ledger, which all ingresses share:
+    nobody else changes the file meanwhile. Any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "keys.json"
+
+    def read(self) -> list[ApiKey]:
+        """The keys; none without a file. Raises ConfigError."""
+        try:
+            return _KEYS.validate_json(self.path.read_bytes())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(f"{self.path}: {error.strerror}") from None
+        except ValidationError as error:
+            raise ConfigError(f"{self.path}: {describe_errors(error)}") from None
+
+    def add(self, key: ApiKey) -> None:
+        """Add a key. Raises InvalidRequestError if there is one of its name, or no room, and, as all
+        changes do, StorageFullError or CorralError if the file cannot be written."""
+        with self._changing() as keys:
+            if key.name in keys:
+                raise InvalidRequestError(f"There is a key {key.name!r}.", "name")
+            if len(keys) >= MOST_KEYS:
+                raise InvalidRequestError(f"There are {MOST_KEYS} keys. Revoke some.")
+            keys[key.name] = key
+
+    def rotate(self, name: str) -> tuple[ApiKey, str]:
+        """Give a key a new secret, and return both. Raises ObjectNotFoundError."""
+        with self._changing() as keys:
+            keys[name], secret = with_secret(_known(keys, name))
+        return keys[name], secret
+
+    def revoke(self, name: str) -> None:
+        """Remove a key. Raises ObjectNotFoundError."""
+        with self._changing() as keys:
+            del keys[_known(keys, name).name]
+
+    @contextmanager
+    def _changing(self) -> Iterator[dict[str, ApiKey]]:
+        """The keys by their names, which are written when the block has changed them."""
+        try:
+            keys = {key.name: key for key in self.read()}
+            yield keys
+            self._write(list(keys.values()))
+        except ConfigError as error:
+            raise CorralError(f"The keys cannot be read: {error.message}") from None
+        except OSError as error:
+            raise StorageFullError(f"The keys cannot be kept: {error.strerror}.") from None
+
+    def _write(self, keys: list[ApiKey]) -> None:
+        entries = [key.model_dump(mode="json", exclude_defaults=True) for key in keys]
+        new = self.path.with_name(f"{self.path.name}.new")
+        descriptor = os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(json.dumps(entries))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self.path)
+
+
+def _known(keys: dict[str, ApiKey], name: str) -> ApiKey:
+    if name not in keys:
+        raise ObjectNotFoundError(
+            f"No key {name[:128]!r} was made here. Keys of the key file stay."
+        )
+    return keys[name]

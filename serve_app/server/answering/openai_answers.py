@@ -1,0 +1,102 @@
+"""OpenAI's answers that are not generated: models, token counts and errors.
+
+Source: OpenAI's API reference, "Models"; `meta` and `status` are llama-server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import BaseModel
+
+from serve_app.server.model_registry import ServedModel
+
+
+class InputTokens(BaseModel):
+    """POST /v1/chat/completions/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class ModelMeta(BaseModel):
+    """llama-server's `meta`."""
+
+    vocab_type: int
+    n_vocab: int
+    n_ctx: int
+    """The tokens of one slot, as `n_ctx_slot`."""
+    n_ctx_train: int
+    n_embd: int
+    n_params: int
+    """Numbers in the model's tensors."""
+    size: int
+    """Bytes of them."""
+    ftype: str
+    """How most of them are stored, as `Q4_K - Medium`."""
+
+
+class ModelStatus(BaseModel):
+    """Whether a model is loaded, as llama-server's router tells it."""
+
+    value: Literal["loaded", "unloaded"]
+
+
+class ModelCard(BaseModel):
+    """An entry of /v1/models."""
+
+    id: str
+    aliases: list[str]
+    """All names of the model."""
+    tags: list[str]
+    meta: ModelMeta
+    object: Literal["model"] = "model"
+    created: int
+    """Unix time at which the ingress started."""
+    owned_by: Literal["corral"] = "corral"
+    n_ctx_slot: int
+    """Tokens, prompt and answer together, that one request may have."""
+    status: ModelStatus
+    capabilities: list[Literal["vision", "audio"]] = []
+    """The model's capabilities besides text."""
+
+
+class ModelList(BaseModel):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+def model_card(model: ServedModel) -> ModelCard:
+    """The model's entry in /v1/models."""
+    file = model.tokenizer.model
+    return ModelCard(
+        id=model.id,
+        aliases=sorted({model.id, *model.aliases} - {"*"}),
+        tags=sorted(model.tags),
+        meta=ModelMeta(
+            vocab_type=file.vocab_type,
+            n_vocab=file.n_vocab,
+            n_ctx=model.n_ctx_slot,
+            n_ctx_train=file.n_ctx_train,
+            n_embd=file.n_embd,
+            n_params=file.n_params,
+            size=file.n_bytes,
+            ftype=file.file_type,
+        ),
+        created=model.created,
+        n_ctx_slot=model.n_ctx_slot,
+        status=ModelStatus(value="loaded" if model.engine.is_loaded else "unloaded"),
+        capabilities=[*(["vision"] if model.sees else ()), *(["audio"] if model.hears else ())],
+    )
+
+
+def model_cards(models: Mapping[str, ServedModel]) -> list[ModelCard]:
+    """The entries in /v1/models, also of the models with an adapter."""
+    cards: list[ModelCard] = []
+    for model in models.values():
+        adapted = (model.adapted(adapter) for adapter in model.adapters.values())
+        cards += map(model_card, (model, *adapted))
+    return cards

@@ -1,0 +1,73 @@
+"""Corral's own routes about the server: statistics, one request's record, and health."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+from serve_app.base.errors import RequestNotFoundError
+from serve_app.base.types import ReplicaStats
+from serve_app.server.answering.timings import explained
+from serve_app.server.http import request_context
+from serve_app.server.http.dependencies import ModelsArgument
+from serve_app.server.http.description import api_router
+
+ROUTER = api_router()
+
+
+@ROUTER.get("/v1/stats")
+async def stats(models: ModelsArgument) -> dict[str, Any]:
+    """Every replica that answers: its slots, queue and counters. `missing` names those that run
+    and do not answer in time; `fetching` says how far those are that download their model. Only
+    operators get the contents of slots."""
+    shown = dataclasses.asdict if request_context.current().is_operator else _without_requests
+    answers, fetching = await asyncio.gather(
+        asyncio.gather(*(model.engine.stats() for model in models.values())),
+        asyncio.gather(*(model.engine.fetching() for model in models.values())),
+    )
+    return {
+        "models": [
+            {
+                "id": model.id,
+                "replicas": [shown(replica) for replica in of_model.found],
+                "missing": of_model.missing,
+                "fetching": [dataclasses.asdict(replica) for replica in coming],
+            }
+            for model, of_model, coming in zip(models.values(), answers, fetching, strict=True)
+        ]
+    }
+
+
+@ROUTER.get("/v1/requests/{request_id}")
+async def explain(models: ModelsArgument, request_id: str) -> dict[str, Any]:
+    """The waits of a request, with reasons and times, by its answer's id or its `x-request-id`: live, or
+    one of the last thousand of its replica. With API keys, one's own only, but for operators."""
+    answers = await asyncio.gather(*(m.engine.explain(request_id) for m in models.values()))
+    records = [record for of_model in answers for record in of_model.found]
+    missing = [replica_id for of_model in answers for replica_id in of_model.missing]
+    caller = request_context.current()
+    if caller.account is not None and not caller.is_operator:
+        records = [record for record in records if record.client == caller.account.key.name]
+    if not records:
+        unheard = f" These replicas did not answer: {', '.join(missing)}." if missing else ""
+        raise RequestNotFoundError(f"No request {request_id!r} is known here.{unheard}")
+    return {
+        "id": request_id,
+        "object": "request",
+        "sequences": [explained(record) for record in records],
+        "missing": missing,
+    }
+
+
+@ROUTER.get("/health", openapi_extra={"security": []})
+@ROUTER.get("/v1/health", openapi_extra={"security": []})
+async def health() -> dict[str, str]:
+    """Requests are taken; they may have to wait for an engine that is still starting."""
+    return {"status": "ok"}
+
+
+def _without_requests(replica: ReplicaStats) -> dict[str, Any]:
+    fields = dataclasses.asdict(replica)
+    slots = [{"id": slot["id"], "state": slot["state"]} for slot in fields["engine"]["slots"]]
+    return fields | {"engine": fields["engine"] | {"slots": slots}}

@@ -1,0 +1,268 @@
+"""The models that the ingress serves, and the protocol of a client of their engines."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Generic, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_app.base.errors import ModelNotFoundError
+from serve_app.base.formats import EmbeddingPooling
+from serve_app.base.types import (
+    Accepted,
+    Adapters,
+    AdapterUse,
+    FetchingReplica,
+    GenerationRequest,
+    Medium,
+    ReplicaStats,
+    RequestRecord,
+    Size,
+    SlotAction,
+    TokenDelta,
+)
+from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
+from serve_app.config.sources import AdapterConfig
+from serve_app.kernels.llama.vision.senses import NO_SENSES, Senses
+from serve_app.prompt.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers(Generic[T]):
+    found: tuple[T, ...]
+    missing: tuple[str, ...] = ()
+    """The ids of replicas that run and did not answer in time."""
+
+
+NumberedAdapters = Mapping[int, AdapterUse]
+"""A model's LoRA adapters by what llama-server's API calls them. A number is never another one's."""
+
+
+class EngineClient(Protocol):
+    """The way to one model's engines."""
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Accepted | TokenDelta]:
+        """Run a request: its acceptance, then its deltas. Closing ends it. Raises CorralError."""
+
+    async def embed(
+        self,
+        texts: tuple[tuple[int, ...], ...],
+        client: str,
+        *,
+        background: bool = False,
+        media: tuple[Medium, ...] = (),
+    ) -> NDArray[np.float32]:
+        """A vector, not normalised, for each text of a client, given as tokens, with MEDIUM for each of
+        `media`; of a model with a classifier, its outputs. For `background`, see GenerationRequest. Raises
+        CorralError. Cancelling it ends the request."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether an engine runs, as far as is known here."""
+
+    async def load(self) -> None:
+        """Returns when an engine runs. Raises CorralError."""
+
+    async def release(self) -> None:
+        """An engine that is loaded on demand may go, if nobody uses it. A late one raises nothing."""
+
+    async def load_adapter(self, adapter: AdapterConfig) -> None:
+        """Have one more LoRA adapter, at all replicas. Raises CorralError."""
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        """Have one no more that was loaded so. Raises CorralError."""
+
+    async def stats(self) -> Answers[ReplicaStats]:
+        """Each replica's state and statistics. Raises nothing because of a late one."""
+
+    async def replica_states(self) -> dict[str, int]:
+        """How many replicas are in which state, by Serve's names (`STARTING`, `RUNNING`, `STOPPING`).
+        Raises EngineClosedError if the application is being stopped."""
+
+    async def fetching(self) -> Sequence[FetchingReplica]:
+        """The replicas that fetch their model now. Nothing if nobody knows in time."""
+
+    async def media_tokens(self, sizes: Sequence[Size]) -> int:
+        """How many tokens pictures of these widths and heights have. Raises CorralError."""
+
+    async def act_on_slot(
+        self, replica_id: str, action: str, slot_id: int, name: str
+    ) -> SlotAction:
+        """Save, restore or erase one replica's slot. Raises CorralError."""
+
+    async def explain(self, request_id: str) -> Answers[RequestRecord]:
+        """The replicas' records of a request. Raises nothing because of a late one."""
+
+
+class MediaReader(Protocol):
+    """Reads the pictures and sounds of requests for one model, in workers."""
+
+    @property
+    def sees(self) -> bool: ...
+
+    @property
+    def hears(self) -> bool: ...
+
+    def load(self) -> None:
+        """Load the libraries that decode, before workers are forked."""
+
+    def decode(self, urls: Sequence[str], field: str) -> list[Medium]:
+        """The pictures and sounds at these URLs. Raises InvalidRequestError, MediaError, and
+        PicturesWantedError for those that are to be fetched."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFile:
+    """The file that has a model's vocabulary, and what the configuration says of the model. Workers get
+    it as MessagePack, and read the file themselves."""
+
+    path: str
+    id: str
+    n_ctx_slot: int
+    """Tokens that one request may have."""
+    pooling: EmbeddingPooling | None = None
+    """Takes the place of the file's own."""
+    defaults: ModelDefaults = NO_DEFAULTS
+    """The defaults of the configuration, which take the place of those that the file recommends."""
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    n_ctx_text: int | None = None
+    adapters: NumberedAdapters = dataclasses.field(default_factory=dict)
+    senses: Senses = NO_SENSES
+    """The kinds of media that the model's projector takes."""
+    is_on_demand: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """A model under one of its clients' names, and what every process of an ingress knows of it."""
+
+    id: str
+    n_ctx_slot: int
+    """Tokens that one request may have."""
+    tokenizer: Tokenizer
+    aliases: Sequence[str] = ()
+    """Other names; `*` is all that no model has."""
+    tags: Sequence[str] = ()
+    defaults: ModelDefaults = NO_DEFAULTS
+    adapters: NumberedAdapters = dataclasses.field(default_factory=dict)
+    """The model's LoRA adapters, each with its scale where it is asked for by its name."""
+    used: Adapters = ()
+    """Adapters of requests that do not say which they want."""
+    media: MediaReader | None = None
+    n_ctx_text: int | None = None
+    """Tokens that a text to be embedded may have, if not as many as a request."""
+    is_on_demand: bool = False
+
+    @classmethod
+    def open(cls, file: ModelFile, media: MediaReader | None = None) -> Self:
+        """Read a model's vocabulary. Raises ConfigError."""
+        tokenizer = Tokenizer(file.path, file.defaults.chat_template, file.pooling)
+        return cls(
+            file.id,
+            file.n_ctx_slot,
+            tokenizer,
+            aliases=file.aliases,
+            tags=file.tags,
+            defaults=file.defaults.over(tokenizer.recommended),
+            adapters=file.adapters,
+            used=active(a for a in file.adapters.values() if a.id in file.defaults.adapters),
+            media=media,
+            n_ctx_text=file.n_ctx_text,
+            is_on_demand=file.is_on_demand,
+        )
+
+    @property
+    def longest_text(self) -> int:
+        return self.n_ctx_text or self.n_ctx_slot
+
+    @property
+    def sees(self) -> bool:
+        return self.media is not None and self.media.sees
+
+    @property
+    def hears(self) -> bool:
+        return self.media is not None and self.media.hears
+
+    def adapted(self, adapter: AdapterUse) -> Self:
+        """The model with one of its adapters, under a name of its own."""
+        name = f"{self.id}:{adapter.id}"
+        return dataclasses.replace(self, id=name, aliases=(), used=active([adapter]))
+
+    def served_by(self, engine: EngineClient) -> ServedModel:
+        return ServedModel(**vars(self), engine=engine)
+
+
+Models = Mapping[str, ModelInfo]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel(ModelInfo):
+    engine: EngineClient = dataclasses.field(kw_only=True)
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+
+M = TypeVar("M", bound=ModelInfo)
+
+
+def active(adapters: Iterable[AdapterUse]) -> Adapters:
+    """The adapters that a request is computed with: in one order, and without those that change nothing."""
+    return tuple(sorted(one for one in adapters if one.scale != 0))
+
+
+def find(models: Mapping[str, M], name: str | None) -> M:
+    """The model of that name, with an adapter if it is `MODEL:ADAPTER`, or the first without a name. A name
+    that is nobody's means the model that Ollama would take: see `full_name`. Raises ModelNotFoundError."""
+    if name is None:
+        return next(iter(models.values()))
+    if name in models:
+        return models[name]
+    found = chain(
+        (model for model in models.values() if name in model.aliases),
+        _adapted(models.values(), name),
+        _named_like(models.values(), name),
+        (model for model in models.values() if "*" in model.aliases),
+    )
+    if (first := next(found, None)) is None:
+        raise ModelNotFoundError(name)
+    return first
+
+
+def _names(model: ModelInfo) -> tuple[str, ...]:
+    return (model.id, *model.aliases)
+
+
+_DEFAULT_PLACES = ("registry.ollama.ai/", "library/")
+"""The parts that Ollama reads before a name without them."""
+
+
+def full_name(name: str) -> str:
+    """A name with a tag, as Ollama has it (its types/model/name.go): `name` is `name:latest`."""
+    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
+
+
+def _named_like(models: Iterable[M], name: str) -> Iterator[M]:
+    """The models of that name in Ollama's eyes: in any case, and with or without the default parts."""
+    wanted = _canonical(name)
+    return (model for model in models if wanted in map(_canonical, _names(model)))
+
+
+def _canonical(name: str) -> str:
+    canonical = full_name(name).lower()
+    for place in _DEFAULT_PLACES:
+        canonical = canonical.removeprefix(place)
+    return canonical
+
+
+def _adapted(models: Iterable[M], name: str) -> Iterator[M]:
+    for model in models:
+        for adapter in model.adapters.values():
+            if name in {f"{one}:{adapter.id}" for one in _names(model)}:
+                yield model.adapted(adapter)

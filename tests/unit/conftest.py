@@ -1,0 +1,38 @@
+"""Fixtures of the ingress' tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serve_app.config.schema import BatchConfig, IngressConfig
+from serve_app.server.model_registry import ServedModel
+from tests.doubles.api import build_api
+from tests.unit.server.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def tokenizer() -> ByteTokenizer:
+    return ByteTokenizer()
+
+
+@pytest.fixture
+async def client(
+    engine: ScriptedEngine, tokenizer: ByteTokenizer, tmp_path: Path
+) -> AsyncIterator[httpx.AsyncClient]:
+    models = {
+        name: ServedModel(name, N_CTX_SLOT, tokenizer, engine=engine)  # type: ignore[arg-type]
+        for name in ("first", "org/second")
+    }
+    api = build_api(models, IngressConfig(batch=BatchConfig(folder=tmp_path / "batches")))
+    transport = httpx.ASGITransport(api, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        yield client

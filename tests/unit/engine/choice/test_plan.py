@@ -1,0 +1,123 @@
+"""What a plan says of itself, and what is kept of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.engine.choice.plan import (
+    AS_STORED,
+    LLAMA_CPP_PLAN,
+    OPENVINO,
+    REPACKED,
+    CachePlan,
+    Kernels,
+    Mode,
+    Plan,
+)
+from serve_app.engine.costs import profile_cache
+from serve_app.engine.costs.cost_model import Profile
+
+CACHE = CachePlan(
+    Mode(flash_attn=True, kv_unified=False),
+    "split: as configured",
+    Profile({1: 0.5}, {8: 0.25}, {2: 0.1}, 512, {1: 0.75}, {8: 0.5}, 0.007),
+    (Mode(flash_attn=True, kv_unified=True), Profile({1: 0.25}, masked=0.5)),
+)
+PLAN = Plan(
+    Kernels(stored_from=16),
+    "measured",
+    llama_cpp=Kernels(stored_from=16),
+    openvino=True,
+    reason="measured",
+    conversion_s=40.0,
+    is_certain=True,
+    name="a",
+)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "text"),
+    [
+        (OPENVINO, "OpenVINO"),
+        (REPACKED, "llama.cpp, weights repacked"),
+        (AS_STORED, "llama.cpp, weights as they are stored"),
+        (
+            Kernels(stored_from=16),
+            "llama.cpp, weights repacked, and as they are stored for batches of 16 rows and more",
+        ),
+    ],
+)
+def test_kernels_say_what_they_are(kernels: Kernels, text: str) -> None:
+    assert str(kernels) == text
+
+
+def test_what_was_kept_is_found_again_with_the_same_kernels(tmp_path: Path) -> None:
+    folder = tmp_path / "profiles"
+    assert PLAN.cache is None
+    assert PLAN.keep(folder, CACHE)
+    kept = profile_cache.load(folder, "a", Plan)
+    assert kept == replace(PLAN, caches={str(PLAN.kernels): CACHE})
+    assert kept is not None
+    assert kept.cache == CACHE
+    assert replace(kept, kernels=OPENVINO).cache is None
+    assert [path.name for path in folder.iterdir()] == ["a.json"]
+
+
+def test_the_caches_of_several_kernels_are_kept(tmp_path: Path) -> None:
+    PLAN.keep(tmp_path, CACHE)
+    kept = profile_cache.load(tmp_path, "a", Plan)
+    assert kept is not None
+    other = replace(CACHE, reason="paged")
+    replace(kept, kernels=OPENVINO).keep(tmp_path, other)
+    kept = profile_cache.load(tmp_path, "a", Plan)
+    assert kept is not None
+    assert kept.caches == {str(PLAN.kernels): CACHE, "OpenVINO": other}
+
+
+@pytest.mark.parametrize(
+    ("plan", "share", "is_good"), [(PLAN, 0.7, False), (LLAMA_CPP_PLAN, 1.0, True)]
+)
+def test_what_other_programs_disturbed_or_has_no_name_is_not_kept(
+    tmp_path: Path, plan: Plan, share: float, is_good: bool
+) -> None:
+    cache = replace(CACHE, profile=replace(CACHE.profile, share=share))
+    assert plan.keep(tmp_path, cache) is is_good
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_other_kind_of_cache_has_its_own_profile() -> None:
+    assert CACHE.other is not None
+    turned = CACHE.turned("learned")
+    mode, profile = CACHE.other
+    assert turned == replace(
+        CACHE, mode=mode, reason="learned", profile=profile, other=(CACHE.mode, CACHE.profile)
+    )
+    with pytest.raises(ValueError, match="no other mode"):
+        replace(CACHE, other=None).turned("learned")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"mode": {"flash_attn": True}},
+        {"mode": {"flash_attn": True, "kv_unified": "no"}},
+        {"profile": {"depth": "x"}},
+        {"profile": {"decode_s": 3}},
+        {"other": [1]},
+    ],
+    ids=str,
+)
+def test_a_damaged_cache_is_measured_again(tmp_path: Path, changed: dict[str, Any]) -> None:
+    good: dict[str, Any] = {
+        "mode": {"flash_attn": True, "kv_unified": True},
+        "reason": "",
+        "profile": {},
+    }
+    for cache in (good, good | changed):
+        profile_cache.save(tmp_path, "a", {"caches": {"OpenVINO": cache}})
+        kept = profile_cache.load(tmp_path, "a", Plan)
+        assert (kept is not None) is (cache is good)
