@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic.networks import IPvAnyNetwork
 
+from serve_app.base.engine_options import MAX_STALL_MS
 from serve_app.base.errors import ConfigError
 from serve_app.base.formats import (
     BackendName,
@@ -34,7 +35,6 @@ from serve_app.base.formats import (
 )
 from serve_app.base.sampling import Api
 from serve_app.config.addresses import is_loopback
-from serve_app.config.defaults import MAX_STALL_MS
 from serve_app.config.problems import describe_errors
 from serve_app.config.sampling_fields import takes_sampling
 from serve_app.config.serve_options import RayServeOptions

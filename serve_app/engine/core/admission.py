@@ -128,7 +128,6 @@ class Admission:
             if not sequence.finished:
                 self._preempt(sequence, stored=False)
         self.changed = True
-        self._policy.begin_anew()
 
     def _preempt(
         self, sequence: Sequence, *, for_another: bool = False, stored: bool = True

@@ -282,9 +282,11 @@ class EmbeddingQueue(Guest):
     def _first(self) -> list[PendingText]:
         """The texts that the next batch may have: the one that has begun goes on, then suspects are
         first."""
-        most = self._shape.n_seq_max
+        most, live = self._shape.n_seq_max, (*self._steps.running, *self._steps.waiting)
         ordered = [text for text in self._waiting if text.n_past]
-        new = [text for text in self._policy.next_texts(self._waiting, most) if not text.n_past]
+        new = [
+            text for text in self._policy.next_texts(self._waiting, most, live) if not text.n_past
+        ]
         ordered += sorted(new, key=lambda text: not text.is_suspect)
         pictured = (text for text in ordered if text.spans)
         self._seeing = min(

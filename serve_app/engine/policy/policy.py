@@ -109,7 +109,7 @@ class _Shares:
     """
 
     def __init__(
-        self, n_slots: int, live: SequenceOf[Candidate] = (), left: Set[str] = frozenset()
+        self, n_slots: int, live: SequenceOf[Candidate], left: Set[str] = frozenset()
     ) -> None:
         """`left` are the clients that had a slot a moment ago."""
         self._n_slots = n_slots
@@ -158,13 +158,14 @@ class SlotPolicy:
             True: Places[Asker](_MAX_TEXTS // 2, 0, by_share=True),
         }
         self._accounts = Accounts()
-        self._shares = _Shares(n_slots)
         self._left: dict[str, float] = {}
-        """When each client's last request ended that had a slot."""
+        """When each client's last request ended that had a slot, if that was a moment ago."""
+        self._expected: Set[str] = set()
+        """The clients of these that have not asked again."""
         self._quiet_until = 0.0
         self._is_full = self._is_full_of_background = False
-        """Whether nobody, or nothing in the background, is admitted until a sequence ends: the cache was
-        full, and one lost its slot."""
+        """Whether nobody, or nothing in the background, is admitted as long as all run that do: the cache
+        was full, and one lost its slot."""
 
     # -- who may wait -------------------------------------------------------------------------------
 
@@ -275,7 +276,7 @@ class SlotPolicy:
     # -- who is next --------------------------------------------------------------------------------
 
     def next(
-        self, waiting: Iterable[Sequence], running: SequenceOf[Sequence], room: SlotRoom
+        self, waiting: SequenceOf[Sequence], running: SequenceOf[Sequence], room: SlotRoom
     ) -> Iterator[Sequence]:
         """The sequences that may have a slot now, one after the other, while slots are idle. The caller
         moves each into one, or leaves it waiting, before it asks for the next.
@@ -284,7 +285,7 @@ class SlotPolicy:
         for one answer after the other has nothing waiting when its slot gets free. If a client that has its
         share already took that slot, it would have to give it back a moment later, and the next first token
         would wait for that. So the slot stays free for a while: half of the slots at most."""
-        if self._is_full or not room.n_idle:
+        if self._is_full or not waiting or not room.n_idle:
             return
         held: Sequence | None = None
         for sequence in self._order(waiting, running):
@@ -302,12 +303,15 @@ class SlotPolicy:
             else:
                 held = held or sequence
 
-    def next_texts(self, waiting: SequenceOf[CandidateT], n_most: int) -> list[CandidateT]:
+    def next_texts(
+        self, waiting: SequenceOf[CandidateT], n_most: int, live: SequenceOf[Candidate]
+    ) -> list[CandidateT]:
         """The texts that wait, the next one first: of each account, as many as a batch has at most. Those
-        in the background are behind, but for their client's share of a batch, or while its sequences in the
-        background would not be."""
+        in the background are behind, but for their client's share of a batch, or of the slots that `live`
+        sequences have or want."""
         if any(text.request.background for text in waiting):
-            _Shares(n_most, waiting).rank(lambda client: self._shares.n_left(client) > 0)
+            slots = _Shares(self._n_slots, live, self._left.keys())
+            _Shares(n_most, waiting).rank(lambda client: slots.n_left(client) > 0)
         return self._order(waiting, n_each=n_most)
 
     def _order(
@@ -343,7 +347,7 @@ class SlotPolicy:
 
     def _n_kept(self, client: str, running: Iterable[Sequence]) -> int:
         """How many idle slots are not for this client's next request."""
-        expected = self._shares.expected
+        expected = self._expected
         if not expected:
             return 0
         askers = (item.request for item in running if not item.finished)
@@ -366,10 +370,14 @@ class SlotPolicy:
 
         Of those that are behind, the youngest lose their slots, as many as others lack, and one if others
         lack room. For each other, they are preempted as all others are."""
-        live = [item for item in (*running, *waiting) if not item.finished]
+        self._is_full &= bool(running)
+        self._is_full_of_background &= bool(running)
         self._left = {client: at for client, at in self._left.items() if now < at + EXPECTED_S}
-        self._shares = _Shares(self._n_slots, live, self._left.keys())
-        self._shares.rank()
+        if waiting or any(item.request.background for item in running):
+            live = [item for item in (*running, *waiting) if not item.finished]
+            shares = _Shares(self._n_slots, live, self._left.keys())
+            shares.rank()
+            self._expected = shares.expected
         if self._is_full or not waiting:
             return []
         behind = [item for item in running if item.is_behind and not item.finished]
@@ -420,10 +428,6 @@ class SlotPolicy:
         behind = [sequence for sequence in running if sequence.is_behind]
         self._is_full, self._is_full_of_background = not behind, True
         return max(behind or running, key=attrgetter("admitted_at"))
-
-    def begin_anew(self) -> None:
-        """Forget that the cache was full: there is another one."""
-        self._is_full = self._is_full_of_background = False
 
 
 def _outstanding_s(item: Candidate) -> float:
