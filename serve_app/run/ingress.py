@@ -19,6 +19,7 @@ from serve_app.channel.listener import Listener
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import AppConfig, IngressConfig
 from serve_app.kernels.llama.vision.senses import NO_SENSES, ProjectorFile
+from serve_app.prompt.tokenizer import forget_tokenizers
 from serve_app.server.access.turnstile import OpenRequests
 from serve_app.server.adapters import AdapterControl, numbered
 from serve_app.server.handle_client import HandleClient
@@ -139,6 +140,7 @@ class IngressServer:
         )
         for model, handle in zip(models, place.handles, strict=True):
             self._models[model.id] = self._served(model, handle)
+        forget_tokenizers()
         await self._adapters.look()
         self._watching = asyncio.create_task(self._watch())
         self._control = None
@@ -173,6 +175,8 @@ class IngressServer:
             for model, _ in models:
                 self._files.pop(model.id, None)
             raise
+        finally:
+            forget_tokenizers()
         self._resolved |= {model.id: model for model, _ in models}
         self._models |= served
 

@@ -33,7 +33,7 @@ from serve_app.kernels.llama.model import Model
 from serve_app.kernels.llama.vision.senses import ProjectorFile
 from serve_app.kernels.openvino.convert import shape_of
 from serve_app.kernels.openvino.parts import StageNode, fewest_stages
-from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.prompt.tokenizer import open_tokenizer
 from serve_app.run import sizing
 from serve_app.run.placement import machine, plan
 from serve_app.run.placement.machine import Machine, oversubscription
@@ -271,8 +271,9 @@ def _opened(model: ModelConfig, source: ModelSource, downloads: DownloadsConfig)
     """The model without its weights, of which everything is read that a worker is going to need. Raises
     ConfigError, also for a chat template or recommended sampling parameters that cannot be used."""
     defaults = model_defaults(model.defaults)
-    path, pooling = store.vocabulary(source, downloads), model.engine.embedding_pooling
-    tokenizer = Tokenizer(path, defaults.chat_template, None if pooling == "auto" else pooling)
+    path, configured = str(store.vocabulary(source, downloads)), model.engine.embedding_pooling
+    pooling = None if configured == "auto" else configured
+    tokenizer = open_tokenizer(path, defaults.chat_template, pooling)
     try:
         tokenizer.recommended  # noqa: B018  # is read here
     except ValueError as error:

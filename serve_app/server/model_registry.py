@@ -29,7 +29,7 @@ from serve_app.base.types import (
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.config.sources import AdapterConfig
 from serve_app.kernels.llama.vision.senses import NO_SENSES, Senses
-from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.prompt.tokenizer import Tokenizer, open_tokenizer
 
 T = TypeVar("T")
 
@@ -164,7 +164,7 @@ class ModelInfo:
     @classmethod
     def open(cls, file: ModelFile, media: MediaReader | None = None) -> Self:
         """Read a model's vocabulary. Raises ConfigError."""
-        tokenizer = Tokenizer(file.path, file.defaults.chat_template, file.pooling)
+        tokenizer = open_tokenizer(file.path, file.defaults.chat_template, file.pooling)
         return cls(
             file.id,
             file.n_ctx_slot,
