@@ -119,7 +119,7 @@ class EngineCore:
             interlude=self.interlude,
             end=self.end,
             interrupt=self._interrupt,
-            resting=command_queue.resting,
+            resting=command_queue.computing,
         )
         self.guests = make_guests(self)
         self.published = Published(self._view)

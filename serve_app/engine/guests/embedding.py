@@ -34,8 +34,8 @@ Vectors = NDArray[np.float32]
 _SHARE = 0.5
 # The same for some seconds after another client's sequences ran: its next prompt may come during a batch.
 _SHARE_AMONG_CLIENTS, _AMONG_CLIENTS_S = 0.05, 10.0
-# A row takes longer than one of a prompt, as llama.cpp computes the logits of each: a guess, and how fast
-# it follows what batches take.
+# How much longer a row takes than one of a prompt, as llama.cpp computes the logits of each. A guess, and
+# how fast it follows what batches take.
 _FIRST_SLOWDOWN, _NEWEST, _MOST_CHANGE = 2.0, 0.2, 2.0
 
 
@@ -243,8 +243,8 @@ class EmbeddingQueue(Guest):
             self._waiting.sort(key=lambda text: text.turn)
 
     def step(self) -> None:
-        """Compute a batch, if any text waits and running sequences do not go before it: beside
-        them, within its share of the stall budget by the cost model. `deliver` reports each end."""
+        """Compute a batch, if any text waits and running sequences do not go before it. Beside them, it
+        keeps within its share of the stall budget, by the cost model. `deliver` reports each end."""
         for request in [request for request in self._live if request.future.cancelled()]:
             self._leave(request)
         self._waiting = [text for text in self._waiting if text.request in self._live]
@@ -311,8 +311,8 @@ class EmbeddingQueue(Guest):
         self._drop({text.request for text in readers if isinstance(text, PendingText)}, error)
 
     def _gives_way(self, text: PendingText, running: Sequence[EngineSequence]) -> bool:
-        """Whether texts wait in this step for clients that were not served more: for their prompts, and
-        every other time for their streams, which cannot use all of the decoder."""
+        """Whether texts wait in this step for clients that were not served more. They wait for their
+        prompts, and every other time for their streams, which cannot use all of the decoder."""
         others = [seq for seq in running if seq.request.account != text.request.account]
         now = time.monotonic()
         if others:

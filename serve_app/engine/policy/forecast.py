@@ -130,8 +130,8 @@ class Forecast:
         return n_prompt * self.prompt_token_s, answers_s
 
     def wait_s(self, client: str, live: Mapping[str, int], arrived: Iterable[Sequence]) -> float:
-        """Seconds that the client's next request waits for a slot, as clients take turns: behind all its
-        own, and as many of each other client, and one more. `live` are requests by client; of them,
+        """Seconds that the client's next request waits for a slot, as clients take turns. It is behind all
+        its own, and of each other client's behind as many and one. `live` are requests by client; of them,
         `arrived` are not in `work_s` yet."""
         n_turns = live.get(client, 0) + 1
         n_ahead = {other: min(n, n_turns) for other, n in live.items()}
@@ -210,8 +210,8 @@ class Backlog:
         self._first_tokens, self._ends = ForecastErrors(), ForecastErrors()
 
     def learn_pace(self, n_prompt: int, n_generated: int, seconds: float) -> None:
-        """Learn how fast work gets done from a step with all slots busy, `seconds` without sampling:
-        neighbours on the machine slow it down, and so do bounded stalls."""
+        """Learn how fast work gets done from a step with all slots busy, of `seconds` without sampling.
+        Neighbours on the machine slow it down, and so do bounded stalls."""
         done_s = n_prompt * self._costs.prompt_token_s + n_generated * self._token_s
         if done_s > 0 and seconds > 0:
             weight = -math.expm1(-seconds / _PACE_S)
