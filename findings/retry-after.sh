@@ -39,9 +39,9 @@ trap 'rm -rf "$folder"' EXIT
 own=$(realpath "$0")
 cd "$folder"
 {
-	python3 -m venv --without-pip env
-	python3 -m pip --python env/bin/python install -qq --no-compile $python_packages
-	npm install --silent $node_packages
+	python3 -m venv --without-pip env &&
+		python3 -m pip --python env/bin/python install -qq --no-compile $python_packages &&
+		npm install --silent $node_packages
 } || exit 2
 
 # Each client has its defaults, but for one retry. Long sleeps are noted, and not slept.
