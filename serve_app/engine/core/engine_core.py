@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TypeVar
@@ -30,7 +30,6 @@ from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.costs.cost_model import CostModel
-from serve_app.engine.costs.sampling_costs import SamplingCost, sampling_kind
 from serve_app.engine.health import Progress
 from serve_app.engine.metrics.snapshot import Published, View, engine_stats
 from serve_app.engine.metrics.stats import CachedPrefixes, CachedPrompt, Counts
@@ -101,7 +100,6 @@ class EngineCore:
             self.latencies,
             self.scheduler,
         )
-        self._sampling_costs = defaultdict[tuple[object, ...], SamplingCost](SamplingCost)
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self._failed_steps = 0
         self.is_draining = False
@@ -151,7 +149,7 @@ class EngineCore:
         for guest in self.guests:
             guest.scheduled(self, batches)
         self.counts.steps += bool(batches)
-        self._before = self.counts.prompt_tokens, self.counts.generated_tokens, self.counts.sample_s
+        self._before = self.counts.prompt_tokens, self.counts.generated_tokens
         return batches
 
     def _postprocess(self, result: BatchResult) -> bool:
@@ -205,14 +203,12 @@ class EngineCore:
     def _account(self, began: float) -> None:
         self.budget.begin()
         self.worked_at = time.monotonic()
-        counts, (n_prompt, n_generated, sample_s) = self.counts, self._before
+        counts, (n_prompt, n_generated) = self.counts, self._before
         seconds = self.worked_at - began
         counts.step_s += seconds
         if not self.cache.table.n_idle and self.scheduler.served_all:
             self.backlog.learn_pace(
-                counts.prompt_tokens - n_prompt,
-                counts.generated_tokens - n_generated,
-                seconds - (counts.sample_s - sample_s),
+                counts.prompt_tokens - n_prompt, counts.generated_tokens - n_generated, seconds
             )
 
     def deliver(self) -> None:
@@ -266,8 +262,6 @@ class EngineCore:
             return True
         self.changed = True
         for sequence in pending.submitted:
-            kind = sampling_kind(sequence.request.sampling)
-            sequence.sampling_cost = self._sampling_costs[kind]
             sequence.expected_s = self.backlog.cost_s(sequence)
         self.admission.enqueue(pending.submitted)
         for command in pending.commands:  # which may look at what is live
