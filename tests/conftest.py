@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,3 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """Have SIGTERM end a run as Ctrl-C does: with the servers that it has started, and with what failed."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@pytest.fixture
+def vocabularies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files may have a vocabulary and nothing else, which the product refuses."""
+    import llama_cpp  # takes long, and most tests do without
+
+    usual = llama_cpp.llama_model_default_params
+
+    def params() -> Any:
+        made = usual()
+        made.vocab_only = True
+        return made
+
+    monkeypatch.setattr(llama_cpp, "llama_model_default_params", params)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 import sys
 import time
@@ -148,7 +149,7 @@ def _options(settings: argparse.Namespace, bound: str) -> EngineOptions:
         threads=settings.threads,
         flash_attn=_SWITCH[settings.flash_attn],
         kv_unified=_SWITCH[settings.kv_unified],
-        max_stall_s=None if bound == "none" else float(bound) / 1000,
+        max_stall_ms=math.inf if bound == "none" else float(bound),
     )
 
 

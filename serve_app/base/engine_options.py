@@ -18,6 +18,8 @@ from serve_app.base.formats import (
 )
 
 KernelsName = Literal["llama.cpp", "openvino"]
+MAX_STALL_MS: float = 250
+"""The longest that streams wait for others' prompts, in milliseconds, if nothing else is configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,9 @@ class EngineOptions:
     n_slots: int
     n_ctx_slot: int
     threads: int
-    """Threads with which llama.cpp computes a batch of one row, or at most, with `fewer_threads`."""
+    """Threads with which llama.cpp computes a batch of one row."""
     threads_batch: int | None = None
-    fewer_threads: bool = False
-    """Whether batches of few rows get fewer threads, where that is measured to be faster."""
+    """Threads for batches of more rows; None: the same."""
     computing_cpus: tuple[int, ...] | None = None
     """CPUs that the threads which compute keep to; None: all that the process may use."""
     numa: NumaStrategy | None = None
@@ -70,9 +71,9 @@ class EngineOptions:
     backend: BackendName = "llama.cpp"
     max_converted_bytes: int | None = None
     """The most bytes of models that are converted for OpenVINO; None for what the disk has room for."""
-    max_stall_s: float | None = 0.25
+    max_stall_ms: float = MAX_STALL_MS
     """Longest time that a running sequence should wait between two tokens because of others'
-    prompts; None sets no bound."""
+    prompts; infinite sets no bound."""
     speculate: bool = True
     context_shift: bool = False
     n_keep: int = 0
@@ -131,6 +132,10 @@ class EngineOptions:
     def is_pooled(self) -> bool:
         """Whether a request may be longer than a slot's share."""
         return self.n_ctx_share < self.n_ctx_slot
+
+    def threads_of(self, n_rows: int) -> int:
+        """The threads that compute a batch of so many rows."""
+        return self.threads if n_rows == 1 else self.threads_batch or self.threads
 
     def unsupported_by_openvino(self) -> list[str]:
         """The names of those options here that OpenVINO's backend lacks."""

@@ -96,31 +96,3 @@ class CacheLayout:
         n_states = 1 + max((int(found[3]) for found in recurrent), default=0)
         present = states // n_states
         return cls(tokens[0], tokens[1], present // n_seq_max, total + states, states - present)
-
-
-FEW_ROWS = 16
-"""The most rows of a batch that mostly waits for memory: it reads all weights and computes little."""
-
-
-@dataclass(frozen=True, slots=True)
-class Threads:
-    """Threads by the rows of a batch."""
-
-    one_row: int
-    few_rows: int
-    """The threads for 2 to FEW_ROWS rows: sequences that decode together, and short ends of prompts."""
-    many_rows: int
-    reason: str
-
-    @classmethod
-    def alike(cls, threads: int, threads_batch: int | None) -> Threads:
-        """Threads with one number for a single row, and one for all other batches; None: the same."""
-        batch = threads_batch or threads
-        reason = "for every batch" if batch == threads else "as configured"
-        return cls(threads, batch, batch, reason)
-
-    def of(self, n_rows: int) -> int:
-        """The threads for a batch of so many rows."""
-        if n_rows == 1:
-            return self.one_row
-        return self.few_rows if n_rows <= FEW_ROWS else self.many_rows

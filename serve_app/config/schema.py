@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic.networks import IPvAnyNetwork
 
+from serve_app.base.engine_options import MAX_STALL_MS
 from serve_app.base.errors import ConfigError
 from serve_app.base.formats import (
     BackendName,
@@ -93,12 +94,9 @@ class EngineConfig(Section):
     threads: PositiveInt | None = None
     """Threads that llama.cpp computes a single row with. The replica's cores are those of its
     `num_cpus`, which counts hyper-threads, within the affinity mask and the CPU quota. Default: the
-    physical cores that the replica may use, or fewer where that is measured to be faster."""
+    physical cores that the replica may use."""
     threads_batch: PositiveInt | None = None
-    """Threads for batches of several rows: prompts, and several sequences at once. If neither this nor
-    `threads` is set, batches of up to 16 rows may have fewer threads than prompts: one where that takes
-    under 3 ms, and with more than four cores what is measured to be faster. Default:
-    `threads`, or what is measured."""
+    """Threads for batches of several rows: prompts, and several sequences at once. Default: `threads`."""
     numa: NumaStrategy | None = None
     """How llama.cpp spreads the threads of one large replica over NUMA nodes, as in llama-server. With
     `distribute` and `isolate`, the replica is not pinned to cores."""
@@ -151,9 +149,9 @@ class EngineConfig(Section):
     load_mode: LoadMode = "auto"
     """How the weights come into memory. `mlock` keeps them in RAM; `none` reads them instead of mapping
     the file."""
-    max_stall_ms: PositiveFloat | None = 250
+    max_stall_ms: PositiveFloat = MAX_STALL_MS
     """Longest time, in milliseconds, that a running stream should wait between two tokens because of
-    others' prompts. Prompts are processed in chunks that fit, by measured times. `null` sets no
+    others' prompts. Prompts are processed in chunks that fit, by measured times. `.inf` sets no
     bound."""
     speculate: bool = True
     """Whether tokens are drafted from a request's own text and verified together, where that is

@@ -58,15 +58,19 @@ logger = logging.getLogger("corral.engine")
 
 def make_guests(core: EngineCore) -> list[Guest]:
     """Make the guests that an engine's backend and options ask for. Decoder thread."""
-    backend, options, costs = core.backend, core.options, core.costs
-    texts = EmbeddingQueue(backend, costs, core.budget, core.progress, core.policy)
-    guests: list[Guest] = [CacheModeSwitcher(core), texts, PrefixStorage(core.cache)]
+    backend, options, costs, steps = core.backend, core.options, core.costs, core.steps
+    texts = EmbeddingQueue(backend, costs, core.progress, core.policy, steps)
+    guests: list[Guest] = [
+        CacheModeSwitcher(options, backend, core.cache, core.scheduler, core.backlog, steps),
+        texts,
+        PrefixStorage(core.cache, steps),
+    ]
     if backend.traits.n_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft
         drafter = None if model is None else Drafter(model, options.n_slots, core.progress)
         drafting = Drafting(
             costs,
-            core.budget,
+            steps,
             lookup=options.speculate,
             drafter=drafter,
             n_rewind=backend.traits.n_rewind,
@@ -74,17 +78,8 @@ def make_guests(core: EngineCore) -> list[Guest]:
         core.scheduler.drafts = drafting
         guests.append(drafting)
     if backend.pictures is not None:
-        guests.append(
-            Encoding(
-                backend.pictures.projector,
-                core.budget,
-                options.picture_ram_bytes,
-                core.counts,
-                core.interlude,
-                core.policy.charge,
-                texts,
-            )
-        )
+        projector = backend.pictures.projector
+        guests.append(Encoding(projector, options.picture_ram_bytes, texts, steps))
     return guests
 
 

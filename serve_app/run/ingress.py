@@ -18,8 +18,7 @@ from serve_app.channel.handle import ReplicaHandle
 from serve_app.channel.listener import Listener
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import AppConfig, IngressConfig
-from serve_app.kernels.llama.vision.senses import NO_SENSES
-from serve_app.kernels.llama.vision.senses import senses as senses_of
+from serve_app.kernels.llama.vision.senses import NO_SENSES, ProjectorFile
 from serve_app.server.access.turnstile import OpenRequests
 from serve_app.server.adapters import AdapterControl, numbered
 from serve_app.server.handle_client import HandleClient
@@ -88,7 +87,7 @@ def _file(model: ResolvedModel) -> ModelFile:
     path = vocabulary(model.source, model.downloads)
     senses = NO_SENSES
     if model.projector is not None:
-        senses = senses_of(vocabulary(model.projector, model.downloads))
+        senses = ProjectorFile(vocabulary(model.projector, model.downloads)).senses
     return ModelFile(
         str(path),
         model.id,

@@ -30,7 +30,7 @@ from serve_app.config.sources import (
 )
 from serve_app.engine.backends.draft_model import N_CTX, check_draft, check_own_layers, slot_bytes
 from serve_app.kernels.llama.model import Model
-from serve_app.kernels.llama.vision.senses import why_unusable
+from serve_app.kernels.llama.vision.senses import ProjectorFile
 from serve_app.kernels.openvino.convert import shape_of
 from serve_app.kernels.openvino.parts import StageNode, fewest_stages
 from serve_app.prompt.tokenizer import Tokenizer
@@ -374,9 +374,8 @@ def _projector_beside(
         projector = store.projector_beside(source, downloads)
         if projector is None or projector.builtin:
             return projector
-        reason = why_unusable(
-            store.vocabulary(projector, downloads), opened.meta_int("embedding_length", 0)
-        )
+        n_embd = opened.meta_int("embedding_length", 0)
+        reason = ProjectorFile(store.vocabulary(projector, downloads)).why_unusable(n_embd)
     except UnreachableError:
         raise
     except ConfigError as error:

@@ -10,7 +10,7 @@ from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import ConfigError
 from serve_app.base.formats import CacheType, LoadMode, block_size, n_bytes
 from serve_app.config.schema import EngineConfig
-from serve_app.kernels.llama.cache_sizes import CacheSizes, cache_sizes
+from serve_app.kernels.llama.cache_sizes import CacheSizes
 from serve_app.kernels.llama.model import Model
 
 _MAX_DEFAULT_CTX = 4096
@@ -55,13 +55,12 @@ class ModelNeeds:
 
     @classmethod
     def of(cls, model: Model) -> ModelNeeds:
-        """Read from a GGUF, whose weights may be missing. If llama.cpp tells no sizes, each layer counts as
-        one with a cache for every token."""
+        """The needs of a model that is open without its weights. If llama.cpp tells no sizes, each layer
+        counts as one with a cache for every token."""
         weight_bytes = sum(path.stat().st_size for path in model.files)
         mapped = model.meta("general.file_type") in _MAPPED_FILE_TYPES
-        sizes = cache_sizes(model.path)
-        if sizes is None:
-            sizes = CacheSizes(model.cache_elements, (0, 0), 0, 0)
+        keys, values = (model.n_layer * n for n in model.layer_elements)
+        sizes = model.cache_sizes or CacheSizes((keys, values), (0, 0), 0, 0)
         in_all = [a + b for a, b in zip(sizes.full, sizes.windowed, strict=True)]
         return cls(
             model.n_ctx_train,
@@ -205,7 +204,6 @@ def resolve(
             "max_waiting": 2 * n_slots if config.max_waiting is None else config.max_waiting,
             "draft": None,  # a replica has its file
             "own_layers": config.draft is not None and config.draft.own_layers,
-            "max_stall_s": None if config.max_stall_ms is None else config.max_stall_ms / 1000,
             "prefix_folder": config.cache_folder,
         }
     )

@@ -20,7 +20,6 @@ from serve_app.base.errors import (
     DecodeError,
     InvalidRequestError,
 )
-from serve_app.base.formats import Threads
 from serve_app.base.sampling import SamplingParams, Triggers
 from serve_app.base.types import Adapters, Sampled, TokenLogprobs
 from serve_app.engine.backends.base import (
@@ -166,7 +165,6 @@ class FakeBackend:
         self.memory = MemoryUse(0, 0, 0, 4, 0)
         self.mode = Mode(flash_attn=False, kv_unified=n_cells is not None)
         self.mode_reason = "scripted"
-        self.threads = Threads.alike(1, None)
         self.profile = Profile()
         self.spins = False
         self.other: tuple[Mode, Profile] | None = None
@@ -237,15 +235,7 @@ class FakeBackend:
     @property
     def setup(self) -> Setup:
         """The attributes `mode`, `profile` and others, which tests set."""
-        return Setup(
-            "llama.cpp",
-            self.mode,
-            self.threads,
-            self.profile,
-            "scripted",
-            self.mode_reason,
-            self.spins,
-        )
+        return Setup("llama.cpp", self.mode, self.profile, "scripted", self.mode_reason, self.spins)
 
     @setup.setter
     def setup(self, setup: Setup) -> None:

@@ -17,6 +17,7 @@ def test_all_vocabularies_are_here() -> None:
     assert len(EXPECTED) >= 15
 
 
+@pytest.mark.usefixtures("vocabularies_alone")
 @pytest.mark.parametrize("expected", EXPECTED, ids=lambda path: path.name.split(".")[0])
 def test_tokens_of_texts(expected: Path) -> None:
     tokenizer = Tokenizer(expected.with_suffix(""))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ def engine_options(
     return EngineOptions(
         n_slots=sequences,
         n_ctx_slot=prompt_tokens + max_tokens + 1,
-        max_stall_s=None,
+        max_stall_ms=math.inf,
         **(usual | settings),
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.base.engine_options import KernelsName
-from serve_app.base.formats import EmbeddingPooling, Threads
+from serve_app.base.formats import EmbeddingPooling
 from serve_app.base.sampling import SamplingParams, Triggers
 from serve_app.base.types import Adapters, Medium, Sampled, Size, TokenLogprobs
 from serve_app.engine.choice.plan import Mode
@@ -181,7 +181,6 @@ class Setup:
 
     kernels: KernelsName
     mode: Mode
-    threads: Threads
     profile: Profile = field(default_factory=Profile)
     """The cost of batches; empty if that was not measured."""
     kernels_reason: str = "as configured"

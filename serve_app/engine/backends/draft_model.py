@@ -11,7 +11,6 @@ import numpy as np
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import ConfigError, DecodeError, EngineFailedError
-from serve_app.base.formats import Threads
 from serve_app.engine.backends.base import GUESSED, MemoryUse, Row
 from serve_app.engine.choice.apart import apart
 from serve_app.engine.costs import profile_cache
@@ -47,17 +46,16 @@ class LlamaDraft:
     reads_states = False
 
     def __init__(
-        self, model: Model, context: Context, n_vocab: int, options: EngineOptions, threads: Threads
+        self, model: Model, context: Context, n_vocab: int, options: EngineOptions
     ) -> None:
         """`n_vocab` are the tokens that it may propose. Measures its passes."""
         self.n_ctx, self.n_batch = _sizes(options)
         self._model, self._context, self._n_vocab = model, context, n_vocab
         self.truncate, self.close = context.truncate, context.close
-        context.use_threads(threads)
         context.warm_up()
-        self.profile = self._measure(options, threads)
+        self.profile = self._measure(options)
 
-    def _measure(self, options: EngineOptions, threads: Threads) -> Profile:
+    def _measure(self, options: EngineOptions) -> Profile:
         if options.profile_limit_s <= 0:
             return Profile()
         folder, name = options.profile_folder, _kept_as(options, self._model)
@@ -70,7 +68,7 @@ class LlamaDraft:
             n_slots=options.n_slots,
             n_ctx_slot=self.n_ctx,
             n_batch=self.n_batch,
-            clocks=Clocks(threads),
+            clocks=Clocks(options.threads_of),
         )
         in_turns([profiler], limit_s / 2)
         profiler.rest(limit_s / 2)
@@ -107,13 +105,13 @@ class OwnLayersDraft(LlamaDraft):
 
     reads_states = True
 
-    def __init__(self, model: Model, options: EngineOptions, threads: Threads) -> None:
+    def __init__(self, model: Model, options: EngineOptions) -> None:
         sizes = replace(_context_options(options), tells_hidden=True)
         self._layers = context = OwnLayersContext(model, sizes)
         self._guessed: dict[int, States] = {}
         self._n_slots = options.n_slots
         self.states = HiddenStates(options.n_slots, _N_STATES, context.n_hidden)
-        super().__init__(model, context, model.n_vocab, options, threads)
+        super().__init__(model, context, model.n_vocab, options)
 
     def first_fed(self, seq_id: int) -> int:
         return self.states.first_fed(seq_id)
@@ -159,16 +157,14 @@ def draft_for(target: Model, options: EngineOptions) -> Model | None:
     return model
 
 
-def open_draft(
-    target: Model, model: Model | None, options: EngineOptions, threads: Threads
-) -> LlamaDraft | None:
+def open_draft(target: Model, model: Model | None, options: EngineOptions) -> LlamaDraft | None:
     """The draft by the model that `draft_for` found."""
     if model is None:
         return None
     if model is target:
-        return OwnLayersDraft(model, options, threads)
+        return OwnLayersDraft(model, options)
     context = Context(model, _context_options(options))
-    return LlamaDraft(model, context, min(target.n_vocab, model.n_vocab), options, threads)
+    return LlamaDraft(model, context, min(target.n_vocab, model.n_vocab), options)
 
 
 def _kept_as(options: EngineOptions, model: Model) -> str:
@@ -201,8 +197,7 @@ def _sizes(options: EngineOptions) -> tuple[int, int]:
 
 def slot_bytes(target: Model) -> int:
     """The bytes of one slot of own layers: cells of one layer, and the hidden states."""
-    cells = sum(target.cache_elements) // max(1, target.n_cache_layers) * N_CTX
-    return 2 * cells + 4 * target.n_embd * _N_STATES
+    return 2 * sum(target.layer_elements) * N_CTX + 4 * target.n_embd * _N_STATES
 
 
 def check_draft(target: Model, draft: Model) -> None:

@@ -30,7 +30,6 @@ from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.guests.drafts.drafting import MAX_DRAFTED_ROWS
 from serve_app.kernels.llama import library
-from serve_app.kernels.llama.cache_sizes import cache_sizes
 from serve_app.kernels.llama.context import Adapter, Context, ContextOptions
 from serve_app.kernels.llama.grammars.constraint import Constraint
 from serve_app.kernels.llama.hidden_states import HiddenStates
@@ -324,7 +323,7 @@ class LlamaBackend:
         try:
             self.cache_plan = cache = choose_cache(plan, model, options, self._open, report)
             self.setup = Setup(
-                *(plan.kernels.backend, cache.mode, cache.threads, cache.profile),
+                *(plan.kernels.backend, cache.mode, cache.profile),
                 kernels_reason=plan.why,
                 mode_reason=cache.reason,
                 spins=True,
@@ -334,8 +333,7 @@ class LlamaBackend:
                 n_ctx += sum(map(len, options.pinned))
             self._context = self._open(cache.mode, options.n_ctx_slot, n_ctx)
             self.opened_s = time.perf_counter() - began
-            self._context.use_threads(self.setup.threads)
-            self.draft = open_draft(model, draft, options, self.setup.threads)
+            self.draft = open_draft(model, draft, options)
             self.hidden_states = HiddenStates(0, 1, 0)
             """The hidden states of the slots; none unless a draft wants them."""
             if isinstance(self.draft, OwnLayersDraft):
@@ -353,7 +351,7 @@ class LlamaBackend:
 
     # -- opening ----------------------------------------------------------------------------------
 
-    def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0) -> Context:
+    def _open(self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, n_more: int = 0) -> Context:
         options = self.options
         n_decoding = options.n_slots + MAX_DRAFTED_ROWS
         # Layers with a window keep a batch's cells; pictures that are not causal go into one.
@@ -390,7 +388,6 @@ class LlamaBackend:
         """Free the cache, and make one of that mode. Raises ConfigError if there is no memory for it."""
         self._context.become(flash_attn=mode.flash_attn, kv_unified=mode.kv_unified)
         self._positions.clear()
-        self._context.use_threads(self.setup.threads)
         self._context.warm_up()
         for seq_id in range(self.options.n_slots):
             self.hidden_states.moved(seq_id)
@@ -493,7 +490,7 @@ def _n_past_states(model: Model, options: EngineOptions) -> int:
     if not model.can_roll_back or not (has_draft or may_look_up):
         return 0
     most = _LONGEST_DRAFT if model.rolls_back_freely else _FEW_STATES
-    sizes = cache_sizes(model.path)
+    sizes = Model(model.path, vocab_only=True).cache_sizes
     of_one = (sizes.recurrent_bytes if sizes else 0) * (options.n_slots + len(options.pinned))
     n_states = min(most, options.checkpoint_ram_bytes // 2 // of_one) if of_one else most
     return max(n_states, 1 if has_draft else 0)

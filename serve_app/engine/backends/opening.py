@@ -13,7 +13,7 @@ from serve_app.base.errors import ConfigError
 from serve_app.base.progress import Report, nowhere
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.engine.choice.choose import choose, said
+from serve_app.engine.choice.choose import choose
 from serve_app.engine.choice.plan import OPENVINO, Plan
 from serve_app.kernels.llama.model import Model
 from serve_app.kernels.openvino import convert
@@ -35,15 +35,12 @@ def open_backend(
     except ConfigError as error:
         if options.backend != "auto" or plan.kernels != OPENVINO:
             raise
-        plan = replace(
-            plan, kernels=plan.llama_cpp, why=f"OpenVINO could not be started: {said(error)}"
-        )
+        why = f"OpenVINO could not be started: {error}".removesuffix(".")
+        plan = replace(plan, kernels=plan.llama_cpp, why=why)
         backend = open_planned(plan, path, options, report)
-    setup = backend.setup
     logger.info(
-        "The plan of %s: %s (%s); %s; %d threads %s.",
-        *(path.name, plan.kernels, plan.why, setup.mode_reason),
-        *(setup.threads.many_rows, setup.threads.reason),
+        *("The plan of %s: %s, as %s; %s.", path.name, plan.kernels, plan.why),
+        backend.setup.mode_reason,
     )
     if plan.converts:
         threading.Thread(target=_convert, args=(path, options), daemon=True).start()

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from serve_app.base import progress
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import ConfigError
-from serve_app.base.formats import Threads
 from serve_app.base.progress import Report, Stage
 from serve_app.base.sampling import SamplingParams
 from serve_app.engine.backends.base import (
@@ -135,8 +134,9 @@ class EncoderBackend(LlamaBackend):
 
 def open_with_openvino(path: Path, options: EngineOptions, report: Report, plan: Plan) -> Backend:
     """The backend of that model's kind. Raises ConfigError."""
-    if Model(path, vocab_only=True).is_causal:
-        return OpenVinoBackend(path, options, report, plan)
+    model = Model(path, vocab_only=True, delimiters=delimiters)
+    if model.is_causal:
+        return OpenVinoBackend(model, options, report, plan)
     return EncoderBackend(path, options, report, plan)
 
 
@@ -153,18 +153,18 @@ class OpenVinoBackend:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        model: Model,
         options: EngineOptions,
         report: Report = progress.nowhere,
         plan: Plan = OPENVINO_PLAN,
         chain: LayerChain | None = None,
     ) -> None:
-        """Open the model, or the stage of a chain that this process computes."""
+        """Compute the model, which is open without its weights, or the stage of a chain."""
         began = time.monotonic()
         if options.computing_cpus is not None:  # OpenVINO's threads inherit it from this one
             os.sched_setaffinity(0, options.computing_cpus)
         self._options = options
-        self.vocabulary = model = Model(path, vocab_only=True, delimiters=delimiters)
+        self.vocabulary = model
         if reason := unserved(model, options.embedding_pooling):
             raise ConfigError(reason)
         cache_type = _cache_type(options)
@@ -208,15 +208,15 @@ class OpenVinoBackend:
         if chain is not None:
             limit_s = min(options.profile_limit_s, _MEASURING * (time.monotonic() - began))
             self._options = replace(options, profile_limit_s=limit_s)
-        self._plan, self._cache_plan = plan, self._choose_cache(plan, report)
-        cache = self._cache_plan
+        self._plan, cache = plan, CachePlan(PAGED, _REASON, Profile())
+        if self._options.profile_limit_s > 0:
+            cache = kept_or_measured(plan, self._options, report, self._measured)
+        self._cache_plan = cache
         self.setup = Setup(
-            *("openvino", PAGED, cache.threads, cache.profile),
-            kernels_reason=plan.why,
-            mode_reason=cache.reason,
+            *("openvino", PAGED, cache.profile), kernels_reason=plan.why, mode_reason=cache.reason
         )
         # llama.cpp is the faster with few rows, one for each slot.
-        self.draft = open_draft(model, draft_for(model, options), options, cache.threads)
+        self.draft = open_draft(model, draft_for(model, options), options)
         # A state is none of llama.cpp's.
         parts = (versions(), BLOCK, options.cache_type_k, options.quantization)
         key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + context.turns).digest()
@@ -230,18 +230,28 @@ class OpenVinoBackend:
         )
         self.embeddings = PagedEmbeddings(context, shape)
 
-    def _choose_cache(self, plan: Plan, report: Report) -> CachePlan:
-        options = self._options
-        threads = Threads.alike(options.threads, None)
-        unmeasured = CachePlan(PAGED, _REASON, Profile(), threads)
-        if options.profile_limit_s <= 0:
-            return unmeasured
-        computing = threads if self._n_stages == 1 else None
-
-        def measure() -> CachePlan:
-            return replace(unmeasured, profile=profile_of(self._context, options, computing))
-
-        return kept_or_measured(plan, options, report, measure)
+    def _measured(self) -> CachePlan:
+        """Measure batches in `profile_limit_s`. Leaves the cache empty."""
+        context, options, began = self._context, self._options, time.perf_counter()
+        clocks = Clocks(options.threads_of if self._n_stages == 1 else None)
+        clocks.begin()
+        profiler = Profiler(
+            context,
+            n_slots=options.n_slots,
+            n_ctx_slot=options.n_ctx_share,
+            n_batch=options.n_batch,
+        )
+        in_turns([profiler], _ESSENTIAL * options.profile_limit_s)
+        n_tokens = min(DEPTH, options.n_ctx_share - ROOM, context.n_tokens - ROOM)
+        n_tokens, deep_s = n_tokens // BLOCK * BLOCK, _DEEP * options.profile_limit_s
+        depth = Depth()
+        if n_tokens > 0:
+            depth = paged_depth(context, profiler.profile, n_tokens, deep_s)
+        profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
+        _, share = clocks.end(options.n_batch)
+        context.release()
+        profile = replace(depth.added_to(profiler.profile, unified=False), share=share)
+        return CachePlan(PAGED, _REASON, profile)
 
     def keep(self, profile: Profile) -> None:
         cache = replace(self._cache_plan, profile=profile)
@@ -272,26 +282,6 @@ class OpenVinoBackend:
         self._context.close()
         if self.draft is not None:
             self.draft.close()
-
-
-def profile_of(context: PagedContext, options: EngineOptions, threads: Threads | None) -> Profile:
-    """The times of batches, measured in `options.profile_limit_s`. Leaves the cache empty. `threads` are
-    those that compute here, if they do."""
-    began, clocks = time.perf_counter(), Clocks(threads)
-    clocks.begin()
-    profiler = Profiler(
-        context, n_slots=options.n_slots, n_ctx_slot=options.n_ctx_share, n_batch=options.n_batch
-    )
-    in_turns([profiler], _ESSENTIAL * options.profile_limit_s)
-    n_tokens = min(DEPTH, options.n_ctx_share - ROOM, context.n_tokens - ROOM)
-    n_tokens, deep_s = n_tokens // BLOCK * BLOCK, _DEEP * options.profile_limit_s
-    depth = Depth()
-    if n_tokens > 0:
-        depth = paged_depth(context, profiler.profile, n_tokens, deep_s)
-    profiler.rest(options.profile_limit_s - (time.perf_counter() - began))
-    _, share = clocks.end(options.n_batch)
-    context.release()
-    return replace(depth.added_to(profiler.profile, unified=False), share=share)
 
 
 def _cache_type(options: EngineOptions) -> CacheType:

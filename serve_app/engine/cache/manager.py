@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections import Counter, deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import (
@@ -24,15 +24,12 @@ from serve_app.engine.cache.packing import TokenArray, token_array
 from serve_app.engine.cache.prefixes import Prefix
 from serve_app.engine.cache.slots import PrefixPending, Slot, SlotTable
 from serve_app.engine.choice.plan import Mode
-from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.guest import Guest, Steps
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.costs.copy_budget import CopyBudget
 from serve_app.engine.costs.cost_model import CostModel
 from serve_app.engine.metrics.stats import CachedPrompt
-
-if TYPE_CHECKING:
-    from serve_app.engine.core.engine_core import EngineCore
 
 # Prompts by which it is known what others begin with: half a megabyte with a thousand tokens each.
 _BEGUN_KEPT = 128
@@ -53,20 +50,20 @@ class Place(NamedTuple):
 class PrefixStorage(Guest):
     """Stores what idle slots have, while nobody waits for the decoder, and at the end."""
 
-    def __init__(self, cache: KVCacheManager) -> None:
-        self._cache = cache
+    def __init__(self, cache: KVCacheManager, steps: Steps) -> None:
+        self._cache, self._steps = cache, steps
 
     @property
     def rest_at(self) -> float:
         """0, for at once, if a slot has a prefix that is not stored."""
         return math.inf if self._cache.behind is None else 0.0
 
-    def at_rest(self, core: EngineCore) -> None:
+    def at_rest(self) -> None:
         """Store one prefix, unless a request comes meanwhile."""
-        with core.command_queue.resting():
+        with self._steps.resting():
             self._cache.store_ahead()
 
-    def close(self, core: EngineCore, *, healthy: bool) -> None:
+    def close(self, *, healthy: bool) -> None:
         """Store everything for the next start, if there is one."""
         if self._cache.disk_tier is not None:
             if healthy:
@@ -84,14 +81,15 @@ class KVCacheManager:
         memory_tier: MemoryTier,
         budget: StepBudget | None = None,
         checkpoints: Checkpoints | None = None,
+        disk_tier: DiskTier | None = None,
+        n_pool: int | None = None,
     ) -> None:
+        """`disk_tier` are the files that the memory tier is kept in for the next start. `n_pool` are the
+        tokens that all slots hold together, if one of them may have more than its share."""
         self.table = table
         self.memory_tier = memory_tier
         self.checkpoints = Checkpoints(backend) if checkpoints is None else checkpoints
-        self.disk_tier: DiskTier | None = None
-        """The files that the memory tier is kept in for the next start."""
-        self.n_pool: int | None = None
-        """Tokens that all slots hold together, if one of them may have more than its share."""
+        self.disk_tier, self._n_pool = disk_tier, n_pool
         self.backend = backend
         self.copies = CopyBudget(budget or StepBudget())
         self.contents = SlotContents(backend, self.checkpoints, self.copies)
@@ -138,20 +136,20 @@ class KVCacheManager:
     def has_room(self, sequence: Sequence, held: Sequence | None = None) -> bool:
         """Whether all slots together have room for a sequence beside the running ones. It must not keep
         `held` waiting, which has waited for room before it: both fit beside what runs since then."""
-        if self.n_pool is None:
+        if self._n_pool is None:
             return True
         running = [slot for slot in self.table.slots if slot.sequence is not None]
         n_new, n_used = len(sequence.tokens), self.table.n_tokens_of(running)
-        if not running or (held is None and n_used + n_new <= self.n_pool):
+        if not running or (held is None and n_used + n_new <= self._n_pool):
             return True
         n_new -= self.table.n_shared_with(running, sequence)
-        if n_used + n_new > self.n_pool:
+        if n_used + n_new > self._n_pool:
             return False
         if held is None:
             return True
         since = held.trace.submitted
         later = [slot for slot in running if slot.sequence and slot.sequence.admitted_at > since]
-        return self.table.n_tokens_of(later) + n_new + len(held.tokens) <= self.n_pool
+        return self.table.n_tokens_of(later) + n_new + len(held.tokens) <= self._n_pool
 
     def place(self, sequence: Sequence) -> Place | PrefixPending | None:
         """Put a sequence into an idle slot, with the longest prefix of its cache group there, unless it
@@ -451,7 +449,7 @@ def open_cache(
     memory_tier = MemoryTier(
         options.cache_ram_bytes, kept, disk_tier, forgets=backend.traits.forgets
     )
-    cache = KVCacheManager(backend, table, memory_tier, budget, checkpoints)
-    cache.disk_tier = disk_tier
-    cache.n_pool = options.n_ctx if options.is_pooled else None
-    return cache
+    n_pool = options.n_ctx if options.is_pooled else None
+    return KVCacheManager(
+        backend, table, memory_tier, budget, checkpoints, disk_tier=disk_tier, n_pool=n_pool
+    )

@@ -134,10 +134,8 @@ class PrefixTransfer:
 
     def export_prefix(self, prefix: Prefix) -> Payload | None:
         """The shortest prefix of that cache group with these first tokens. None if it is gone, or if
-        saving it would keep running sequences waiting for longer than `max_stall_s`."""
-        stored: StoredPrefix | None = self._run(
-            lambda cache: _exported(cache, prefix, self._options.max_stall_s)
-        )
+        saving it would keep running sequences waiting for longer than `max_stall_ms`."""
+        stored: StoredPrefix | None = self._run(lambda cache: _exported(cache, prefix))
         if stored is None:
             return None
         marks = ((one.n_tokens, np.frombuffer(one.state, np.uint8)) for one in stored.checkpoints)
@@ -177,7 +175,7 @@ def _held(cache: KVCacheManager) -> list[tuple[Prefix, int]]:
     return [*in_slots, *((one.key, one.n_bytes) for one in cache.memory_tier)]
 
 
-def _exported(cache: KVCacheManager, prefix: Prefix, most_s: float | None) -> StoredPrefix | None:
+def _exported(cache: KVCacheManager, prefix: Prefix) -> StoredPrefix | None:
     pending = cache.backend.slots_with_pending_copy
     slots = [
         slot
@@ -187,8 +185,8 @@ def _exported(cache: KVCacheManager, prefix: Prefix, most_s: float | None) -> St
     stored = cache.memory_tier.beginning(*prefix)
     slot = min(slots, key=lambda slot: slot.n_past, default=None)
     if slot is not None and (stored is None or slot.n_past < len(stored.tokens)):
-        save_s = cache.copies.saves.forecast_s(cache.backend.memory.state_bytes(slot.n_past))
-        if most_s is None or save_s <= most_s or not cache.table.busy:
+        n_bytes = cache.backend.memory.state_bytes(slot.n_past)
+        if not cache.table.busy or cache.copies.allows(cache.copies.saves, n_bytes):
             stored = cache.contents.save(slot, slot.tokens[: slot.n_past])
     if stored is not None:
         stored = cache.contents.whole(stored)

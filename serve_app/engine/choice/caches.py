@@ -1,4 +1,4 @@
-"""Chooses the mode of llama.cpp's cache, and the threads, with the weights loaded."""
+"""Chooses the mode of llama.cpp's cache, with the weights loaded."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
-from typing import Protocol
+from dataclasses import replace
 
 from serve_app.base.engine_options import EngineOptions
-from serve_app.base.formats import Threads, block_size
+from serve_app.base.formats import block_size
 from serve_app.base.progress import Report, Stage
 from serve_app.engine.choice.plan import CachePlan, Mode, Plan
 from serve_app.engine.choice.rating import alike, fastest, filled, request_s
-from serve_app.engine.choice.threads import best_threads
 from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.costs.profiler import DEPTH, ROOM, DeepProfiler, Profiler, in_turns
@@ -27,17 +25,12 @@ logger = logging.getLogger("corral.engine")
 _SAME = 0.12
 # Tokens of a slot in contexts that are only profiled: the largest chunk.
 _PROFILE_CTX = 512
-# The parts of its time in which profiling compares modes, and tries numbers of threads.
-_COMPARING, _TRYING_THREADS = 0.8, 0.1
+# The part of its time in which profiling compares modes.
+_COMPARING = 0.8
 
-
-class OpenContext(Protocol):
-    """Opens a context in a mode, with so many tokens for each slot. `n_ctx` are the cells of a unified
-    cache, if they are bounded; `n_more` are sequences besides the slots."""
-
-    def __call__(
-        self, mode: Mode, n_ctx_slot: int, n_ctx: int | None, *, n_more: int = 0
-    ) -> Context: ...
+OpenContext = Callable[[Mode, int, int | None, int], Context]
+"""Opens a context in a mode, with so many tokens for each slot, so many cells of a unified cache (None: no
+bound), and so many sequences besides the slots."""
 
 
 def kept_or_measured(
@@ -61,15 +54,18 @@ def kept_or_measured(
 def choose_cache(
     plan: Plan, model: Model, options: EngineOptions, open_context: OpenContext, report: Report
 ) -> CachePlan:
-    """The mode and the threads, as measured now or at an earlier start. For the thread that will compute.
-    Raises DecodeError."""
+    """The mode, as measured now or at an earlier start. For the thread that will compute. Raises
+    DecodeError."""
     measures = options.profile_limit_s > 0 and model.is_causal
     can_change = not (model.is_recurrent or model.window)  # states fit both kinds of cache then
     modes = candidates(options, can_change=measures and can_change)
     if not measures:
-        threads = Threads.alike(options.threads, options.threads_batch)
-        return CachePlan(modes[0], f"{modes[0]}: as configured", Profile(), threads)
-    measure = partial(_measured, modes, model, options, open_context, can_change)
+        return CachePlan(modes[0], f"{modes[0]}: as configured", Profile())
+
+    def measure() -> CachePlan:
+        cache = _measured(modes, model, options, open_context)
+        return cache if can_change else replace(cache, other=None)
+
     return kept_or_measured(plan, options, report, measure)
 
 
@@ -102,75 +98,48 @@ def fastest_mode(
 ) -> tuple[Mode, str, Mode | None]:
     """The mode in which a request takes least, and why. Then the best mode with the other kind of cache, if
     both are open. What other programs had of the time of the measurement makes more modes alike."""
-    if len(profiles) == 1:
-        (mode,) = profiles
-        return mode, f"{mode}: as configured", None
-    seconds = {mode: request_s(found, options, mode) for mode, found in alike(profiles).items()}
-    share = min(profile.share for profile in profiles.values())
+    seconds = {mode: [request_s(each, options, mode)] for mode, each in alike(profiles).items()}
+    same = max(_SAME, *(1 - profile.share for profile in profiles.values()))
     prompts = "a common system prompt" if options.pinned else "prompts of their own"
-    timed = {mode: [request] for mode, request in seconds.items()}
-    best, reason = fastest(timed, max(_SAME, 1 - share), f", with {prompts}")
+    best, reason = fastest(seconds, same, f", with {prompts}")
     others = [mode for mode in seconds if mode.kv_unified != best.kv_unified]
-    return best, reason, min(others, key=lambda mode: seconds[mode], default=None)
+    other = min(others, key=lambda mode: seconds[mode], default=None)
+    return best, reason or f"{best}: as configured", other
 
 
 def _measured(
-    modes: Sequence[Mode],
-    model: Model,
-    options: EngineOptions,
-    open_context: OpenContext,
-    can_change: bool,
+    modes: Sequence[Mode], model: Model, options: EngineOptions, open_context: OpenContext
 ) -> CachePlan:
-    """Try numbers of threads, compare the modes, then measure the rest of the one that is chosen."""
-    began, limit_s = time.perf_counter(), options.profile_limit_s
+    """Compare the modes, then measure the rest of the one that is chosen."""
+    began, n_slots, n_batch = time.perf_counter(), options.n_slots, options.n_batch
     n_ctx_slot = min(options.n_ctx_share, _PROFILE_CTX)
     # Slots of recurrent layers cannot forget the rows of a batch.
     most = 0 if model.is_recurrent else min(model.window or DEPTH, DEPTH)
     depth = max(0, min(most, options.n_ctx_share - ROOM) // ROOM * ROOM)
-    n_slots, n_batch = options.n_slots, options.n_batch
+    clocks = Clocks(options.threads_of)
+
+    def left_s(part: float = 1.0) -> float:
+        return part * options.profile_limit_s - (time.perf_counter() - began)
+
     with ExitStack() as contexts:
-
-        def opened(mode: Mode, n_tokens: int, n_ctx: int | None, n_more: int) -> Context:
-            context = open_context(mode, n_tokens, n_ctx, n_more=n_more)
-            return contexts.enter_context(closing(context))
-
-        shallow = {mode: opened(mode, n_ctx_slot, None, 0) for mode in modes}
-        deep = {
-            flash_attn: opened(Mode(flash_attn, True), depth, depth + ROOM + n_slots, 2)
-            for flash_attn in dict.fromkeys(mode.flash_attn for mode in modes)
-            if depth
-        }
-        threads = Threads.alike(options.threads, options.threads_batch)
-        if options.fewer_threads:
-            threads = best_threads(
-                shallow[modes[0]],
-                n_slots=n_slots,
-                n_ctx_slot=n_ctx_slot,
-                most=options.threads,
-                limit_s=_TRYING_THREADS * limit_s,
-            )
-            for context in (*shallow.values(), *deep.values()):
-                context.use_threads(threads)
-        clocks = Clocks(threads)
-        profilers = {
-            mode: Profiler(
+        profilers, depths = {}, {}
+        for mode in modes:
+            context = contexts.enter_context(closing(open_context(mode, n_ctx_slot, None, 0)))
+            profilers[mode] = Profiler(
                 context, n_slots=n_slots, n_ctx_slot=n_ctx_slot, n_batch=n_batch, clocks=clocks
             )
-            for mode, context in shallow.items()
-        }
-        depths = {
-            flash_attn: DeepProfiler(
+        for flash_attn in dict.fromkeys(mode.flash_attn for mode in modes if depth):
+            cells = depth, depth + ROOM + n_slots
+            context = contexts.enter_context(
+                closing(open_context(Mode(flash_attn, True), *cells, 2))
+            )
+            depths[flash_attn] = DeepProfiler(
                 context, n_slots=n_slots, depth=depth, n_batch=n_batch, clocks=clocks
             )
-            for flash_attn, context in deep.items()
-        }
 
         def whole(mode: Mode, profile: Profile) -> Profile:
             added = depths.get(mode.flash_attn)
             return added.depth.added_to(profile, unified=mode.kv_unified) if added else profile
-
-        def left_s(part: float = 1.0) -> float:
-            return part * limit_s - (time.perf_counter() - began)
 
         in_turns([*profilers.values(), *depths.values()], left_s(_COMPARING))
         profiles = {mode: whole(mode, profilers[mode].profile) for mode in modes}
@@ -179,6 +148,6 @@ def _measured(
             depths[best.flash_attn].rest(left_s() / 2)
         profilers[best].rest(left_s())
     profile, turned = profilers[best].profile, None
-    if other is not None and can_change:
+    if other is not None:
         turned = other, whole(other, filled(profilers[other].profile, profile))
-    return CachePlan(best, reason, whole(best, profile), threads, turned)
+    return CachePlan(best, reason, whole(best, profile), turned)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from serve_app.base.engine_options import EngineOptions
-from serve_app.base.formats import Threads
 from serve_app.engine.choice.plan import OPENVINO, Kernels, Mode, Plan
 from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import Profile
@@ -45,9 +44,8 @@ def kernels_profiles(
         speculate=False,
         profile_limit_s=0.0,
     )
-    threads = Threads.alike(options.threads, options.threads_batch)
     # OpenVINO's threads do not wait by computing on. So CPU time tells of all batches together only.
-    clocks = Clocks(None if OPENVINO in kernels else threads)
+    clocks = Clocks(None if OPENVINO in kernels else options.threads_of)
     profilers = []
     for candidate in kernels:
         profiler = Profiler(
@@ -61,7 +59,7 @@ def kernels_profiles(
         )
         profiler.fill(n_before, options.n_slots)
         profilers.append(profiler)
-    whole = Clocks(threads)
+    whole = Clocks(options.threads_of)
     whole.begin()
     in_turns(profilers, limit_s)
     _, share = whole.end(n_batch)

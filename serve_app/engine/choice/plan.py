@@ -1,6 +1,6 @@
-"""The plan of a start: a backend, a layout of weights, a mode of the cache, and threads.
+"""The plan of a start: a backend, a layout of weights, and a mode of the cache.
 
-One file on disk has what a model's earlier starts found on this machine.
+One file keeps a plan for later starts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from serve_app.base.engine_options import KernelsName
-from serve_app.base.formats import Threads
 from serve_app.engine.costs import profile_cache
 from serve_app.engine.costs.cost_model import Profile
 
@@ -68,12 +67,11 @@ PAGED = Mode(flash_attn=True, kv_unified=False, paged=True)
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The mode of the cache and the threads, and what batches cost so."""
+    """The mode of the cache, and what batches cost in it."""
 
     mode: Mode
     reason: str
     profile: Profile
-    threads: Threads
     other: tuple[Mode, Profile] | None = None
     """The best mode with the other kind of cache, if both kinds are open."""
 
@@ -122,11 +120,6 @@ class Plan:
             caches = {**self.caches, str(self.kernels): cache}
             profile_cache.save(folder, self.name, replace(self, caches=caches))
         return is_good
-
-
-def kept_plan(folder: Path | None, name: str, kernels: Kernels = REPACKED) -> Plan:
-    """The plan that was kept under that name; else one with these kernels, of which nothing is known."""
-    return profile_cache.load(folder, name, Plan) or Plan(kernels, name=name)
 
 
 LLAMA_CPP_PLAN, OPENVINO_PLAN = Plan(), Plan(OPENVINO)

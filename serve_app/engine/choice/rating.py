@@ -49,7 +49,7 @@ def _prompt_s(
     beside_s, within_s = 0.0, math.inf
     if n_beside:
         beside_s = costs.steps_s(n_beside, costs.attended(tokens.stop, n_cells))
-        within_s = max((options.max_stall_s or math.inf) - beside_s, beside_s)
+        within_s = max(options.max_stall_ms / 1000 - beside_s, beside_s)
     prompt_s, n_past = 0.0, tokens.start
     while n_past < tokens.stop:
         n_most = min(tokens.stop - n_past, options.n_batch)

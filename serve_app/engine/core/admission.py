@@ -37,7 +37,7 @@ class Admission:
     waiting: list[Sequence] = field(default_factory=list)
     """The sequences without a slot, in the order in which they came, those that lost one first."""
     changed: bool = False
-    """Whether a sequence has got a slot or lost one since this was last set to False."""
+    """Whether anything but the number of tokens has changed since this was last set to False."""
 
     @property
     def _policy(self) -> SlotPolicy:
@@ -101,7 +101,7 @@ class Admission:
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended, and take its slot."""
-        had_slot = sequence.trace.admitted is not None
+        self.changed, had_slot = True, sequence.trace.admitted is not None
         self._policy.leave(sequence.request, time.monotonic() if had_slot else None)
         if sequence.slot_id == NO_SLOT:
             self.waiting.remove(sequence)
@@ -127,7 +127,7 @@ class Admission:
         for sequence in self._scheduler.running[::-1]:
             if not sequence.finished:
                 self._preempt(sequence, stored=False)
-        self._policy.begin_anew()
+        self.changed = True
 
     def _preempt(
         self, sequence: Sequence, *, for_another: bool = False, stored: bool = True

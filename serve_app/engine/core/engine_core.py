@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from operator import sub
 from typing import TypeVar
 
 from serve_app.base.engine_options import EngineOptions
@@ -23,7 +24,7 @@ from serve_app.engine.cache.manager import open_cache
 from serve_app.engine.core.admission import Admission
 from serve_app.engine.core.batch_runner import BatchResult, BatchRunner
 from serve_app.engine.core.command_queue import CommandQueue, PendingCommands
-from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.guest import Guest, Steps
 from serve_app.engine.core.postprocessor import Outbox, Postprocessor
 from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
 from serve_app.engine.core.scheduler.scheduler import Scheduler
@@ -42,6 +43,8 @@ G = TypeVar("G", bound=Guest)
 MakeGuests = Callable[["EngineCore"], list[Guest]]
 """Makes the guests of a core, in the order in which they are called. Decoder thread."""
 
+_Done = tuple[int, int]
+"""Tokens of prompts and of answers, and seconds of sampling, up to some moment."""
 # Steps in a row in which nothing could be decoded, after which the backend counts as broken.
 _MAX_FAILED_STEPS = 3
 # Requests of which `CachedPrefixes` knows that they were taken in.
@@ -69,7 +72,7 @@ class EngineCore:
         self.command_queue = command_queue
         self.progress = progress
         self.costs = costs = CostModel(backend.setup.profile)
-        self.budget = StepBudget(options.max_stall_s)
+        self.budget = StepBudget(options.max_stall_ms)
         self.policy = command_queue.policy
         self.counts = Counts()
         self.latencies = Latencies()
@@ -102,12 +105,20 @@ class EngineCore:
         )
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self._failed_steps = 0
-        self.is_draining = False
-        self.changed = False
-        """Whether, since the last view, anything has changed but the number of tokens."""
         self.delivered: Callable[[], None] = lambda: None
-        self.worked_at = time.monotonic()
-        """The time when the last step ended, or the backend was open."""
+        self.steps = Steps(
+            running=self.scheduler.running,
+            waiting=self.admission.waiting,
+            budget=self.budget,
+            counts=self.counts,
+            charge=self.policy.charge,
+            admit=self.admit,
+            take_commands=self.take_commands,
+            interlude=self.interlude,
+            end=self.end,
+            interrupt=self._interrupt,
+            resting=command_queue.computing,
+        )
         self.guests = make_guests(self)
         self.published = Published(self._view)
 
@@ -115,10 +126,10 @@ class EngineCore:
 
     def step(self) -> None:
         """Admit, schedule, decode, sample, postprocess and deliver: one turn of the loop."""
-        began = self._begin()
+        began, done = self._begin()
         self.admit()
         for guest in self.guests:
-            guest.before_schedule(self)
+            guest.before_schedule()
         batches, results = self._schedule(), list[BatchResult]()
         for batch in batches:
             results.append(self.runner.run(batch, ahead=self._runs_ahead and len(batches) == 1))
@@ -126,15 +137,15 @@ class EngineCore:
                 break
         computed_s = self.budget.elapsed_s
         self.deliver()
-        self._account(began)
+        step_s = self._account(began, done)
         self._learn(results, computed_s)
         for guest in self.guests:
-            guest.after_step(self, self.worked_at - began, idle=not batches)
+            guest.after_step(step_s, idle=not batches)
 
-    def _begin(self) -> float:
+    def _begin(self) -> tuple[float, _Done]:
         if not self.scheduler.running:  # nobody has waited since the last step
             self.budget.begin()
-        return time.monotonic()
+        return time.monotonic(), self._done
 
     def admit(self) -> None:
         """Move waiting sequences into idle slots."""
@@ -147,9 +158,8 @@ class EngineCore:
         n_cells = self.cache.table.n_cells if self.backend.setup.mode.mixes else 0
         batches = self.scheduler.schedule(time.monotonic(), n_cells, ends)
         for guest in self.guests:
-            guest.scheduled(self, batches)
+            guest.before_decode(batches)
         self.counts.steps += bool(batches)
-        self._before = self.counts.prompt_tokens, self.counts.generated_tokens
         return batches
 
     def _postprocess(self, result: BatchResult) -> bool:
@@ -200,25 +210,28 @@ class EngineCore:
         if results and results[-1].error is None:
             self.scheduler.observe([result.batch for result in results], computed_s)
 
-    def _account(self, began: float) -> None:
+    @property
+    def _done(self) -> _Done:
+        return self.counts.prompt_tokens, self.counts.generated_tokens
+
+    def _account(self, began: float, done: _Done) -> float:
+        """Restart the budget, and learn how fast work gets done. Returns the seconds of the step."""
         self.budget.begin()
-        self.worked_at = time.monotonic()
-        counts, (n_prompt, n_generated) = self.counts, self._before
-        seconds = self.worked_at - began
-        counts.step_s += seconds
+        self.steps.worked_at = time.monotonic()
+        seconds = self.steps.worked_at - began
+        self.counts.step_s += seconds
         if not self.cache.table.n_idle and self.scheduler.served_all:
-            self.backlog.learn_pace(
-                counts.prompt_tokens - n_prompt, counts.generated_tokens - n_generated, seconds
-            )
+            n_prompt, n_generated = map(sub, self._done, done)
+            self.backlog.learn_pace(n_prompt, n_generated, seconds)
+        return seconds
 
     def deliver(self) -> None:
         """Free what ended sequences held, and only then tell anybody: whoever reads a request's end finds
         its slot free."""
         for sequence, end in self._outbox.ends:
             self._release(sequence, end)
-        changed = self.changed or self.admission.changed or not self.has_work
-        self.published.stepped(changed=changed)
-        self.changed = self.admission.changed = False
+        self.published.stepped(changed=self.admission.changed or not self.has_work)
+        self.admission.changed = False
         for guest in self.guests:
             guest.deliver()
         outbox = self._outbox.take()
@@ -231,7 +244,6 @@ class EngineCore:
 
     def _release(self, sequence: Sequence, end: SequenceEnd) -> None:
         request = sequence.request
-        self.changed = True
         self.request_log.add(
             RequestRecord(request.id, request.http_id, request.client, "ended", end)
         )
@@ -244,7 +256,7 @@ class EngineCore:
             self.backlog.learn_end(sequence, end)
         self.admission.release(sequence)
         for guest in self.guests:
-            guest.ended(sequence)
+            guest.forget(sequence)
 
     # -- between steps ----------------------------------------------------------------------------
 
@@ -253,6 +265,10 @@ class EngineCore:
         self.take_commands()
         self.step()
 
+    def _interrupt(self) -> None:
+        self.runner.use_adapters(())  # another context has none
+        self.admission.interrupt()
+
     def take_commands(self, wait_s: float | None = 0.0) -> bool:
         """Carry out what other threads have sent, or send within `wait_s`; False when a drain is over."""
         return self._carry_out(self.command_queue.take(wait_s))
@@ -260,7 +276,7 @@ class EngineCore:
     def _carry_out(self, pending: PendingCommands) -> bool:
         if not pending:
             return True
-        self.changed = True
+        self.admission.changed = True
         for sequence in pending.submitted:
             sequence.expected_s = self.backlog.cost_s(sequence)
         self.admission.enqueue(pending.submitted)
@@ -275,18 +291,18 @@ class EngineCore:
         for request_id, refusal in pending.displaced.items():
             if request_id in live:
                 self._outbox.end(live[request_id], FinishReason.ERROR, refusal)
-        self.is_draining = pending.deadline is not None
+        self.steps.is_draining = pending.deadline is not None
         if pending.deadline is not None and time.monotonic() >= pending.deadline:
             self._end_all(EngineClosedError("The engine shut down before this request was done."))
         self.deliver()
-        return self.has_work or not self.is_draining
+        return self.has_work or not self.steps.is_draining
 
     def rest(self) -> None:
         """Do one piece of the work that waits until there are no requests."""
         self.runner.use_adapters(())
         for guest in self.guests:
             if guest.rest_at <= time.monotonic():
-                guest.at_rest(self)
+                guest.at_rest()
         self.published.refresh()
 
     @property
@@ -320,7 +336,7 @@ class EngineCore:
         with ExitStack() as stack:
             stack.callback(self.backend.close)
             for guest in self.guests:
-                stack.callback(guest.close, self, healthy=healthy)
+                stack.callback(guest.close, healthy=healthy)
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class DecoderLoop:
             while core.take_commands(_wait_s(core)):
                 if core.has_work:
                     core.step()
-                elif time.monotonic() >= max(core.rest_at, core.worked_at + _REST_S):
+                elif time.monotonic() >= max(core.rest_at, core.steps.worked_at + _REST_S):
                     core.rest()
         except Exception as error:
             logger.exception("The engine failed; every request it had is ended.")
@@ -141,5 +141,5 @@ def _wait_s(core: EngineCore) -> float | None:
     """Seconds to sleep if nothing arrives; None for ever."""
     if core.has_work:
         return 0.0
-    rest_at = max(core.rest_at, core.worked_at + _REST_S)
+    rest_at = max(core.rest_at, core.steps.worked_at + _REST_S)
     return None if math.isinf(rest_at) else max(0.0, rest_at - time.monotonic())

@@ -15,16 +15,16 @@ class StepBudget:
     """The time from one token of the streams to their next, and what is left of it. Decoder thread only.
 
     The clock begins when a step has delivered its tokens. Whatever the decoder thread does before it
-    delivers the next ones has drawn from the budget when it is done: copies, mode changes, texts, pictures
+    delivers the next ones has drawn from the budget when it is done. Copies, mode changes, texts, pictures
     and drafts need not say so. Each part of a step asks before it begins how much is left, and the prompts
     get what decoding leaves. Time that is known to be needed later in the step is `expected`.
     """
 
     def __init__(
-        self, max_stall_s: float | None = None, clock: Callable[[], float] = time.monotonic
+        self, max_stall_ms: float = math.inf, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`max_stall_s` is the longest that a stream should wait for others; None sets no bound."""
-        self.max_stall_s = max_stall_s
+        """`max_stall_ms` is the longest that a stream should wait for others; infinite sets no bound."""
+        self.max_stall_s = max_stall_ms / 1000
         self._clock = clock
         self._margin = _FIRST_MARGIN
         self._began = clock()
@@ -42,10 +42,13 @@ class StepBudget:
         return self._clock() - self._began
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether there is a bound."""
+        return math.isfinite(self.max_stall_s)
+
+    @property
     def left_s(self) -> float:
         """Seconds that are left of the bound; infinite without one."""
-        if self.max_stall_s is None:
-            return math.inf
         return self.max_stall_s - self.elapsed_s - self._expected_s
 
     def expect(self, seconds: float) -> None:
@@ -54,7 +57,7 @@ class StepBudget:
 
     def allows(self, seconds: float) -> bool:
         """Whether streams can ever wait so long, in a step with nothing else."""
-        return self.max_stall_s is None or seconds <= self.max_stall_s
+        return seconds <= self.max_stall_s
 
     def fits(self, seconds: float) -> bool:
         """Whether so many seconds fit into what is left of this step."""
@@ -68,13 +71,10 @@ class StepBudget:
 
     def planned_s(self, decode_s: float, n_turns: int = 1) -> float:
         """The seconds of `prompts_s` in a step that has just begun; infinite without a bound."""
-        if self.max_stall_s is None:
-            return math.inf
         bound_s = self._margin * self.max_stall_s / n_turns
         return max(bound_s, decode_s + min(decode_s, bound_s))
 
     def observe(self, seconds: float) -> None:
         """Learn how well a step that had both decoding sequences and prompts kept to the bound."""
-        if self.max_stall_s is not None:
-            change = _IN_TIME if seconds <= self.max_stall_s else _TOO_LONG
-            self._margin = min(1.0, max(_LEAST_MARGIN, self._margin * change))
+        change = _IN_TIME if seconds <= self.max_stall_s else _TOO_LONG
+        self._margin = min(1.0, max(_LEAST_MARGIN, self._margin * change))

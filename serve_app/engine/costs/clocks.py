@@ -6,8 +6,6 @@ import os
 import time
 from collections.abc import Callable
 
-from serve_app.base.formats import Threads
-
 # A batch whose threads had this part of their time was not disturbed: the kernel counts CPU time in ticks.
 UNDISTURBED = 0.9
 # No batch has a smaller share: something must have computed it.
@@ -18,16 +16,17 @@ class Clocks:
     """The time that passes, and the CPU time of this process.
 
     Threads that wait for each other spin, so they use all of their time, unless other programs have the
-    cores. Without `threads` that is not known of a backend, and every share is 1.
+    cores. Without `threads_of`, the number of threads by rows, nothing is known of others, and every share
+    is 1.
     """
 
     def __init__(
         self,
-        threads: Threads | None = None,
+        threads_of: Callable[[int], int] | None = None,
         wall: Callable[[], float] = time.perf_counter,
         cpu: Callable[[], float] = time.process_time,
     ) -> None:
-        self._threads, self._wall, self._cpu = threads, wall, cpu
+        self._threads_of, self._wall, self._cpu = threads_of, wall, cpu
         self._n_cores = len(os.sched_getaffinity(0))
         self._began = 0.0, 0.0
 
@@ -38,9 +37,9 @@ class Clocks:
         """Seconds since a batch of so many rows began, and the share of them that its threads had."""
         began, computed = self._began
         seconds = self._wall() - began
-        if self._threads is None or seconds <= 0:
+        if self._threads_of is None or seconds <= 0:
             return seconds, 1.0
-        n_threads = min(self._n_cores, self._threads.of(n_rows))
+        n_threads = min(self._n_cores, self._threads_of(n_rows))
         share = (self._cpu() - computed) / (seconds * n_threads)
         return seconds, min(1.0, max(_LEAST, share))
 

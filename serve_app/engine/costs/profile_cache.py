@@ -26,8 +26,8 @@ _FORMAT = 10
 _ALONE = 0.75
 # The options that the time of batches depends on, or the choice between kinds of batches.
 _OPTIONS = (
-    *("threads", "threads_batch", "fewer_threads", "numa", "n_slots", "n_ctx_slot", "n_ctx"),
-    *("n_batch", "flash_attn", "kv_unified", "cache_type_k", "cache_type_v", "max_stall_s"),
+    *("threads", "threads_batch", "numa", "n_slots", "n_ctx_slot", "n_ctx"),
+    *("n_batch", "flash_attn", "kv_unified", "cache_type_k", "cache_type_v", "max_stall_ms"),
     *("profile_limit_s", "n_rs_seq", "quantization", "backend"),
 )
 _Choice = TypeVar("_Choice")

@@ -7,24 +7,23 @@ import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
 
+from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import DecodeError, PromptTooLongError
-from serve_app.engine.backends.base import State
-from serve_app.engine.cache.manager import min_copy, slot_room
+from serve_app.engine.backends.base import Backend, State
+from serve_app.engine.cache.manager import KVCacheManager, min_copy, slot_room
 from serve_app.engine.cache.slots import Slot
-from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.guest import Guest, Steps
 from serve_app.engine.core.scheduler.batch import Batch
+from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import NO_SLOT, Sequence, SequenceState
 from serve_app.engine.costs.traffic import Alive, Load, Traffic
-
-if TYPE_CHECKING:
-    from serve_app.engine.core.engine_core import EngineCore
+from serve_app.engine.policy.forecast import Backlog
 
 logger = logging.getLogger("corral.engine")
 
 # What a change must save, by what it costs: while nobody waits; while nobody gets tokens yet; while
-# somebody does. And the longest that streams wait for it, in seconds, if the options set no bound.
+# somebody does. And the longest that streams wait for it, in seconds, whatever the bound is.
 _AT_REST, _BEFORE_STREAMS, _BESIDE_STREAMS = 1, 1, 4
 _LONGEST_PAUSE_S = 2.0
 # What it saves is compared with no less: forecasts of less are noise.
@@ -46,32 +45,37 @@ class CacheModeSwitcher(Guest):
 
     Best while nobody waits. When many come at once whose prompts begin alike, that shows before the first
     of them streams: the change costs them less than it saves. Streams are interrupted only for what saves
-    them several times as much, and if by the forecast they wait no longer than `max_stall_s`. Never, if
+    them several times as much, and if by the forecast they wait no longer than `max_stall_ms`. Never, if
     the options say what kind of cache it is to be, or the model forgets.
 
     A request that is longer than a slot's share of a split cache needs a unified one: streams are
     interrupted for it if they leave no gap within a few seconds.
     """
 
-    def __init__(self, core: EngineCore) -> None:
-        self._options = core.options
-        self._backend = core.backend
-        self._cache = core.cache
-        self._scheduler = core.scheduler
-        self._costs = core.costs
-        self._admission = core.admission
-        self._longest_pause_s = self._options.max_stall_s or _LONGEST_PAUSE_S
+    def __init__(
+        self,
+        options: EngineOptions,
+        backend: Backend,
+        cache: KVCacheManager,
+        scheduler: Scheduler,
+        backlog: Backlog,
+        steps: Steps,
+    ) -> None:
+        self._options, self._backend, self._cache = options, backend, cache
+        self._scheduler, self._costs = scheduler, scheduler.costs
+        self._backlog, self._steps = backlog, steps
+        self._longest_pause_s = min(steps.budget.max_stall_s, _LONGEST_PAUSE_S)
         profile, modes = self._backend.setup.profile, self._backend.modes
         can_change = profile.decode_s and not self._backend.traits.forgets
         self._modes = modes if can_change else None
-        self._traffic = self._observed()
+        self._traffic = self._comparison()
         self._not_before = 0.0
         self._long_until = 0.0
         """The time until which the cache stays unified for requests longer than a slot's share."""
         self._looked_at: tuple[int, ...] = ()
         self._n_steps = 0
 
-    def _observed(self) -> Traffic | None:
+    def _comparison(self) -> Traffic | None:
         """The comparison of the present kind with the other one, if there is another."""
         if self._modes is None:
             return None
@@ -79,28 +83,30 @@ class CacheModeSwitcher(Guest):
         share = min(setup.profile.share, other[1].share)
         return Traffic((setup.mode, self._costs), other, share)
 
-    def before_schedule(self, core: EngineCore) -> None:
+    def before_schedule(self) -> None:
         """Change the cache if a request needs that; or if it pays for the live requests, and streams can
         wait for it."""
         too_long = self._too_long()
         if too_long and self._traffic is None:
             for sequence in too_long:
                 n_most = self._cache.table.room
-                core.end([sequence], PromptTooLongError(len(sequence.tokens), n_most, "prompt"))
+                self._steps.end(
+                    [sequence], PromptTooLongError(len(sequence.tokens), n_most, "prompt")
+                )
         elif self._needs_change(too_long):
             longest = max(len(sequence.tokens) for sequence in too_long)
-            self._change(core, f"a request of {longest} tokens is longer than a slot's share")
-            core.admit()
-        elif not core.is_draining and self.pays(core.backlog.n_generated, core.budget.left_s):
-            self._change(core)
-            core.admit()
+            self.carry_out(f"a request of {longest} tokens is longer than a slot's share")
+            self._steps.admit()
+        elif not self._steps.is_draining and self.pays():
+            self.carry_out()
+            self._steps.admit()
 
-    def scheduled(self, core: EngineCore, batches: SequenceOf[Batch]) -> None:
+    def before_decode(self, batches: SequenceOf[Batch]) -> None:
         """Watch what the step computes."""
         if self._traffic is None or not batches:
             return
         self._n_steps += 1
-        n_cells = core.cache.table.n_cells
+        n_cells = self._cache.table.n_cells
         for together in _together(batches):
             self._traffic.observe(_load(together, n_cells))
 
@@ -112,21 +118,16 @@ class CacheModeSwitcher(Guest):
         pays = self._traffic.regret_s() > _AT_REST * max(_LEAST_S, self._cost_s())
         return 0.0 if pays else math.inf
 
-    def at_rest(self, core: EngineCore) -> None:
+    def at_rest(self) -> None:
         """Change the cache while nobody waits."""
-        if not core.is_draining:
-            self._change(core)
-
-    def _change(self, core: EngineCore, need: str = "") -> None:
-        core.runner.use_adapters(())  # the new context has none
-        self.carry_out(need)
-        core.changed = True
+        if not self._steps.is_draining:
+            self.carry_out()
 
     def _too_long(self) -> list[Sequence]:
         """The live sequences for which a slot has no room in the present kind of cache."""
         if not self._options.is_pooled:
             return []
-        live = (*self._scheduler.running, *self._admission.waiting)
+        live = (*self._steps.running, *self._steps.waiting)
         share = self._options.n_ctx_share
         longer = [seq for seq in live if len(seq.tokens) > share and not seq.finished]
         if longer:
@@ -136,7 +137,7 @@ class CacheModeSwitcher(Guest):
     def _needs_change(self, too_long: list[Sequence]) -> bool:
         """Whether to change now for sequences that have no room: at once if a slot is full. Else one of
         them must fit beside the running sequences, and streams can wait for it, or have been waited for."""
-        running = self._scheduler.running
+        running = self._steps.running
         if not too_long or any(sequence.finished for sequence in running):
             return False
         if any(sequence.slot_id != NO_SLOT for sequence in too_long):
@@ -154,22 +155,21 @@ class CacheModeSwitcher(Guest):
         unified = self._backend.setup.mode.kv_unified
         return unified and time.monotonic() < self._long_until
 
-    def pays(self, n_answer: float, left_s: float = math.inf) -> bool:
-        """Whether to change now, for those that are there and for what was there lately. An answer probably
-        has `n_answer` tokens, and streams can wait for `left_s`."""
+    def pays(self) -> bool:
+        """Whether to change now, for those that are there and for what was there lately."""
         if self._traffic is None or not self._cache.settled or not self._is_news():
             return False
         if time.monotonic() < self._not_before or self._stays_unified:
             return False
-        running = self._scheduler.running
+        running = self._steps.running
         if any(sequence.finished for sequence in running):
             return False
-        live = [*running, *self._admission.waiting]
+        live = [*running, *self._steps.waiting]
         streams = any(sequence.n_generated for sequence in live)
         cost_s = self._cost_s()
-        if streams and cost_s > min(left_s, self._longest_pause_s):
+        if streams and cost_s > min(self._steps.budget.left_s, self._longest_pause_s):
             return False
-        alive = [self._alive(sequence, n_answer) for sequence in live]
+        alive = [self._alive(sequence) for sequence in live]
         coming = [sequence for sequence in alive if sequence is not None]
         saves_s = self._traffic.saves_s(
             coming, self._idle_cells(len(coming)), self._options.n_slots
@@ -179,21 +179,16 @@ class CacheModeSwitcher(Guest):
         return bool(coming) and self._traffic.regret_s() + saves_s > wanted_s
 
     def _is_news(self) -> bool:
-        waits = sum(one.prefix_pending is not None for one in self._admission.waiting)
-        seen = (
-            len(self._scheduler.running),
-            len(self._admission.waiting),
-            waits,
-            self._n_steps // _EVERY,
-        )
+        waits = sum(one.prefix_pending is not None for one in self._steps.waiting)
+        seen = (len(self._steps.running), len(self._steps.waiting), waits, self._n_steps // _EVERY)
         before, self._looked_at = self._looked_at, seen
         return seen != before
 
-    def _alive(self, sequence: Sequence, n_answer: float) -> Alive | None:
+    def _alive(self, sequence: Sequence) -> Alive | None:
         """The sequence as `Traffic` counts it; None if nothing is known of it, as there was no slot for it
         yet."""
         n_tokens = len(sequence.tokens)
-        likely = max(1.0, n_answer - sequence.n_generated)
+        likely = max(1.0, self._backlog.n_generated - sequence.n_generated)
         n_left = likely if sequence.n_left is None else min(likely, sequence.n_left)
         if sequence.prefix_pending is not None:
             n_shared = min(sequence.prefix_pending.n_tokens, n_tokens)
@@ -206,7 +201,7 @@ class CacheModeSwitcher(Guest):
     def _idle_cells(self, n_alive: int) -> float:
         """The number of cells that idle slots will keep when so many requests have slots."""
         idle = [slot.n_past - slot.n_shared for slot in self._cache.table.slots if slot.idle]
-        n_taken = max(0, n_alive - len(self._scheduler.running))
+        n_taken = max(0, n_alive - len(self._steps.running))
         return sum(idle) * max(0, len(idle) - n_taken) / max(1, len(idle))
 
     # -- the change -------------------------------------------------------------------------------
@@ -256,13 +251,13 @@ class CacheModeSwitcher(Guest):
             if self._is_worth_storing(slot):
                 cache.store_now(slot)
         pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
-        at_rest = not (self._scheduler.running or self._admission.waiting)
+        at_rest = not (self._steps.running or self._steps.waiting)
         by_traffic, other = self._traffic.reason(at_rest=at_rest), self._modes.other[0]
-        self._admission.interrupt()
+        self._steps.interrupt()
         self._modes.change(f"{other}: {need}" if need else by_traffic, self._costs.learned())
         self._modes = self._backend.modes
         self._costs.begin(self._backend.setup.profile)
-        self._traffic = self._observed()
+        self._traffic = self._comparison()
         mode = self._backend.setup.mode
         self._scheduler.mix(mode.kv_unified)
         room = slot_room(self._options, mode)

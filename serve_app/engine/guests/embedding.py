@@ -18,15 +18,13 @@ from serve_app.base.errors import CorralError, DecodeError
 from serve_app.base.types import Medium, account
 from serve_app.engine.backends.base import Backend, EmbeddingShape, Row
 from serve_app.engine.core.command_queue import Command
-from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.guest import Guest, Steps
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.costs.cost_model import CostModel
 from serve_app.engine.health import Progress
 from serve_app.engine.policy.policy import SlotPolicy
 
 if TYPE_CHECKING:
-    from serve_app.engine.core.engine_core import EngineCore
     from serve_app.engine.guests.pictures import PlacedTile, TileReader
 
 Vectors = NDArray[np.float32]
@@ -36,8 +34,8 @@ Vectors = NDArray[np.float32]
 _SHARE = 0.5
 # The same for some seconds after another client's sequences ran: its next prompt may come during a batch.
 _SHARE_AMONG_CLIENTS, _AMONG_CLIENTS_S = 0.05, 10.0
-# A row takes longer than one of a prompt, as llama.cpp computes the logits of each: a guess, and how fast
-# it follows what batches take.
+# How much longer a row takes than one of a prompt, as llama.cpp computes the logits of each. A guess, and
+# how fast it follows what batches take.
 _FIRST_SLOWDOWN, _NEWEST, _MOST_CHANGE = 2.0, 0.2, 2.0
 
 
@@ -169,17 +167,16 @@ class EmbeddingQueue(Guest):
         self,
         backend: Backend,
         costs: CostModel,
-        budget: StepBudget,
         progress: Progress,
         policy: SlotPolicy,
+        steps: Steps,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._backend = backend
         self._shape: EmbeddingShape = backend.embeddings.shape
         self._costs = costs
-        self._budget = budget
         self._progress = progress
-        self._policy = policy
+        self._policy, self._steps = policy, steps
         self._places_lock = threading.Lock()
         self._slowdown = _FIRST_SLOWDOWN
         self._waiting: list[PendingText] = []
@@ -224,12 +221,12 @@ class EmbeddingQueue(Guest):
         """Whether any text waits."""
         return bool(self._waiting)
 
-    def before_schedule(self, core: EngineCore) -> None:
+    def before_schedule(self) -> None:
         """Compute a batch of texts, and admit the requests that came meanwhile."""
         if self._waiting:
-            self.step(core.running)
-            core.take_commands()
-            core.admit()
+            self.step()
+            self._steps.take_commands()
+            self._steps.admit()
 
     def add(self, requests: Iterable[Texts]) -> None:
         """Queue texts."""
@@ -245,9 +242,9 @@ class EmbeddingQueue(Guest):
             self._waiting += texts
             self._waiting.sort(key=lambda text: text.turn)
 
-    def step(self, running: Sequence[EngineSequence]) -> None:
-        """Compute a batch, if any text waits and those of `running` do not go before it: beside
-        them, within its share of the stall budget by the cost model. `deliver` reports each end."""
+    def step(self) -> None:
+        """Compute a batch, if any text waits and running sequences do not go before it. Beside them, it
+        keeps within its share of the stall budget, by the cost model. `deliver` reports each end."""
         for request in [request for request in self._live if request.future.cancelled()]:
             self._leave(request)
         self._waiting = [text for text in self._waiting if text.request in self._live]
@@ -255,6 +252,7 @@ class EmbeddingQueue(Guest):
         if not texts:
             return
         first = texts[0]
+        running = self._steps.running
         ahead = [sequence for sequence in running if not sequence.is_behind]
         if first.is_behind and ahead:
             self._others_ran = time.monotonic()
@@ -284,9 +282,11 @@ class EmbeddingQueue(Guest):
     def _first(self) -> list[PendingText]:
         """The texts that the next batch may have: the one that has begun goes on, then suspects are
         first."""
-        most = self._shape.n_seq_max
+        most, live = self._shape.n_seq_max, (*self._steps.running, *self._steps.waiting)
         ordered = [text for text in self._waiting if text.n_past]
-        new = [text for text in self._policy.next_texts(self._waiting, most) if not text.n_past]
+        new = [
+            text for text in self._policy.next_texts(self._waiting, most, live) if not text.n_past
+        ]
         ordered += sorted(new, key=lambda text: not text.is_suspect)
         pictured = (text for text in ordered if text.spans)
         self._seeing = min(
@@ -311,8 +311,8 @@ class EmbeddingQueue(Guest):
         self._drop({text.request for text in readers if isinstance(text, PendingText)}, error)
 
     def _gives_way(self, text: PendingText, running: Sequence[EngineSequence]) -> bool:
-        """Whether texts wait in this step for clients that were not served more: for their prompts, and
-        every other time for their streams, which cannot use all of the decoder."""
+        """Whether texts wait in this step for clients that were not served more. They wait for their
+        prompts, and every other time for their streams, which cannot use all of the decoder."""
         others = [seq for seq in running if seq.request.account != text.request.account]
         now = time.monotonic()
         if others:
@@ -325,11 +325,13 @@ class EmbeddingQueue(Guest):
         n_rows = min(self._shape.n_rows, n_pending)
         among_clients = time.monotonic() < self._others_ran + _AMONG_CLIENTS_S
         may_be_long = not (beside or among_clients or first.request.background)
-        if may_be_long or not (self._budget.max_stall_s and self._costs):
+        if may_be_long or not (self._steps.budget.is_bounded and self._costs):
             return n_rows
         share = _SHARE if beside else 1.0  # such a batch is not left, and somebody may come
         share = _SHARE_AMONG_CLIENTS if among_clients else share
-        within_s = min(share * self._budget.max_stall_s, self._budget.left_s) / self._slowdown
+        within_s = (
+            min(share * self._steps.budget.max_stall_s, self._steps.budget.left_s) / self._slowdown
+        )
         fitting = self._costs.chunk(n_rows, first.n_past, within_s=within_s)
         return fitting or self._costs.smallest_chunk(n_rows, first.n_past)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b, shake_128
@@ -22,19 +22,15 @@ from numpy.typing import NDArray
 from serve_app.base.errors import CorralError, DecodeError, InvalidRequestError
 from serve_app.base.types import MEDIUM, Medium
 from serve_app.engine.backends.base import Backend, PictureSupport, Projector, Row
-from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.guest import Guest, Steps
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.metrics.stats import Counts
 from serve_app.kernels.llama.vision.positions import Tile, cannot_be_used
 
 if TYPE_CHECKING:
-    from serve_app.engine.core.engine_core import EngineCore
     from serve_app.engine.guests.embedding import EmbeddingQueue, PendingText
 
     TileReader: TypeAlias = EngineSequence | PendingText
     """A sequence with pictures, or a text that becomes a vector: what embeddings of tiles are for."""
-    TileReaders: TypeAlias = Callable[[], Sequence[TileReader]]
 
 # A tile has so many at least, or its hash would be too short to tell it from others.
 _LEAST_TOKENS = 4
@@ -174,8 +170,8 @@ class NodeTimes:
 # Of the stall budget, what a step and a piece of encoding are planned for together; of what the step
 # leaves, what prompts leave to the encoding beside them.
 _MARGIN, _BESIDE_PROMPTS = 0.84, 0.5
-# The budget, if the options set none.
-_UNBOUNDED_S = 1.0
+# The longest budget that encoding plans for, whatever the bound is.
+_LONGEST_S = 1.0
 # Seconds of a piece while nobody streams: how long who comes waits to be seen.
 _CALM_S = 0.05
 # And at least, however long steps take: pictures get on, too.
@@ -219,26 +215,15 @@ class Encoding(Guest):
     a text's pictures; each tile once for all. Decoder thread only; a thread of its own resizes pictures.
 
     libmtmd encodes a tile in one call, which may take seconds. It asks between the nodes of its graph
-    whether to go on, and there, on the same thread, `interlude` serves all others: so there is one team of
+    whether to go on, and there, on the same thread, an interlude serves all others: so there is one team of
     OpenMP threads, and streams wait no longer than for a chunk of somebody's prompt.
     """
 
     def __init__(
-        self,
-        projector: Projector,
-        budget: StepBudget,
-        max_bytes: int,
-        counts: Counts,
-        interlude: Callable[[], None],
-        charge: Callable[[TileReader, float], None],
-        texts: EmbeddingQueue,
+        self, projector: Projector, max_bytes: int, texts: EmbeddingQueue, steps: Steps
     ) -> None:
-        """`interlude` takes in the requests that have come, and computes a step; `charge` has a reader's
-        client pay for seconds of the decoder."""
         self._projector, self._texts = projector, texts
-        self._budget = budget
-        self._counts = counts
-        self._interlude, self._charge = interlude, charge
+        self._steps, self._counts = steps, steps.counts
         self.embeddings = TileEmbeddings(max_bytes)
         self._preparing = ThreadPoolExecutor(1, "corral-pictures")
         self._prepared: dict[bytes, Future[Any]] = {}
@@ -246,23 +231,13 @@ class Encoding(Guest):
         self._is_encoding = False
         self._piece_began = 0.0
 
-    def before_schedule(self, core: EngineCore) -> None:
-        """Give sequences the embeddings that they need next."""
-        self.resolve(self._readers(core))
+    @property
+    def _readers(self) -> list[TileReader]:
+        return [*self._steps.running, *self._texts.readers]
 
-    def after_step(self, core: EngineCore, step_s: float, *, idle: bool) -> None:
-        """Encode a piece, in the time that the next step probably leaves."""
-        if failure := self.step(lambda: self._readers(core), step_s, idle=idle):
-            readers, error = failure
-            self._texts.drop(readers, error)
-            core.end([one for one in readers if isinstance(one, EngineSequence)], error)
-
-    def _readers(self, core: EngineCore) -> list[TileReader]:
-        return [*core.running, *self._texts.readers]
-
-    def resolve(self, readers: Iterable[TileReader]) -> None:
+    def before_schedule(self) -> None:
         """Give tiles what they were encoded to for others, and take it from those that are computed."""
-        for reader in readers:
+        for reader in self._readers:
             for placed in _tiles(reader):
                 if placed.end <= reader.n_past:
                     placed.embeddings = None
@@ -270,35 +245,31 @@ class Encoding(Guest):
                     placed.embeddings = self.embeddings.get(placed.key)
                     self._counts.found_tiles += placed.embeddings is not None
 
-    def step(
-        self, running: TileReaders, step_s: float, *, idle: bool
-    ) -> tuple[list[TileReader], CorralError] | None:
-        """Encode a tile that somebody needs next, if there is one. The step before took `step_s`;
-        if it was `idle`, it had nothing to compute. Returns who cannot go on, and why, if it failed.
-        `interlude` must not call this: nothing happens then."""
-        if self._is_encoding:
-            return None
-        missing = next(_missing(running()), None)
-        if missing is None:
-            return None
+    def after_step(self, step_s: float, *, idle: bool) -> None:
+        """Encode a piece of a tile that somebody needs next, in the time that the next step probably
+        leaves; if encoding fails, those end that need it. A step of an interlude does nothing here."""
+        missing = next(_missing(self._readers), None)
+        if self._is_encoding or missing is None:
+            return
         reader, placed = missing
         try:
-            prepared = self._prepare(running(), placed.medium, _PATIENCE_S if idle else 0)
+            prepared = self._prepare(placed.medium, _PATIENCE_S if idle else 0)
             if prepared is not None:
-                self._encode(reader, placed, prepared, running, step_s)
+                self._encode(reader, placed, prepared, step_s)
         except CorralError as error:
             self._prepared.pop(placed.medium.key, None)
-            return _who_needs(placed, running()), error
-        return None
+            readers = _who_needs(placed, self._readers)
+            self._texts.drop(readers, error)
+            self._steps.end([one for one in readers if isinstance(one, EngineSequence)], error)
 
-    def close(self, core: EngineCore, *, healthy: bool) -> None:
+    def close(self, *, healthy: bool) -> None:
         """End the other thread."""
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, running: Sequence[TileReader], medium: Medium, patience_s: float) -> Any:
+    def _prepare(self, medium: Medium, patience_s: float) -> Any:
         """A medium as it is encoded; None if that is not there yet. The medium that is needed
         after it is begun, too. Raises CorralError."""
-        media = {tile.medium.key: tile.medium for _, tile in _missing(running)}
+        media = {tile.medium.key: tile.medium for _, tile in _missing(self._readers)}
         for key in self._prepared.keys() - media.keys():
             del self._prepared[key]
         for key, following in list(media.items())[:_PREPARED]:
@@ -309,17 +280,10 @@ class Encoding(Guest):
         except TimeoutError:
             return None
 
-    def _encode(
-        self,
-        reader: TileReader,
-        placed: PlacedTile,
-        prepared: Any,
-        running: TileReaders,
-        step_s: float,
-    ) -> None:
+    def _encode(self, reader: TileReader, placed: PlacedTile, prepared: Any, step_s: float) -> None:
         elsewhere_s = 0.0
         looked = began = self._piece_began = time.monotonic()
-        allowed_s = self._allowed_s(running(), step_s)
+        allowed_s = self._allowed_s(step_s)
 
         def pause() -> bool:
             nonlocal elsewhere_s, looked, allowed_s
@@ -328,11 +292,11 @@ class Encoding(Guest):
             looked = now
             if now + self._nodes.next_s < self._piece_began + allowed_s:
                 return True
-            self._interlude()
+            self._steps.interlude()
             looked = self._piece_began = time.monotonic()
             elsewhere_s += looked - now
-            allowed_s = self._allowed_s(running(), looked - now)
-            return bool(_who_needs(placed, running()))
+            allowed_s = self._allowed_s(looked - now)
+            return bool(_who_needs(placed, self._readers))
 
         self._nodes.begin(placed.tile)
         self._is_encoding = True
@@ -342,19 +306,20 @@ class Encoding(Guest):
             self._is_encoding = False
         seconds = time.monotonic() - began - elsewhere_s
         self._counts.encode_s += seconds
-        if reader in running():
-            self._charge(reader, seconds)
+        if reader in self._readers:
+            self._steps.charge(reader, seconds)
         if embeddings is not None:
             self._counts.encoded_tiles += 1
             self.embeddings.put(placed.key, embeddings)
             placed.embeddings = embeddings
 
-    def _allowed_s(self, running: Sequence[TileReader], step_s: float) -> float:
-        if not any(one.n_generated for one in running):
+    def _allowed_s(self, step_s: float) -> float:
+        readers, budget = self._readers, self._steps.budget
+        if not any(one.n_generated for one in readers):
             return _CALM_S
-        bound_s = self._budget.max_stall_s or _UNBOUNDED_S
-        left_s = _MARGIN * bound_s - self._budget.elapsed_s - self._budget.reserved_s - step_s
-        if any(one.n_pending > 1 and not one.is_blocked for one in running):
+        bound_s = min(budget.max_stall_s, _LONGEST_S)
+        left_s = _MARGIN * bound_s - budget.elapsed_s - budget.reserved_s - step_s
+        if any(one.n_pending > 1 and not one.is_blocked for one in readers):
             left_s *= _BESIDE_PROMPTS
         return max(left_s, _LEAST_S)
 

@@ -85,7 +85,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
     options, cache, counts = core.options, core.cache, core.counts
     setup = core.backend.setup
     guests = Counter({name: n for guest in core.guests for name, n in guest.counts.items()})
-    mode, threads = setup.mode, setup.threads
+    mode = setup.mode
     n_running, n_waiting = (
         Counter(one.request.background for one in them)
         for them in (core.running, core.admission.waiting)
@@ -100,10 +100,8 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
             flash_attn=mode.flash_attn,
             kv_unified=mode.kv_unified,
             mode_reason=setup.mode_reason,
-            threads=threads.one_row,
-            threads_few=threads.few_rows,
-            threads_batch=threads.many_rows,
-            threads_reason=threads.reason,
+            threads=options.threads_of(1),
+            threads_batch=options.threads_of(2),
         ),
         queue=QueueStats(
             running=n_running[False],
@@ -114,7 +112,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
             background_running=n_running[True],
             background_waiting=n_waiting[True],
             background_backlog_s=round(forecast.background_s, 3),
-            draining=core.is_draining,
+            draining=core.steps.is_draining,
         ),
         requests=_group(RequestStats, counts, ended=dict(counts.ended)),
         tokens=_group(TokenStats, counts),

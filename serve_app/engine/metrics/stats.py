@@ -31,7 +31,7 @@ class SlotStats:
 
 @dataclass(frozen=True, slots=True)
 class ComputeStats:
-    """The kernels, the kind of attention and of cache, and the threads, each with a reason."""
+    """The kernels, the kind of attention and of cache, and the threads."""
 
     backend: str = "llama.cpp"
     """The library whose kernels compute the model: `llama.cpp` or `openvino`."""
@@ -41,11 +41,8 @@ class ComputeStats:
     mode_reason: str = ""
     """The reason for `flash_attn` and `kv_unified`."""
     threads: int = 1
-    """Threads for batches of one row. `threads_few` are for batches of 2 to 16, `threads_batch` for
-    larger ones."""
-    threads_few: int = 0
+    """Threads for batches of one row. `threads_batch` are for larger ones."""
     threads_batch: int = 1
-    threads_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

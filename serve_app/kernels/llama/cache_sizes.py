@@ -1,11 +1,9 @@
-"""Sizes of a model's cache, as llama.cpp tells them: it makes a context without weights and memory."""
+"""Sizes of a model's cache, as llama.cpp tells them: it makes a context without memory."""
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import llama_cpp
 
@@ -33,27 +31,19 @@ class CacheSizes(NamedTuple):
     """Bytes of one sequence in the recurrent layers."""
 
 
-def cache_sizes(path: Path) -> CacheSizes | None:
-    """Read a GGUF file, whose weights may be missing. Takes tenths of a second. None if llama.cpp makes no
-    context of it, or one without a cache."""
-    library.init()
-    params = llama_cpp.llama_model_default_params()
-    params.no_alloc, params.n_gpu_layers = True, 0
-    params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+def cache_sizes(model: Any) -> CacheSizes | None:
+    """The sizes of llama.cpp's model, whose weights are not loaded. None if llama.cpp makes no context of
+    it, or one without a cache."""
+    window = int(llama_cpp.llama_model_n_swa(model))
+    options = llama_cpp.llama_context_default_params()
+    options.n_ctx, options.kv_unified = _N_CTX, True
+    options.n_seq_max = max(1, min(_MOST_SEQUENCES, _N_CTX // 2 // max(1, window)))
+    options.swa_full = False
+    options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which takes the most
     with library.captured() as lines:
-        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
-        if not model:
-            return None
-        window = int(llama_cpp.llama_model_n_swa(model))
-        options = llama_cpp.llama_context_default_params()
-        options.n_ctx, options.kv_unified = _N_CTX, True
-        options.n_seq_max = max(1, min(_MOST_SEQUENCES, _N_CTX // 2 // max(1, window)))
-        options.swa_full = False
-        options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which takes the most
         context = llama_cpp.llama_init_from_model(model, options)
         if context:
             llama_cpp.llama_free(context)
-        llama_cpp.llama_model_free(model)
     return _parsed(lines, window)
 
 

@@ -22,7 +22,7 @@ from llama_cpp import llama_cpp_ext
 from numpy.typing import NDArray
 
 from serve_app.base.errors import CacheFullError, ConfigError, DecodeCancelledError, DecodeError
-from serve_app.base.formats import CacheLayout, CacheType, Row, State, Threads, ggml_type, n_bytes
+from serve_app.base.formats import CacheLayout, CacheType, Row, State, ggml_type, n_bytes
 from serve_app.kernels.llama import library
 from serve_app.kernels.llama.model import Model
 from serve_app.kernels.llama.sampling import cuts
@@ -146,8 +146,6 @@ class Context:
     """
 
     _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_DEFAULT
-    _TELLS_ALL = True
-    """Whether the hidden states of all rows are told, and not only of rows that want logits."""
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
         self.model, self._options = model, options
@@ -161,9 +159,8 @@ class Context:
         params.n_batch, params.n_ubatch = options.n_batch, options.n_ubatch or options.n_batch
         params.n_seq_max, params.n_rs_seq = options.n_seq_max, options.n_rs_seq
         params.n_outputs_max = min(options.n_batch, options.n_outputs or options.n_seq_max)
-        self._threads = Threads.alike(options.threads, options.threads_batch)
-        params.n_threads = self._threads.one_row
-        params.n_threads_batch = self._threads.many_rows
+        params.n_threads = options.threads
+        params.n_threads_batch = options.threads_batch or options.threads
         self._formats = options.cache_type_k, options.cache_type_v
         params.type_k, params.type_v = map(ggml_type, self._formats)
         params.swa_full = False
@@ -202,7 +199,8 @@ class Context:
         )
         """Bytes that llama.cpp computes in, as it says itself; 0 if it does not."""
         if self._options.tells_hidden:
-            llama_cpp_ext.llama_set_embeddings_nextn(self.pointer, True, not self._TELLS_ALL)
+            only_of_logits = self._KIND != Context._KIND
+            llama_cpp_ext.llama_set_embeddings_nextn(self.pointer, True, only_of_logits)
         self._measure_cache(lines)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
@@ -235,7 +233,6 @@ class Context:
         self._adapters: tuple[tuple[int, float], ...] = ()
         self._views: dict[int, NDArray[np.float32]] = {}
         """Logits by their address: rows get the same ones again, and to make a view takes time."""
-        self._batch_threads = 0  # none that are known
         llama_cpp.llama_set_abort_callback(
             self.pointer, _IS_CANCELLED, ctypes.c_void_p(ctypes.addressof(self._cancelled))
         )
@@ -245,10 +242,12 @@ class Context:
 
     def _measure_cache(self, lines: Sequence[str]) -> None:
         model, params = self.model, self._params
-        per_token = sum(map(n_bytes, self._formats, model.cache_elements))
-        per_layer = per_token / max(1, model.n_cache_layers)
+        per_layer = sum(map(n_bytes, self._formats, model.layer_elements))
         layout = CacheLayout.read(lines, per_layer, params.n_seq_max)
-        self.layout = layout or CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
+        if layout is None:
+            per_token = model.n_layer * per_layer
+            layout = CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
+        self.layout = layout
         one_more = _padded(self._n_ctx_share) * self.layout.per_token + self.layout.per_sequence
         one_more += self.layout.rewind_bytes // params.n_seq_max
         one_more += min(model.window, self._n_ctx_share) * self.layout.per_window_token
@@ -330,7 +329,6 @@ class Context:
 
     def _run(self, batch: llama_cpp.llama_batch, n_rows: int) -> None:
         self._copied, self._rewinds = None, {}
-        self._set_threads(n_rows)
         if self.model.stored is not None:
             self.model.stored.use(n_rows >= self._stored_from)
         status = llama_cpp.llama_decode(self.pointer, batch)
@@ -355,18 +353,6 @@ class Context:
         if llama_cpp.llama_set_adapters_lora(self.pointer, pointers, len(used), scales) != 0:
             raise DecodeError("llama.cpp does not take these adapters.")
         self._adapters = used
-
-    def use_threads(self, threads: Threads) -> None:
-        """Compute with these from now on."""
-        self._threads = threads
-        self._batch_threads = 0  # none of them
-
-    def _set_threads(self, n_rows: int) -> None:
-        """llama.cpp knows two numbers, for one row and for more."""
-        n = self._threads.of(max(2, n_rows))
-        if n != self._batch_threads:
-            llama_cpp.llama_set_n_threads(self.pointer, self._threads.one_row, n)
-            self._batch_threads = n
 
     def cancel(self, cancelled: bool) -> None:
         """Any thread: have the `decode` that runs, and those to come, end after the node of the graph that

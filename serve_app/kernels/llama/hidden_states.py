@@ -86,7 +86,6 @@ class OwnLayersContext(Context):
     """
 
     _KIND = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
-    _TELLS_ALL = False
     # Of so many rows, all have logits, so that one pass is enough.
     _MOST = 16
 

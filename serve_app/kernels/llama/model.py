@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import llama_cpp
-from gguf import GGUFReader, GGUFValueType
+from gguf import GGUFValueType
 from llguidance import LLMatcher, LLTokenizer
 
 from serve_app.base.errors import ConfigError, InvalidRequestError
@@ -22,6 +22,7 @@ from serve_app.base.formats import EmbeddingPooling, LoadMode
 from serve_app.base.sampling import SamplingParams, Triggers
 from serve_app.config import shards
 from serve_app.kernels.llama import library, long_runs
+from serve_app.kernels.llama.cache_sizes import CacheSizes, cache_sizes
 from serve_app.kernels.llama.grammars.constraint import (
     LIMITS,
     CompiledGrammars,
@@ -118,10 +119,11 @@ def _texts(path: Path, key: str) -> tuple[str, ...]:
 class Model:
     """An open model. Immutable but for `stored`: any thread may call. Freed when nobody holds it any more.
 
-    `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk: milliseconds
-    and megabytes, enough to tokenize. `delimiters` tells which texts structure the answers that a chat
-    template asks for: where such a text is a control token, it is shown. Raises ConfigError when
-    the file is missing, llama.cpp cannot load it, or the model has an encoder besides its decoder.
+    `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk, where a hole may be
+    in their place: tenths of seconds and megabytes, enough to tokenize and to tell sizes. `delimiters`
+    tells which texts structure the answers that a chat template asks for: where such a text is a control
+    token, it is shown. Raises ConfigError when the file is missing, llama.cpp cannot load it, or the model
+    has an encoder besides its decoder.
     """
 
     def __init__(
@@ -149,9 +151,9 @@ class Model:
                 f"The model file {self.path} cannot be read: {error.strerror}."
             ) from None
         params = llama_cpp.llama_model_default_params()
-        params.vocab_only = vocab_only
+        params.no_alloc = vocab_only
         params.n_gpu_layers = 0
-        params.load_mode = _LOAD_MODES[load_mode]
+        params.load_mode = _LOAD_MODES["none" if vocab_only else load_mode]
         params.use_extra_bufts = repack
         params.load_mtp = own_layers
         if on_loaded is not None:
@@ -237,22 +239,23 @@ class Model:
         """The number of own prediction layers (MTP), which guess further tokens by hidden states."""
         self.n_layer = self.meta_int("block_count", 1) - self.n_own_layers
         """The number of layers, without the model's own prediction layers."""
-        self._n_head = self.meta_int("attention.head_count", 1)
-        head = max(1, width) // max(1, self._n_head)
+        n_head = self.meta_int("attention.head_count", 1)
+        head = max(1, width) // max(1, n_head)
         self.head_sizes = (
             self.meta_int("attention.key_length", head),
             self.meta_int("attention.value_length", head),
         )
         """Elements of one head's key and value."""
+        self._n_head_kv = self.meta_int("attention.head_count_kv", n_head)
         self.window = int(llama_cpp.llama_model_n_swa(self.pointer))
         """Tokens that sliding-window layers look back on; 0 if there are none."""
         kind = llama_cpp.llama_model_rope_type(self.pointer)
         self.n_dimensions = 4 if kind in _SEVERAL_DIMENSIONS else 1
         """The dimensions of a token's position: four with M-RoPE, otherwise one. Source: llama.cpp,
         `llama_hparams::n_pos_per_embd`."""
-        self._is_hybrid = bool(llama_cpp.llama_model_is_hybrid(self.pointer))
-        self.is_recurrent = self._is_hybrid or bool(
-            llama_cpp.llama_model_is_recurrent(self.pointer)
+        self.is_recurrent = bool(
+            llama_cpp.llama_model_is_hybrid(self.pointer)
+            or llama_cpp.llama_model_is_recurrent(self.pointer)
         )
         """Whether layers keep one state of a sequence, and not all of its tokens."""
         self.rolls_back_freely = self.architecture in _ROLLED_BACK
@@ -286,36 +289,20 @@ class Model:
         return self.architecture in ("qwen3", "qwen3vl")
 
     @property
-    def cache_elements(self) -> tuple[int, int]:
-        """Elements of all keys and all values that one token has in the KV cache; in layers with a window,
-        it has them only while it is in there."""
-        heads, (key, value) = sum(self._kv_heads), self.head_sizes
-        return heads * key, heads * value
+    def layer_elements(self) -> tuple[int, int]:
+        """Elements of the key and the value that one token has in a layer, where all layers are alike."""
+        key, value = self.head_sizes
+        return self._n_head_kv * key, self._n_head_kv * value
 
     @functools.cached_property
-    def _kv_heads(self) -> list[int]:
-        """The heads of keys and values of each layer that the file tells of; 0 if it is recurrent only."""
-        n_layer, name = self.n_layer, f"{self.architecture}.attention.head_count_kv"
-        heads = self.meta_int("attention.head_count_kv", self._n_head)
-        if not self._is_hybrid:
-            return [heads] * n_layer
-        if self.meta(name) is None:  # each layer has its own
-            field = GGUFReader(self.path).get_field(name)
-            found = field.contents() if field is not None else heads
-            return list(found)[:n_layer] if isinstance(found, list) else [heads] * n_layer
-        every = self.meta_int("full_attention_interval", 1)
-        return [heads if i % every == every - 1 else 0 for i in range(n_layer)]
-
-    @property
-    def n_cache_layers(self) -> int:
-        return sum(heads > 0 for heads in self._kv_heads)
+    def cache_sizes(self) -> CacheSizes | None:
+        """The cache that the model needs, by llama.cpp; None if it does not tell. With `vocab_only`."""
+        return cache_sizes(self.pointer)
 
     @property
     def file_type(self) -> str:
         """How most of its numbers are stored, in llama.cpp's words: `Q4_K - Medium`."""
-        number = self.meta("general.file_type")  # llama.cpp keeps it only with weights
-        known = llama_cpp.llama_model_ftype(self.pointer) if number is None else int(number)
-        name = llama_cpp.llama_ftype_name(known)
+        name = llama_cpp.llama_ftype_name(llama_cpp.llama_model_ftype(self.pointer))
         return (name or b"").decode()
 
     def fingerprint(self) -> bytes:

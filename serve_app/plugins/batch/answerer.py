@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -71,7 +72,7 @@ class Answerer:
         self._places = asyncio.Semaphore(_LINES_PER_SLOT * model.options.n_slots)
         model = dataclasses.replace(
             model,
-            options=dataclasses.replace(model.options, max_stall_s=None),
+            options=dataclasses.replace(model.options, max_stall_ms=math.inf),
             aliases=("*",),  # requests may have been written for another server
             on_demand=None,
         )

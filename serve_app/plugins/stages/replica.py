@@ -18,7 +18,7 @@ from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import EngineFailedError
 from serve_app.base.progress import Report
 from serve_app.engine import Engine
-from serve_app.engine.choice.plan import OPENVINO, kept_plan
+from serve_app.engine.choice.plan import OPENVINO, Plan
 from serve_app.engine.costs import profile_cache
 from serve_app.kernels.openvino.parts import ModelPart, ModelShape, StageNode, divided
 from serve_app.plugins.stages.chain import StageChain
@@ -79,15 +79,16 @@ class ReplicaStage:
         from serve_app.engine.backends.openvino import OpenVinoBackend
         from serve_app.kernels.llama.model import Model
         from serve_app.kernels.openvino.convert import shape_of, versions
+        from serve_app.prompt.chat_template import delimiters
 
-        gang, model = self._gang, Model(path, vocab_only=True)
+        gang, model = self._gang, Model(path, vocab_only=True, delimiters=delimiters)
         self._shape = shape_of(model.files, options.quantization)
         self._folder = options.profile_folder
         conditions = {"model": model.fingerprint().hex(), "openvino": versions()}
         self._kept_as = profile_cache.key(options, **conditions, stages=gang.size)
         # However layers are divided: an engine measures the time of all stages.
         name = profile_cache.key(options, **conditions, chain=gang.size)
-        plan = kept_plan(self._folder, name, OPENVINO)
+        plan = profile_cache.load(self._folder, name, Plan) or Plan(OPENVINO, name=name)
         speed = profile_cache.load(self._folder, self._kept_as, StageSpeed)
         own = StageReport(self._node_id, options.memory_bytes, speed)
         n_tokens = gang.size * options.n_ctx_together
@@ -98,7 +99,7 @@ class ReplicaStage:
             *(gang.rank + 1, gang.size, layers.start + 1, layers.stop, parts[-1].stop),
         )
         self.chain.part = ModelPart(gang.rank, gang.size, layers)
-        engine = Engine(lambda: OpenVinoBackend(path, options, report, plan, self.chain), options)
+        engine = Engine(lambda: OpenVinoBackend(model, options, report, plan, self.chain), options)
         for what in ("address", "report"):  # all others have read them
             shared_values().delete(self._key(what, gang.rank))
         return engine

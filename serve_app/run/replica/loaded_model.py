@@ -94,7 +94,6 @@ class LoadedModel:
             sizing.bounded(model.options, model.memory_shares, memory_bytes - weights),
             memory_bytes=memory_bytes,
             threads=self._cpus.threads,
-            fewer_threads=model.threads is None and model.options.threads_batch is None,
             computing_cpus=self._cpus.computing_cpus,
             pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
             profile_folder=cache_folder() / "profiles",

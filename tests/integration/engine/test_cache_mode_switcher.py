@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 
-from serve_app.base.formats import Threads
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends import llama_cpp
 from serve_app.engine.backends.llama_cpp import LlamaBackend
@@ -29,7 +28,6 @@ OWN = [name + " " + SYSTEM for name in ("Ann", "Bob", "Cleo", "Dan")]
 OPTIONS = EngineOptions(
     n_slots=4, n_ctx_slot=256, threads=1, n_batch=64, flash_attn=False, cache_ram_bytes=2**26
 )
-THREADS = Threads.alike(1, None)
 SPLIT, UNIFIED = Mode(False, False), Mode(False, True)
 COUNTS = (1, 2, 4)
 # In a unified cache a batch takes as long as there are cells: with prompts of their own as in a split one.
@@ -55,8 +53,8 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
         kind = options.kv_unified
         if kind is not None:
             profile = FLAT if kind else DEEP
-            return CachePlan(Mode(False, kind), "as configured", profile, THREADS)
-        return CachePlan(SPLIT, "measured", DEEP, THREADS, (UNIFIED, FLAT))
+            return CachePlan(Mode(False, kind), "as configured", profile)
+        return CachePlan(SPLIT, "measured", DEEP, (UNIFIED, FLAT))
 
     monkeypatch.setattr(llama_cpp, "choose_cache", choose_cache)
     for method in ("observe_decode", "observe_prefill"):  # a profile is no fiction elsewhere
@@ -131,7 +129,7 @@ async def test_what_was_learned_is_kept_for_the_next_start(path: Path, tmp_path:
         assert save.call_count == 1
     finally:
         backend.close()
-    cache = CachePlan(UNIFIED, "learned", FLAT, THREADS, (SPLIT, learned))
+    cache = CachePlan(UNIFIED, "learned", FLAT, (SPLIT, learned))
     kept = profile_cache.load(tmp_path, "a", Plan)
     assert kept == Plan(name="a", caches={str(REPACKED): cache})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import pickle
 import random
 from contextlib import closing
@@ -34,7 +35,7 @@ OPTIONS = EngineOptions(
     n_ctx_slot=2560,
     threads=1,
     n_batch=256,
-    max_stall_s=None,
+    max_stall_ms=math.inf,
     flash_attn=False,
     kv_unified=False,
     profile_limit_s=0,

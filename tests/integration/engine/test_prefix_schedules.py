@@ -7,6 +7,7 @@ with Q8_0 weights, the logits do not depend on how the work was cut: the tokens 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
@@ -43,7 +44,7 @@ ALONE = EngineOptions(
     n_batch=128,
     flash_attn=False,
     kv_unified=False,
-    max_stall_s=None,
+    max_stall_ms=math.inf,
     speculate=False,
 )
 PINNED = (TOKENIZER.encode_system_prompt(SYSTEM),)
@@ -51,13 +52,11 @@ CRAMPED = replace(ALONE, n_slots=4, n_ctx_slot=160, n_ctx=256, kv_unified=True)
 OTHERS = {
     "one slot and a store": replace(ALONE, cache_ram_bytes=32 * 2**20),
     "little room": replace(ALONE, n_slots=2, cache_ram_bytes=400_000, n_batch=48),
-    "pinned, small chunks": replace(ALONE, n_slots=3, max_stall_s=0.004, pinned=PINNED),
+    "pinned, small chunks": replace(ALONE, n_slots=3, max_stall_ms=4, pinned=PINNED),
     "unified": replace(ALONE, n_slots=3, kv_unified=True, pinned=PINNED, cache_ram_bytes=2**20),
     "preempted": replace(CRAMPED, cache_ram_bytes=2**22),
     "preempted, no store": CRAMPED,
-    "speculating": replace(
-        ALONE, n_slots=2, speculate=True, max_stall_s=0.004, profile_limit_s=1.0
-    ),
+    "speculating": replace(ALONE, n_slots=2, speculate=True, max_stall_ms=4, profile_limit_s=1.0),
 }
 CHATS = st.builds(
     lambda system, n_turns, question: TOKENIZER.encode_chat(

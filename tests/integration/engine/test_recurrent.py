@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,7 +103,7 @@ async def test_drafts_from_the_text_change_no_answer(
         flash_attn=False,
         kv_unified=kv_unified,
         n_rs_seq=4,
-        max_stall_s=None,
+        max_stall_ms=math.inf,
         profile_limit_s=0.5,
     )
     prompts = [tuple(range(20, 110)), tuple(range(100, 127)), tuple(range(20, 70)), (*range(150),)]

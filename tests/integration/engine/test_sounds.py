@@ -14,7 +14,7 @@ from gguf import GGUFWriter
 from serve_app.base.errors import ConfigError, InvalidRequestError, PromptTooLongError
 from serve_app.base.types import MEDIUM, SAMPLE_RATE, Picture, SequenceEnd, Sound
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
-from serve_app.kernels.llama.vision.senses import Senses, check_counts, senses
+from serve_app.kernels.llama.vision.senses import ProjectorFile, Senses
 from serve_app.prompt.tokenizer import Tokenizer
 from tests.integration.engine.opening import opener
 from tests.integration.engine.picture_reference import MARKER, reference
@@ -131,15 +131,15 @@ def test_a_projector_that_llama_cpp_would_end_the_process_with_is_refused(tmp_pa
         writer.write_kv_data_to_file()
         writer.close()
         if n_stacked == 10:
-            check_counts(path)
+            ProjectorFile(path).check_counts()
             continue
         with pytest.raises(ConfigError, match="stacks 8 steps"):
-            check_counts(path)
+            ProjectorFile(path).check_counts()
 
 
 async def test_what_cannot_be_heard_is_refused(files: tuple[Path, Path]) -> None:
     model, projector = files
-    assert senses(projector) == Senses(sees=False, hears=True)
+    assert ProjectorFile(projector).senses == Senses(sees=False, hears=True)
     async with opened(model, projector=projector) as engine:
         picture = Picture.of(bytes(3), 1, 1)
         with pytest.raises(InvalidRequestError, match="takes no pictures"):

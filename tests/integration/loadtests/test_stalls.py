@@ -24,7 +24,7 @@ def test_the_benchmark_has_a_row_for_each_bound(
 
 def test_a_loaded_engine_has_measured_its_batches(tiny_gguf: Path) -> None:
     engine = Engine.load(
-        tiny_gguf, EngineOptions(n_slots=3, n_ctx_slot=256, threads=1, n_batch=64, max_stall_s=0.25)
+        tiny_gguf, EngineOptions(n_slots=3, n_ctx_slot=256, threads=1, n_batch=64, max_stall_ms=250)
     )
     try:
         step_time = engine.stats().costs.step_time

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import string
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFWriter, LlamaFileType, PoolingType, TokenType
+from gguf import GGUFWriter, LlamaFileType, PoolingType
 from numpy.typing import NDArray
 
 from tools.gguf_file import add_hyperparameters, add_tokenizer
 from tools.random_models import model as random_model
+from tools.random_models.architectures import write_architecture
 
 _SHAPE = random_model.SHAPES["tiny"]
 
@@ -46,22 +46,14 @@ def write_reranker(path: Path, *, template: str | None) -> None:
 
 
 def write_t5(path: Path, architecture: str) -> None:
-    """The metadata of a T5 model, or of its encoder alone (`t5encoder`), without weights: enough to read
-    the vocabulary."""
-    writer = GGUFWriter(path, architecture)
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(1)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_relative_attn_buckets_count(32)
-    writer.add_tokenizer_model("t5")
-    special = ["<pad>", "</s>", "<unk>"]
-    writer.add_token_list([*special, "\u2581", *string.ascii_lowercase])
-    writer.add_token_scores([0.0] * (len(special) + 27))
-    writer.add_token_types([*[TokenType.CONTROL] * len(special), *[TokenType.NORMAL] * 27])
-    writer.add_pad_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_unk_token_id(2)
-    finish(writer, {})
+    """A T5 model, or its encoder alone (`t5encoder`)."""
+    metadata = {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": 32,
+        "feed_forward_length": 64,
+        "attention.head_count": 1,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.relative_buckets_count": 32,
+    }
+    write_architecture(path, architecture, metadata)

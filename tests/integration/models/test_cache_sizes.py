@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.config.schema import EngineConfig
-from serve_app.kernels.llama.cache_sizes import CacheSizes, cache_sizes
+from serve_app.kernels.llama.cache_sizes import CacheSizes
 from serve_app.kernels.llama.model import Model
 from serve_app.run.sizing import ModelNeeds, resolve
 from serve_app.store.builtin_model import BUILTIN_MODEL
@@ -27,7 +27,7 @@ def test_windows_and_recurrent_layers(tmp_path: Path) -> None:
     for name, sizes in expected.items():
         path = tmp_path / f"{name}.gguf"
         getattr(forgetful_models, f"write_{name}")(path)
-        found = cache_sizes(path)
+        found = Model(path, vocab_only=True).cache_sizes
         assert found is not None
         assert found[:-1] == sizes[:-1], name
         assert found.recurrent_bytes == pytest.approx(
@@ -100,7 +100,7 @@ def test_heads_windows_and_shared_layers_of_each_layer(
 ) -> None:
     path = tmp_path / "m.gguf"
     write_header(path, layers)
-    sizes = cache_sizes(path)
+    sizes = Model(path, vocab_only=True).cache_sizes
     assert sizes is not None
     assert (sizes.full[0], sizes.windowed[0], sizes.window) == (full, windowed, layers.window)
     # Values as keys, unless llama.cpp pads them to the widest layer, as it does without flash attention.
@@ -129,10 +129,5 @@ def test_weights_may_be_missing(tmp_path: Path) -> None:
     path.write_bytes(whole[:n_head])
     with path.open("r+b") as file:
         file.truncate(len(whole))
-    assert cache_sizes(path) == cache_sizes(BUILTIN_MODEL) == CacheSizes((768, 768), (0, 0), 0, 0)
-
-
-def test_a_file_without_weights_tells_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "none.gguf"
-    path.write_bytes(b"GGUF")
-    assert cache_sizes(path) is None
+    of_hollow, of_whole = (Model(one, vocab_only=True).cache_sizes for one in (path, BUILTIN_MODEL))
+    assert of_hollow == of_whole == CacheSizes((768, 768), (0, 0), 0, 0)

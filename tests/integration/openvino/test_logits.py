@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from serve_app.base.errors import ConfigError
 from serve_app.engine import EngineOptions
 from serve_app.engine.backends.llama_cpp import LlamaBackend
+from serve_app.kernels.llama.model import Model
 from serve_app.kernels.llama.quantising import quantise
 from tests.integration.openvino.random_models import Made
 from tests.integration.store.sharded import split
@@ -116,8 +117,12 @@ def mixed(backend: LlamaBackend | OpenVinoBackend) -> NDArray[np.float32]:
     return np.stack(found)
 
 
+def opened(path: Path, options: EngineOptions = _OPTIONS) -> OpenVinoBackend:
+    return OpenVinoBackend(Model(path, vocab_only=True), options)
+
+
 def ours(path: Path) -> NDArray[np.float32]:
-    return logits(OpenVinoBackend(path, _OPTIONS))
+    return logits(opened(path))
 
 
 def theirs(path: Path) -> NDArray[np.float32]:
@@ -178,7 +183,7 @@ MODELS = {
 def test_logits_are_llama_cpps(made: Made, tmp_path: Path) -> None:
     path = made.write(tmp_path / "model.gguf")
     assert readable([path]).architecture == made.architecture
-    found, other = (mixed(kind(path, _OPTIONS)) for kind in (OpenVinoBackend, LlamaBackend))
+    found, other = (mixed(kind(path, _OPTIONS)) for kind in (opened, LlamaBackend))
     # A rounded score may choose another expert.
     has_experts = ARCHITECTURES[made.architecture].experts
     assert agreement(found, other) > (0.999 if has_experts else 0.9999)
@@ -190,7 +195,7 @@ def test_a_state_of_a_longer_context_fits_only_where_positions_turn_alike(tmp_pa
     path = MODELS["phi3-long"].write(tmp_path / "model.gguf")
     keys = []
     for n_ctx_slot in (64, 128, 256):
-        backend = OpenVinoBackend(path, replace(_OPTIONS, n_ctx_slot=n_ctx_slot))
+        backend = opened(path, replace(_OPTIONS, n_ctx_slot=n_ctx_slot))
         keys.append(backend.states.key)
         backend.close()
     assert keys[0] == keys[1] != keys[2]
@@ -212,7 +217,7 @@ def test_attention_to_a_narrow_cache_differs_by_rounding(
     name: str, narrow: EngineOptions, tmp_path: Path
 ) -> None:
     path = Made(name).write(tmp_path / "model.gguf")
-    rounded_logits = logits(OpenVinoBackend(path, narrow))
+    rounded_logits = logits(opened(path, narrow))
     assert 0.999 < agreement(rounded_logits, theirs(path)) < 0.999999
     assert agreement(rounded_logits, logits(LlamaBackend(path, narrow))) > 0.999
 
@@ -222,7 +227,7 @@ def test_a_state_of_a_narrow_cache_is_restored_bit_by_bit_and_only_where_it_fits
     narrow: EngineOptions, tmp_path: Path
 ) -> None:
     """Also where another sequence had the block before, and tokens follow that others do not have."""
-    backend = OpenVinoBackend(Made("llama").write(tmp_path / "model.gguf"), narrow)
+    backend = opened(Made("llama").write(tmp_path / "model.gguf"), narrow)
     backend.decode([(token, token, 0, False) for token in range(_N_TOKENS)])
     state = backend.states.save(0)
     backend.copy(0, 1)
@@ -232,7 +237,7 @@ def test_a_state_of_a_narrow_cache_is_restored_bit_by_bit_and_only_where_it_fits
     backend.decode([(7, _N_TOKENS, slot, True) for slot in (0, 1)])
     first, second = (backend._context.logits(i) for i in (0, 1))
     np.testing.assert_array_equal(first, second)
-    other = OpenVinoBackend(backend.vocabulary.path, _OPTIONS)
+    other = opened(backend.vocabulary.path)
     assert backend.states.key != other.states.key
     backend.close()
     other.close()
@@ -245,7 +250,7 @@ def test_shifted_keys_of_a_narrow_cache_turn_as_others_do(
     path = Made("qwen3").write(tmp_path / "model.gguf")
     found = []
     for options in (narrow, _OPTIONS):
-        backend = OpenVinoBackend(path, options)
+        backend = opened(path, options)
         backend.decode([(5 + token, token, 0, False) for token in range(_N_TOKENS)])
         backend.shift(0, [(5, 3), (20, 30)])
         backend.decode([(7, _N_TOKENS - 33, 0, True)])
@@ -257,7 +262,7 @@ def test_shifted_keys_of_a_narrow_cache_turn_as_others_do(
 def test_a_processor_without_bf16_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openvino.Core, "get_property", lambda *_: ["FP32", "INT8"])
     with pytest.raises(ConfigError, match=r"cache_type_v: bf16 needs a processor"):
-        OpenVinoBackend(Made("llama").write(tmp_path / "model.gguf"), _BF16)
+        opened(Made("llama").write(tmp_path / "model.gguf"), _BF16)
     assert not (tmp_path / "cache").exists(), "nothing was converted for it"
 
 
@@ -279,7 +284,7 @@ def test_shifted_keys_turn_to_their_new_places(
     path = made.write(tmp_path / "model.gguf")
     text = [int(token) for token in np.random.default_rng(5).integers(5, 500, _N_TOKENS)]
     found = []
-    for kind in (OpenVinoBackend, LlamaBackend):
+    for kind in (opened, LlamaBackend):
         backend = kind(path, _OPTIONS)
         backend.decode([(token, i, 0, False) for i, token in enumerate(text)])
         backend.copy(0, 1)  # whose blocks are the same, and must stay
@@ -298,7 +303,7 @@ def test_a_shift_with_yarn_is_as_if_the_tokens_had_stood_there(tmp_path: Path) -
     """llama.cpp scales all keys once more here: it is no reference."""
     path = Made("qwen3", metadata=_YARN).write(tmp_path / "model.gguf")
     text = [int(token) for token in np.random.default_rng(5).integers(5, 500, _N_TOKENS)]
-    backend = OpenVinoBackend(path, _OPTIONS)
+    backend = opened(path)
     backend.decode([(token, i, 0, False) for i, token in enumerate(text)])
     backend.decode([(token, i, 1, False) for i, token in enumerate(text[40:])])
     backend.shift(0, [(0, 40)])
@@ -316,7 +321,7 @@ def test_a_shift_with_yarn_is_as_if_the_tokens_had_stood_there(tmp_path: Path) -
 def test_a_shift_leaves_keys_alone_that_have_no_positions(tmp_path: Path) -> None:
     """llama.cpp turns them, too: it is no reference."""
     path = Made("smollm3", n_layer=4).write(tmp_path / "model.gguf")
-    backend = OpenVinoBackend(path, _OPTIONS)
+    backend = opened(path)
     backend.decode([(5 + token, token, 0, False) for token in range(_N_TOKENS)])
 
     def keys(layer: int) -> NDArray[np.float16]:
@@ -367,9 +372,11 @@ def test_what_it_cannot_compute_is_refused(made: Made, reason: str, tmp_path: Pa
 
 
 def test_the_refusal_names_the_file_and_the_other_backend(tmp_path: Path) -> None:
-    path = Made("qwen3", vectors={"blk.1.more.weight": (8, 1.0)}).write(tmp_path / "strange.gguf")
-    with pytest.raises(ConfigError, match=r"strange\.gguf: its tensor blk\.1\.more.*llama\.cpp"):
-        OpenVinoBackend(path, _OPTIONS)
+    path = Made("llama", vectors={"blk.1.attn_q.scale": (1, 1.0)}).write(tmp_path / "strange.gguf")
+    with pytest.raises(
+        ConfigError, match=r"strange\.gguf: its tensor blk\.1\.attn_q\.scale.*llama"
+    ):
+        opened(path)
 
 
 def test_formats_that_are_rounded_are_named_in_the_log(
@@ -381,7 +388,7 @@ def test_formats_that_are_rounded_are_named_in_the_log(
     assert readable([exact]).rounded == []
     assert readable([path]).rounded == ["Q6_K"]
     with caplog.at_level(logging.INFO, "corral.engine"):
-        OpenVinoBackend(path, _OPTIONS).close()
+        opened(path).close()
     assert "Q6_K weights with 8 bits" in caplog.text
 
 
@@ -405,7 +412,7 @@ def test_eight_bits_for_rows_and_tokens_are_nearly_as_exact(
     name: str, least: float, tmp_path: Path
 ) -> None:
     path = MODELS[name].write(tmp_path / "model.gguf")
-    rounded = OpenVinoBackend(path, replace(_OPTIONS, backend="openvino", quantization="w8a8"))
+    rounded = opened(path, replace(_OPTIONS, backend="openvino", quantization="w8a8"))
     layers = rounded._context.layers
     assert isinstance(layers, PagedModel)
     assert layers._request is not None

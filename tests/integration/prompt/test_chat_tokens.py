@@ -46,6 +46,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("vocabularies_alone")
 def test_sentencepiece_keeps_a_users_spaces(sentencepiece: Path) -> None:
     tokenizer = Tokenizer(sentencepiece, TEMPLATE)
     tokens = tokenizer.encode_chat([Turn("user", ("a<s>b",)), Turn("user", ("a </s>b",))])
@@ -55,6 +56,7 @@ def test_sentencepiece_keeps_a_users_spaces(sentencepiece: Path) -> None:
     assert text == "<s><s> user: a<s>b</s><s> user: a </s>b</s>"
 
 
+@pytest.mark.usefixtures("vocabularies_alone")
 def test_texts_without_control_tokens_are_tokenized_as_a_whole(sentencepiece: Path) -> None:
     for path in (sentencepiece, BUILTIN_MODEL):
         tokenizer = Tokenizer(path, TEMPLATE)
@@ -63,6 +65,7 @@ def test_texts_without_control_tokens_are_tokenized_as_a_whole(sentencepiece: Pa
         assert tokenizer.encode_chat(HI, prefill=" It") == tuple(whole)
 
 
+@pytest.mark.usefixtures("vocabularies_alone")
 def test_a_wish_for_eos_does_not_end_a_prompt(sentencepiece: Path) -> None:
     tokenizer = Tokenizer(sentencepiece, "{{ messages[0].content }}")
     assert tokenizer.encode("Hi")[0] == tokenizer.encode_chat(HI)[0] == 1

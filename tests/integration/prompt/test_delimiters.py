@@ -59,6 +59,7 @@ def takes(model: Model, grammar: str, text: str) -> bool:
 WITH_OPENING = [path for path in TEMPLATES if format_of(path).opening]
 
 
+@pytest.mark.usefixtures("vocabularies_alone")
 @pytest.mark.parametrize("path", WITH_OPENING, ids=lambda path: path.stem)
 def test_delimiters_are_shown_read_and_made(tmp_path: Path, path: Path) -> None:
     form = format_of(path)
@@ -93,6 +94,7 @@ def test_delimiters_are_shown_read_and_made(tmp_path: Path, path: Path) -> None:
         assert not takes(model, grammar, call.replace("get_weather", "get_whether"))
 
 
+@pytest.mark.usefixtures("vocabularies_alone")
 def test_calls_are_not_made_within_reasoning(tmp_path: Path) -> None:
     (template,) = (path for path in TEMPLATES if path.stem == "qwen3")
     path = write(tmp_path / "delimiters.gguf", template.read_text())

@@ -20,8 +20,9 @@ from serve_app.base.sampling import SamplingParams
 from serve_app.base.types import GenerationRequest, TokenDelta
 from serve_app.channel.protocol import Address
 from serve_app.engine import Engine, EngineOptions
-from serve_app.engine.choice.plan import OPENVINO, kept_plan
+from serve_app.engine.choice.plan import OPENVINO, Plan
 from serve_app.engine.costs import profile_cache
+from serve_app.kernels.llama.model import Model
 from serve_app.store.builtin_model import BUILTIN_MODEL
 
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
@@ -74,8 +75,13 @@ def chains_of(n_stages: int, layers: Sequence[range | None] | None = None) -> li
 def engine_of(
     chain: StageChain | None, options: EngineOptions = _OPTIONS, path: Path = BUILTIN_MODEL
 ) -> Engine:
-    plan = kept_plan(options.profile_folder, "stages", OPENVINO)
-    return Engine(lambda: OpenVinoBackend(path, options, plan=plan, chain=chain), options)
+    plan = profile_cache.load(options.profile_folder, "stages", Plan) or Plan(
+        OPENVINO, name="stages"
+    )
+    return Engine(
+        lambda: OpenVinoBackend(Model(path, vocab_only=True), options, plan=plan, chain=chain),
+        options,
+    )
 
 
 @contextlib.contextmanager

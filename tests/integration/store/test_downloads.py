@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from serve_app.base.progress import Stage, nowhere
 from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.kernels.llama.model import Model
-from serve_app.kernels.llama.vision.senses import Senses, senses
+from serve_app.kernels.llama.vision.senses import ProjectorFile, Senses
 from serve_app.run.resolving import resolve
 from serve_app.store import gguf_header, remote
 from serve_app.store.models import (
@@ -184,9 +185,7 @@ def test_a_repository_that_is_not_there_is_named(hub: Hub, downloads: DownloadsC
         locate(ModelSource(repo="owner/other:Q4_0"), downloads, nowhere)
 
 
-@pytest.mark.parametrize(
-    "work", [lambda source, folder: locate(source, folder, nowhere), vocabulary]
-)
+@pytest.mark.parametrize("work", [partial(locate, report=nowhere), vocabulary])
 def test_a_hub_that_is_gone_when_a_file_is_wanted_may_be_back_later(
     work: Any, hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +239,7 @@ def test_a_killed_download_goes_on_with_the_next_file(hub: Hub, downloads: Downl
     """After kill -9, no file has the model's name, and files that were whole are not downloaded again."""
     hub.held, hub.holds = threading.Event(), "00002-of"
     program = f"""
+from functools import partial
 from pathlib import Path
 from serve_app.application.resolving import resolve
 from serve_app.config import schema
@@ -437,7 +437,9 @@ def test_a_projector_comes_with_its_model(
             if one.projector is not None:
                 path = locate(one.projector, downloads, nowhere)
                 assert path.read_bytes() == hub.files["mmproj-tiny.gguf"]
-                assert senses(vocabulary(one.projector, downloads)) == Senses(sees=True)
+                assert ProjectorFile(vocabulary(one.projector, downloads)).senses == Senses(
+                    sees=True
+                )
     assert hub.n_bytes["mmproj-tiny.gguf"] <= 2 * len(hub.files["mmproj-tiny.gguf"])
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,8 +22,12 @@ from serve_app.engine import (
     TokenStream,
 )
 from serve_app.engine.backends.base import Row
+from serve_app.engine.core.guest import Steps
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
+from serve_app.engine.core.step_budget import StepBudget
+from serve_app.engine.metrics.stats import Counts
+from serve_app.engine.policy.policy import SlotPolicy
 from serve_app.kernels.llama.grammars.constraint import Constraint
 from tests.doubles.backend import FakeBackend, FakeSampler, FakeVocabulary
 
@@ -224,6 +228,23 @@ def running(backend: FakeBackend, opts: EngineOptions | None = None) -> Iterator
         engine.close(0)
         assert backend.closed
         assert backend.open_samplers == 0
+
+
+def steps(budget: StepBudget, policy: SlotPolicy | None = None) -> Steps:
+    """The steps of an engine in which nothing happens."""
+    return Steps(
+        running=(),
+        waiting=(),
+        budget=budget,
+        counts=Counts(),
+        charge=(policy or SlotPolicy(options())).charge,
+        admit=lambda: None,
+        take_commands=lambda: True,
+        interlude=lambda: None,
+        end=lambda sequences, error: None,
+        interrupt=lambda: None,
+        resting=nullcontext,
+    )
 
 
 def are_accepted(outcomes: Iterable[CorralError | Accepted]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from serve_app.base.types import Adapters, AdapterUse, GenerationRequest, may_start_from
@@ -47,11 +49,11 @@ def test_who_has_more_sequences_has_no_more_steps() -> None:
 @pytest.mark.parametrize(
     ("max_stall_s", "expected"),
     [
-        pytest.param(None, "aaaabbbb", id="short steps share a turn"),
+        pytest.param(math.inf, "aaaabbbb", id="short steps share a turn"),
         pytest.param(TURN_S / 2, "aabbaabb", id="nobody waits longer than a stream may"),
     ],
 )
-def test_a_turn_has_several_short_steps(max_stall_s: float | None, expected: str) -> None:
+def test_a_turn_has_several_short_steps(max_stall_s: float, expected: str) -> None:
     sequences = [sequence("a", 0.1), sequence("b", 0.2)]
     times = [1 + (TURN_S / 4 + 1e-6) * i for i in range(8)]
     assert order(AdapterTurns(max_stall_s), sequences, times) == expected

@@ -50,7 +50,7 @@ class AdapterTurns:
     """Chooses whose step it is: llama.cpp applies LoRA adapters to a whole batch. Sequences with the same
     adapters have a turn of some steps, and then those go on that have waited longest for a step."""
 
-    def __init__(self, max_stall_s: float | None) -> None:
+    def __init__(self, max_stall_s: float) -> None:
         self._max_stall_s = max_stall_s
         self._served_at: dict[Adapters, float] = {}
         """When the last step of those that run began."""
@@ -72,9 +72,8 @@ class AdapterTurns:
             used: self._served_at.get(used, min(seq.trace.submitted for seq in waiting))
             for used, waiting in sets.items()
         }
-        turn_s = TURN_S  # all others together wait no longer than a stream may
-        if self._max_stall_s is not None:
-            turn_s = min(turn_s, self._max_stall_s / max(1, len(sets) - 1))
+        # All others together wait no longer than a stream may.
+        turn_s = min(TURN_S, self._max_stall_s / max(1, len(sets) - 1))
         if self.current not in sets or (len(sets) > 1 and now - self._since >= turn_s):
             self.current, self._since = min(sets, key=since.__getitem__), now
         self._served_at[self.current] = now
@@ -249,7 +248,7 @@ class Scheduler:
 
     def _catch_up_s(self) -> float:
         """Seconds until all prompts are done; 0 if that does not matter, as when somebody streams."""
-        if self._budget.max_stall_s is None or any(
+        if not self._budget.is_bounded or any(
             seq.n_generated and seq.n_pending == 1 for seq in self._together
         ):
             return 0.0
@@ -280,7 +279,7 @@ class Scheduler:
 
     def _begin(self, decoding: list[Sequence]) -> bool:
         """Whether some of these have waited for their first tokens, which no prompt should delay more."""
-        bounded = self._budget.max_stall_s is not None and not self._mixed
+        bounded = self._budget.is_bounded and not self._mixed
         return bounded and any(not sequence.n_generated for sequence in decoding)
 
     def _can_wait(self, sequence: Sequence, rest_s: float, now: float) -> bool:
@@ -358,7 +357,7 @@ class Scheduler:
             return []
         decode_s = spent_s = sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
-        bounded = self._budget.max_stall_s is not None and bool(self.costs)
+        bounded = self._budget.is_bounded and bool(self.costs)
         bounded &= bool(decoding) or self._others_stream or self._in_background
         within_s = self._budget.prompts_s(decode_s, self._n_prompting)
         if self._in_background:

@@ -223,21 +223,20 @@ class Drafter:
             window.proposed = n_drafted
         return {one.id: tuple(draft) for one, draft in zip(sequences, drafts, strict=True)}
 
-    def catch_up(self, sequences: SequenceOf[Sequence], within_s: float | None) -> None:
-        """Feed some of what is to be fed of these sequences, in about so many seconds; None: all."""
+    def catch_up(self, sequences: SequenceOf[Sequence], within_s: float) -> None:
+        """Feed some of what is to be fed of these sequences, in about so many seconds."""
         for one in sequences:
             n_rows = self._model.n_batch
-            while within_s is not None and n_rows > MOST_FED and self.feed_s(n_rows) > within_s:
+            while n_rows > MOST_FED and self.feed_s(n_rows) > within_s:
                 n_rows //= 2
             rows: list[Row] = []
             places: list[int] = []
             self._feed(one.slot_id, self._windows[one.slot_id], n_rows, rows, places)
             if self._pass([one], rows, places, []) is None:
                 return
-            if within_s is not None:
-                within_s -= self.feed_s(len(rows))
-                if within_s <= 0:
-                    return
+            within_s -= self.feed_s(len(rows))
+            if within_s <= 0:
+                return
 
     def _feed(
         self, slot_id: int, window: SlotWindow, n_most: int, rows: list[Row], places: list[int]

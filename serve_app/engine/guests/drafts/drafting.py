@@ -5,20 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as SequenceOf
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from serve_app.engine.cache.packing import TokenArray
-from serve_app.engine.core.guest import Guest
+from serve_app.engine.core.guest import Guest, Steps
 from serve_app.engine.core.scheduler.batch import Batch
 from serve_app.engine.core.scheduler.scheduler import Drafts
 from serve_app.engine.core.sequence import Sequence
-from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.costs.cost_model import CostModel
 from serve_app.engine.guests.drafts.drafter import MOST_FED, Drafter
 from serve_app.engine.guests.drafts.ngram_proposer import MAX_INDEXED, NgramProposer
-
-if TYPE_CHECKING:
-    from serve_app.engine.core.engine_core import EngineCore
 
 # Drafts that are tried, and how many drafted rows one step may have in all.
 _DRAFTS = (1, 2, 3, 5, 7, 11, 15)
@@ -69,7 +65,7 @@ class Drafting(Guest):
     def __init__(
         self,
         costs: CostModel,
-        budget: StepBudget,
+        steps: Steps,
         *,
         lookup: bool,
         drafter: Drafter | None = None,
@@ -80,7 +76,7 @@ class Drafting(Guest):
         self._in_one_piece = n_rewind < MAX_DRAFTED_ROWS
         """Whether slots can be rewound only if llama.cpp computes them all together."""
         self._costs = costs
-        self._budget = budget
+        self._steps = steps
         self._lookup = lookup
         self._drafter = drafter
         self._lookups: dict[str, tuple[TokenArray, NgramProposer]] = {}
@@ -103,7 +99,7 @@ class Drafting(Guest):
             behind = drafter.begin(able, self._lengths[-1])
         plain_s = self._costs.steps_s(len(decoding), n_past)
         self._stake, self._n_decoding = min(_MOST_STAKE, self._stake + _STAKE_GROWTH), len(decoding)
-        longest_s = max(self._budget.left_s, _MOST_LONGER * plain_s)
+        longest_s = max(self._steps.budget.left_s, _MOST_LONGER * plain_s)
         self._most_s = min(longest_s, (1 + self._stake) * plain_s)
         best = self._best(decoding, looked_up, behind, n_past, mixed)
         late = [seq for seq in best.proposed if behind[seq.id] > MOST_FED]
@@ -111,9 +107,8 @@ class Drafting(Guest):
             ready = {name: n for name, n in behind.items() if n <= MOST_FED}
             now = self._best(decoding, looked_up, ready, n_past, mixed)
             if self._pays(late, best, now, sum(drafter.feed_s(behind[seq.id]) for seq in late)):
-                bound_s = self._budget.max_stall_s
-                within_s = None if bound_s is None else min(_FED_PART * bound_s, self._most_s)
-                drafter.catch_up(late, within_s)
+                bound_s = self._steps.budget.max_stall_s
+                drafter.catch_up(late, min(_FED_PART * bound_s, self._most_s))
             best = now
         self._stake -= best.n_steps - 1
         drafts = {seq.id: looked_up[seq.id][: best.n_drafted] for seq in best.looked_up}
@@ -131,13 +126,13 @@ class Drafting(Guest):
         self._lookup_of(sequence).verified(n_drafted, n_accepted)
         return False
 
-    def scheduled(self, core: EngineCore, batches: SequenceOf[Batch]) -> None:
+    def before_decode(self, batches: SequenceOf[Batch]) -> None:
         """Charge the passes of the draft model to the clients whose sequences they were for."""
         for sequence, seconds in self._drafter.take_spent() if self._drafter is not None else ():
-            core.policy.charge(sequence, seconds)
-            core.counts.draft_s += seconds
+            self._steps.charge(sequence, seconds)
+            self._steps.counts.draft_s += seconds
 
-    def ended(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Sequence) -> None:
         self._lookups.pop(sequence.id, None)
 
     # -- lookup -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from serve_app.base.types import SAMPLE_RATE, Medium, Picture, Size
 from serve_app.kernels.llama import library
 from serve_app.kernels.llama.model import Model, fingerprint_of
 from serve_app.kernels.llama.vision.positions import Part, Pause, Tile, cannot_be_used
-from serve_app.kernels.llama.vision.senses import check_counts
+from serve_app.kernels.llama.vision.senses import ProjectorFile
 
 _MARKER = b"<__media__>"
 _LARGE = (4096, 2048)
@@ -103,7 +103,7 @@ class MtmdProjector:
         self.sees = bool(mtmd_cpp.mtmd_support_vision(pointer))
         self.hears = bool(mtmd_cpp.mtmd_support_audio(pointer))
         if self.hears:
-            check_counts(self.path)
+            ProjectorFile(self.path).check_counts()
         rate = mtmd_cpp.mtmd_get_audio_sample_rate(pointer) if self.hears else SAMPLE_RATE
         if rate != SAMPLE_RATE:
             raise ConfigError(

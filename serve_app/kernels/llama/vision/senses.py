@@ -30,59 +30,58 @@ _N_STEPS = 1500
 _STACKING = ("ultravox", "meralion")
 
 
-def senses(path: Path) -> Senses:
-    """The senses of a projector's file, whose weights may be missing. Raises ConfigError if it is none."""
-    reader = _reader(path)
-    return Senses(*(bool(_value(reader, f"clip.has_{one}_encoder")) for one in ("vision", "audio")))
+class ProjectorFile:
+    """A projector's file, whose weights may be missing. Raises ConfigError if it cannot be read."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._reader = GGUFReader(path)
+        except (OSError, ValueError, IndexError, KeyError) as error:
+            raise ConfigError(f"The projector {path} cannot be read: {error}") from error
+        has = (self._value(f"clip.has_{sense}_encoder") for sense in ("vision", "audio"))
+        self.senses = Senses(*map(bool, has))
 
-def check_counts(path: Path) -> None:
-    """Refuse, with ConfigError, a projector of which llama.cpp counts a sound's embeddings wrongly: it
-    would end the whole process at the first one (`clip_n_output_tokens` in tools/mtmd/clip.cpp)."""
-    reader = _reader(path)
-    kind = _value(reader, "clip.audio.projector_type") or _value(reader, "clip.projector_type")
-    n_stacked = _value(reader, "clip.audio.projector.stack_factor")
-    if kind in _STACKING and n_stacked and _N_STEPS % n_stacked:
-        raise ConfigError(
-            f"The projector {path} stacks {n_stacked} steps of a sound, of which llama.cpp counts the last "
-            "ones wrongly. It would end the engine at the first sound."
-        )
+    def _value(self, name: str) -> Any:
+        field = self._reader.get_field(name)
+        return None if field is None else field.contents()
 
+    def _kind(self, sense: str) -> Any:
+        return self._value("clip.projector_type") or self._value(f"clip.{sense}.projector_type")
 
-def _reader(path: Path) -> GGUFReader:
-    try:
-        return GGUFReader(path)
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ConfigError(f"The projector {path} cannot be read: {error}") from error
+    def check_counts(self) -> None:
+        """Refuse, with ConfigError, a projector of which llama.cpp counts a sound's embeddings wrongly: it
+        would end the whole process at the first one (`clip_n_output_tokens` in tools/mtmd/clip.cpp)."""
+        n_stacked = self._value("clip.audio.projector.stack_factor")
+        if self._kind("audio") in _STACKING and n_stacked and _N_STEPS % n_stacked:
+            raise ConfigError(
+                f"The projector {self._path} stacks {n_stacked} steps of a sound, of which llama.cpp "
+                "counts the last ones wrongly. It would end the engine at the first sound."
+            )
 
-
-def _value(reader: GGUFReader, name: str) -> Any:
-    field = reader.get_field(name)
-    return None if field is None else field.contents()
+    def why_unusable(self, n_embd: int) -> str | None:
+        """Why llama.cpp cannot use it with a model of so wide embeddings; None if nothing is known against
+        it. Any thread."""
+        name = self._path.name
+        if self.senses == NO_SENSES:
+            return f"{name} is for neither pictures nor sounds."
+        for has, sense in zip(self.senses, ("vision", "audio"), strict=True):
+            kind = str(self._kind(sense))
+            if has and not _is_known(kind):
+                return (
+                    f"{name} is of the kind {kind}, which this version of llama.cpp does not know."
+                )
+        try:
+            self.check_counts()
+        except ConfigError as error:
+            return str(error)
+        # The last of its matrices makes embeddings, so one of its sides is their width.
+        if all(n_embd not in tensor.shape for tensor in self._reader.tensors):
+            return f"{name} is for another model: it makes no embeddings of {n_embd} numbers."
+        return None
 
 
 _UNKNOWN = b"unknown projector type"
-
-
-def why_unusable(path: Path, n_embd: int) -> str | None:
-    """Why llama.cpp cannot use that projector with a model of so wide embeddings; None if nothing is known
-    against it. The file's weights may be missing. Any thread."""
-    try:
-        reader, able = _reader(path), senses(path)
-        if able == NO_SENSES:
-            return f"{path.name} is for neither pictures nor sounds."
-        named = _value(reader, "clip.projector_type")
-        for has, sense in ((able.sees, "vision"), (able.hears, "audio")):
-            kind = str(named or _value(reader, f"clip.{sense}.projector_type"))
-            if has and not _is_known(kind):
-                return f"{path.name} is of the kind {kind}, which this version of llama.cpp does not know."
-        check_counts(path)
-    except ConfigError as error:
-        return str(error)
-    # The last of its matrices makes embeddings, so one of its sides is their width.
-    if all(n_embd not in tensor.shape for tensor in reader.tensors):
-        return f"{path.name} is for another model: it makes no embeddings of {n_embd} numbers."
-    return None
 
 
 def _is_known(kind: str) -> bool:

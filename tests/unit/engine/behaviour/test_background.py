@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -232,7 +233,7 @@ def test_statistics_tell_them_apart() -> None:
 def test_a_prompt_does_not_wait_for_a_prefix_in_the_background() -> None:
     """It computes what is missing itself, from where the other one is."""
     backend = SteppedBackend(n_slots=2)
-    loop = DecoderLoop(lambda: backend, options(2, n_batch=8, max_stall_s=None), make_guests)
+    loop = DecoderLoop(lambda: backend, options(2, n_batch=8, max_stall_ms=math.inf), make_guests)
     (patient,) = start_together(loop, behind("patient", "a" * 40))
     backend.wait_for_batch()
     for _ in range(3):

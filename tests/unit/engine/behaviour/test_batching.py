@@ -125,7 +125,7 @@ def test_a_long_prompt_keeps_to_the_stall_budget() -> None:
     """A batch of 8 of a prompt's rows fits into the step beside the decoder, one of 16 by far not."""
     backend = WatchedBackend(n_slots=2)
     backend.profile = Profile({1: 0.01, 2: 0.01}, {8: 0.01, 16: 9.0})
-    loop = DecoderLoop(lambda: backend, options(2, max_stall_s=0.1), make_guests)
+    loop = DecoderLoop(lambda: backend, options(2, max_stall_ms=100), make_guests)
     inboxes = start_together(
         loop, request("decoder", "a", max_tokens=8), request("long", "b" * 30, max_tokens=2)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,7 +33,7 @@ SPLIT, UNIFIED = Mode(False, False), Mode(True, True)
 SYSTEM = "You are a helpful assistant. "
 SLOW = Profile({1: 1.0, 4: 4.0}, {1: 0.5, 16: 1.0})
 FAST = Profile({1: 0.5, 4: 1.0}, {1: 0.5, 16: 1.0})
-LARGE = options(4, n_ctx_slot=128, cache_ram_bytes=100_000, max_stall_s=None)
+LARGE = options(4, n_ctx_slot=128, cache_ram_bytes=100_000, max_stall_ms=math.inf)
 
 
 @pytest.fixture(autouse=True)
@@ -87,20 +88,26 @@ def part_of(profile: Profile, part: float) -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("max_stall_s", "change_s", "part", "n_bytes", "expected"),
+    ("max_stall_ms", "change_s", "part", "n_bytes", "expected"),
     [
-        (None, 0.1, 1.0, 10_000, UNIFIED),
-        (None, 1.9, 1.0, 10_000, UNIFIED),
-        (None, 2.5, 1.0, 10_000, SPLIT),
-        (0.25, 0.2, 1.0, 10_000, UNIFIED),
-        (0.25, 0.3, 1.0, 10_000, SPLIT),
-        (0.25, 0.2, 1.0, 300, SPLIT),  # there is room for one: the other is to be computed again
-        (None, 0.1, 0.04, 10_000, UNIFIED),  # 100 steps save 5 s, which is more than 4 times 0.5
-        (None, 1.5, 0.04, 10_000, SPLIT),  # and less than 4 times 1.5
+        (math.inf, 0.1, 1.0, 10_000, UNIFIED),
+        (math.inf, 1.9, 1.0, 10_000, UNIFIED),
+        (math.inf, 2.5, 1.0, 10_000, SPLIT),
+        (250, 0.2, 1.0, 10_000, UNIFIED),
+        (250, 0.3, 1.0, 10_000, SPLIT),
+        (250, 0.2, 1.0, 300, SPLIT),  # there is room for one: the other is to be computed again
+        (
+            math.inf,
+            0.1,
+            0.04,
+            10_000,
+            UNIFIED,
+        ),  # 100 steps save 5 s, which is more than 4 times 0.5
+        (math.inf, 1.5, 0.04, 10_000, SPLIT),  # and less than 4 times 1.5
     ],
 )
 def test_streams_are_interrupted_for_what_saves_much_and_is_no_longer_than_they_may_wait(
-    max_stall_s: float | None, change_s: float, part: float, n_bytes: int, expected: Mode
+    max_stall_ms: float, change_s: float, part: float, n_bytes: int, expected: Mode
 ) -> None:
     """Two with prompts of their own stream when the other kind is found to be better. They go on where they
     were."""
@@ -112,7 +119,7 @@ def test_streams_are_interrupted_for_what_saves_much_and_is_no_longer_than_they_
 
     backend = changing(FakeBackend(script, n_slots=4), FAST, FAST)
     backend.change_s = change_s
-    own = replace(LARGE, max_stall_s=max_stall_s, cache_ram_bytes=n_bytes)
+    own = replace(LARGE, max_stall_ms=max_stall_ms, cache_ram_bytes=n_bytes)
     with running(backend, own) as engine:
         inboxes = start(engine, *(request(text, text, max_tokens=100) for text in ("a", "other")))
         until(lambda: backend.n_waiting == 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from tests.unit.engine.harness import (
 
 SPLIT, UNIFIED = Mode(True, False), Mode(True, True)
 PROFILE = Profile({1: 0.001, 4: 0.001}, {1: 0.001, 16: 0.001})
-POOLED = options(4, n_ctx_slot=64, n_ctx=64, max_stall_s=None, max_waiting=16)
+POOLED = options(4, n_ctx_slot=64, n_ctx=64, max_stall_ms=math.inf, max_waiting=16)
 """Four slots, whose shares are 16 tokens."""
 
 
@@ -273,7 +274,12 @@ def test_every_answer_is_as_if_it_had_been_alone(
 ) -> None:
     backend = pooled()
     sizes = options(
-        4, n_ctx_slot=64, n_ctx=64, max_waiting=8, cache_ram_bytes=cache_ram_bytes, max_stall_s=None
+        4,
+        n_ctx_slot=64,
+        n_ctx=64,
+        max_waiting=8,
+        cache_ram_bytes=cache_ram_bytes,
+        max_stall_ms=math.inf,
     )
     with running(backend, sizes) as engine:
         inboxes = start(

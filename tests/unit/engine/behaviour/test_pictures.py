@@ -89,7 +89,7 @@ def asked(name: str, *pictures: Picture, after: str = "what?\n") -> GenerationRe
 def test_streams_go_on_while_a_picture_is_encoded() -> None:
     backend, projector = seeing()
     backend.resume()
-    with running(backend, options(max_stall_s=0.02)) as engine:
+    with running(backend, options(max_stall_ms=20)) as engine:
         (stream,) = start(engine, request("s", max_tokens=None))
         until(lambda: len(stream.token_ids) > 2)
         (pictured,) = start(engine, asked("p", GOOD))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -98,7 +99,9 @@ def preempted() -> tuple[SteppedBackend, DecoderLoop, list[Inbox]]:
     """Two sequences, of which the younger has just lost its slot."""
     backend = SteppedBackend(n_slots=2)
     backend._n_cells = 40
-    loop = DecoderLoop(lambda: backend, options(2, n_ctx_slot=40, max_stall_s=None), make_guests)
+    loop = DecoderLoop(
+        lambda: backend, options(2, n_ctx_slot=40, max_stall_ms=math.inf), make_guests
+    )
     inboxes = start_together(
         loop, request("old", "a" * 9, max_tokens=25), request("young", "b" * 9, max_tokens=25)
     )
@@ -145,11 +148,11 @@ def test_nobody_is_admitted_until_somebody_ends() -> None:
 
 
 def both_slots_of_one_client(
-    client: str = "", max_stall_s: float | None = 0.25
+    client: str = "", max_stall_ms: float = 250
 ) -> tuple[SteppedBackend, DecoderLoop, list[Inbox]]:
     """Two running sequences of `a`, and a request of another client, or of its own."""
     backend = SteppedBackend(n_slots=2)
-    sizes = options(2, n_ctx_slot=64, cache_ram_bytes=100_000, max_stall_s=max_stall_s)
+    sizes = options(2, n_ctx_slot=64, cache_ram_bytes=100_000, max_stall_ms=max_stall_ms)
     loop = DecoderLoop(lambda: backend, sizes, make_guests)
     inboxes = start_together(
         loop, *(replace(request(name, name * 20, max_tokens=30), client="a") for name in ("a", "b"))
@@ -187,7 +190,7 @@ def test_a_client_alone_is_never_preempted() -> None:
 
 def test_nobody_gives_way_whose_state_takes_too_long_to_save() -> None:
     """Bytes take 2 ns until that was measured."""
-    backend, loop, inboxes = both_slots_of_one_client("z", max_stall_s=1e-9)
+    backend, loop, inboxes = both_slots_of_one_client("z", max_stall_ms=1e-06)
     backend.resume()
     loop.close(PATIENCE_S)
     assert loop.stats().requests.preemptions == 0
@@ -233,7 +236,7 @@ def test_answers_of_many_clients_are_as_if_each_had_been_alone(
 def test_who_is_back_at_once_finds_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "EXPECTED_S", 3600)
     backend = SteppedBackend(n_slots=2)
-    with running(backend, options(2, max_waiting=8, max_stall_s=None)) as engine:
+    with running(backend, options(2, max_waiting=8, max_stall_ms=math.inf)) as engine:
         greedy = [replace(request(f"m{i}", max_tokens=40), client="m") for i in range(2)]
         polite = [replace(request(f"h{i}", max_tokens=2), client="h") for i in range(2)]
         start(engine, greedy[0])

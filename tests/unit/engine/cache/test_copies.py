@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from unittest import mock
 
@@ -52,9 +53,9 @@ class SlowBackend(FakeBackend):
 class Cache(KVCacheManager):
     """With slots, a store, and a clock that only copies move."""
 
-    def __init__(self, n_slots: int, max_stall_s: float | None, clock: Clock) -> None:
+    def __init__(self, n_slots: int, max_stall_ms: float, clock: Clock) -> None:
         self.clock = clock
-        self.budget = StepBudget(max_stall_s, lambda: clock.now)
+        self.budget = StepBudget(max_stall_ms, lambda: clock.now)
         table = SlotTable(n_slots, 3)
         super().__init__(SlowBackend(n_slots, clock), table, MemoryTier(10_000), self.budget)
         for speed in (self.copies.saves, self.copies.restores):
@@ -100,13 +101,13 @@ def clock() -> Iterator[Clock]:
 
 
 @pytest.mark.parametrize(
-    ("max_stall_s", "streams", "n_stored"),
-    [(0.39, True, 0), (0.41, True, 1), (0.39, False, 1), (None, True, 1)],
+    ("max_stall_ms", "streams", "n_stored"),
+    [(390, True, 0), (410, True, 1), (390, False, 1), (math.inf, True, 1)],
 )
 def test_what_takes_too_long_to_save_is_dropped_while_somebody_generates(
-    clock: Clock, max_stall_s: float | None, streams: bool, n_stored: int
+    clock: Clock, max_stall_ms: float, streams: bool, n_stored: int
 ) -> None:
-    cache = Cache(2, max_stall_s, clock)
+    cache = Cache(2, max_stall_ms, clock)
     if streams:
         cache.stream(200)
     for slot in cache.table.slots:
@@ -118,13 +119,13 @@ def test_what_takes_too_long_to_save_is_dropped_while_somebody_generates(
 
 
 @pytest.mark.parametrize(
-    ("max_stall_s", "streams", "n_cached"),
-    [(0.39, True, 0), (0.41, True, 100), (0.39, False, 100), (None, True, 100)],
+    ("max_stall_ms", "streams", "n_cached"),
+    [(390, True, 0), (410, True, 100), (390, False, 100), (math.inf, True, 100)],
 )
 def test_what_takes_too_long_to_restore_is_computed_while_somebody_generates(
-    clock: Clock, max_stall_s: float | None, streams: bool, n_cached: int
+    clock: Clock, max_stall_ms: float, streams: bool, n_cached: int
 ) -> None:
-    cache = Cache(2, max_stall_s, clock)
+    cache = Cache(2, max_stall_ms, clock)
     stored = cache.keep(201, 100)
     if streams:
         cache.stream(200)
@@ -134,7 +135,7 @@ def test_what_takes_too_long_to_restore_is_computed_while_somebody_generates(
 
 
 def test_what_is_too_much_for_one_step_is_done_in_the_next(clock: Clock) -> None:
-    cache = Cache(4, 0.5, clock)
+    cache = Cache(4, 500, clock)
     prompts = [[*cache.keep(201 + i, 100), 250] for i in range(3)]
     cache.stream(200)
     for step in range(3):
@@ -148,7 +149,7 @@ def test_what_is_too_much_for_one_step_is_done_in_the_next(clock: Clock) -> None
 
 
 def test_without_streams_all_is_done_in_one_step(clock: Clock) -> None:
-    cache = Cache(4, 0.5, clock)
+    cache = Cache(4, 500, clock)
     prompts = [[*cache.keep(201 + i, 100), 250] for i in range(3)]
     assert all(cache.start(prompt) for prompt in prompts)
 
@@ -156,7 +157,7 @@ def test_without_streams_all_is_done_in_one_step(clock: Clock) -> None:
 def test_a_prefix_is_restored_even_if_there_is_never_time_to_save_what_it_replaces(
     clock: Clock,
 ) -> None:
-    cache = Cache(2, 0.5, clock)
+    cache = Cache(2, 500, clock)
     stored = cache.keep(201, 100)
     cache.stream(200)
     (idle,) = (slot for slot in cache.table.slots if slot.idle)
@@ -171,7 +172,7 @@ def test_a_prefix_is_restored_even_if_there_is_never_time_to_save_what_it_replac
 def test_slots_that_are_emptied_in_one_step_are_saved_as_long_as_there_is_time(
     clock: Clock,
 ) -> None:
-    cache = Cache(4, 1.0, clock)
+    cache = Cache(4, 1000, clock)
     cache.stream(200)
     for slot in cache.table.slots:
         if slot.idle:
@@ -182,7 +183,7 @@ def test_slots_that_are_emptied_in_one_step_are_saved_as_long_as_there_is_time(
 
 
 def test_a_hiccup_is_forgotten() -> None:
-    budget = CopyBudget(StepBudget(0.25))
+    budget = CopyBudget(StepBudget(250))
     budget.saves.observe(1_000_000, 10.0)
     n_refused = 0
     while not budget.allows(budget.saves, 1_000_000):
@@ -191,7 +192,7 @@ def test_a_hiccup_is_forgotten() -> None:
 
 
 def test_a_first_copy_is_tried_before_anything_was_measured() -> None:
-    budget = CopyBudget(StepBudget(0.25))
+    budget = CopyBudget(StepBudget(250))
     assert not budget.allows(budget.restores, 1_000_000_000)
     for _ in range(100):
         budget.allows(budget.restores, 1_000_000_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import ConfigError, EngineFailedError
-from serve_app.base.formats import BackendName, Threads
+from serve_app.base.formats import BackendName
 from serve_app.base.progress import Stage
 from serve_app.engine.backends import opening
 from serve_app.engine.backends.base import Setup
@@ -212,14 +213,14 @@ def test_streams_wait_for_a_slice_for_its_part_of_the_time(
     bounds = []
 
     def request_s(_: Profile, sized: EngineOptions, *__: object) -> float:
-        bounds.append(sized.max_stall_s)
+        bounds.append(sized.max_stall_ms)
         return 1.0
 
     monkeypatch.setattr(choosing, "request_s", request_s)
-    plan = choose(model, replace(options, max_stall_s=0.25))
+    plan = choose(model, replace(options, max_stall_ms=250))
     assert "8.00 and 8.00 s for a request" in plan.why, "a request to the whole model"
-    choose(model, replace(options, max_stall_s=None))
-    assert bounds == [0.25 / 8] * 4 + [None] * 4
+    choose(model, replace(options, max_stall_ms=math.inf))
+    assert bounds == [250 / 8] * 4 + [math.inf] * 4
 
 
 def test_a_small_model_is_not_measured(
@@ -441,7 +442,7 @@ class Opened:
 
     def __init__(self, plan: Plan, *_: object) -> None:
         self.plan = plan
-        self.setup = Setup("llama.cpp", MODE, Threads.alike(1, None), profile(1.0))
+        self.setup = Setup("llama.cpp", MODE, profile(1.0))
 
 
 def test_llama_cpp_in_openvinos_place_has_the_layout_that_was_measured(

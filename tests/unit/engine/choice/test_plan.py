@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from serve_app.base.formats import Threads
 from serve_app.engine.choice.plan import (
     AS_STORED,
     LLAMA_CPP_PLAN,
@@ -26,7 +25,6 @@ CACHE = CachePlan(
     Mode(flash_attn=True, kv_unified=False),
     "split: as configured",
     Profile({1: 0.5}, {8: 0.25}, {2: 0.1}, 512, {1: 0.75}, {8: 0.5}, 0.007),
-    Threads(2, 3, 4, "measured"),
     (Mode(flash_attn=True, kv_unified=True), Profile({1: 0.25}, masked=0.5)),
 )
 PLAN = Plan(
@@ -110,7 +108,6 @@ def test_the_other_kind_of_cache_has_its_own_profile() -> None:
         {"profile": {"depth": "x"}},
         {"profile": {"decode_s": 3}},
         {"other": [1]},
-        {"threads": 2},
     ],
     ids=str,
 )
@@ -119,7 +116,6 @@ def test_a_damaged_cache_is_measured_again(tmp_path: Path, changed: dict[str, An
         "mode": {"flash_attn": True, "kv_unified": True},
         "reason": "",
         "profile": {},
-        "threads": {"one_row": 1, "few_rows": 1, "many_rows": 1, "reason": ""},
     }
     for cache in (good, good | changed):
         profile_cache.save(tmp_path, "a", {"caches": {"OpenVINO": cache}})

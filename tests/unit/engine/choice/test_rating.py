@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -56,7 +57,7 @@ def measured(row_s: float, token_s: float) -> Profile:
 def test_seconds_of_a_request() -> None:
     """Without a bound: 128 rows, or 512 and 256, the same beside others as alone; then 128 tokens with 4
     slots busy."""
-    options = replace(OPEN, max_stall_s=None)
+    options = replace(OPEN, max_stall_ms=math.inf)
     cheap = measured(0.001, 0.0)
     expected = (0.138 + 0.522 + 0.266) / 2 + 128 * 0.014 / 4
     assert request_s(cheap, options, SPLIT_ON) == pytest.approx(expected, rel=0.01)
@@ -68,11 +69,11 @@ def test_with_one_slot_nobody_waits_for_a_prompt() -> None:
     alone = replace(OPEN, n_slots=1)
     costs = measured(0.001, 1e-7)
 
-    def seconds(options: EngineOptions, bound: float | None) -> float:
-        return request_s(costs, replace(options, max_stall_s=bound), SPLIT_ON)
+    def seconds(options: EngineOptions, max_stall_ms: float) -> float:
+        return request_s(costs, replace(options, max_stall_ms=max_stall_ms), SPLIT_ON)
 
-    assert seconds(alone, 0.05) == seconds(alone, None)
-    assert seconds(OPEN, 0.05) > seconds(OPEN, None)
+    assert seconds(alone, 50) == seconds(alone, math.inf)
+    assert seconds(OPEN, 50) > seconds(OPEN, math.inf)
 
 
 def test_prompts_of_their_own_want_a_split_cache_and_a_common_one_a_unified() -> None:
@@ -92,8 +93,8 @@ def test_a_bound_makes_small_chunks_count() -> None:
     plain = measured(0.001, 2e-7)
     flash = replace(plain, deep_prefill_s={1: 0.5, 16: 0.5, 64: 0.5, 512: 0.53})
     found = {SPLIT_ON: flash, SPLIT_OFF: plain}
-    assert fastest_mode(found, replace(options, max_stall_s=None))[0] == SPLIT_ON
-    assert fastest_mode(found, replace(options, max_stall_s=0.1))[0] == SPLIT_OFF
+    assert fastest_mode(found, replace(options, max_stall_ms=math.inf))[0] == SPLIT_ON
+    assert fastest_mode(found, replace(options, max_stall_ms=100))[0] == SPLIT_OFF
 
 
 def test_of_those_that_are_as_good_the_first() -> None:
@@ -178,7 +179,7 @@ def test_what_is_lost_alone_counts_as_much_as_what_is_gained_together() -> None:
 
 def test_of_two_that_are_as_fast_llama_cpp_which_can_do_more() -> None:
     assert not openvino_pays(LLAMA_CPP, replace(SIXTEEN, n_slots=1))
-    assert not openvino_pays(LLAMA_CPP, replace(SIXTEEN, max_stall_s=None))
+    assert not openvino_pays(LLAMA_CPP, replace(SIXTEEN, max_stall_ms=math.inf))
 
 
 def test_a_single_candidate_needs_no_reason() -> None:

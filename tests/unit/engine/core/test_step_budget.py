@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -138,7 +139,7 @@ def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
         backend.draft = TimedDraft(clock)
     if guests in ("pictures", "all"):
         backend.projector = projector
-    sizes = options(4, n_ctx_slot=2048, n_batch=512, max_stall_s=BOUND_S)
+    sizes = options(4, n_ctx_slot=2048, n_batch=512, max_stall_ms=1000 * BOUND_S)
     queue = CommandQueue(SlotPolicy(sizes))
     core = EngineCore(backend, sizes, queue, Progress(), make_guests)
     core.budget._clock = clock
@@ -183,7 +184,7 @@ def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
 
 def test_a_budget_is_what_the_clock_and_the_forecasts_leave() -> None:
     now = 5.0
-    budget = StepBudget(0.25, lambda: now)
+    budget = StepBudget(250, lambda: now)
     assert budget.left_s == 0.25
     now += 0.1
     budget.expect(0.05)
@@ -197,7 +198,7 @@ def test_a_budget_is_what_the_clock_and_the_forecasts_leave() -> None:
 
 
 def test_without_a_bound_all_fits() -> None:
-    budget = StepBudget(None, lambda: 0.0)
+    budget = StepBudget(math.inf, lambda: 0.0)
     assert budget.fits(1e9)
     assert budget.allows(1e9)
 
@@ -212,6 +213,6 @@ def test_without_a_bound_all_fits() -> None:
     ],
 )
 def test_prompts_get_what_decoding_leaves(decode_s: float, n_turns: int, expected: float) -> None:
-    budget = StepBudget(0.25, lambda: 0.0)
+    budget = StepBudget(250, lambda: 0.0)
     assert budget.prompts_s(decode_s, n_turns) == pytest.approx(expected)
     assert budget.planned_s(decode_s, n_turns) == pytest.approx(expected)

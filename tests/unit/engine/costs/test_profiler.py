@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from serve_app.base.formats import Threads
 from serve_app.engine.backends.base import Row, State
 from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import CostModel, Profile, envelope
@@ -84,7 +83,7 @@ class Shared(Machine):
 
     @property
     def clocks(self) -> Clocks:
-        return Clocks(Threads.alike(2, None), lambda: self.now, lambda: self.cpu)
+        return Clocks(lambda _rows: 2, lambda: self.now, lambda: self.cpu)
 
 
 @pytest.mark.parametrize(("quiet", "within"), [(math.inf, 0.25), (1.0, 0.01)])

@@ -42,9 +42,9 @@ from tests.unit.engine.harness import (
     request,
     running,
     start,
+    steps,
     until,
 )
-from tests.unit.engine.policy.slots import Slots, free
 
 Tokens = tuple[int, ...]
 
@@ -83,6 +83,18 @@ def test_packing(pending: list[int], limit: int, whole: bool, packed: list[int])
     assert pack(pending, limit, whole=whole) == packed
 
 
+def idle_queue(backend: FakeBackend, costs: CostModel, policy: SlotPolicy) -> EmbeddingQueue:
+    """No text waits, and streams may wait for a quarter of a second."""
+    budget = StepBudget(250, lambda: 0.0)
+    return EmbeddingQueue(backend, costs, Progress(), policy, steps(budget, policy))
+
+
+def step(made: EmbeddingQueue, *running: EngineSequence) -> None:
+    """A batch beside those that run."""
+    made._steps.running = running
+    made.step()
+
+
 def queue(
     *requests: Sequence[Tokens],
     seconds_a_row: float = 0.0,
@@ -94,9 +106,7 @@ def queue(
     backend.embedding = EmbeddingShape(16, 8, n_text=32, pooling=pooling, causal=causal)
     prefill = {n: n * seconds_a_row for n in (1, 2, 4, 8, 16)} if seconds_a_row else {}
     costs = CostModel(Profile(dict(prefill), prefill))
-    made = EmbeddingQueue(
-        backend, costs, StepBudget(0.25, lambda: 0.0), Progress(), SlotPolicy(options())
-    )
+    made = idle_queue(backend, costs, SlotPolicy(options()))
     texts = [Texts(tokens) for tokens in requests]
     made.add(texts)
     return made, backend, texts
@@ -105,7 +115,7 @@ def queue(
 def batches(made: EmbeddingQueue, backend: FakeBackend, *, beside: bool = False) -> list[list[int]]:
     """Every batch's tokens, until nothing waits."""
     while made.has_work:
-        made.step(RUNNING if beside else ())
+        step(made, *(RUNNING if beside else ()))
     made.deliver()
     return [[row[0] for row in batch] for batch in backend.embed_batches]
 
@@ -146,8 +156,8 @@ def test_beside_sequences_texts_in_the_background_have_what_is_left_of_a_share(
         EngineSequence(replace(request(f"r{n}", "x"), client="runs"), lambda delta: None)
         for n in range(n_asked)
     ]
-    assert policy.gives_back([], asked, Slots(8), free, 0.0) == []
-    made.step(asked[:1])
+    made._steps.waiting = asked[1:]
+    step(made, asked[0])
     assert bool(backend.embed_batches) == is_computed
 
 
@@ -206,7 +216,7 @@ def test_what_was_cancelled_is_not_computed() -> None:
 
 def test_a_sequence_that_was_left_half_way_is_begun_anew() -> None:
     made, backend, (one, other) = queue([text(30)], [text(20, 40)])
-    made.step(())
+    step(made)
     one.future.cancel()
     assert batches(made, backend) == [list(text(16)), [*text(16, 40)], [*text(4, 56)]]
     assert other.future.result().tolist() == [mean(text(20, 40))]
@@ -263,7 +273,7 @@ def shared(policy: SlotPolicy, *requests: Texts) -> tuple[EmbeddingQueue, FakeBa
     backend.embedding = EmbeddingShape(4, 8, n_text=32, pooling="mean", causal=True)
     prefill = {n: n * 0.01 for n in (1, 2, 4)}
     costs = CostModel(Profile(dict(prefill), prefill))
-    made = EmbeddingQueue(backend, costs, StepBudget(0.25, lambda: 0.0), Progress(), policy)
+    made = idle_queue(backend, costs, policy)
     made.add(requests)
     return made, backend
 
@@ -282,7 +292,7 @@ def test_clients_take_turns() -> None:
     many, few = of("a", 1, 2, 3, 4, 5, 6), of("b", 7, 8)
     made, backend = shared(SlotPolicy(options()), many, few)
     while made.has_work:
-        made.step(())
+        step(made)
     assert firsts(backend)[:4] in ([1, 7, 2, 8], [1, 7, 8, 2])
 
 
@@ -294,7 +304,7 @@ def test_who_was_served_less_goes_first() -> None:
     accounts.charge("a", 100.0)
     made, backend = shared(policy, of("a", 1, 2, 3), of("b", 7, 8))
     while made.has_work:
-        made.step(())
+        step(made)
     assert firsts(backend) == [7, 8, 1, 2, 3]
     assert 0 < accounts["b"] < 100 < accounts["a"]
 
@@ -306,7 +316,7 @@ def test_texts_are_no_clients_when_they_are_gone() -> None:
     made, _ = shared(policy, done, cancelled, failed)
     assert accounts.active == 3
     cancelled.future.cancel()
-    made.step(())
+    step(made)
     made.fail(EngineClosedError("closed"))
     made.fail(EngineClosedError("closed"))
     made.deliver()
@@ -332,7 +342,7 @@ def test_texts_and_prompts_take_turns(charged: str, n_pending: int, computed: bo
     accounts.charge(charged, 5.0)
     one = EngineSequence(replace(request("r", "x" * 9), client="runs"), lambda delta: None)
     one.n_past = 9 - n_pending
-    made.step([one])
+    step(made, one)
     assert bool(backend.embed_batches) == computed
 
 
@@ -355,11 +365,11 @@ def test_streams_of_who_has_less_get_half_of_the_time(monkeypatch: pytest.Monkey
     one = EngineSequence(replace(request("r", "x"), client="runs"), lambda delta: None)
     n_batches = []
     for _ in range(8):
-        made.step([one])
+        step(made, one)
         n_batches.append(len(backend.embed_batches))
         now[0] += 0.5
     assert n_batches == [1, 1, 1, 1, 2, 2, 2, 2]
-    made.step(())  # nobody else is there
+    step(made)  # nobody else is there
     assert len(backend.embed_batches) == 3
 
 
@@ -372,12 +382,12 @@ def test_batches_are_short_while_other_clients_are_about(monkeypatch: pytest.Mon
     made, backend = shared(policy, of("texts", *range(1, 9)))
     accounts.enter("runs")
     one = EngineSequence(replace(request("r", "x"), client="runs"), lambda delta: None)
-    made.step(())
-    made.step([one])
+    step(made)
+    step(made, one)
     now[0] = 9.0
-    made.step(())
+    step(made)
     now[0] = 11.0
-    made.step(())
+    step(made)
     assert [len(batch) for batch in backend.embed_batches] == [4, 1, 1, 4]
 
 
@@ -669,7 +679,7 @@ def test_a_text_that_has_begun_goes_on_before_others_have_their_pictures() -> No
         for tile in tiles:
             tile.embeddings = np.zeros((N_SEEN, 4), np.float32)
         made.add([pending])
-        made.step(())
+        step(made)
     tokens = [batch[0] for batch in batches(made, backend)]
     assert [token for token in tokens if token >= 0] == [1, ord(">"), 3, ord(">")]
     assert all(pending.future.result(0).shape == (1, 3) for pending in requests)

@@ -17,12 +17,11 @@ from serve_app.engine.costs.cost_model import CostModel, Profile
 from serve_app.engine.guests.embedding import EmbeddingQueue
 from serve_app.engine.guests.pictures import Encoding, NodeTimes, expanded
 from serve_app.engine.health import Progress
-from serve_app.engine.metrics.stats import Counts
 from serve_app.engine.policy.policy import SlotPolicy
 from serve_app.kernels.llama.vision.positions import Pause, Tile
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.behaviour.test_pictures import N_SEEN, ScriptedProjector
-from tests.unit.engine.harness import endless, options
+from tests.unit.engine.harness import endless, options, steps
 
 PICTURE = Picture.of(b"abc", 1, 1)
 N_BATCH = 64
@@ -32,7 +31,7 @@ def test_a_piece_takes_its_time_from_the_budget_of_the_step_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    budget = StepBudget(1.0, lambda: now)
+    budget = StepBudget(1000, lambda: now)
     monkeypatch.setattr(time, "monotonic", lambda: now)
 
     class Projector(ScriptedProjector):
@@ -54,17 +53,18 @@ def test_a_piece_takes_its_time_from_the_budget_of_the_step_behind_it(
     prompt, tiles = expanded(request.prompt, iter(request.media), projector, N_BATCH)
     sequence = Sequence(replace(request, prompt=prompt), lambda delta: None, None, tiles)
     policy = SlotPolicy(options())
-    texts = EmbeddingQueue(
-        FakeBackend(endless, n_slots=1), CostModel(Profile()), budget, Progress(), policy
-    )
-    encoding = Encoding(projector, budget, 10**6, Counts(), lambda: None, policy.charge, texts)
-    assert encoding.step(lambda: [sequence], 0.0, idle=True) is None
+    view = steps(budget, policy)
+    view.running = [sequence]
+    backend = FakeBackend(endless, n_slots=1)
+    texts = EmbeddingQueue(backend, CostModel(Profile()), Progress(), policy, view)
+    encoding = Encoding(projector, 10**6, texts, view)
+    encoding.after_step(0.0, idle=True)
     assert seen == [pytest.approx(0.02)]
     assert budget.left_s == pytest.approx(0.98)
     assert sequence.spent_s == pytest.approx(0.02)
-    assert encoding.step(lambda: [sequence], 1.0, idle=True) is None  # there is nothing more
+    encoding.after_step(1.0, idle=True)  # there is nothing more
     assert seen == [pytest.approx(0.02)]
-    encoding._preparing.shutdown()
+    encoding.close(healthy=True)
 
 
 def encoded(times: NodeTimes, tile: Tile, *seconds: float) -> list[float]:

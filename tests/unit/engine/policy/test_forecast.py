@@ -113,6 +113,11 @@ def test_a_client_waits_for_its_own_and_its_turns(client: str, wait_s: float) ->
         assert found == pytest.approx(wait_s)
 
 
+def test_what_a_sequence_costs_is_its_tokens_where_nothing_was_measured() -> None:
+    assert Backlog(COSTS, n_slots=4).cost_s(waiting(101, 50)) == pytest.approx(0.5 + 50 * 0.02)
+    assert Backlog(CostModel(Profile()), 4).cost_s(waiting(101, 50)) == 151
+
+
 def test_it_learns_how_fast_work_gets_done() -> None:
     """Half as fast as measured, for a minute; steps without tokens say nothing."""
     backlog = Backlog(COSTS, n_slots=4)

@@ -38,7 +38,7 @@ def scheduler(
     decode_s: dict[int, float], *sequences: Sequence, cancellable: bool = True
 ) -> Scheduler:
     costs = CostModel(Profile(decode_s=decode_s, prefill_s=PROMPTS))
-    made = Scheduler(256, costs, StepBudget(0.25, lambda: 0.0), n_rewind=256 if cancellable else 0)
+    made = Scheduler(256, costs, StepBudget(250, lambda: 0.0), n_rewind=256 if cancellable else 0)
     for one in sequences:
         made.running.append(one)
     made.schedule(NOW)  # nobody is new any more

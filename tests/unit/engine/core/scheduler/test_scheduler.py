@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from serve_app.engine.costs.cost_model import CostModel, Profile
 from serve_app.engine.guests.drafts.drafting import MAX_DRAFTED_ROWS, Drafting
 from serve_app.engine.guests.drafts.rates import AcceptanceRate
 from tests.doubles.backend import FakeVocabulary
+from tests.unit.engine.harness import steps
 
 N_CTX_SLOT = 1000
 NOW = 100.0
@@ -234,13 +236,13 @@ SLOW = Profile(
 )
 
 
-def still(max_stall_s: float | None, elapsed_s: float = 0.0) -> StepBudget:
+def still(max_stall_s: float, elapsed_s: float = 0.0) -> StepBudget:
     """A budget of which so much has gone by."""
     clock = iter([0.0])
-    return StepBudget(max_stall_s, lambda: next(clock, elapsed_s))
+    return StepBudget(1000 * max_stall_s, lambda: next(clock, elapsed_s))
 
 
-def stalling(max_stall_s: float | None, *sequences: Sequence, **changed: Any) -> Scheduler:
+def stalling(max_stall_s: float, *sequences: Sequence, **changed: Any) -> Scheduler:
     made = Scheduler(256, CostModel(SLOW), still(max_stall_s), **changed)
     for sequence in sequences:
         made.running.append(sequence)
@@ -251,7 +253,7 @@ def stalling(max_stall_s: float | None, *sequences: Sequence, **changed: Any) ->
     ("max_stall_s", "n_streams", "prompts", "expected"),
     [
         pytest.param(0.11, 1, [500], [64], id="as much as fits"),
-        pytest.param(None, 1, [500], [256], id="no bound"),
+        pytest.param(math.inf, 1, [500], [256], id="no bound"),
         pytest.param(1.0, 1, [500], [256], id="a wide bound"),
         pytest.param(0.1, 1, [20, 90], [20, 32], id="two prompts"),
         pytest.param(0.085, 1, [500], [32], id="not 40, which cost 64"),
@@ -262,7 +264,7 @@ def stalling(max_stall_s: float | None, *sequences: Sequence, **changed: Any) ->
     ],
 )
 def test_prompts_get_what_the_stall_budget_leaves(
-    max_stall_s: float | None, n_streams: int, prompts: list[int], expected: list[int]
+    max_stall_s: float, n_streams: int, prompts: list[int], expected: list[int]
 ) -> None:
     streams = [streaming(slot) for slot in range(n_streams)]
     made = stalling(
@@ -281,12 +283,12 @@ def test_prompts_get_what_the_stall_budget_leaves(
         pytest.param(
             0.1, 8, False, (0.1 + 0.088) / 0.088, id="chunks of 88 rows, as long as the bound"
         ),
-        pytest.param(None, 8, False, (0.1 + 0.256) / 0.256, id="no bound"),
+        pytest.param(math.inf, 8, False, (0.1 + 0.256) / 0.256, id="no bound"),
         pytest.param(0.25, 8, True, 0.224 / 0.216, id="chunks of 216 rows in a pass of 224"),
     ],
 )
 def test_streams_slow_prompts_by_what_a_step_leaves(
-    max_stall_s: float | None, n_streams: int, mixed: bool, expected: float
+    max_stall_s: float, n_streams: int, mixed: bool, expected: float
 ) -> None:
     made = stalling(max_stall_s, *(streaming(i) for i in range(n_streams)), mixed=mixed)
     assert made.crowding == pytest.approx(expected)
@@ -386,7 +388,7 @@ def test_a_chunk_ends_with_the_prefix_that_others_wait_for() -> None:
 
 def test_nobody_is_held_back_without_a_bound_or_beside_a_stream() -> None:
     prompts = [running(slot, 150, waited_s=0.0) for slot in range(2)]
-    assert served(stalling(None, *prompts).schedule(NOW)) == [(0, 150), (1, 106)]
+    assert served(stalling(math.inf, *prompts).schedule(NOW)) == [(0, 150), (1, 106)]
     beside = served(stalling(1.0, streaming(2), *prompts).schedule(NOW))
     assert beside == [(2, 1), (0, 150), (1, 106)]
 
@@ -423,7 +425,7 @@ def test_the_margin_follows_what_steps_take() -> None:
 
 def test_a_decode_batch_is_split_where_that_is_faster() -> None:
     costs = CostModel(Profile({1: 0.02, 2: 0.07, 4: 0.03, 8: 0.05}, {8: 0.1}))
-    made = Scheduler(256, costs, None)
+    made = Scheduler(256, costs)
     for slot in range(2):
         made.running.append(streaming(slot))
     assert [served([one]) for one in made.schedule(NOW)] == [[(0, 1), (1, 1)]]  # tried now and then
@@ -444,11 +446,11 @@ def repeating(slot_id: int) -> Sequence:
 DRAFTS_PAY = Profile({1: 0.1, 2: 0.2, 4: 0.4}, {8: 0.1}, {2: 0.1, 4: 0.11, 8: 0.3})
 
 
-def drafting(profile: Profile, *, speculate: bool = True, left_s: float | None = None) -> Scheduler:
+def drafting(profile: Profile, *, speculate: bool = True, left_s: float = math.inf) -> Scheduler:
     costs, budget = CostModel(profile), still(left_s)
     made = Scheduler(256, costs, budget)
     if speculate:
-        made.drafts = Drafting(costs, budget, lookup=True)
+        made.drafts = Drafting(costs, steps(budget), lookup=True)
     return made
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -145,7 +147,7 @@ def test_a_pass_that_fails_leaves_nothing_to_propose_behind() -> None:
     one = sequence("a", list(range(30)))
     one.slot_id = 0
     drafter.begin([one], ROOM)
-    drafter.catch_up([one], None)
+    drafter.catch_up([one], math.inf)
     assert drafter.propose([one], 3) == {}
     one.tokens[5] = 6
     drafter.begin([one], ROOM)
