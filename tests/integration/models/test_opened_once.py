@@ -9,8 +9,8 @@ from pathlib import Path
 import llama_cpp
 import pytest
 
-from serve_app.base.engine_options import BackendName
 from serve_app.base.errors import ConfigError
+from serve_app.base.formats import BackendName
 from serve_app.config.schema import ModelConfig
 from serve_app.engine import Engine, EngineOptions
 from serve_app.kernels.llama.model import Model
