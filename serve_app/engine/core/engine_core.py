@@ -44,9 +44,11 @@ MakeGuests = Callable[["EngineCore"], list[Guest]]
 """Makes the guests of a core, in the order in which they are called. Decoder thread."""
 
 _Done = tuple[int, int]
-"""Tokens of prompts and of answers, and seconds of sampling, up to some moment."""
+"""Tokens of prompts and of answers up to some moment."""
 # Steps in a row in which nothing could be decoded, after which the backend counts as broken.
 _MAX_FAILED_STEPS = 3
+# Seconds of steps after which what was learned is worth more than what was measured.
+_KEPT_FROM_S = 20.0
 # Requests of which `CachedPrefixes` knows that they were taken in.
 _TAKEN_KEPT = 256
 
@@ -332,9 +334,11 @@ class EngineCore:
             self._outbox.end(sequence, FinishReason.ERROR, error)
 
     def close(self, *, healthy: bool) -> None:
-        """Close the guests, and then the backend."""
+        """Close the guests, and then the backend. What was learned of its costs is kept."""
         with ExitStack() as stack:
             stack.callback(self.backend.close)
+            if healthy and self.counts.step_s >= _KEPT_FROM_S:
+                self.backend.keep(self.costs.learned())
             for guest in self.guests:
                 stack.callback(guest.close, healthy=healthy)
 

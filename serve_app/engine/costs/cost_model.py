@@ -325,10 +325,11 @@ class CostModel:
         return {n: self.prefill_s(n, 0) for n in self._prefill.measured if n <= most}
 
     def learned(self) -> Profile:
-        """The profile by what is known now."""
+        """The profile by what is known now, whoever disturbed the measurement."""
         profile = self._profile
         return replace(
             profile,
+            share=1.0,
             decode_s=self._known(self._decode),
             prefill_s=self._known(self._prefill),
             verify_s=self._known(self._verify),
