@@ -197,7 +197,7 @@ class GenerationRequest:
         return self.cache_group + used
 
     @property
-    def given(self) -> tuple[int, ...]:
+    def all_tokens(self) -> tuple[int, ...]:
         """All tokens to be computed before its next one."""
         return self.prompt + self.generated
 
@@ -385,10 +385,10 @@ class TokenDelta:
         return TokenDelta("", (), self.end)
 
     def then(self, later: TokenDelta) -> TokenDelta:
-        return TokenDelta.joined((self, later))
+        return TokenDelta.join((self, later))
 
     @classmethod
-    def joined(cls, deltas: Sequence[TokenDelta]) -> TokenDelta:
+    def join(cls, deltas: Sequence[TokenDelta]) -> TokenDelta:
         """Deltas of a request in their order as one, with the end of the last."""
         return cls(
             "".join(delta.text for delta in deltas),

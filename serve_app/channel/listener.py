@@ -185,7 +185,7 @@ class Listener:
         finally:
             del self._calls[call.number]
 
-    def came(self, connection: _Connection) -> None:
+    def on_connection(self, connection: _Connection) -> None:
         self._strangers[connection] = None
         if len(self._strangers) > _MOST_STRANGERS:
             oldest = next(iter(self._strangers))
@@ -222,7 +222,7 @@ class Listener:
                 call.channel = connection
                 call.push(delta)
 
-    def left(self, connection: _Connection) -> None:
+    def on_leave(self, connection: _Connection) -> None:
         """A connection is gone: what it was to bring does not come."""
         self._strangers.pop(connection, None)
         self._connections.discard(connection)
@@ -254,7 +254,7 @@ class _Connection(asyncio.Protocol):
         if connection.family != socket.AF_UNIX:
             keep_alive(connection)
         self._timer = asyncio.get_running_loop().call_later(CONNECT_S, self._doubt)
-        self._listener.came(self)
+        self._listener.on_connection(self)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -275,7 +275,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self._timer.cancel()
-        self._listener.left(self)
+        self._listener.on_leave(self)
 
     def _doubt(self) -> None:
         if not self._is_known:

@@ -249,7 +249,7 @@ class Fleet(Generic[ReplicaT]):
                 self.book(replica, sent.prompt, sent.missing, now)
                 return
 
-    def ended(self, replica: ReplicaT, group: str) -> None:
+    def on_end(self, replica: ReplicaT, group: str) -> None:
         """A request of that group has ended: it is no work any more, but its prompt may be held."""
         view = self._views.get(replica)
         for sent in view.sent.values() if view else ():

@@ -8,7 +8,7 @@ from typing import Any
 
 from serve_app.base.errors import RequestNotFoundError
 from serve_app.base.types import ReplicaStats
-from serve_app.server.answering.timings import explained
+from serve_app.server.answering.timings import explain_record
 from serve_app.server.http import request_context
 from serve_app.server.http.dependencies import ModelsArgument
 from serve_app.server.http.description import api_router
@@ -55,7 +55,7 @@ async def explain(models: ModelsArgument, request_id: str) -> dict[str, Any]:
     return {
         "id": request_id,
         "object": "request",
-        "sequences": [explained(record) for record in records],
+        "sequences": [explain_record(record) for record in records],
         "missing": missing,
     }
 

@@ -91,7 +91,7 @@ class BatchPace:
         self._since = now, n_left
         """The beginning of the time that is measured, and the lines that were left then."""
 
-    def answered(self, n: int, now: float) -> None:
+    def on_answers(self, n: int, now: float) -> None:
         self._n_left -= n
         began, n_before = self._since
         if now - began >= _LOOK_BACK_S:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import Api
-from serve_app.config.sampling_fields import given, takes_sampling
+from serve_app.config.sampling_fields import read_params, takes_sampling
 from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of
 from serve_app.server.answering.openai_tools import known_tools
 from serve_app.server.answering.requests import (
@@ -217,7 +217,7 @@ class OllamaRequest(OllamaModelRequest):
             "priority": self.priority,
             "cache_salt": self.cache_salt,
             "sse_ping_interval": self.sse_ping_interval,
-            **given(self.options, Api.OPENAI),
+            **read_params(self.options, Api.OPENAI),
         }
 
     def as_chat(self, turns: list[Turn], tools: list[Tool], *, can_think: bool) -> TranslatedChat:
@@ -312,7 +312,7 @@ class OllamaShowRequest(OllamaModelRequest):
     """The older name of `model`."""
 
     @property
-    def named(self) -> str | None:
+    def wanted_name(self) -> str | None:
         """The model's name, by its new or its older field."""
         return self.name if self.model is None else self.model
 

@@ -117,7 +117,7 @@ class OpenRequests:
         return self._n
 
     @contextmanager
-    def entered(self, client: str) -> Iterator[None]:
+    def count(self, client: str) -> Iterator[None]:
         """Count one more request of the client, for as long as the block runs. Raises RateLimitError if the
         client has too many."""
         n_own = self._by_client[client]

@@ -79,10 +79,10 @@ async def unbroken(
         await asyncio.sleep(pause_s)
         n_failovers += 1
         failovers_s.append(time.monotonic() - began - sum(failovers_s))
-        request = continued(first, tuple(tokens), n_failovers, tuple(failovers_s))
+        request = continuation(first, tuple(tokens), n_failovers, tuple(failovers_s))
 
 
-async def retried(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ...] = PAUSES_S) -> T:
+async def retry(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ...] = PAUSES_S) -> T:
     """The result of the first attempt whose replica is not lost meanwhile. Raises CorralError."""
     for pause_s in pauses_s:
         try:
@@ -93,7 +93,7 @@ async def retried(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ..
     return await attempt()
 
 
-def continued(
+def continuation(
     request: GenerationRequest, tokens: tuple[int, ...], n: int, failovers_s: tuple[float, ...] = ()
 ) -> GenerationRequest:
     """The request of the `n`th one that continues behind these tokens. It has an id of its own: the last

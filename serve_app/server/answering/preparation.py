@@ -239,7 +239,7 @@ def sampling(model: ModelInfo, params: GenerationParams) -> SamplingParams:
     return dataclasses.replace(defaulted, logit_bias=LogitBias.of(biases)) if biases else defaulted
 
 
-def chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat:
+def prepare_chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
     turns, prefill = _turns(model, body)
     prompt, media = _with_attachments(model, body, turns, prefill, prompt_field)
@@ -283,7 +283,7 @@ def _with_attachments(
     attachments = [medium for turn in turns for medium in turn.attachments]
     for medium in attachments:
         check_medium(model, medium.is_sound, prompt_field)
-    prompt = _rendered(model, body, turns, prefill, model.tokenizer.encode_chat)
+    prompt = _render(model, body, turns, prefill, model.tokenizer.encode_chat)
     return with_media(model, prompt, [medium.url for medium in attachments], prompt_field)
 
 
@@ -323,14 +323,14 @@ def length(model: ModelInfo, body: ChatRequest, prompt_field: str) -> PromptLeng
 
 def chat_prompt(model: ModelInfo, body: ChatRequest) -> tuple[int, ...]:
     """The prompt for the next turn. The first medium is -1, the second -2. Raises InvalidRequestError."""
-    return _rendered(model, body, *_turns(model, body), model.tokenizer.encode_chat)
+    return _render(model, body, *_turns(model, body), model.tokenizer.encode_chat)
 
 
 def chat_text(model: ModelInfo, body: ChatRequest) -> str:
-    return str(_rendered(model, body, *_turns(model, body), model.tokenizer.render_chat))
+    return str(_render(model, body, *_turns(model, body), model.tokenizer.render_chat))
 
 
-def _rendered(
+def _render(
     model: ModelInfo, body: ChatRequest, turns: Conversation, prefill: str, render: Callable[..., T]
 ) -> T:
     # Templates may leave out all but the contents.

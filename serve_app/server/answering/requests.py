@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
 from serve_app.config.defaults import ModelDefaults
-from serve_app.config.sampling_fields import given, takes_sampling
+from serve_app.config.sampling_fields import read_params, takes_sampling
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect
@@ -24,8 +24,8 @@ from serve_app.server.http import request_model
 from serve_app.server.http.request_model import (
     ModelledRequest,
     RequestModel,
+    describe_extra_fields,
     name_ignored,
-    name_what_is_taken,
 )
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -78,7 +78,7 @@ def _is_token(key: object) -> bool:
 
 def _describe(schema: dict[str, Any], model: type[Any]) -> None:
     """`token_bias` is a second form of `logit_bias`, and not a name of its own."""
-    name_what_is_taken(schema, model)
+    describe_extra_fields(schema, model)
     pairs = schema["properties"].pop("token_bias")
     schema["properties"]["logit_bias"]["anyOf"] += pairs["anyOf"]
 
@@ -165,7 +165,7 @@ class AnswerParams(ModelledRequest):
     comment but for Anthropic's clients; 0 and -1: never. Without it, `ingress.sse_ping_interval_s`
     counts."""
 
-    def shared(self) -> dict[str, Any]:
+    def common_fields(self) -> dict[str, Any]:
         """Returns these fields, for the request in OpenAI's form."""
         return {name: getattr(self, name) for name in AnswerParams.model_fields if name != "model"}
 
@@ -315,7 +315,7 @@ class GenerationParams(AnswerParams):
             raise InvalidRequestError(f"Only one of {names} can be given.", constraints[1].param)
         return constraints[0] if constraints else None
 
-    def matched(self) -> str | None:
+    def answer_grammar(self) -> str | None:
         """The grammar that the text must match, for the engine. Raises InvalidRequestError."""
         return None if self.constraint is None else self.constraint.grammar()
 
@@ -342,7 +342,7 @@ class GenerationParams(AnswerParams):
         most = defaults.max_tokens if most is None else most
         penalty = self.repetition_penalty
         renamed = {} if penalty is None else {"repeat_penalty": penalty}
-        values = {**defaults.sampling, **renamed, **given(self, Api.OPENAI)}
+        values = {**defaults.sampling, **renamed, **read_params(self, Api.OPENAI)}
         values["stop"] = tuple(filter(None, values.get("stop", ())))
         if values.get("seed") == _NO_SEED:
             del values["seed"]
@@ -350,7 +350,7 @@ class GenerationParams(AnswerParams):
             **values,
             samplers=None if self.samplers is None else samplers_by(self.samplers),
             max_tokens=None if most is None or most < 0 else most,
-            grammar=self.matched(),
+            grammar=self.answer_grammar(),
             logprobs=self.n_logprobs,
             post_sampling_probs=self.post_sampling_probs and self.n_logprobs is not None,
         )
@@ -552,7 +552,7 @@ class ChatRequest(GenerationParams):
         if schema is not None:
             yield TextForm("response_format", "schema", schema)
 
-    def matched(self) -> str | None:
+    def answer_grammar(self) -> str | None:
         """The grammar of the whole answer; None for a schema, whose grammar depends on the prompt."""
         constraint = self.constraint
         if constraint is None or constraint.kind == "schema":

@@ -75,7 +75,9 @@ def to_embed(
         else:
             tokens = mixed_tokens(model, prompt, field)
         texts.append(tokens)
-    return TextsToEmbed(model.id, checked(model, texts, field, cut=cut and not media), tuple(media))
+    return TextsToEmbed(
+        model.id, check_texts(model, texts, field, cut=cut and not media), tuple(media)
+    )
 
 
 def check_makes_embeddings(model: ModelInfo) -> None:
@@ -100,7 +102,7 @@ def check_has_vectors(model: ModelInfo) -> None:
         raise NotSupportedError(message, "model")
 
 
-def checked(
+def check_texts(
     model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str, *, cut: bool = False
 ) -> Texts:
     """The texts, those that are too long cut if they may be. Raises TextTooLongError, or
@@ -169,7 +171,7 @@ class ComputedVectors:
 _HEADS = msgspec.json.Decoder(tuple[ComputedVectors, int, int])
 
 
-def normalized(vectors: Vectors, kind: int) -> Vectors:
+def normalize(vectors: Vectors, kind: int) -> Vectors:
     """Each row divided by its norm, by llama-server's `embd_normalize`; rows of zeros stay."""
     if kind < 0:
         return vectors
@@ -217,6 +219,6 @@ async def embed(
     except CorralError:
         caller.count(model.id, {"refused": 1})
         raise
-    caller.computed()
+    caller.keep_charge()
     caller.count(model.id, {"requests": 1, "completed": 1, "prompt_tokens": n_tokens})
     return n_tokens, vectors

@@ -64,7 +64,7 @@ class FairSemaphore:
             raise
 
     @asynccontextmanager
-    async def entered(self, client: str) -> AsyncIterator[None]:
+    async def place(self, client: str) -> AsyncIterator[None]:
         await self.enter(client)
         try:
             yield
