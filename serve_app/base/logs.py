@@ -14,8 +14,8 @@ MOST_PER_S = 50
 
 
 class AccessLogBound(logging.Filter):
-    """Lets so many lines of the access log through each second: each takes as long as to refuse a request,
-    and a flood of those would fill the disk. The next line says how many were left out."""
+    """Lets so many lines of the access log through each second. Each takes as long as to refuse a request,
+    and a flood would fill the disk. The next line says how many were left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

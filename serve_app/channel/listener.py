@@ -118,8 +118,8 @@ class Listener:
     def __init__(
         self, node_id: str, host: str, receiver_of: Callable[[str], ReportReceiver] | None = None
     ) -> None:
-        """Ray's id and address of this node, or no address if all replicas are on it; who hears a replica
-        with that id, if anybody does."""
+        """`node_id` and `host` are Ray's id and address of this node; no address if all replicas are on it.
+        `receiver_of` finds who hears a replica."""
         self._receiver_of = receiver_of
         self._node_id = node_id
         self._host = host
@@ -209,8 +209,8 @@ class Listener:
     def take(self, connection: _Connection, body: bytes) -> None:
         """A frame. Raises msgspec.MsgspecError if it is none.
 
-        If Serve believes a replica lost, it may send the same call to another one, while the first one is
-        at it: who answers first is heard, and nobody else."""
+        If Serve believes a replica lost, it may send the same call to another one, while the first works.
+        Who answers first is heard, and nobody else."""
         report = protocol.report(body)
         if report is not None:
             if connection.receiver is not None:

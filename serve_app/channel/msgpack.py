@@ -1,6 +1,6 @@
 """MessagePack between Corral's processes.
 
-Nothing is made of a message but a value of the type that its reader expects: the sender may be a process
+Nothing is made of a message but a value of the type that its reader expects. The sender may be a process
 that a client has taken over.
 """
 

@@ -1,8 +1,8 @@
 """The protocol of a channel: where an ingress listens, how replicas connect to it, and the frames.
 
 A frame is a length and a MessagePack value. The first frame is a `Hello`. Every other one is a list of
-items, what a step has brought to each call, or a report, what the replica says of itself: bytes that only
-its maker and its reader understand.
+items or a report. Items are what a step has brought to each call. A report is what the replica says of
+itself, in bytes that only its maker and its reader understand.
 """
 
 from __future__ import annotations

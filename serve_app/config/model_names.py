@@ -54,8 +54,8 @@ def parse_hub_name(text: str) -> HubName:
 
 
 def choose_files(files: Iterable[str], hub_name: HubName) -> tuple[str, ...]:
-    """The files of the model that is meant: the quantisation or file that the name says, or the first of
-    `PREFERRED` that the repository has, or the only one. Raises ConfigError that lists what there is."""
+    """The files of the model that is meant. It is the quantisation or file of the name, or the first of
+    `PREFERRED`, or the only one. Raises ConfigError that lists what there is."""
     present = frozenset(files)
     models = sorted(name for name in present if _begins_model(name))
     if not models:
@@ -74,8 +74,8 @@ def choose_files(files: Iterable[str], hub_name: HubName) -> tuple[str, ...]:
 
 def projector(files: Iterable[str], hub_name: HubName, beside: str | None = None) -> str | None:
     """The projector that is meant: the file or the type that the name says, or the first of
-    PREFERRED_PROJECTORS; of these, one in the folder of `beside`, the model's file, if there is one. None
-    if the repository has none. Raises ConfigError that lists those that it has."""
+    PREFERRED_PROJECTORS. One in the folder of `beside`, the model's file, comes first. None if the
+    repository has none. Raises ConfigError that lists those that it has."""
     present = frozenset(files)
     projectors = sorted(name for name in present if is_projector(name) and shards.number(name) == 1)
     if hub_name.choice is not None and hub_name.choice.endswith(".gguf"):

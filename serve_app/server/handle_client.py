@@ -45,8 +45,8 @@ _SLOT_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.1
 """However many ask, replicas are asked the same once in so many seconds at most."""
 _STARTING, _STARTING_EACH = 16, 8
-"""Requests that may be on their way to an engine at once, in all and of each client: each takes
-milliseconds of the event loop, and another client's is sent between those of a burst."""
+"""Requests that may be on their way to an engine at once, in all and of each client. Each takes
+milliseconds of the event loop. Another client's is sent between those of a burst."""
 MOST_LOAD_S = 120.0
 """The longest time that a request waits for a model that is not loaded."""
 _LATE_S = 10.0

@@ -59,9 +59,9 @@ class EngineClient(Protocol):
         background: bool = False,
         media: tuple[Medium, ...] = (),
     ) -> NDArray[np.float32]:
-        """A vector, not normalised, for each text of a client, given as tokens, with MEDIUM for each of
-        `media`; of a model with a classifier, its outputs. For `background`, see GenerationRequest. Raises
-        CorralError. Cancelling it ends the request."""
+        """A vector, not normalised, for each text of a client. Texts are tokens, with MEDIUM for each of
+        `media`. A model with a classifier gives its outputs. For `background`, see GenerationRequest.
+        Raises CorralError. Cancelling it ends the request."""
 
     @property
     def is_loaded(self) -> bool:

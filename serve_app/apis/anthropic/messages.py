@@ -80,8 +80,8 @@ def _kind(block: Any) -> str:
 
 
 def _blocks(content: object) -> object:
-    """Content as a list of blocks: a text is short for one block of it, and documents and search results
-    that are texts are blocks of text. Other media are refused by their names."""
+    """Content as a list of blocks. A text is short for one block of it. Documents and search results that
+    are texts are blocks of text. Other media are refused by their names."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     content = [content] if isinstance(content, dict) else content

@@ -1,9 +1,9 @@
 """The store of files and batches: which there are, whose they are, and which ingress works on a batch.
 
 SQLite, in a folder that all ingresses see. Its transactions and its journal are what "nothing is lost, and
-nothing is written twice" needs, a process that is killed leaves nothing to be cleaned up, and nobody has to
-run anything for it. The journal is a file beside it, as shared memory (WAL) would not reach other machines;
-those share it if their file system has locks (NFS 4, EFS, a cluster's).
+nothing is written twice" needs. A process that is killed leaves nothing to be cleaned up. Nobody has to run
+anything for it. The journal is a file beside it, as shared memory (WAL) would not reach other machines.
+Those share it if their file system has locks (NFS 4, EFS, a cluster's).
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ def _with_triggers(model: ModelInfo, request: LlamaParams) -> SamplingParams:
 
 
 def _infill_prompt(model: ModelInfo, request: InfillRequest) -> tuple[int, ...]:
-    """Other files come before the texts; of those, the beginning is left out, if it would leave less than a
-    quarter of the context for the answer."""
+    """Other files come before the texts. Their beginning is left out if it would leave less than a quarter
+    of the context for the answer."""
     texts = request.input_prefix, request.input_suffix, request.prompt
     encode, encode_files = model.tokenizer.encode_infill, model.tokenizer.encode_infill_files
     prompt = tokenize_checked(model, "prompt", sum(map(len, texts)), encode, *texts)

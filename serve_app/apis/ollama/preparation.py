@@ -138,9 +138,9 @@ def _check_thinking(model: ModelInfo, request: OllamaRequest) -> None:
 def _last_turns(
     model: ModelInfo, request: OllamaRequest, translated: TranslatedChat, turns: Sequence[Turn]
 ) -> TranslatedChat:
-    """The request without its oldest turns, so that there is room for it and an answer: from a turn of the
-    user's on, and what the system said before that. Raises PromptTooLongError if not even the last one
-    fits."""
+    """The request without its oldest turns, so that there is room for it and an answer. It begins with a
+    turn of the user's, behind what the system said before that. Raises PromptTooLongError if not even the
+    last one fits."""
     starts = [place for place, turn in enumerate(turns) if turn.role == "user"]
 
     def from_(start: int) -> TranslatedChat:

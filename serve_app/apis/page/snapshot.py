@@ -77,9 +77,9 @@ class Board:
         fetching: Mapping[str, Sequence[FetchingReplica]],
         more: Mapping[str, Json] = _NO_MORE,
     ) -> None:
-        """Takes each model's statistics of replicas at this moment, the replicas that run and did
-        not answer, the number in each of Serve's states, the replicas that download, and what else
-        is shown of models."""
+        """Takes each model's statistics of replicas at this moment, the replicas that run and did not
+        answer, and the number in each of Serve's states. `fetching` are replicas that download, and `more`
+        is what else is shown of models."""
         seen = {stats.replica_id for of_model in replicas.values() for stats in of_model}
         for model, of_model in replicas.items():
             for stats in of_model:

@@ -224,8 +224,8 @@ class BackgroundResponses:
             has_ended = stored.has_ended
 
     async def _events(self, stored: StoredResponse) -> AsyncGenerator[Event]:
-        """The events of a log. Between its chunks, all others on the event loop have their turn, and one
-        chunk is read at a time: who reads many long ones holds up no stream for longer."""
+        """The events of a log. Between its chunks, all others on the event loop have their turn. One chunk
+        is read at a time: who reads many long ones holds up no stream."""
         for chunk in stored.chunks:
             async with self._reading:
                 events = unpack_events(chunk)

@@ -46,8 +46,8 @@ class KeyAccounts:
     """The accounts of a key file, and of keys that operators made. `follow` reads what has changed of them.
     Only in one event loop.
 
-    Raises ConfigError if a file cannot be read or is none; when that happens later, the keys stay what
-    they were, and the log says why."""
+    Raises ConfigError if a file cannot be read or is none. When that happens later, the keys stay as they
+    were, and the log says why."""
 
     def __init__(
         self, path: Path, ledger: Ledger | None = None, clock: Clock = time.monotonic

@@ -95,9 +95,9 @@ class _Body:
 class BodyReader:
     """Reads bodies for one event loop.
 
-    When too many are open, the slowest one of the client that has most is ended; when they have too many
-    bytes, the largest of the client that has most bytes. So who sends as others do is never refused for
-    those who do not."""
+    When too many are open, the slowest one of the client that has most is ended. When they have too many
+    bytes, it is the largest of the client that has most bytes. So who sends as others do is never refused
+    for those who do not."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits

@@ -76,8 +76,8 @@ class CreatedKeys:
             raise ConfigError(f"{self.path}: {describe_errors(error)}") from None
 
     def add(self, key: ApiKey) -> None:
-        """Add a key. Raises InvalidRequestError if there is one of its name, or no room, and, as all
-        changes do, StorageFullError or CorralError if the file cannot be written."""
+        """Add a key. Raises InvalidRequestError if there is one of its name, or no room. All changes raise
+        StorageFullError or CorralError if the file cannot be written."""
         with self._changing() as keys:
             if key.name in keys:
                 raise InvalidRequestError(f"There is a key {key.name!r}.", "name")

@@ -40,9 +40,9 @@ _REFUSED_S = 120.0
 async def unbroken(
     request: GenerationRequest, attempt: Attempt, pauses_s: tuple[float, ...] = PAUSES_S
 ) -> AsyncGenerator[Accepted | TokenDelta]:
-    """The deltas of a request whose replicas may be lost: each goes on behind the last token that came from
-    the one before, so that no character is missing or comes twice. Of their acceptances, the first is told.
-    Raises CorralError."""
+    """The deltas of a request whose replicas may be lost. Each replica goes on behind the last token of the
+    one before: no character is missing or comes twice. Of their acceptances, the first is told. Raises
+    CorralError."""
     first, tokens, is_accepted = request, list(request.generated), False
     began = progressed = time.monotonic()
     n_failovers = n_failed = n_lost = 0

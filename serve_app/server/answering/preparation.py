@@ -66,8 +66,8 @@ def check_medium(model: ModelInfo | MediaReader, is_sound: bool, field: str) -> 
 def with_media(
     model: ModelInfo, prompt: tuple[int, ...], urls: Sequence[str], field: str
 ) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
-    """The prompt with MEDIUM in the place of -1 for the first picture or sound, -2 for the second and so
-    on, and the media in the prompt's order. Raises InvalidRequestError, and MediaError like
+    """The prompt with MEDIUM in the place of each picture or sound, and the media in its order. In
+    `prompt`, -1 is the first one, -2 the second, and so on. Raises InvalidRequestError, and MediaError like
     `check_medium`."""
     if not urls or model.media is None:
         return prompt, ()
@@ -96,8 +96,8 @@ class Generation:
 
     model: str
     request: GenerationRequest
-    """The engine's request for each answer. The ingress adds the prompt, and what it knows of the caller:
-    a long prompt or logit bias is there once, however many answers there are."""
+    """The engine's request for each answer. The ingress adds the prompt, and what it knows of the caller. A
+    long prompt or logit bias is there once, however many answers there are."""
     prompts: tuple[tuple[int, ...], ...]
     n: int
     """The answers to each prompt."""

@@ -156,14 +156,13 @@ class AnswerParams(ModelledRequest):
 
     stream: bool = False
     service_tier: str | None = None
-    """`flex` runs the request behind all others, as lines of batches do, unless it has a deadline that it
-    can only meet beside them; other tiers change nothing."""
+    """`flex` runs the request behind all others, like lines of batches, unless it can only meet its
+    deadline beside them. Other tiers change nothing."""
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None
-    """llama-server's: a stream in which nothing was sent for so many seconds sends a ping, which is a
-    comment but for Anthropic's clients; 0 and -1: never. Without it, `ingress.sse_ping_interval_s`
-    counts."""
+    """llama-server's: seconds without news after which a stream sends a ping; 0 and -1: never. A ping is a
+    comment but for Anthropic's clients. Without it, `ingress.sse_ping_interval_s` counts."""
 
     def common_fields(self) -> dict[str, Any]:
         """Returns these fields, for the request in OpenAI's form."""
@@ -242,8 +241,8 @@ class GenerationParams(AnswerParams):
     n_discard: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """llama-server's: tokens that a context shift drops; 0: half of what it may."""
     n_cache_reuse: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """llama-server's: chunks of so many tokens or more are taken from the cache, too, that stand behind
-    tokens which the prompt has no more: they are shifted. 0: only the longest prefix."""
+    """llama-server's: chunks of so many tokens or more are also taken from the cache behind tokens that the
+    prompt has no more. They are shifted. 0: only the longest prefix."""
     id_slot: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
     """llama-server's: the slot to use, if it is idle, of the replica that gets the request."""
     cache_prompt: bool = True

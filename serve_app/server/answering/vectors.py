@@ -47,7 +47,7 @@ class TextsToEmbed:
     dimensions: int | None = None
     as_base64: bool = False
     norm: int = 2
-    """The kind of norm: see `normalized`. Classes are probabilities unless it is -1."""
+    """The kind of norm: see `normalize`. Classes are probabilities unless it is -1."""
     user: str | None = None
     name: str = ""
     """The model's name in the answer; empty for its id."""
@@ -145,15 +145,15 @@ class ComputedVectors:
     """The numbers that the answer has of each vector; all by default."""
     as_base64: bool = False
     norm: int = 2
-    """The kind of norm: see `normalized`."""
+    """The kind of norm: see `normalize`."""
     lengths: tuple[int, ...] | None = None
     """The vectors of each text, as they are; None if each text has one, which is normalised."""
     total_ns: int = 0
     """The time from the request to the vectors, which Ollama's answer tells."""
 
     def pieces(self, vectors: Vectors) -> tuple[Piece, ...]:
-        """The body for a worker that writes the answer: this as a line of JSON, and the vectors as they
-        lie in memory, since to copy megabytes would hold up the event loop."""
+        """The body for a worker that writes the answer: this as a line of JSON, and the vectors as they lie
+        in memory. To copy megabytes would hold up the event loop."""
         count, length = vectors.shape
         head = msgspec.json.encode((self, count, length)) + b"\n"
         return head, np.ascontiguousarray(vectors).data.cast("B")

@@ -70,8 +70,8 @@ _OPENAI = ErrorShape(lambda error, _: openai_error_body(error))
 
 
 def install(app: FastAPI, shapes: Mapping[str, ErrorShape]) -> None:
-    """Answer every error of this app in the shape that belongs to the path: of the paths below a prefix,
-    which ends with a slash, its own, and elsewhere OpenAI's."""
+    """Answer every error of this app in the shape that belongs to the path. Paths below a prefix, which
+    ends with a slash, have its shape, and others have OpenAI's."""
     app.state.error_shapes = shapes
     app.add_exception_handler(CorralError, _corral_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

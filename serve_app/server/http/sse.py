@@ -55,8 +55,8 @@ _NOISE_CHARS = 64
 
 
 def obfuscation(text: str) -> Json:
-    """A field of noise for an event with this text, so that its size does not show how long that is, as
-    OpenAI has it: together they fill whole blocks of characters."""
+    """A field of noise for an event with this text, as OpenAI has it. Together they fill whole blocks of
+    characters, so that the size does not show the text's length."""
     n_chars = -len(text) % _NOISE_CHARS
     return {"obfuscation": secrets.token_hex(_NOISE_CHARS // 2)[:n_chars]}
 

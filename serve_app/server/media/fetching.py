@@ -1,6 +1,6 @@
 """Fetches the pictures that requests name by URLs: from hosts that the configuration allows, within bounds.
 
-A name is resolved once, all of its addresses must be public, and the connection goes to one of these: so no
+A name is resolved once, all of its addresses must be public, and the connection goes to one of these. So no
 second answer of a name server leads anywhere else.
 """
 

@@ -86,9 +86,9 @@ class KeyAccount:
         """What was left of each budget when the ledger was last asked."""
 
     def on_refusal(self) -> None:
-        """Note that there was no room for one of its requests. Until one has been answered, or none has
-        come for some seconds, they are refused at the door but for one in the shortest time that anybody is
-        told to wait: each would cost more than to answer those who wait."""
+        """Note that there was no room for one of its requests. They are refused at the door until one has
+        been answered, or none has come for some seconds. One passes in the shortest time that anybody is
+        told to wait. Each would cost more than to answer those who wait."""
         self._refused_until = self._clock() + RETRY_S
 
     def on_success(self) -> None:

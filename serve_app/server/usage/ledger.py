@@ -222,9 +222,9 @@ class Ledger:
         group_by: Sequence[str] = (),
         only: Mapping[str, Sequence[str]] | None = None,
     ) -> list[dict[str, Any]]:
-        """The sums of buckets of `width` seconds between two times, by the dimensions of `group_by`, of the
-        rows with one of the values that `only` names for a dimension. Older rows are wider: each is in the
-        bucket of its beginning."""
+        """The sums of buckets of `width` seconds between two times, by the dimensions of `group_by`. `only`
+        names the values that a dimension of a row may have. Older rows are wider: each is in the bucket of
+        its beginning."""
         names = [name for name in DIMENSIONS if name in group_by]
         columns = ", ".join([f"start / {width} * {width} AS bucket", *names])
         conditions, values = ["start >= ?", "start < ?"], [start, end]

@@ -43,12 +43,12 @@ logger = logging.getLogger("corral.ingress")
 T = TypeVar("T")
 
 SMALL_BYTES, QUICK_BYTES = 16 * 2**10, 512 * 2**10
-"""Bodies of more than SMALL_BYTES are read at a lower priority, by workers of their own, as they may well
-end a worker, and in places of their own, as each may take ten times as long as a small one. Bodies of more
-than QUICK_BYTES take a place for slow work from the start."""
+"""Bodies of more than SMALL_BYTES are read at a lower priority. They have workers of their own, as they may
+well end a worker. They have places of their own, as each may take ten times as long as a small one. Bodies
+of more than QUICK_BYTES take a place for slow work from the start."""
 QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
-"""CPU seconds of quick work: so many in all, and so many for each byte of the body up to QUICK_BYTES, as
-long prompts and most pictures take. Slower work gets what others leave of the processors, and frees its
+"""CPU seconds of quick work: so many in all, and so many for each byte of the body up to QUICK_BYTES. Long
+prompts and most pictures take no more. Slower work gets what others leave of the processors, and frees its
 place for the next."""
 LEFT_S = 0.05
 """The longest time that a small body whose client has left keeps its worker."""
@@ -251,9 +251,8 @@ class WorkerPool:
     """Workers that are forked from one process, which has read the models' vocabularies. Event loop only.
 
     `n_quick` requests with small bodies are worked on at once, and as many with larger ones. `n_slow`
-    places, one for each client, are for very large bodies, for work that takes longer than its size
-    explains, and for bodies that ended a worker. Slow work gets little of the processor. Clients take turns
-    at the places.
+    places, one for each client, are for very large bodies, bodies that ended a worker, and work that takes
+    longer than its size explains. Slow work gets little of the processor. Clients take turns at the places.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Messages between the ingress and its workers: a length, and then a MessagePack value.
 
 Behind an order, the ingress sends the body as it is: the event loop would copy megabytes at once if it
-joined or encoded them. Workers read what clients send, and may be taken over by it: so nothing is made of
+joined or encoded them. Workers read what clients send, and may be taken over by it. So nothing is made of
 their answers but values of the type that the work returns.
 """
 

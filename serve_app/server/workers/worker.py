@@ -42,8 +42,8 @@ logger = logging.getLogger("corral.ingress")
 
 File = bytes | memoryview
 STACK_BYTES = 32 * 2**20
-"""Stack of a worker. llama.cpp's tokenizer takes some 300 bytes of it for each character of a word, with
-the pre-tokenizers that it leaves to `std::regex`; beyond, the process dies."""
+"""Stack of a worker. With the pre-tokenizers that it leaves to `std::regex`, llama.cpp's tokenizer takes
+some 300 bytes for each character of a word. Beyond the stack, the process dies."""
 CPU_S = 5.0
 """CPU seconds that one request may take here; whole seconds count."""
 MAX_BODY_BYTES = 8 * 2**20
