@@ -24,8 +24,8 @@ BackendName = Literal["auto", "llama.cpp", "openvino"]
 """Kernels that compute a model; `auto` measures which are faster."""
 
 Quantization = Literal["w8a8"]
-"""How the products of layers are rounded further than in the file: weights to 8 bits with a scale for each
-row of a matrix, and activations to 8 bits with a scale for each token. The names are vLLM's."""
+"""How the products of layers are rounded further than in the file. Weights have 8 bits with a scale for
+each row of a matrix, and activations have 8 bits with a scale for each token. The names are vLLM's."""
 
 EmbeddingPooling = Literal["none", "mean", "cls", "last", "rank"]
 """How the vectors of a text's tokens become one: not at all, their mean, the first's, the last's, a score
@@ -78,8 +78,7 @@ class CacheLayout:
     @classmethod
     def read(cls, lines: Sequence[str], per_layer: float, n_seq_max: int) -> CacheLayout | None:
         """The layout that llama.cpp's log lines tell; None if they do not say. `per_layer` are the bytes of
-        one token in one layer as the model's file has it: if they fit what llama.cpp says, they are not
-        rounded."""
+        one token in one layer by the model's file. They are not rounded if they fit what llama.cpp says."""
         parts = [found for found in map(_KEYS_VALUES.search, lines) if found]
         recurrent = [found for found in map(_RECURRENT.search, lines) if found]
         if not (parts or recurrent) or len(parts) > 2:

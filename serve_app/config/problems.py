@@ -30,7 +30,7 @@ def describe_errors(
     An unknown field comes with the right name, if `model` has one like it. `file` is the configuration
     file whose `args` were validated, or what is at `within` there: its lines are named.
     """
-    root = None if file is None else _composed(file)
+    root = None if file is None else _compose(file)
     told = []
     for problem in error.errors(include_url=False, include_input=False):
         location, message = (*within, *filter(_is_named, problem["loc"])), problem["msg"]
@@ -78,7 +78,7 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from models_in(argument)
 
 
-def _composed(file: Path) -> yaml.Node | None:
+def _compose(file: Path) -> yaml.Node | None:
     try:
         return yaml.compose(file.read_text(), yaml.SafeLoader)
     except (OSError, yaml.YAMLError):

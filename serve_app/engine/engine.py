@@ -134,7 +134,9 @@ class Engine(DecoderLoop):
         return self._vocabulary.constraint(sampling.grammar, sampling.triggers)
 
     def _history(self, request: GenerationRequest) -> object:
-        return self._vocabulary.history(request.sampling, self.options.n_ctx_slot, request.given)
+        return self._vocabulary.history(
+            request.sampling, self.options.n_ctx_slot, request.all_tokens
+        )
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Start a request. Raises InvalidRequestError, PromptTooLongError, QueueFullError,
@@ -302,10 +304,10 @@ class Engine(DecoderLoop):
         if not request.prompt:
             raise InvalidRequestError("The prompt is empty.", "prompt")
         n_ctx_slot, shifts = self.options.n_ctx_slot, kept_by_shift(request, self.options)
-        n_given = len(request.prompt if shifts else request.given)
+        n_given = len(request.prompt if shifts else request.all_tokens)
         if n_given >= n_ctx_slot:
             raise PromptTooLongError(n_given, n_ctx_slot, "prompt")
-        if not all(token < n_vocab and (token >= 0 or is_expanded) for token in request.given):
+        if not all(token < n_vocab and (token >= 0 or is_expanded) for token in request.all_tokens):
             raise InvalidRequestError(
                 f"The prompt holds a token id outside 0 to {n_vocab - 1}.", "prompt"
             )

@@ -18,7 +18,7 @@ from serve_app.base.errors import ConfigError
 from serve_app.base.sampling import Api
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import OnDemandSettings, ResolvedModel
-from serve_app.config.sampling_fields import given
+from serve_app.config.sampling_fields import read_params
 from serve_app.config.schema import AppConfig, DefaultsConfig, EngineConfig, ModelConfig
 from serve_app.config.serve_options import RayServeOptions
 from serve_app.config.sources import (
@@ -292,7 +292,7 @@ def model_defaults(configured: DefaultsConfig) -> ModelDefaults:
     if configured.reasoning != "auto":
         kwargs["enable_thinking"] = configured.reasoning == "on"
     return ModelDefaults(
-        given(configured, Api.OPENAI),
+        read_params(configured, Api.OPENAI),
         configured.max_tokens,
         configured.system_prompt,
         template,

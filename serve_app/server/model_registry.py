@@ -59,9 +59,9 @@ class EngineClient(Protocol):
         background: bool = False,
         media: tuple[Medium, ...] = (),
     ) -> NDArray[np.float32]:
-        """A vector, not normalised, for each text of a client, given as tokens, with MEDIUM for each of
-        `media`; of a model with a classifier, its outputs. For `background`, see GenerationRequest. Raises
-        CorralError. Cancelling it ends the request."""
+        """A vector, not normalised, for each text of a client. Texts are tokens, with MEDIUM for each of
+        `media`. A model with a classifier gives its outputs. For `background`, see GenerationRequest.
+        Raises CorralError. Cancelling it ends the request."""
 
     @property
     def is_loaded(self) -> bool:
@@ -191,7 +191,7 @@ class ModelInfo:
     def hears(self) -> bool:
         return self.media is not None and self.media.hears
 
-    def adapted(self, adapter: AdapterUse) -> Self:
+    def with_adapter(self, adapter: AdapterUse) -> Self:
         """The model with one of its adapters, under a name of its own."""
         name = f"{self.id}:{adapter.id}"
         return dataclasses.replace(self, id=name, aliases=(), used=active([adapter]))
@@ -226,7 +226,7 @@ def find(models: Mapping[str, M], name: str | None) -> M:
         return models[name]
     found = chain(
         (model for model in models.values() if name in model.aliases),
-        _adapted(models.values(), name),
+        _adapted_models(models.values(), name),
         _named_like(models.values(), name),
         (model for model in models.values() if "*" in model.aliases),
     )
@@ -250,19 +250,19 @@ def full_name(name: str) -> str:
 
 def _named_like(models: Iterable[M], name: str) -> Iterator[M]:
     """The models of that name in Ollama's eyes: in any case, and with or without the default parts."""
-    wanted = _canonical(name)
-    return (model for model in models if wanted in map(_canonical, _names(model)))
+    wanted = _canonical_name(name)
+    return (model for model in models if wanted in map(_canonical_name, _names(model)))
 
 
-def _canonical(name: str) -> str:
+def _canonical_name(name: str) -> str:
     canonical = full_name(name).lower()
     for place in _DEFAULT_PLACES:
         canonical = canonical.removeprefix(place)
     return canonical
 
 
-def _adapted(models: Iterable[M], name: str) -> Iterator[M]:
+def _adapted_models(models: Iterable[M], name: str) -> Iterator[M]:
     for model in models:
         for adapter in model.adapters.values():
             if name in {f"{one}:{adapter.id}" for one in _names(model)}:
-                yield model.adapted(adapter)
+                yield model.with_adapter(adapter)

@@ -108,7 +108,7 @@ class _PackingWorkers(InProcess):
         made = await super().run(client, work, *pieces, **files)
         reader = asyncio.StreamReader()
         reader.feed_data(wire.packed_outcome(wire.WorkResult(made)))
-        outcome: Any = await wire.received(reader, wire.result_type(work))
+        outcome: Any = await wire.receive_outcome(reader, wire.result_type(work))
         return cast(T, outcome.value)
 
 

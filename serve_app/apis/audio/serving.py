@@ -210,7 +210,7 @@ class Transcript(EventAnswer):
                 request.wants_words,
             )
             heard = await recognizer.hear(caller.holder, order, window.sound)
-            caller.computed()
+            caller.keep_charge()
             self._language = self._language or heard.language
             n_tokens = sum(len(one.tokens) for one in heard.segments)
             caller.count(self.group.model, {"completion_tokens": n_tokens})

@@ -1,9 +1,9 @@
 """The store of files and batches: which there are, whose they are, and which ingress works on a batch.
 
 SQLite, in a folder that all ingresses see. Its transactions and its journal are what "nothing is lost, and
-nothing is written twice" needs, a process that is killed leaves nothing to be cleaned up, and nobody has to
-run anything for it. The journal is a file beside it, as shared memory (WAL) would not reach other machines;
-those share it if their file system has locks (NFS 4, EFS, a cluster's).
+nothing is written twice" needs. A process that is killed leaves nothing to be cleaned up. Nobody has to run
+anything for it. The journal is a file beside it, as shared memory (WAL) would not reach other machines.
+Those share it if their file system has locks (NFS 4, EFS, a cluster's).
 """
 
 from __future__ import annotations
@@ -151,11 +151,11 @@ class BatchStore:
                 (file_id, owner, filename, purpose, n_bytes, now, expires),
             )
             arrived.replace(self.path(file_id))
-            return _file(_one(db, "files", file_id, owner))
+            return _file_object(_one(db, "files", file_id, owner))
 
     def file(self, owner: str, file_id: str) -> FileObject:
         with self._transaction() as db:
-            return _file(_one(db, "files", file_id, owner))
+            return _file_object(_one(db, "files", file_id, owner))
 
     def files(
         self, owner: str, purpose: str | None, limit: int, after: str | None, *, newest_first: bool
@@ -163,7 +163,7 @@ class BatchStore:
         """The next `limit` files, and one more if there are more."""
         with self._transaction() as db:
             rows = _page(db, "files", owner, limit, after, purpose, newest_first=newest_first)
-        return [_file(row) for row in rows]
+        return [_file_object(row) for row in rows]
 
     def delete_file(self, owner: str, file_id: str) -> None:
         """Raises InvalidRequestError while a batch needs it."""
@@ -437,7 +437,7 @@ def _move(db: sqlite3.Connection, batch_id: str, status: str, now: float) -> Non
     )
 
 
-def _file(row: sqlite3.Row) -> FileObject:
+def _file_object(row: sqlite3.Row) -> FileObject:
     created, expires = row["created"], row["expires"]
     times = {"created_at": int(created), "expires_at": None if expires is None else int(expires)}
     return FileObject.model_validate(dict(row) | times | {"bytes": row["n_bytes"]})

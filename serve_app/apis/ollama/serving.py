@@ -40,7 +40,7 @@ def timestamp(seconds: float | None = None) -> str:
     return when.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def loaded(kind: Kind, name: str, reason: str) -> Json:
+def load_answer(kind: Kind, name: str, reason: str) -> Json:
     """The answer to a request that only asks for the model."""
     return _envelope(kind, name, _Said()) | {"done": True, "done_reason": reason}
 
@@ -77,10 +77,10 @@ class OllamaLines(EventAnswer):
     and JSON allows it there."""
     media_type = "application/x-ndjson"
 
-    def failed(self, error: CorralError) -> Json:
-        return error_body(error)
+    def failure_event(self, error: CorralError) -> Json:
+        return ollama_error_body(error)
 
-    def written(self, event: Json) -> bytes:
+    def encode_event(self, event: Json) -> bytes:
         return sse.one_line(event) + b"\n"
 
 
@@ -119,7 +119,7 @@ class OllamaAnswer(OllamaLines, ProtocolAnswer):
 
     def events(self, index: int, delta: TokenDelta) -> list[Json]:
         """The lines of a delta. The last line of an answer tells the end, and nothing else."""
-        said = self._said(delta)
+        said = self._take_delta(delta)
         lines = [_envelope(self.kind, self.name, said) | {"done": False}] if said else []
         if delta.end is not None:
             lines.append(_envelope(self.kind, self.name, _Said()) | self._end(delta.end))
@@ -128,9 +128,9 @@ class OllamaAnswer(OllamaLines, ProtocolAnswer):
     def whole(self, sequences: Sequence[TokenDelta]) -> Json:
         end = sequences[0].end
         assert end is not None
-        return _envelope(self.kind, self.name, self._said(sequences[0])) | self._end(end)
+        return _envelope(self.kind, self.name, self._take_delta(sequences[0])) | self._end(end)
 
-    def _said(self, delta: TokenDelta) -> _Said:
+    def _take_delta(self, delta: TokenDelta) -> _Said:
         said = _Said()
         if self.context is not None:
             self.context += delta.token_ids
@@ -171,7 +171,7 @@ class OllamaAnswer(OllamaLines, ProtocolAnswer):
         return found if self.context is None else found | {"context": self.context}
 
 
-def error_body(error: CorralError) -> Json:
+def ollama_error_body(error: CorralError) -> Json:
     """Ollama's error object. Clients look for its words where a model is missing. Source: ollama,
     server/routes.go."""
     if isinstance(error, ModelNotFoundError):
@@ -179,4 +179,4 @@ def error_body(error: CorralError) -> Json:
     return {"error": cut(error.message)}
 
 
-ERRORS = {"/api/": ErrorShape(lambda error, _: error_body(error), full_status=503)}
+ERRORS = {"/api/": ErrorShape(lambda error, _: ollama_error_body(error), full_status=503)}

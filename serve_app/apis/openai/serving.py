@@ -101,13 +101,13 @@ class Choice:
         """The delta's text as content, and reasoning and calls in the shape that they have in a stream."""
         if self.parser is None:
             return [delta.text] if delta.text else []
-        parts = [self._shaped(part) for part in generation.parts(self.parser, delta)]
+        parts = [self._shape(part) for part in generation.parts(self.parser, delta)]
         if self.echo and not self._begun:
             self._begun = True
             return [self.echo, *parts]
         return parts
 
-    def _shaped(self, part: Part) -> str | Json:
+    def _shape(self, part: Part) -> str | Json:
         if isinstance(part, Reasoning):
             if self.tokenizer is not None:
                 self.n_reasoning += len(self.tokenizer.tokenize(part.text, False, False))
@@ -181,7 +181,7 @@ class Answer(ProtocolAnswer):
         progress = self._progress(index, delta) if self.plan.return_progress else []
         chunks = self._chunks(index, delta)
         if self._times_tokens and chunks and delta.end is None:
-            chunks[-1]["timings"] = self._running.told()
+            chunks[-1]["timings"] = self._running.to_json()
         return progress + chunks
 
     @property
@@ -194,7 +194,7 @@ class Answer(ProtocolAnswer):
             chunk = self._chunk(self.choices[index].waiting())
             chunk["prompt_progress"] = prompt_progress(progress)
             if self._times_tokens:
-                chunk["timings"] = self._running.told(progress)
+                chunk["timings"] = self._running.to_json(progress)
             found.append(chunk)
         return found
 

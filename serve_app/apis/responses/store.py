@@ -51,11 +51,11 @@ class StoredRequest(msgspec.Struct, frozen=True):
     items: bytes
     """The conversation that it answers, as a JSON list of items."""
 
-    def packed(self) -> bytes:
-        return msgpack.packed(self)
+    def pack(self) -> bytes:
+        return msgpack.pack(self)
 
     @classmethod
-    def unpacked(cls, packed: bytes | memoryview) -> StoredRequest:
+    def unpack(cls, packed: bytes | memoryview) -> StoredRequest:
         """The input that another process packed."""
         return msgspec.msgpack.decode(packed, type=cls)
 
@@ -74,19 +74,19 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
         return self.delta is None or self.delta.end is not None
 
 
-def packed(events: Sequence[Event]) -> list[bytes]:
+def pack_events(events: Sequence[Event]) -> list[bytes]:
     """Pack events as chunks of a log."""
     starts = range(0, len(events), _CHUNK)
-    return [msgpack.packed(events[start : start + _CHUNK]) for start in starts]
+    return [msgpack.pack(events[start : start + _CHUNK]) for start in starts]
 
 
-def unpacked(chunk: bytes | memoryview) -> list[Event]:
+def unpack_events(chunk: bytes | memoryview) -> list[Event]:
     """The events of a chunk, which an ingress has packed."""
     events: list[Event] = msgpack.decoder(list[Event]).decode(chunk)
     return events
 
 
-def merged(events: Sequence[Event]) -> list[Event]:
+def merge(events: Sequence[Event]) -> list[Event]:
     """All deltas as one, and what else is the last of them: a response is the same by these, and sooner."""
     deltas = [event.delta for event in events if event.delta is not None]
     text = "".join(delta.text for delta in deltas)
@@ -243,28 +243,28 @@ class Store:
     async def find(
         self, response_id: str, key: str | None, first: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
-        kept = self._owned(response_id, key)
+        kept = self._find_log(response_id, key)
         if kept is not None and wait_s and len(kept.chunks) <= first and not kept.has_ended:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await kept.changes.wait()
-            kept = self._owned(response_id, key)
+            kept = self._find_log(response_id, key)
         if kept is None:
             return None
         return StoredResponse(kept.stored_request, kept.chunks[first:], kept.has_ended)
 
     async def delete(self, response_id: str, key: str | None) -> bool:
-        if self._owned(response_id, key) is None:
+        if self._find_log(response_id, key) is None:
             return False
         self._forget(response_id)
         return True
 
     async def cancel(self, response_id: str, key: str | None) -> None:
-        kept = self._owned(response_id, key)
+        kept = self._find_log(response_id, key)
         if kept is not None and not kept.has_ended:
-            self._extend(kept, packed([Event(time.time())]), has_ended=True)
+            self._extend(kept, pack_events([Event(time.time())]), has_ended=True)
 
-    def _owned(self, response_id: str, key: str | None) -> _ResponseLog | None:
+    def _find_log(self, response_id: str, key: str | None) -> _ResponseLog | None:
         self._look()
         kept = self._kept.get(response_id)
         if kept is None or kept.owner.key != key or self._is_old(kept):
@@ -288,7 +288,7 @@ class Store:
             if now - kept.touched_at >= LEASE_S:
                 kept.touched_at = now
                 error = EngineFailedError("The process that made this response has ended.")
-                self._extend(kept, packed([Event(time.time(), error=error)]), has_ended=True)
+                self._extend(kept, pack_events([Event(time.time(), error=error)]), has_ended=True)
 
     def _forget(self, response_id: str) -> None:
         kept = self._kept.pop(response_id)

@@ -83,7 +83,7 @@ class Admission:
         if sequence.trace.admitted is None:  # one that was preempted goes on with its own
             try:
                 sampler = self._backend.sampler(
-                    sequence.request.sampling, sequence.request.given, sequence.constraint
+                    sequence.request.sampling, sequence.request.all_tokens, sequence.constraint
                 )
             except Exception as error:
                 logger.exception("No sampler could be made for %s.", sequence.id)

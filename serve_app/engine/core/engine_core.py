@@ -371,6 +371,6 @@ class EngineCore:
 
     def _cached_prefixes(self) -> CachedPrefixes:
         requests = (sequence.request for sequence in self.admission.waiting)
-        waiting = (CachedPrompt(request.content_group, request.given) for request in requests)
+        waiting = (CachedPrompt(request.content_group, request.all_tokens) for request in requests)
         adapters = frozenset(adapters_of(seq.request.content_group) for seq in self.live)
         return CachedPrefixes((*waiting, *self.cache.prompts), tuple(self._taken), adapters)

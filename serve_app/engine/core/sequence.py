@@ -238,7 +238,7 @@ class Sequence:
     @property
     def n_computed(self) -> int:
         """Tokens that it came with and that were not in the cache. Since it got its slot."""
-        return max(0, len(self.request.given) - self.n_cached)
+        return max(0, len(self.request.all_tokens) - self.n_cached)
 
     def resume(self, vocabulary: Vocabulary, options: EngineOptions) -> None:
         """Be where another engine left it: with the tokens that it generated, and their text delivered. Its

@@ -150,9 +150,9 @@ def test_who_has_ended_is_no_work_any_more() -> None:
     alone_s = router[0].forecast(prompt(2, [], 64), 0.0).ttft_s
     send(router, asked)
     assert router[0].forecast(prompt(2, [], 64), 0.0).ttft_s > alone_s
-    router.ended(0, asked.group)
-    router.ended(0, asked.group)
-    router.ended(7, "unknown")
+    router.on_end(0, asked.group)
+    router.on_end(0, asked.group)
+    router.on_end(7, "unknown")
     assert router[0].forecast(prompt(2, [], 64), 0.0).ttft_s == pytest.approx(alone_s)
     assert router[0].forecast(prompt(2, SYSTEM), 0.0).missing == 32
 
