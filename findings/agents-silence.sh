@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # To coding agents, a stream that only has comments is silent: they give up while a long prompt is computed.
 #
-# Version: @openai/codex 0.171.0, @qwen-code/qwen-code 0.24.4 (npm), Node 20.20.2
+# Version: @openai/codex 0.171.0, @qwen-code/qwen-code 0.24.4 and node 22.23.3 (npm)
 # Behaviour: Both end a stream in which no event came for their idle limit (300 and 240 seconds by default, 3 here). The comments
 # of server-sent events, with which servers and proxies keep connections alive, do not count. Events without content do: a
 # repeated `response.in_progress` for Codex, a chunk with an empty `delta` for Qwen Code.
@@ -11,7 +11,7 @@
 #   qwen, a comment each second: gives up, 3 requests
 #   qwen, an event each second: says done
 set -euo pipefail
-packages="@openai/codex@0.171.0 @qwen-code/qwen-code@0.24.4"
+packages="node@22.23.3 @openai/codex@0.171.0 @qwen-code/qwen-code@0.24.4"
 [ -z "${NEWEST-}" ] || packages=$(sed 's/@[0-9][^ ]*//g' <<< "$packages")
 
 own=$(realpath "$0")

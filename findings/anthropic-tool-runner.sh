@@ -21,8 +21,8 @@ own=$(realpath "$0")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-python3 -m venv --without-pip env
-python3 -m pip --python env/bin/python install -qq --no-compile $packages || exit 2
+python3 -m venv --without-pip env &&
+	python3 -m pip --python env/bin/python install -qq --no-compile $packages || exit 2
 
 timeout 60 env/bin/python - <<'PYTHON' | tee seen
 import http.server

@@ -31,9 +31,9 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 {
-	python3 -m venv --without-pip env
-	python3 -m pip --python env/bin/python install -qq --no-compile $python_packages
-	npm install --silent $node_packages
+	python3 -m venv --without-pip env &&
+		python3 -m pip --python env/bin/python install -qq --no-compile $python_packages &&
+		npm install --silent $node_packages
 } || exit 2
 
 cat > render.mjs <<'NODE'

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The SDKs obey `Retry-After` up to very different bounds, and sleep for days without a word.
 #
-# Version: openai 3.57.0 and anthropic 2.14.0 (PyPI), openai 7.59.0 and @anthropic-ai/sdk 1.14.0 (npm)
+# Version: openai 3.57.0 and anthropic 2.14.0 (PyPI), openai 7.59.0, @anthropic-ai/sdk 1.14.0 and node 22.23.3 (npm)
 # Behaviour: anthropic sleeps as long as it is told, on Node up to 24.8 days, and says nothing meanwhile. openai for Python
 # obeys up to 120 seconds and ends the call otherwise. openai for Node obeys up to 60 seconds, and tries again at once
-# otherwise. All four end the call where the answer has `x-should-retry: false` ("never" below).
+# otherwise. All four end the call where the answer has `x-should-retry: false` ("never" below). On Node 20, npm takes openai
+# 6.49.0 without a word, as newer ones want Node 22: that one obeys any value.
 # Seen:
 #   openai for Python, 60: 2 requests, slept 60 s
 #   openai for Python, 130: 1 requests, slept 0 s
@@ -28,7 +29,7 @@
 #   anthropic for Node, never: 1 requests, slept 0 s
 set -euo pipefail
 python_packages="openai==3.57.0 anthropic==2.14.0"
-node_packages="openai@7.59.0 @anthropic-ai/sdk@1.14.0"
+node_packages="node@22.23.3 openai@7.59.0 @anthropic-ai/sdk@1.14.0"
 if [ -n "${NEWEST-}" ]; then
 	python_packages=$(sed 's/==[^ ]*//g' <<< "$python_packages")
 	node_packages=$(sed 's/@[0-9][^ ]*//g' <<< "$node_packages")
@@ -39,10 +40,11 @@ trap 'rm -rf "$folder"' EXIT
 own=$(realpath "$0")
 cd "$folder"
 {
-	python3 -m venv --without-pip env
-	python3 -m pip --python env/bin/python install -qq --no-compile $python_packages
-	npm install --silent $node_packages
+	python3 -m venv --without-pip env &&
+		python3 -m pip --python env/bin/python install -qq --no-compile $python_packages &&
+		npm install --silent $node_packages
 } || exit 2
+export PATH=$folder/node_modules/.bin:$PATH
 
 # Each client has its defaults, but for one retry. Long sleeps are noted, and not slept.
 cat > client.mjs <<'NODE'

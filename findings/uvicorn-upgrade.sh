@@ -18,8 +18,8 @@ own=$(realpath "$0")
 folder=$(mktemp -d)
 trap 'kill $(jobs -p) 2> /dev/null || true; rm -rf "$folder"' EXIT
 cd "$folder"
-python3 -m venv --without-pip env
-python3 -m pip --python env/bin/python install -qq --no-compile $packages || exit 2
+python3 -m venv --without-pip env &&
+	python3 -m pip --python env/bin/python install -qq --no-compile $packages || exit 2
 
 cat > server.py <<'PYTHON'
 import socket

@@ -61,7 +61,7 @@ def make_guests(core: EngineCore) -> list[Guest]:
     backend, options, costs, steps = core.backend, core.options, core.costs, core.steps
     texts = EmbeddingQueue(backend, costs, core.progress, core.policy, steps)
     guests: list[Guest] = [
-        CacheModeSwitcher(options, backend, core.cache, core.scheduler, core.backlog, steps),
+        CacheModeSwitcher(options, backend, core.cache, core.scheduler, steps),
         texts,
         PrefixStorage(core.cache, steps),
     ]

@@ -326,7 +326,6 @@ class LlamaBackend:
                 *(plan.kernels.backend, cache.mode, cache.profile),
                 kernels_reason=str(plan),
                 mode_reason=cache.reason,
-                spins=True,
             )
             began, n_ctx = time.perf_counter(), options.n_ctx
             if n_ctx is not None:
@@ -469,7 +468,6 @@ class LlamaBackend:
         )
 
     def keep(self, profile: Profile) -> None:
-        # The other kind's profile may be worse: its share says so, and the next comparison distrusts it.
         self.cache_plan = replace(self.cache_plan, profile=profile)
         self.setup = replace(self.setup, profile=profile)
         self.plan.keep(self.options.profile_folder, self.cache_plan)

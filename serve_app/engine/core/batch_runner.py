@@ -170,10 +170,7 @@ class BatchRunner:
         """Sample behind a chunk. Its client is charged for grammars and log-probabilities, too."""
         began = time.monotonic()
         sampled = sample(chunk)
-        seconds = time.monotonic() - began
-        self._command_queue.policy.charge(chunk.sequence, seconds)
-        if not (chunk.scored or isinstance(sampled, CorralError)):
-            chunk.sequence.sampling_cost.observe(len(sampled), seconds)
+        self._command_queue.policy.charge(chunk.sequence, time.monotonic() - began)
         return sampled
 
 

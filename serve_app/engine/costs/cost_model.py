@@ -24,8 +24,6 @@ from dataclasses import dataclass, field, replace
 _SPEED, _BASE, _SLOPES = 0.2, 0.2, 0.6
 # The most that counts of an error, as a logarithm: more may be a hiccup. One that stays is learnt anyway.
 _MOST_ERROR = 0.45
-# Where no slope was measured, a depth of so many tokens may double what a batch takes.
-_DOUBLING_DEPTH = 4_000
 # Up to so many rows, kernels like multiples of the second number; beyond the last one, of _LARGE_STEP.
 _ROW_STEPS = ((64, 4), (128, 8), (256, 16))
 _LARGE_STEP = 32
@@ -39,8 +37,6 @@ as a pass of a tiny model, and nobody sees whether tokens come so fast one by on
 _LEAST_GAIN = 0.05
 # What was planned is planned anew after so many batches, as the curve may have moved.
 _PLANS_KEPT = 64
-# A profile whose threads had this part of their time was not disturbed.
-_UNDISTURBED = 0.86
 
 
 def own_s(seconds: float, share: float) -> float:
@@ -69,26 +65,15 @@ class Curve:
     """Seconds by number of rows and depth, at the speed of the measurement: straight between what was
     measured, and beyond."""
 
-    def __init__(
-        self,
-        shallow: Mapping[int, float],
-        deep: Mapping[int, float],
-        depth: int,
-        *,
-        is_trusted: bool = True,
-    ) -> None:
+    def __init__(self, shallow: Mapping[int, float], deep: Mapping[int, float], depth: int) -> None:
         """What is thought too fast is tried and learned, what is thought too slow never is: so batches
-        begin at the envelope. But some kernels are odd, and that is to be believed of a quiet machine, if
-        `is_trusted`."""
+        begin at the `envelope`."""
         self.measured = sorted(shallow)
-        self._bases = list(envelope(shallow, by_row=not is_trusted).values())
+        self._bases = list(envelope(shallow, by_row=False).values())
         added_s = {n: max(0.0, deep[n] - shallow[n]) for n in deep if n in shallow}
-        if not is_trusted:
-            added_s = envelope(added_s)
-        self._attending = [0, *sorted(added_s)]
+        self._attending = [0, *sorted(added_s)] if added_s else []
         """The numbers of rows of which a slope is known: none for no rows."""
         self._slopes = [added_s.get(n, 0.0) / max(1, depth) for n in self._attending]
-        self._row_s = min((shallow[n] / n for n in self.measured), default=0.0)
         self._deeper = 1.0
         """The factor of all slopes."""
         self._lines: dict[int, tuple[float, float]] = {}
@@ -120,10 +105,8 @@ class Curve:
         self._lines.clear()
 
     def _slope_s(self, n_rows: int) -> float:
-        """Seconds that a token before so many rows adds, as measured, or as it may be. Fewer rows than were
-        measured attend for themselves, too."""
-        if len(self._slopes) == 1:
-            return n_rows * self._row_s / _DOUBLING_DEPTH
+        """Seconds that a token before so many rows adds, as measured. Fewer rows than were measured attend
+        for themselves, too."""
         return sum(weight * self._slopes[i] for i, weight in _parts(self._attending, n_rows))
 
 
@@ -167,11 +150,6 @@ class Profile:
     """The part of their time that the batches' threads had; other programs had the rest. 1 where it is not
     known, or once the costs have been learned."""
 
-    @property
-    def is_trusted(self) -> bool:
-        """Whether hardly any other program computed during the measurement."""
-        return self.share >= _UNDISTURBED
-
 
 class CostModel:
     """Predicts what batches take by a profile, and learns from every batch. Decoder thread only."""
@@ -181,17 +159,12 @@ class CostModel:
 
     def begin(self, profile: Profile) -> None:
         """Predict by that profile from now on, and learn anew, of another kind of cache."""
-        depth, is_trusted = profile.depth, profile.is_trusted
         self._speed = 1.0
         """The factor of measured seconds: other programs may have the cores, or clocks are slower."""
-        self._profile = profile
-        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, is_trusted=is_trusted)
-        self._prefill = Curve(
-            profile.prefill_s, profile.deep_prefill_s, depth, is_trusted=is_trusted
-        )
-        self._verify = Curve(
-            profile.verify_s, _deep_verify_s(profile), depth, is_trusted=is_trusted
-        )
+        self._profile, depth = profile, profile.depth
+        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth)
+        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth)
+        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth)
         self._splits: dict[tuple[tuple[int, ...], int, frozenset[int]], tuple[int, ...]] = {}
         self._retried: set[int] = set()
         self._n_seen = 0
@@ -352,10 +325,11 @@ class CostModel:
         return {n: self.prefill_s(n, 0) for n in self._prefill.measured if n <= most}
 
     def learned(self) -> Profile:
-        """The profile by what is known now."""
+        """The profile by what is known now, whoever disturbed the measurement."""
         profile = self._profile
         return replace(
             profile,
+            share=1.0,
             decode_s=self._known(self._decode),
             prefill_s=self._known(self._prefill),
             verify_s=self._known(self._verify),

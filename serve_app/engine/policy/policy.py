@@ -1,11 +1,11 @@
 """Who gets a slot, who may wait for one, and who gives one back. Pure: no model, no threads, no clock.
 
-**The invariant.** A free slot goes to the client that has had the fewest seconds of the decoder, by
-measurement, and of that client to the request that came first; what nobody waits for comes last. While a
-client waits, another one that has had more seconds and more slots gives one back: its youngest sequence
-goes on later. Those that wait are bounded, in number and by the forecast of their time; who comes when all
-places are taken gets one of the client that holds most. So whatever a client sends, it waits for that
-itself, and others keep their shares.
+**The invariant.** A free slot goes to the client that has had the fewest seconds of the decoder. Of one
+client's requests, the first one is next. What nobody waits for comes last. While a client waits, another
+one that has had more seconds and more slots gives one back: its youngest sequence goes on later. Those that
+wait are bounded, in number and by the forecast of their time. When all places are taken, the client that
+holds most loses one to who comes. So whatever a client sends, it waits for that itself, and others keep
+their shares.
 
 Changing the policy touches this folder alone: all others call `SlotPolicy`, and know nothing of its rules.
 
@@ -45,8 +45,8 @@ BACKGROUND_PLACES = 2
 _MAX_TEXTS, _MOST_TEXTS = 2048, 8192
 EXPECTED_S = 0.5
 """The seconds after a client's last answer in which it is expected to ask again."""
-# After a preemption, the next one may so many times later as that took: slots change hands for a tenth of
-# the decoder's time at most.
+# The pause after a preemption, in times as long as that took. So slots change hands for a tenth of the
+# decoder's time at most.
 _PAUSE = 9
 # A client with but one slot more than the one that waits keeps it until it has had so many seconds more.
 _QUANTUM_S = 2.0
@@ -100,12 +100,12 @@ Cost = Callable[[Sequence], float | None]
 
 
 class _Shares:
-    """Each client's share of slots, or of a batch of texts: as many as any other client's that has
-    requests, or will probably have one at once.
+    """Each client's share of slots, or of a batch of texts. All clients that have requests, or will
+    probably have one at once, have equal shares.
 
-    A client's requests in the background are behind all others' requests. But while another client
-    asks for more than its share, as many are not behind as the client's share has room for: what goes
-    beyond a share takes nothing from anybody's.
+    A client's requests in the background are behind all others' requests. But while another client asks
+    for more than its share, as many are not behind as the client's share has room for. What goes beyond a
+    share takes nothing from anybody's.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class _Shares:
         return share - sum(self._n_asked[name] for name in own)
 
     def rank(self, is_raised: Callable[[str], bool] = lambda client: False) -> None:
-        """Set `is_behind` of what is in the background: the first ones of each client have its share, and
-        all of a raised one are not behind."""
+        """Set `is_behind` of what is in the background. The first ones of each client have its share.
+        Nothing of a raised client is behind."""
         lefts = {
             client: sys.maxsize if is_raised(client) else self.n_left(client)
             for client in self._clients
@@ -282,9 +282,9 @@ class SlotPolicy:
         moves each into one, or leaves it waiting, before it asks for the next.
 
         A sequence that has no room lets those pass with which it would fit all the same. A client that asks
-        for one answer after the other has nothing waiting when its slot gets free. If a client that has its
-        share already took that slot, it would have to give it back a moment later, and the next first token
-        would wait for that. So the slot stays free for a while: half of the slots at most."""
+        for one answer after the other has nothing waiting when its slot gets free. A client that has its
+        share would have to give that slot back a moment later, and the next first token would wait for
+        that. So the slot stays free for a while: half of the slots at most."""
         if self._is_full or not waiting or not room.n_idle:
             return
         held: Sequence | None = None
@@ -324,10 +324,10 @@ class SlotPolicy:
 
         What is behind all others comes last. Who lost a slot because the cache was full, or with another
         engine, goes before everybody new. Then a lower `priority` goes first, whatever was served. Among
-        equals, the one goes first whose client has least due: the seconds that it was charged, and the
-        probable cost of its running requests and of those that go before this one. Of clients with as much
-        due, the one with fewer requests before goes first. So a client with one short request does not wait
-        for all of another's.
+        equals, the one goes first whose client has least due. That is the seconds that it was charged, and
+        the probable cost of its requests that run or go before. Of clients with as much due, the one with
+        fewer requests before goes first. So a client with one short request does not wait for all of
+        another's.
         """
         ahead_s, n_ahead, n_ranked = defaultdict[str, float](float), Counter[str](), Counter[str]()
         for item in running:
@@ -365,7 +365,7 @@ class SlotPolicy:
         cost_s: Cost,
         now: float,
     ) -> list[Sequence]:
-        """The running sequences that are preempted now for others that wait: to be asked before `next`, as
+        """The running sequences that are preempted now for others that wait. To be asked before `next`:
         this decides what of the background is behind all others.
 
         Of those that are behind, the youngest lose their slots, as many as others lack, and one if others
@@ -398,9 +398,9 @@ class SlotPolicy:
         """The sequence to preempt for the first one that waits, if that is fair.
 
         A client that has at least two slots more than the one whose request is next gives one of them
-        back, unless it has less due all the same: then the other has had more for its slots. With one
-        slot more, it does so when it is ahead by a quantum, so that clients take turns where slots are
-        fewer than they. Slots so get equal, and nobody gives back what it would get again at once."""
+        back. It does not if it has less due all the same: then the other has had more for its slots. With
+        one slot more, it does so when it is ahead by a quantum. So clients take turns where slots are
+        fewer. Slots so get equal, and nobody gives back what it would get again at once."""
         own, running = first.request.account, [item for item in running if not item.finished]
         n_slots = Counter(item.request.account for item in running)
         due_s = {owner: self._accounts[owner] for owner in (own, *n_slots)}

@@ -12,8 +12,8 @@ MOST_MORE_MIB = 8
 WORK = """
 import json, re, sys
 from pathlib import Path
-from serve_app.ingress.batch.journal import BatchJournal, LineResult, line_of
-from serve_app.ingress.batch.preparation import lines
+from serve_app.apis.batches.journal import BatchJournal, LineResult, line_of
+from serve_app.apis.batches.preparation import lines
 
 folder, n_lines = Path(sys.argv[1]), int(sys.argv[2])
 body = {"prompt": "x" * 200, "max_tokens": 8}

@@ -76,10 +76,6 @@ def test_it_learns_bases_apart_from_slopes(base: float) -> None:
     assert within(errors[60:])
 
 
-def test_a_slope_of_which_nothing_was_measured() -> None:
-    assert within(Machine().errors(CostModel(SHALLOW), 300)[100:])
-
-
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2])
 def test_a_change_of_speed_is_known_within_forty_steps(factor: float) -> None:
     changing = Machine(speed=lambda step: 1.0 if step < 100 else factor)

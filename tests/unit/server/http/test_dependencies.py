@@ -9,7 +9,7 @@ from typing import Annotated
 
 from fastapi import APIRouter
 
-import serve_app.server
+import serve_app.apis
 from serve_app.apis.api import WORKER_MODULES
 from serve_app.apis.embeddings import preparation as embeddings
 from serve_app.apis.openai import preparation as openai
@@ -38,11 +38,11 @@ def test_workers_import_the_modules_of_what_routes_name_each_once() -> None:
 def test_answers_that_workers_write_are_functions_of_modules_that_they_have_imported() -> None:
     """The calls `bodies.work(module.function, ...)` in all routes."""
     functions = []
-    for path in Path(serve_app.server.__path__[0]).rglob("*.py"):
-        relative = path.relative_to(Path(serve_app.server.__path__[0])).with_suffix("")
+    for path in Path(serve_app.apis.__path__[0]).rglob("*.py"):
+        relative = path.relative_to(Path(serve_app.apis.__path__[0])).with_suffix("")
         if "bodies.work(" not in path.read_text():
             continue
-        routes = importlib.import_module(".".join(["serve_app.server", *relative.parts]))
+        routes = importlib.import_module(".".join(["serve_app.apis", *relative.parts]))
         for call in ast.walk(ast.parse(path.read_text())):
             match call:
                 case ast.Call(

@@ -1,4 +1,4 @@
-"""A start opens a model's file once, however often it looks at it."""
+"""A start opens a model's file once in the server, and once in the engine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import shutil
 from pathlib import Path
 
+import llama_cpp
 import pytest
 
 from serve_app.base.errors import ConfigError
+from serve_app.base.formats import BackendName
 from serve_app.config.schema import ModelConfig
+from serve_app.engine import Engine, EngineOptions
 from serve_app.kernels.llama.model import Model
 from serve_app.prompt.tokenizer import forget_tokenizers, open_tokenizer
 from serve_app.run.resolving import resolve
@@ -54,3 +57,25 @@ def test_another_file_is_opened_anew(path: Path) -> None:
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="There is no model file at"):
         open_tokenizer(str(tmp_path / "none.gguf"), None, None)
+
+
+@pytest.mark.parametrize("backend", ["llama.cpp", "openvino"])
+def test_an_engine_opens_the_file_once(
+    backend: BackendName, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is measured or converted any more."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path.parent))
+    options = EngineOptions(n_slots=1, n_ctx_slot=64, threads=1, profile_limit_s=0, backend=backend)
+    if backend == "openvino":
+        pytest.importorskip("openvino", reason="corral[openvino] is not installed")
+        Engine.load(path, options).close()  # which converts
+    opened: list[bytes] = []
+    load = llama_cpp.llama_model_load_from_file
+
+    def noted(file: bytes, params: llama_cpp.llama_model_params) -> object:
+        opened.append(file)
+        return load(file, params)
+
+    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", noted)
+    Engine.load(path, options).close()
+    assert opened == [os.fsencode(path)]
