@@ -79,8 +79,8 @@ class CacheLayout:
     def read(cls, lines: Sequence[str], per_layer: float, n_seq_max: int) -> CacheLayout | None:
         """The layout that llama.cpp's log lines tell; None if they do not say. `per_layer` are the bytes of
         one token in one layer by the model's file. They are not rounded if they fit what llama.cpp says."""
-        parts = [found for found in map(_KEYS_VALUES.search, lines) if found]
-        recurrent = [found for found in map(_RECURRENT.search, lines) if found]
+        parts = [match for match in map(_KEYS_VALUES.search, lines) if match]
+        recurrent = [match for match in map(_RECURRENT.search, lines) if match]
         if not (parts or recurrent) or len(parts) > 2:
             return None
         tokens, total = [0, 0], 0
@@ -91,7 +91,7 @@ class CacheLayout:
             n_bytes = exact if abs(exact - said) <= 2 * _ROUNDED_BYTES else said
             tokens[i] = round(n_bytes / n_cells)
             total += round(n_bytes)
-        states = round(sum(float(found[1]) * 2**20 for found in recurrent))
-        n_states = 1 + max((int(found[3]) for found in recurrent), default=0)
+        states = round(sum(float(match[1]) * 2**20 for match in recurrent))
+        n_states = 1 + max((int(match[3]) for match in recurrent), default=0)
         present = states // n_states
         return cls(tokens[0], tokens[1], present // n_seq_max, total + states, states - present)

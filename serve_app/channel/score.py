@@ -219,12 +219,12 @@ class Fleet(Generic[ReplicaT]):
     def _holders(self, blocks: Chain) -> list[ReplicaT]:
         if not blocks:
             return []
-        found = [
+        holders = [
             (n, self._rng.random(), replica)
             for replica, view in self._views.items()
             if (n := n_leading(blocks, view.held))
         ]
-        longest = heapq.nlargest(_HOLDERS, found, key=lambda entry: entry[:2])
+        longest = heapq.nlargest(_HOLDERS, holders, key=lambda entry: entry[:2])
         return [replica for _, _, replica in longest]
 
     def _serving(self, turn: int) -> list[ReplicaT]:
@@ -241,7 +241,7 @@ class Fleet(Generic[ReplicaT]):
         if replica in self._views:
             self._views[replica].book(prompt, missing, now)
 
-    def went(self, replica: ReplicaT, key: int, now: float) -> None:
+    def on_send(self, replica: ReplicaT, key: int, now: float) -> None:
         """The request with that key went there, wherever it was meant to go."""
         for chosen, view in self._views.items():
             sent = view.sent.get(key)

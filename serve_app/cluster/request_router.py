@@ -82,7 +82,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Serve has sent it, maybe not where it was meant to go."""
-        self._fleet.went(replica_id, _key(pending_request), time.monotonic())
+        self._fleet.on_send(replica_id, _key(pending_request), time.monotonic())
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Count a request as ended that was answered, refused or cancelled."""

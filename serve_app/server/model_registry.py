@@ -224,13 +224,13 @@ def find(models: Mapping[str, M], name: str | None) -> M:
         return next(iter(models.values()))
     if name in models:
         return models[name]
-    found = chain(
+    candidates = chain(
         (model for model in models.values() if name in model.aliases),
         _adapted_models(models.values(), name),
         _named_like(models.values(), name),
         (model for model in models.values() if "*" in model.aliases),
     )
-    if (first := next(found, None)) is None:
+    if (first := next(candidates, None)) is None:
         raise ModelNotFoundError(name)
     return first
 

@@ -196,7 +196,7 @@ class BatchJournal:
 
     def export(self) -> dict[str, Path]:
         """Write the results as files, `output` and `error`, in the lines' order, but for empty ones."""
-        made: dict[str, Path] = {}
+        paths: dict[str, Path] = {}
         for kind, good in (("output", 1), ("error", 0)):
             path = self._folder / f"{self._batch_id}.{kind}.{uuid.uuid4().hex}"
             results = self._db.execute(
@@ -210,14 +210,14 @@ class BatchJournal:
                     os.fsync(file.fileno())
                     n_bytes = file.tell()
             except BaseException:
-                for unfinished in (path, *made.values()):
+                for unfinished in (path, *paths.values()):
                     unfinished.unlink(missing_ok=True)
                 raise
             if n_bytes:
-                made[kind] = path
+                paths[kind] = path
             else:
                 path.unlink()
-        return made
+        return paths
 
 
 def line_of(

@@ -304,11 +304,11 @@ class BatchStore:
     def renew(self, holder: str, batch_id: str, lease_s: float) -> str | None:
         """Keep the batch. Returns its status, or None if it is another holder's, or gone."""
         with self._transaction() as db:
-            kept = db.execute(
+            row = db.execute(
                 "UPDATE batches SET leased_until = ? WHERE id = ? AND holder = ? RETURNING status",
                 (self._clock() + lease_s, batch_id, holder),
             ).fetchone()
-            return None if kept is None else str(kept["status"])
+            return None if row is None else str(row["status"])
 
     def release(self, holder: str, batch_id: str, *, failed: bool = False) -> None:
         """Let others work on the batch. After an attempt that failed, they wait for longer each time; any
@@ -350,7 +350,7 @@ class BatchStore:
             _fail(db, batch_id, errors, self._clock())
 
     def finish(
-        self, batch_id: str, status: str, made: dict[str, Path], counts: tuple[int, int, int]
+        self, batch_id: str, status: str, paths: dict[str, Path], counts: tuple[int, int, int]
     ) -> None:
         """End the batch. The files, `output` and `error` as far as there are any, are moved and become its
         own. A second call changes nothing."""
@@ -358,11 +358,11 @@ class BatchStore:
         with self._transaction() as db:
             row = db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone()
             if row is None or row["status"] in ENDED:
-                for path in made.values():
+                for path in paths.values():
                     path.unlink(missing_ok=True)
                 return
             expires = now + min(row["keep_s"] or self._keep_s, self._keep_s)
-            for kind, path in made.items():
+            for kind, path in paths.items():
                 file_id = f"file-{batch_id.removeprefix('batch_')}-{kind}"
                 db.execute(
                     "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",

@@ -234,26 +234,26 @@ def _texts_to_embed(
 ) -> TextsToEmbed:
     """The request's texts, or its chat. Raises CorralError."""
     if request.messages is None:
-        made = to_embed(model, request.texts, "input", instruction, cut=cut)
+        texts = to_embed(model, request.texts, "input", instruction, cut=cut)
     else:
         chat = ChatCompletionRequest(
             messages=request.messages, add_generation_prompt=False, continue_final_message=False
         )
         tokens, media = chat_with_media(model, chat, "messages")
         cut = cut and not media
-        made = TextsToEmbed(model.id, check_texts(model, [tokens], "messages", cut=cut), media)
-    return replace(made, user=request.user)
+        texts = TextsToEmbed(model.id, check_texts(model, [tokens], "messages", cut=cut), media)
+    return replace(texts, user=request.user)
 
 
 def classify(models: Models, request: ClassifyRequest) -> TextsToEmbed:
     """POST /v1/classify. Raises CorralError."""
     model, most = find(models, request.model), request.truncate_prompt_tokens
     _check_has_classifier(model, "classify", "classification")
-    made = _texts_to_embed(model, request, cut=request.truncate or most is not None)
+    order = _texts_to_embed(model, request, cut=request.truncate or most is not None)
     if most is not None and most >= 0:
-        texts = tuple(cut_text(model, tokens, most) for tokens in made.texts)
-        made = replace(made, texts=check_texts(model, texts, "truncate_prompt_tokens"))
-    return replace(made, norm=2 if request.use_activation else -1)
+        texts = tuple(cut_text(model, tokens, most) for tokens in order.texts)
+        order = replace(order, texts=check_texts(model, texts, "truncate_prompt_tokens"))
+    return replace(order, norm=2 if request.use_activation else -1)
 
 
 def tei_embed(models: Models, request: TeiEmbedRequest) -> TextsToEmbed:

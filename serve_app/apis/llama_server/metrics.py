@@ -72,13 +72,13 @@ def render_as_vllm(model: str, replicas: Sequence[ReplicaStats], exposition: byt
     total = _totals(replicas)
     computed, cached = total("tokens.prompt_tokens"), total("tokens.cached_tokens")
     n_held = sum(slot["n_past"] for one in replicas for slot in one.engine["slots"])
-    held = _rate(n_held, sum(one.engine["n_ctx"] for one in replicas))
+    cache_usage = _rate(n_held, sum(one.engine["n_ctx"] for one in replicas))
     generated, preemptions = total("tokens.generated_tokens"), total("requests.preemptions")
     running, waiting = total("queue.running"), total("queue.waiting")
     figures = (
         ("num_requests_running", "gauge", running, "Requests that have a slot."),
         ("num_requests_waiting", "gauge", waiting, "Requests that wait for a slot."),
-        ("kv_cache_usage_perc", "gauge", held, "KV cache in use, from 0 to 1."),
+        ("kv_cache_usage_perc", "gauge", cache_usage, "KV cache in use, from 0 to 1."),
         ("prompt_tokens_total", "counter", computed + cached, "Prompt tokens."),
         ("generation_tokens_total", "counter", generated, "Generated tokens."),
         ("prefix_cache_queries_total", "counter", computed + cached, "Prompt tokens, looked up."),

@@ -128,14 +128,14 @@ class LlamaChoice:
         """Only the `response_fields`, if the request names some."""
         if self.completion.response_fields is None:
             return answer
-        found: Json = {}
+        fields: Json = {}
         for path in self.completion.response_fields:
             value: Any = answer
             for one in path.split("/"):
                 value = value.get(one, _MISSING) if isinstance(value, dict) else _MISSING
             if value is not _MISSING:
-                found[path] = value
-        return found
+                fields[path] = value
+        return fields
 
 
 _MISSING = object()

@@ -102,7 +102,7 @@ def _capabilities(model: ModelInfo) -> list[str]:
         return []
     if tokenizer.model.pooling is not None or not tokenizer.model.is_causal:
         return ["embedding"]
-    found = {
+    capabilities = {
         "completion": True,
         "tools": True,
         "insert": tokenizer.can_infill,
@@ -110,4 +110,4 @@ def _capabilities(model: ModelInfo) -> list[str]:
         "audio": model.hears,
         "thinking": tokenizer.thinks,
     }
-    return [name for name, has_it in found.items() if has_it]
+    return [name for name, has_it in capabilities.items() if has_it]

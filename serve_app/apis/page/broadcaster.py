@@ -86,14 +86,14 @@ class Broadcaster:
             self._board = Board()
         models = dict(self._models)  # some may come or go meanwhile
         engines = [model.engine for model in models.values()]
-        states, found, fetching = await asyncio.gather(
+        states, answers, fetching = await asyncio.gather(
             asyncio.gather(*(engine.replica_states() for engine in engines)),
             asyncio.gather(*(engine.stats() for engine in engines)),
             asyncio.gather(*(engine.fetching() for engine in engines)),
         )
         self._board.look(
-            {model: one.found for model, one in zip(models, found, strict=True)},
-            {model: one.missing for model, one in zip(models, found, strict=True)},
+            {model: one.found for model, one in zip(models, answers, strict=True)},
+            {model: one.missing for model, one in zip(models, answers, strict=True)},
             dict(zip(models, states, strict=True)),
             time.monotonic(),
             time.time(),

@@ -295,7 +295,7 @@ def conversation_json(before: Sequence[Json], items: Iterable[AnyItem]) -> bytes
 def turns(items: Iterable[AnyItem]) -> list[Turn]:
     """The items in the canonical form: an assistant's reasoning and calls belong to its turn. Items of
     other kinds are what the assistant did, if they carry text."""
-    made: list[Turn] = []
+    result: list[Turn] = []
     reasoning = ""
     for item in items:
         if isinstance(item, ReasoningItem):
@@ -303,8 +303,8 @@ def turns(items: Iterable[AnyItem]) -> list[Turn]:
             continue
         if isinstance(item, CallItem):
             # Reasoning begins a turn.
-            is_same_turn = bool(made) and made[-1].role == "assistant" and not reasoning
-            turn = made.pop() if is_same_turn else Turn("assistant")
+            is_same_turn = bool(result) and result[-1].role == "assistant" and not reasoning
+            turn = result.pop() if is_same_turn else Turn("assistant")
             turn = replace(turn, calls=(*turn.calls, item.as_call()))
         elif isinstance(item, MessageItem | CallOutputItem):
             turn = item.as_turn()
@@ -315,5 +315,5 @@ def turns(items: Iterable[AnyItem]) -> list[Turn]:
         if turn.role == "assistant" and reasoning:
             turn = replace(turn, reasoning=reasoning)
         reasoning = ""
-        made.append(turn)
-    return made
+        result.append(turn)
+    return result

@@ -107,7 +107,7 @@ async def responses(
         )
     model = find(models, wanted.model)
     (request,) = await generation.requests(model, f"resp_{uuid.uuid4().hex}", wanted)
-    made = StoredRequest(
+    stored = StoredRequest(
         id=request.id,
         model=model.id,
         created=int(time.time()),
@@ -120,19 +120,19 @@ async def responses(
         items=prepared.items,
     )
     answer = ResponseAnswer(
-        made, model, timings_per_token=wanted.timings_per_token, obfuscates=wanted.obfuscates
+        stored, model, timings_per_token=wanted.timings_per_token, obfuscates=wanted.obfuscates
     )
     owner = Owner(key(), request_context.current().holder)
     if fields["background"]:
-        await responses.start(model, request, made, owner)
+        await responses.start(model, request, stored, owner)
         if not wanted.stream:
             return sse.json_response(answer.whole())
-        entries = responses.follow(made.id, owner.key)
+        entries = responses.follow(stored.id, owner.key)
     else:
         if fields["store"]:
             responses.prepare()
         deltas = await generation.start(model, [request])
-        entries = _log(deltas, made, owner, responses if fields["store"] else None)
+        entries = _log(deltas, stored, owner, responses if fields["store"] else None)
     if wanted.stream:
         return sse.EventStream(answer.stream(entries, answer.take), wanted.sse_ping_interval)
     return sse.json_response(await serving.collect(answer, entries))
@@ -171,7 +171,7 @@ async def get_response(
     )
     with responses.open_requests.count(request_context.current().holder):
         pass  # a refusal has a status here
-    return sse.EventStream(answer.stream(_follow(responses, response_id), answer.take))
+    return sse.EventStream(answer.stream(_follow_response(responses, response_id), answer.take))
 
 
 @ROUTER.delete("/v1/responses/{response_id}")
@@ -210,7 +210,9 @@ async def response_input_items(
     return bytes_response(await bodies.work(preparation.page, query, *preparation.record(stored)))
 
 
-async def _follow(responses: BackgroundResponses, response_id: str) -> AsyncGenerator[Event]:
+async def _follow_response(
+    responses: BackgroundResponses, response_id: str
+) -> AsyncGenerator[Event]:
     caller = request_context.current()
     with responses.open_requests.count(caller.holder):
         async for entry in responses.follow(response_id, key()):
@@ -218,7 +220,7 @@ async def _follow(responses: BackgroundResponses, response_id: str) -> AsyncGene
 
 
 async def _log(
-    deltas: Deltas, made: StoredRequest, owner: Owner, responses: BackgroundResponses | None
+    deltas: Deltas, stored: StoredRequest, owner: Owner, responses: BackgroundResponses | None
 ) -> AsyncGenerator[Event]:
     """The log of a response that ends when its client leaves. It is kept before its end is told."""
     entries: list[Event] = []
@@ -226,12 +228,12 @@ async def _log(
         async for _, delta in deltas:
             entries.append(Event(time.time(), delta))
             if responses is not None and entries[-1].is_last:
-                await responses.keep(made, owner, entries)
+                await responses.keep(stored, owner, entries)
             yield entries[-1]
     except CorralError as error:
         entries.append(Event(time.time(), error=error))
         if responses is not None:
-            await responses.keep(made, owner, entries)
+            await responses.keep(stored, owner, entries)
         yield entries[-1]
     finally:
         await deltas.aclose()

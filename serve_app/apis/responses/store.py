@@ -197,16 +197,16 @@ class Store:
         self._look()
         if log.id in self._kept:  # it came before, and the answer was lost
             return
-        kept = _ResponseLog(
+        entry = _ResponseLog(
             owner, stored_request, list(log.chunks), log.has_ended, kept_s, self._clock()
         )
-        if kept.n_bytes > MAX_BYTES_EACH:
-            raise KeyLimitError(f"A response of {kept.n_bytes} bytes is too large to be kept.")
+        if entry.n_bytes > MAX_BYTES_EACH:
+            raise KeyLimitError(f"A response of {entry.n_bytes} bytes is too large to be kept.")
         if not log.has_ended:
             self._check_running(owner.holder)
         held = self._held.setdefault(owner.holder, {})
-        self._kept[log.id] = held[log.id] = kept
-        self._bytes[owner.holder] += kept.n_bytes
+        self._kept[log.id] = held[log.id] = entry
+        self._bytes[owner.holder] += entry.n_bytes
         for _ in range(len(held) - MAX_EACH):
             self._forget_oldest(owner.holder)
         self._make_room(owner.holder)
@@ -225,33 +225,33 @@ class Store:
         return [self._append(append) for append in appends]
 
     def _append(self, append: LogAppend) -> bool:
-        kept = self._kept.get(append.id)
-        if kept is None or kept.has_ended:
+        entry = self._kept.get(append.id)
+        if entry is None or entry.has_ended:
             return False
-        kept.touched_at = self._clock()
-        if append.chunks and append.first == len(kept.chunks):
-            self._extend(kept, append.chunks, has_ended=append.has_ended)
+        entry.touched_at = self._clock()
+        if append.chunks and append.first == len(entry.chunks):
+            self._extend(entry, append.chunks, has_ended=append.has_ended)
         return True
 
-    def _extend(self, kept: _ResponseLog, chunks: Sequence[bytes], *, has_ended: bool) -> None:
-        kept.chunks += chunks
-        kept.has_ended = has_ended
-        self._bytes[kept.owner.holder] += sum(map(len, chunks))
-        _wake(kept)
-        self._make_room(kept.owner.holder)
+    def _extend(self, entry: _ResponseLog, chunks: Sequence[bytes], *, has_ended: bool) -> None:
+        entry.chunks += chunks
+        entry.has_ended = has_ended
+        self._bytes[entry.owner.holder] += sum(map(len, chunks))
+        _wake(entry)
+        self._make_room(entry.owner.holder)
 
     async def find(
         self, response_id: str, key: str | None, first: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
-        kept = self._find_log(response_id, key)
-        if kept is not None and wait_s and len(kept.chunks) <= first and not kept.has_ended:
+        entry = self._find_log(response_id, key)
+        if entry is not None and wait_s and len(entry.chunks) <= first and not entry.has_ended:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await kept.changes.wait()
-            kept = self._find_log(response_id, key)
-        if kept is None:
+                    await entry.changes.wait()
+            entry = self._find_log(response_id, key)
+        if entry is None:
             return None
-        return StoredResponse(kept.stored_request, kept.chunks[first:], kept.has_ended)
+        return StoredResponse(entry.stored_request, entry.chunks[first:], entry.has_ended)
 
     async def delete(self, response_id: str, key: str | None) -> bool:
         if self._find_log(response_id, key) is None:
@@ -281,23 +281,23 @@ class Store:
         if now < self._look_at:
             return
         self._look_at = now + 1.0
-        for response_id in [name for name, kept in self._kept.items() if self._is_old(kept)]:
+        for response_id in [name for name, entry in self._kept.items() if self._is_old(entry)]:
             self._forget(response_id)
-        running = [kept for kept in self._kept.values() if not kept.has_ended]
-        for kept in running:
-            if now - kept.touched_at >= LEASE_S:
-                kept.touched_at = now
+        running = [entry for entry in self._kept.values() if not entry.has_ended]
+        for entry in running:
+            if now - entry.touched_at >= LEASE_S:
+                entry.touched_at = now
                 error = EngineFailedError("The process that made this response has ended.")
-                self._extend(kept, pack_events([Event(time.time(), error=error)]), has_ended=True)
+                self._extend(entry, pack_events([Event(time.time(), error=error)]), has_ended=True)
 
     def _forget(self, response_id: str) -> None:
-        kept = self._kept.pop(response_id)
-        holder = kept.owner.holder
+        entry = self._kept.pop(response_id)
+        holder = entry.owner.holder
         del self._held[holder][response_id]
-        self._bytes[holder] -= kept.n_bytes
+        self._bytes[holder] -= entry.n_bytes
         if not self._held[holder]:
             del self._held[holder], self._bytes[holder]
-        _wake(kept)
+        _wake(entry)
 
     def _make_room(self, holder: str) -> None:
         """Keep the bounds on bytes, first those of this holder."""

@@ -100,7 +100,7 @@ class AccessMiddleware:
             return
         headers = Headers(scope=scope)
         line: Caller | None = scope.get(BATCH_LINE)
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as stack:
             try:
                 if self._accounts is not None and scope["path"] not in _OPEN_PATHS:
                     await self._accounts.follow()
@@ -110,15 +110,15 @@ class AccessMiddleware:
                 if scope["method"] == "POST":  # all others ask no engine for work
                     if observed := self._telemetry.observe(caller, scope["path"], headers):
                         caller.observer = observed
-                        held.callback(observed.on_end)
+                        stack.callback(observed.on_end)
                     if self._ledger is not None:
                         caller.counter = self._ledger.counter(
                             caller.key_name, scope["path"], batch=caller.is_batch_line
                         )
                         caller.later = self._ledger.later
                     if line is None:
-                        held.enter_context(self._open.count(caller.holder))
-                    await held.enter_async_context(caller.running())
+                        stack.enter_context(self._open.count(caller.holder))
+                    await stack.enter_async_context(caller.running())
                 is_in_turn = line is None and scope["path"] not in _OPEN_PATHS
                 if is_in_turn and _may_wait(scope, headers):
                     await self._turnstile.turn(caller.holder)

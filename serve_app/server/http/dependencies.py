@@ -74,15 +74,15 @@ class Bodies:
     async def work(self, function: Callable[[Models, Any], T], *pieces: Piece) -> T:
         caller = request_context.current()
         try:
-            made = await self._workers.run(caller.holder, function, *pieces)
+            result = await self._workers.run(caller.holder, function, *pieces)
         except PicturesWantedError as missing:
             if self._fetch is None:
                 raise
             files = await self._fetch(caller.holder, missing)
-            made = await self._workers.run(caller.holder, function, *pieces, files=files)
+            result = await self._workers.run(caller.holder, function, *pieces, files=files)
         if caller.ignored:
             self._tell(caller.ignored)
-        return made
+        return result
 
     def _tell(self, ignored: Sequence[str]) -> None:
         if self._strict:

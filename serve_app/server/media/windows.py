@@ -116,11 +116,11 @@ def _read_samples(data: bytes, start: int, n_samples: int) -> tuple[Samples, boo
     """The next `n_samples` samples of a file, and whether the file ends with them."""
     n_blocks = start // SAMPLE_RATE
     left = islice(_blocks(data), n_blocks, None)
-    kept, n_kept = list[Samples](), n_blocks * SAMPLE_RATE - start
+    blocks, n_kept = list[Samples](), n_blocks * SAMPLE_RATE - start
     while n_kept <= n_samples and (block := next(left, None)) is not None:
-        kept.append(block)
+        blocks.append(block)
         n_kept += len(block)
-    samples = np.concatenate([np.zeros(0, np.float32), *kept])[start - n_blocks * SAMPLE_RATE :]
+    samples = np.concatenate([np.zeros(0, np.float32), *blocks])[start - n_blocks * SAMPLE_RATE :]
     return samples[:n_samples], len(samples) <= n_samples
 
 

@@ -429,10 +429,10 @@ def _rows(db: sqlite3.Connection, query: str, values: Sequence[object]) -> list[
 
 
 def roll_up(
-    db: sqlite3.Connection, now: float, kept: Sequence[tuple[int, int, int]] = _KEPT
+    db: sqlite3.Connection, now: float, widths: Sequence[tuple[int, int, int]] = _KEPT
 ) -> None:
-    """Add up rows of one width to rows of the next one: `kept` has both widths, and the age."""
-    for width, wider, keep_s in kept:
+    """Add up rows of one width to rows of the next one: `widths` has both widths, and the age."""
+    for width, wider, keep_s in widths:
         before = int(now - keep_s) // wider * wider
         columns = ", ".join(("key", "model", "endpoint", "batch"))
         db.execute(

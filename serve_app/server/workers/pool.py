@@ -321,12 +321,12 @@ class WorkerPool:
 
     async def _quickly(self, job: _Job) -> Outcome:
         """The result, or the CorralError that the work raised. Raises WorkerDiedError."""
-        with ExitStack() as held:
+        with ExitStack() as stack:
             is_small = job.order.n_bytes <= SMALL_BYTES
             places = self._small if is_small else self._larger
             async with places.place(job.client):
                 worker = self._take_idle(not is_small) or await self._fork(is_niced=not is_small)
-                held.enter_context(self._doing(worker, job))
+                stack.enter_context(self._doing(worker, job))
                 try:
                     if await worker.is_quick(_quick_s(job.order.n_bytes)):
                         return worker.doing.result()
