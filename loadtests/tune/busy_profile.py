@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from serve_app.cli.measure import benchmark
-from serve_app.cli.measure.process import all_arrivals, opened, started
+from serve_app.cli.measure.process import all_arrivals, opened_object, start_process
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.choice.plan import Plan
 from serve_app.engine.costs import profile_cache
@@ -54,7 +54,7 @@ class EngineProcess:
         )
         loops = [subprocess.Popen([sys.executable, "-c", _LOOP]) for _ in range(n_loops)]
         try:
-            self._pool = started(Engine.load, args.model, options)
+            self._pool = start_process(Engine.load, args.model, options)
             self._pid = self._pool.submit(os.getpid).result(_LIMIT_S)
         finally:
             for loop in loops:
@@ -90,11 +90,11 @@ class EngineProcess:
 
 
 def _close() -> None:
-    opened().close()
+    opened_object().close()
 
 
 def _times() -> Times:
-    step_ms = opened().stats().costs.step_time
+    step_ms = opened_object().stats().costs.step_time
     return {
         kind: {n: ms / 1000 for n, ms in step_ms[kind.replace("_s", "_ms")].items()}
         for kind in _KINDS
@@ -105,7 +105,9 @@ def _first_token_s(name: str) -> float:
     prompt = tuple(random.Random(name).sample(range(1000, 30_000), _N_PROMPT))
     sampling = SamplingParams(max_tokens=_N_ANSWER, ignore_eos=True)
     began = time.perf_counter()
-    ((first, *_),) = all_arrivals(opened(), [GenerationRequest(name, prompt, sampling)], _LIMIT_S)
+    ((first, *_),) = all_arrivals(
+        opened_object(), [GenerationRequest(name, prompt, sampling)], _LIMIT_S
+    )
     return first - began
 
 
@@ -171,7 +173,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="What a profile is worth that was made beside a load."
     )
-    bounded = benchmark.bounded
+    bounded = benchmark.number_between
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument(
         "--loops", type=bounded(1, 64), default=2, help="busy loops beside the start"

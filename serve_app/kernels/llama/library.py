@@ -67,7 +67,7 @@ _log_callback = llama_cpp.llama_log_callback(_forwarder)
 
 
 @contextmanager
-def captured() -> Iterator[list[str]]:
+def capture_log() -> Iterator[list[str]]:
     """llama.cpp's log lines while this is open: what it tells nowhere else."""
     lines: list[str] = []
     _forwarder.copies[id(lines)] = lines
