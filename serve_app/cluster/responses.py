@@ -1,7 +1,7 @@
 """The store of responses as a Ray actor, which all ingresses of an application share.
 
 It is started by the first response that is kept, outlives every ingress, and ends when it has kept nothing
-for a while: who never keeps a response has no such process.
+for a while. Who never keeps a response has no such process.
 """
 
 from __future__ import annotations

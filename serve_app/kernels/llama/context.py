@@ -41,7 +41,7 @@ _TOUCHED = 2**24
 _CACHE_FULL, _CANCELLED = 1, 2
 # What llama.cpp asks after each node of a graph whether to cancel the pass, with a pointer: `strlen`. Of an
 # empty text it says 0, of one of one byte 1, whose low byte is C's true. So a byte in memory is the flag,
-# and nothing of Python runs in a pass: a callback of ctypes would take the GIL a thousand times a step.
+# and nothing of Python runs in a pass. A callback of ctypes would take the GIL a thousand times a step.
 _IS_CANCELLED = ctypes.cast(ctypes.CDLL(None).strlen, llama_cpp.ggml_abort_callback)
 _POOLINGS: dict[Pooling, int] = {
     "none": llama_cpp.LLAMA_POOLING_TYPE_NONE,

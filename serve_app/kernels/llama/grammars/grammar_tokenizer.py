@@ -14,7 +14,7 @@ from llguidance import LLTokenizer
 
 MAX_PIECE_BYTES = 4096
 """Longest text that llama.cpp tokenizes at once here. For some vocabularies it recurses once per character,
-and a thread's stack ends at some 30,000 of them; what a grammar forces may be longer."""
+and a thread's stack ends at some 30,000 of them. What a grammar forces may be longer."""
 
 _TOKENIZE = ctypes.CFUNCTYPE(
     ctypes.c_int32,
