@@ -25,12 +25,12 @@ from loadtests.batch.figures import Window, used_of_left
 from loadtests.batch.people import Shape
 from serve_app.cli.measure import process
 from serve_app.cli.measure.benchmark import (
-    bounded,
     choice,
     in_turns,
-    listed,
+    list_of,
     machine,
     machine_line,
+    number_between,
     of_each,
     ratios,
     spread,
@@ -63,7 +63,7 @@ class Bench:
             threads=settings.threads,
             cache_ram_bytes=2**30,
         )
-        self._pool = process.started(Engine.load, settings.model, options)
+        self._pool = process.start_process(Engine.load, settings.model, options)
         with self._pool:
             ways = (*settings.ways, native.NATIVE) if settings.batched_bench else settings.ways
             return in_turns(ways, settings.rounds, self._turn, warm_up=False)
@@ -162,10 +162,10 @@ def shape_of(settings: argparse.Namespace) -> Shape:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of both benchmarks."""
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rounds", type=bounded(1, 100), default=3)
+    parser.add_argument("--rounds", type=number_between(1, 100), default=3)
     parser.add_argument("--seconds", type=float, default=45.0)
-    parser.add_argument("--slots", type=bounded(1, 256), default=16)
-    parser.add_argument("--users", type=bounded(1, 64), default=2)
+    parser.add_argument("--slots", type=number_between(1, 256), default=16)
+    parser.add_argument("--users", type=number_between(1, 64), default=2)
     parser.add_argument("--think", type=float, default=4.0)
     for name, default in (
         ("user-prompt", 96),
@@ -173,8 +173,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("line-prompt", 128),
         ("line-answer", 64),
     ):
-        parser.add_argument(f"--{name}", type=bounded(2, 4096), default=default)
-    parser.add_argument("--threads", type=bounded(1, 256), default=usable_cores())
+        parser.add_argument(f"--{name}", type=number_between(2, 4096), default=default)
+    parser.add_argument("--threads", type=number_between(1, 256), default=usable_cores())
 
 
 def main() -> None:
@@ -183,7 +183,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_arguments(parser)
     parser.add_argument("--batched-bench", type=Path)
-    parser.add_argument("--ways", type=listed(choice(*_WAYS)), default=_WAYS)
+    parser.add_argument("--ways", type=list_of(choice(*_WAYS)), default=_WAYS)
     settings = parser.parse_args()
     print(machine_line(machine(settings.model, settings.threads)), file=sys.stderr)
     print(report(Bench(settings).measure()))

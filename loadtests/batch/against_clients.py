@@ -29,7 +29,13 @@ from loadtests.batch.behind_chats import N_GENERATED, Clients
 from loadtests.common.comparing import compared
 from loadtests.common.servers import Server, exit_on_sigterm, serve_run
 from loadtests.compare import llama_server, sides
-from serve_app.cli.measure.benchmark import bounded, in_turns, machine, machine_line, usable_cores
+from serve_app.cli.measure.benchmark import (
+    in_turns,
+    machine,
+    machine_line,
+    number_between,
+    usable_cores,
+)
 
 BATCH, LOOP = "a batch", "clients at llama-server"
 _N_CTX_SLOT = 1024
@@ -112,11 +118,11 @@ def main() -> None:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--seconds", type=bounded(5, 600), default=40)
-    parser.add_argument("--rounds", type=bounded(1, 20), default=3)
-    parser.add_argument("--slots", type=bounded(1, 64), default=16)
-    parser.add_argument("--clients", type=bounded(1, 64), default=16)
-    parser.add_argument("--shared-words", type=bounded(0, 200), default=0)
+    parser.add_argument("--seconds", type=number_between(5, 600), default=40)
+    parser.add_argument("--rounds", type=number_between(1, 20), default=3)
+    parser.add_argument("--slots", type=number_between(1, 64), default=16)
+    parser.add_argument("--clients", type=number_between(1, 64), default=16)
+    parser.add_argument("--shared-words", type=number_between(0, 200), default=0)
     parser.add_argument("--backend", choices=("llama.cpp", "openvino"), default="llama.cpp")
     settings = parser.parse_args()
     exit_on_sigterm()

@@ -32,7 +32,7 @@ from typing import Any
 import httpx
 
 from loadtests.common.servers import exit_on_sigterm, serve_run
-from serve_app.cli.measure.benchmark import SEED, bounded, percentile, spread, table
+from serve_app.cli.measure.benchmark import SEED, number_between, percentile, spread, table
 from serve_app.cli.measure.outcomes import Reader, StreamedAnswer
 
 N_WORDS, N_GENERATED = 64, 64
@@ -246,11 +246,11 @@ def main() -> None:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--users", type=bounded(1, 64), default=2)
+    parser.add_argument("--users", type=number_between(1, 64), default=2)
     parser.add_argument("--think", type=float, default=3.0)
-    parser.add_argument("--seconds", type=bounded(5, 600), default=60)
-    parser.add_argument("--rounds", type=bounded(1, 20), default=3)
-    parser.add_argument("--slots", type=bounded(1, 64), default=16)
+    parser.add_argument("--seconds", type=number_between(5, 600), default=60)
+    parser.add_argument("--rounds", type=number_between(1, 20), default=3)
+    parser.add_argument("--slots", type=number_between(1, 64), default=16)
     parser.add_argument("--json", type=Path)
     settings = parser.parse_args()
     exit_on_sigterm()

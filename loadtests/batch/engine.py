@@ -43,7 +43,7 @@ class _Run:
         self._n_begun = 0
         self._n_tokens = 0
         """Of lines."""
-        self._engine: Engine = process.opened()
+        self._engine: Engine = process.opened_object()
 
     async def measure(self, window_s: float, *, people: bool, lines: bool) -> Window:
         tasks = []

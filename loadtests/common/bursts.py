@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from serve_app.cli.measure.benchmark import BenchmarkError, percentile
-from serve_app.cli.measure.outcomes import Read, StreamedAnswer, parse
+from serve_app.cli.measure.outcomes import Read, StreamedAnswer, parse_answer
 
 TIMEOUT_S = 600.0
 NO_HEADERS: Mapping[str, str] = {}
@@ -133,7 +133,7 @@ async def _run(
         )
         wall_s, client_cpu_s = time.perf_counter() - start, time.process_time() - cpu
     answers = (
-        stream if isinstance(stream, StreamedAnswer) else parse(stream) for stream in streams
+        stream if isinstance(stream, StreamedAnswer) else parse_answer(stream) for stream in streams
     )
     return Burst(tuple(answers), wall_s, client_cpu_s)
 

@@ -86,10 +86,10 @@ from loadtests.compare.sides import (
     start,
 )
 from serve_app.cli.measure.benchmark import (
-    bounded,
     choice,
-    listed,
+    list_of,
     machine_and_model,
+    number_between,
     turns,
     usable_cores,
 )
@@ -295,14 +295,14 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None]:
     """The settings, and where the JSON goes."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.compare", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    user_count = bounded(1, MAX_USERS)
+    user_count = number_between(1, MAX_USERS)
     parser.add_argument("--model", type=absolute, required=True)
-    parser.add_argument("--workloads", type=listed(choice(*WORKLOADS)), default=tuple(WORKLOADS))
-    parser.add_argument("--users", type=listed(user_count), default=(1, 4, 8, 16))
-    parser.add_argument("--rounds", type=bounded(1, 50), default=3)
+    parser.add_argument("--workloads", type=list_of(choice(*WORKLOADS)), default=tuple(WORKLOADS))
+    parser.add_argument("--users", type=list_of(user_count), default=(1, 4, 8, 16))
+    parser.add_argument("--rounds", type=number_between(1, 50), default=3)
     parser.add_argument("--sides", type=_sides, default=(CORRAL, RAY, LLAMA_SERVER))
-    parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
-    parser.add_argument("--slots", type=bounded(1, MAX_SLOTS), default=16)
+    parser.add_argument("--threads", type=number_between(1, 512), default=usable_cores())
+    parser.add_argument("--slots", type=number_between(1, MAX_SLOTS), default=16)
     llama_server.add_option(parser)
     parser.add_argument("--engine", type=engine_settings, default={})
     parser.add_argument("--json", type=Path, default=None)

@@ -35,10 +35,10 @@ from loadtests.common.servers import (
     write_config,
 )
 from serve_app.cli.measure.benchmark import (
-    bounded,
     in_turns,
-    listed,
+    list_of,
     machine_and_model,
+    number_between,
     of_each,
     spread,
     table,
@@ -135,11 +135,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=absolute, required=True)
-    parser.add_argument("--users", type=listed(bounded(1, 64)), default=(1, 4, 16))
-    parser.add_argument("--rounds", type=bounded(1, 50), default=8)
-    parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
-    parser.add_argument("--prompt-tokens", type=bounded(1, 512), default=32)
-    parser.add_argument("--max-tokens", type=bounded(2, 256), default=96)
+    parser.add_argument("--users", type=list_of(number_between(1, 64)), default=(1, 4, 16))
+    parser.add_argument("--rounds", type=number_between(1, 50), default=8)
+    parser.add_argument("--threads", type=number_between(1, 512), default=usable_cores())
+    parser.add_argument("--prompt-tokens", type=number_between(1, 512), default=32)
+    parser.add_argument("--max-tokens", type=number_between(2, 256), default=96)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args(argv)
     rounds = measure(args)

@@ -35,7 +35,14 @@ from loadtests.common.comparing import ratio_spread
 from loadtests.common.servers import Server
 from loadtests.compare import llama_server
 from loadtests.compare.sides import Sizes, llama_server_command
-from serve_app.cli.measure.benchmark import bounded, in_turns, machine, of_each, table, usable_cores
+from serve_app.cli.measure.benchmark import (
+    in_turns,
+    machine,
+    number_between,
+    of_each,
+    table,
+    usable_cores,
+)
 
 CORRAL, PEER = "corral", "llama-server"
 _PATIENCE_S = 120.0
@@ -183,10 +190,10 @@ def main() -> None:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rounds", type=bounded(1, 100), default=5)
+    parser.add_argument("--rounds", type=number_between(1, 100), default=5)
     llama_server.add_option(parser)
-    parser.add_argument("--slots", type=bounded(1, 64), default=8)
-    parser.add_argument("--context", type=bounded(64, 65536), default=1024)
+    parser.add_argument("--slots", type=number_between(1, 64), default=8)
+    parser.add_argument("--context", type=number_between(64, 65536), default=1024)
     args = parser.parse_args()
     llama_server.expect(parser, args.server)
     servers.exit_on_sigterm()

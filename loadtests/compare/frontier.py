@@ -46,11 +46,11 @@ from serve_app.cli.measure.benchmark import (
     SEED,
     BenchmarkError,
     Prompt,
-    bounded,
     choice,
     in_turns,
-    listed,
+    list_of,
     machine_and_model,
+    number_between,
     of_each,
     percentile,
     spread,
@@ -315,16 +315,20 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=absolute, required=True)
-    parser.add_argument("--bounds", type=listed(bounded(10, 60_000)), default=(100, 250, 500, 1000))
-    parser.add_argument("--batches", type=listed(bounded(1, 4096)), default=(32, 64, 128, 512))
-    parser.add_argument("--streams", type=bounded(1, 32), default=2)
-    parser.add_argument("--words", type=bounded(16, 30_000), default=1200)
-    parser.add_argument("--slots", type=bounded(2, 64), default=4)
-    parser.add_argument("--rounds", type=bounded(1, 50), default=5)
-    parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
+    parser.add_argument(
+        "--bounds", type=list_of(number_between(10, 60_000)), default=(100, 250, 500, 1000)
+    )
+    parser.add_argument(
+        "--batches", type=list_of(number_between(1, 4096)), default=(32, 64, 128, 512)
+    )
+    parser.add_argument("--streams", type=number_between(1, 32), default=2)
+    parser.add_argument("--words", type=number_between(16, 30_000), default=1200)
+    parser.add_argument("--slots", type=number_between(2, 64), default=4)
+    parser.add_argument("--rounds", type=number_between(1, 50), default=5)
+    parser.add_argument("--threads", type=number_between(1, 512), default=usable_cores())
     parser.add_argument("--corral", choices=(CORRAL, RAY), default=CORRAL)
     backends = choice("llama.cpp", "openvino")
-    parser.add_argument("--backends", type=listed(backends), default=("",))
+    parser.add_argument("--backends", type=list_of(backends), default=("",))
     parser.add_argument("--engine", type=engine_settings, default={})
     llama_server.add_option(parser)
     parser.add_argument("--json", type=Path, default=None)

@@ -51,11 +51,11 @@ from loadtests.compare.sides import (
 )
 from serve_app.cli.measure.benchmark import (
     SEED,
-    bounded,
     choice,
     in_turns,
-    listed,
+    list_of,
     machine_and_model,
+    number_between,
     of_each,
     percentile,
     spread,
@@ -238,13 +238,13 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=absolute, required=True)
-    parser.add_argument("--rates", type=listed(_rate), default=(0.5, 1.0, 2.0, 4.0))
+    parser.add_argument("--rates", type=list_of(_rate), default=(0.5, 1.0, 2.0, 4.0))
     parser.add_argument("--length", choices=LENGTHS, default="short")
-    parser.add_argument("--sides", type=listed(choice(*NATIVE)), default=(CORRAL, LLAMA_SERVER))
-    parser.add_argument("--rounds", type=bounded(1, 50), default=5)
-    parser.add_argument("--seconds", type=bounded(5, 600), default=30)
-    parser.add_argument("--slots", type=bounded(1, 64), default=16)
-    parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
+    parser.add_argument("--sides", type=list_of(choice(*NATIVE)), default=(CORRAL, LLAMA_SERVER))
+    parser.add_argument("--rounds", type=number_between(1, 50), default=5)
+    parser.add_argument("--seconds", type=number_between(5, 600), default=30)
+    parser.add_argument("--slots", type=number_between(1, 64), default=16)
+    parser.add_argument("--threads", type=number_between(1, 512), default=usable_cores())
     llama_server.add_option(parser)
     parser.add_argument("--engine", type=engine_settings, default={})
     parser.add_argument("--json", type=Path, default=None)

@@ -41,9 +41,9 @@ from loadtests.common.servers import Server, exit_on_sigterm, is_healthy, runnin
 from loadtests.compare import llama_server
 from serve_app.cli.measure.benchmark import (
     BenchmarkError,
-    bounded,
     in_turns,
-    listed,
+    list_of,
+    number_between,
     of_each,
     percentile,
     table,
@@ -337,12 +337,14 @@ def main() -> None:
         prog="python -m loadtests.compare.pictures", description=__doc__
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=bounded(1, 100), default=3)
-    parser.add_argument("--threads", type=bounded(1, 1024), default=usable_cores())
-    parser.add_argument("--size", type=bounded(16, 2048), default=1024, help="pixels of a side")
-    parser.add_argument("--layers", type=bounded(1, 100), help="of the encoder; default: 12")
-    parser.add_argument("--max-stall-ms", type=bounded(1, 10_000), default=250)
-    parser.add_argument("--parts", type=listed(str), default=PARTS)
+    parser.add_argument("--rounds", type=number_between(1, 100), default=3)
+    parser.add_argument("--threads", type=number_between(1, 1024), default=usable_cores())
+    parser.add_argument(
+        "--size", type=number_between(16, 2048), default=1024, help="pixels of a side"
+    )
+    parser.add_argument("--layers", type=number_between(1, 100), help="of the encoder; default: 12")
+    parser.add_argument("--max-stall-ms", type=number_between(1, 10_000), default=250)
+    parser.add_argument("--parts", type=list_of(str), default=PARTS)
     settings = parser.parse_args()
     exit_on_sigterm()
     with both(settings) as servers:

@@ -49,7 +49,7 @@ from serve_app.cli.measure.benchmark import (
     Prompts,
     choice,
     in_turns,
-    listed,
+    list_of,
     machine,
 )
 from serve_app.cli.measure.process import RunnerProcess, text_tokens
@@ -142,7 +142,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Settings, Path | None, Path 
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file")
     parser.add_argument(
         "--modes",
-        type=listed(choice(*MODES)),
+        type=list_of(choice(*MODES)),
         default=(BARE, BATCHED),
         help="what is compared, by the names above",
     )

@@ -29,7 +29,7 @@ from serve_app.cli.measure.benchmark import (
     Prompt,
     Prompts,
     in_turns,
-    listed,
+    list_of,
     of_each,
     percentile,
     table,
@@ -68,7 +68,7 @@ class Round:
 
 
 def _run(alone: Prompt, long: Prompt, streams: Sequence[Prompt]) -> Round:
-    round_ = _round(process.opened(), alone, long, streams)
+    round_ = _round(process.opened_object(), alone, long, streams)
     return asyncio.run(asyncio.wait_for(round_, _TIMEOUT_S))
 
 
@@ -126,7 +126,7 @@ def measure(settings: argparse.Namespace) -> list[dict[str, Round]]:
         for _ in range(settings.rounds + 1)
     ]
     pools = {
-        bound: process.started(Engine.load, settings.model, _options(settings, bound))
+        bound: process.start_process(Engine.load, settings.model, _options(settings, bound))
         for bound in settings.bounds
     }
 
@@ -170,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtests.engine.stalls", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--bounds", type=listed(str), default=("250", "none"))
+    parser.add_argument("--bounds", type=list_of(str), default=("250", "none"))
     parser.add_argument("--streams", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)

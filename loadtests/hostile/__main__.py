@@ -29,7 +29,7 @@ from loadtests.hostile.attacks import ATTACKS, FAMILIES
 from loadtests.hostile.run import Plan, run
 from loadtests.hostile.setups import HONEST
 from loadtests.hostile.verdict import HURT, Result
-from serve_app.cli.measure.benchmark import bounded, choice, cpu_name, listed, usable_cores
+from serve_app.cli.measure.benchmark import choice, cpu_name, list_of, number_between, usable_cores
 
 CALM_S, SHORT_CALM_S, SHORT_MOST_S, BRIEF_MOST_S = 6, 3, 10.0, 7.0
 
@@ -49,14 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.hostile", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--only", type=listed(choice(*FAMILIES)), default=(), help="families")
-    names = listed(choice(*(attack.name for attack in ATTACKS)))
+    parser.add_argument("--only", type=list_of(choice(*FAMILIES)), default=(), help="families")
+    names = list_of(choice(*(attack.name for attack in ATTACKS)))
     parser.add_argument("--names", type=names, default=(), help="attacks by name")
     parser.add_argument("--short", action="store_true", help="some attacks: about three minutes")
     parser.add_argument("--brief", action="store_true", help="all attacks in less than 20 minutes")
-    parser.add_argument("--users", type=bounded(1, len(HONEST)), default=4, help="honest ones")
-    parser.add_argument("--seconds", type=bounded(2, 600), help="of calm before each attack")
-    parser.add_argument("--most", type=bounded(2, 600), help="seconds of an attack")
+    parser.add_argument(
+        "--users", type=number_between(1, len(HONEST)), default=4, help="honest ones"
+    )
+    parser.add_argument("--seconds", type=number_between(2, 600), help="of calm before each attack")
+    parser.add_argument("--most", type=number_between(2, 600), help="seconds of an attack")
     parser.add_argument("--json", type=Path, help="a file for all figures")
     parser.add_argument("--list", action="store_true", help="print the attacks, and make none")
     args = parser.parse_args(argv)

@@ -26,7 +26,7 @@ from loadtests.hostile import elsewhere
 from loadtests.hostile.figures import probe_line
 from loadtests.hostile.setups import DEMO, HONEST
 from loadtests.load.users.client import LoadClient
-from serve_app.cli.measure.benchmark import bounded
+from serve_app.cli.measure.benchmark import number_between
 from serve_app.cli.measure.outcomes import Slo
 from serve_app.cli.measure.users import CHAT, WORDS, Ask
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.hostile.honest")
     parser.add_argument("--url", required=True)
-    parser.add_argument("--users", type=bounded(1, len(HONEST)), default=4)
+    parser.add_argument("--users", type=number_between(1, len(HONEST)), default=4)
     parser.add_argument("--journal", type=Path, required=True)
     args = parser.parse_args(argv)
     elsewhere.set_niceness(elsewhere.FIRST)

@@ -39,7 +39,7 @@ from loadtests.common.servers import exit_on_sigterm, free_port
 from serve_app.apis.api import WORKER_MODULES, build_api
 from serve_app.base.sampling import PARAMETERS
 from serve_app.base.types import GenerationRequest
-from serve_app.cli.measure.benchmark import bounded, table
+from serve_app.cli.measure.benchmark import number_between, table
 from serve_app.config.schema import IngressConfig
 from serve_app.engine import Engine, EngineOptions
 from serve_app.server.model_registry import ModelFile, ModelInfo
@@ -558,7 +558,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.hostile.search", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--seed", type=bounded(0, 2**32), default=random.randrange(2**32))
+    parser.add_argument("--seed", type=number_between(0, 2**32), default=random.randrange(2**32))
     args = parser.parse_args(argv)
     gguf = Path.home() / ".cache/corral/hostile/wide.gguf"
     if not gguf.is_file():

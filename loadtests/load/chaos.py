@@ -27,7 +27,7 @@ from loadtests.common.servers import exit_on_sigterm
 from loadtests.load.driver import Load, Result, drive
 from loadtests.load.observer import Sample
 from loadtests.load.target import Target, opened
-from serve_app.cli.measure.benchmark import bounded
+from serve_app.cli.measure.benchmark import number_between
 from serve_app.cli.measure.outcomes import ABORTED, COMPLETE, FAILED
 
 WHOLE = ("stop", "length")
@@ -176,8 +176,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url")
     where.add_argument("--config", type=Path)
-    parser.add_argument("--capacity", type=bounded(1, 1000), default=16, help="users it holds")
-    parser.add_argument("--seconds", type=bounded(5, 86400), help="how long; each has its own")
+    parser.add_argument(
+        "--capacity", type=number_between(1, 1000), default=16, help="users it holds"
+    )
+    parser.add_argument(
+        "--seconds", type=number_between(5, 86400), help="how long; each has its own"
+    )
     parser.add_argument("--model", default="")
     args = parser.parse_args(argv)
     if args.scenario == "kill" and args.url:

@@ -19,7 +19,7 @@ from pathlib import Path
 from loadtests.common.processes import command_line, tagged
 from loadtests.common.servers import NO_SETTINGS, exit_on_sigterm, serve_run
 from loadtests.load.observer import cpu_s
-from serve_app.cli.measure.benchmark import bounded, table
+from serve_app.cli.measure.benchmark import number_between, table
 from serve_app.cluster.one_machine import environment_of
 
 _SETTLE_S = 15.0
@@ -66,7 +66,7 @@ def main() -> None:
     """Measure and print a Markdown table."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.load.idle", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--seconds", type=bounded(1, 3600), default=60)
+    parser.add_argument("--seconds", type=number_between(1, 3600), default=60)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--serve-run", action="store_true")
     which.add_argument("--ray-defaults", action="store_true")

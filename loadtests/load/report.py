@@ -24,7 +24,7 @@ from loadtests.common.servers import exit_on_sigterm
 from loadtests.load import report_page
 from loadtests.load.driver import Load, LoadError, Result, drive
 from loadtests.load.target import Target, opened
-from serve_app.cli.measure.benchmark import SEED, bounded, cpu_name, listed, usable_cores
+from serve_app.cli.measure.benchmark import SEED, cpu_name, list_of, number_between, usable_cores
 from serve_app.cli.measure.outcomes import Slo
 from serve_app.cli.measure.users import parse_mix
 
@@ -102,9 +102,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     where = measure.add_mutually_exclusive_group(required=True)
     where.add_argument("--url")
     where.add_argument("--config", type=Path)
-    measure.add_argument("--users", type=listed(bounded(1, 1000)), default=(1, 4, 8, 16))
+    measure.add_argument("--users", type=list_of(number_between(1, 1000)), default=(1, 4, 8, 16))
     measure.add_argument("--mixes", nargs="+", type=_mix, default=MIXES)
-    measure.add_argument("--seconds", type=bounded(5, 3600), default=60)
+    measure.add_argument("--seconds", type=number_between(5, 3600), default=60)
     measure.add_argument("--think", type=float, default=5.0)
     measure.add_argument("--seed", type=int, default=SEED)
     measure.add_argument("--slo-ttft", type=float, default=2.0)

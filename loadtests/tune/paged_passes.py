@@ -22,12 +22,12 @@ from typing import get_args
 from loadtests.common.comparing import ratio_spread
 from serve_app.base.formats import Quantization
 from serve_app.cli.measure.benchmark import (
-    bounded,
     choice,
     in_turns,
-    listed,
+    list_of,
     machine,
     machine_line,
+    number_between,
     of_each,
     table,
     usable_cores,
@@ -101,12 +101,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rows", type=listed(bounded(1, 4096)), default=(1, 28, 128))
-    parser.add_argument("--depths", type=listed(bounded(0, 2**20)), default=(0, 2048, 4096))
+    parser.add_argument("--rows", type=list_of(number_between(1, 4096)), default=(1, 28, 128))
+    parser.add_argument("--depths", type=list_of(number_between(0, 2**20)), default=(0, 2048, 4096))
     kinds = get_args(CacheType)
-    parser.add_argument("--cache-types", type=listed(choice(*kinds)), default=kinds)
-    parser.add_argument("--rounds", type=bounded(1, 100), default=5)
-    parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
+    parser.add_argument("--cache-types", type=list_of(choice(*kinds)), default=kinds)
+    parser.add_argument("--rounds", type=number_between(1, 100), default=5)
+    parser.add_argument("--threads", type=number_between(1, 512), default=usable_cores())
     return parser.parse_args()
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from serve_app.base.errors import ConfigError
 from serve_app.cli.measure import benchmark, quality
-from serve_app.cli.measure.benchmark import bounded, choice, listed, usable_cores
+from serve_app.cli.measure.benchmark import choice, list_of, number_between, usable_cores
 from serve_app.cli.measure.quality import WINDOW, ReadingContext, TextReading, llama
 from serve_app.kernels.llama.model import Model
 
@@ -75,15 +75,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--backends", type=listed(choice(*BACKENDS)), default=tuple(KERNELS))
+    parser.add_argument("--backends", type=list_of(choice(*BACKENDS)), default=tuple(KERNELS))
     parser.add_argument("--text", type=Path, default=None)
-    parser.add_argument("--windows", type=bounded(1, 1000), default=16)
-    parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
+    parser.add_argument("--windows", type=number_between(1, 1000), default=16)
+    parser.add_argument("--threads", type=number_between(1, 512), default=usable_cores())
     args = parser.parse_args(argv)
     text = quality.default_text() if args.text is None else args.text.read_text()
     try:
         found = {
-            name: quality.read(args.model, text, args.windows, args.threads, BACKENDS[name])
+            name: quality.read_windows(args.model, text, args.windows, args.threads, BACKENDS[name])
             for name in args.backends
         }
     except (ConfigError, ValueError) as error:

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from loadtests.common.comparing import ratio_spread
 from serve_app.base.engine_options import KernelsName
 from serve_app.cli.measure.benchmark import (
-    bounded,
     in_turns,
-    listed,
+    list_of,
     machine,
     machine_line,
+    number_between,
     of_each,
     table,
     usable_cores,
@@ -82,10 +82,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtests.tune.texts", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--texts", type=bounded(1, 2048), default=32)
-    parser.add_argument("--lengths", type=listed(bounded(1, 8192)), default=(32, 128))
-    parser.add_argument("--rounds", type=bounded(1, 100), default=5)
-    parser.add_argument("--threads", type=bounded(1, 512), default=usable_cores())
+    parser.add_argument("--texts", type=number_between(1, 2048), default=32)
+    parser.add_argument("--lengths", type=list_of(number_between(1, 8192)), default=(32, 128))
+    parser.add_argument("--rounds", type=number_between(1, 100), default=5)
+    parser.add_argument("--threads", type=number_between(1, 512), default=usable_cores())
     return parser.parse_args()
 
 

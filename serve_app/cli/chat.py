@@ -59,7 +59,7 @@ class ChatAnswer:
         return ", ".join(parts)
 
 
-def pieces(
+def stream_pieces(
     client: Client, body: Json, answer: ChatAnswer, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[tuple[str, str]]:
     """("reasoning" or "text", piece) as they come; the answer is filled meanwhile. Raises ServerError."""
@@ -90,7 +90,7 @@ def ask(client: Client, conversation: ChatSession, prompt: str, console: Console
     came. Ctrl-C ends the answer. Raises ServerError."""
     conversation.messages.append({"role": "user", "content": prompt})
     answer = ChatAnswer()
-    told = pieces(client, conversation.request(), answer)
+    told = stream_pieces(client, conversation.request(), answer)
     writer: PlainWriter = MarkdownWriter(console) if console.is_terminal else PlainWriter(console)
     try:
         with writer:
@@ -153,16 +153,16 @@ class MarkdownWriter(PlainWriter):
         done, self._rest = split_blocks(self._rest)
         if done:
             self._live.update(Text(""))
-            self._live.console.print(self._rendered(done))
+            self._live.console.print(self._render(done))
         self._live.update(Text(self._rest, style="dim" if kind == "reasoning" else ""))
 
     def _flush(self) -> None:
         self._live.update(Text(""))
         if self._rest.strip():
-            self._live.console.print(self._rendered(self._rest))
+            self._live.console.print(self._render(self._rest))
         self._rest = ""
 
-    def _rendered(self, text: str) -> Any:
+    def _render(self, text: str) -> Any:
         return Text(text.strip(), style="dim") if self._kind == "reasoning" else Markdown(text)
 
 

@@ -64,7 +64,7 @@ class Client:
                 if line.startswith("data:") and data == "[DONE]":
                     return
                 if line.startswith("data:"):
-                    yield self._parsed(data)
+                    yield self._parse(data)
 
     def models(self) -> list[str]:
         """The ids of the models that are served, the default first."""
@@ -72,7 +72,7 @@ class Client:
 
     def _json(self, method: str, path: str, body: Json | None = None) -> Json:
         with self._answer(method, path, body) as response:
-            return self._parsed(response.read())
+            return self._parse(response.read())
 
     @contextmanager
     def _answer(
@@ -83,14 +83,14 @@ class Client:
             with self._http.stream(method, path, json=body) as response:
                 if response.is_error:
                     response.read()
-                    raise ServerError(_said(response), response.status_code)
+                    raise ServerError(_error_message(response), response.status_code)
                 has_begun = True
                 yield response
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             problem = "The stream from {} broke" if has_begun else "No server answers at {}"
             raise ServerError(f"{problem.format(self.url)}: {error}") from None
 
-    def _parsed(self, data: str | bytes) -> Json:
+    def _parse(self, data: str | bytes) -> Json:
         try:
             body = json.loads(data)
         except ValueError:
@@ -100,7 +100,7 @@ class Client:
         return body
 
 
-def _said(response: httpx2.Response) -> str:
+def _error_message(response: httpx2.Response) -> str:
     """The server's error message, in any protocol's form."""
     try:
         error = response.json()["error"]

@@ -27,7 +27,7 @@ class NamedModel:
     """The fields of `serve_app.config.schema.ModelSource`."""
 
 
-def named(model: str | None) -> NamedModel:
+def named_model(model: str | None) -> NamedModel:
     """The model that the user means. Asks a repository for its files. Raises ConfigError."""
     if model is None:
         return NamedModel(DEMO, {"builtin": True})
@@ -50,7 +50,7 @@ def named(model: str | None) -> NamedModel:
             "OWNER/NAME:QUANT."
         ) from None
     if not (name.choice or "").endswith(".gguf"):
-        pinned = hub.pinned(name, folders.cache_folder() / "models" / ".names")
+        pinned = hub.pin(name, folders.cache_folder() / "models" / ".names")
         name = replace(name, choice=pinned.choice)
     return NamedModel(_id_of(name.choice or ""), {"repo": str(name)})
 
@@ -80,7 +80,7 @@ def document(options: ServeOptions) -> dict[str, Any]:
     """A configuration for `serve run`. Raises ConfigError."""
     sizes = {"n_slots": options.slots, "n_ctx_slot": options.context, "threads": options.threads}
     models: dict[str, dict[str, Any]] = {}
-    for model in map(named, options.models or (None,)):
+    for model in map(named_model, options.models or (None,)):
         n, model_id = 1, model.id
         while model_id in models:  # a second one of the same name gets a number
             n += 1

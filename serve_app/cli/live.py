@@ -21,7 +21,7 @@ _RATE_FRAMES = 3
 _SHOWN_EVENTS = 5
 
 
-def merged(target: Json, patch: Json) -> Json:
+def merge_patch(target: Json, patch: Json) -> Json:
     """A JSON merge patch (RFC 7396) applied to an object; null removes a field. Neither is changed."""
     result = dict(target)
     for key, value in patch.items():
@@ -29,7 +29,7 @@ def merged(target: Json, patch: Json) -> Json:
             result.pop(key, None)
         elif isinstance(value, dict):
             before = result.get(key)
-            result[key] = merged(before if isinstance(before, dict) else {}, value)
+            result[key] = merge_patch(before if isinstance(before, dict) else {}, value)
         else:
             result[key] = value
     return result
@@ -41,7 +41,7 @@ def views(client: Client) -> Iterator[Json]:
     while True:
         view: Json = {}
         for patch in client.events("/v1/live"):
-            view = merged(view, patch)
+            view = merge_patch(view, patch)
             yield view
 
 

@@ -100,7 +100,7 @@ _PIPE_WIDTH = 160
 """Columns of tables that go to a file or another program, which cut nothing off."""
 
 
-def _version(is_shown: bool) -> None:
+def _print_version(is_shown: bool) -> None:
     if is_shown:
         typer.echo(f"corral {__version__}")
         raise typer.Exit
@@ -109,7 +109,10 @@ def _version(is_shown: bool) -> None:
 @app.callback()
 def corral(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Serves GGUF language models from CPU machines, behind the OpenAI API."""
@@ -359,11 +362,11 @@ def create_key(
     from serve_app.cli import usage as command
 
     fields: dict[str, Any] = {"name": name}
-    fields |= {field: yaml.safe_load(value) for field, value in _pairs(limits).items()}
+    fields |= {field: yaml.safe_load(value) for field, value in _parse_pairs(limits).items()}
     if days is not None:
         fields["expires"] = (datetime.now(UTC) + timedelta(days)).isoformat()
     if label:
-        fields["labels"] = _pairs(label)
+        fields["labels"] = _parse_pairs(label)
     command.create_key(_client(url, api_key), _console(), fields)
 
 
@@ -391,7 +394,7 @@ def rotate_key(name: KeyName, url: Url = _URL, api_key: ApiKey = None) -> None:
     command.rotate_key(_client(url, api_key), _console(), name)
 
 
-def _pairs(texts: list[str] | None) -> dict[str, str]:
+def _parse_pairs(texts: list[str] | None) -> dict[str, str]:
     """Texts such as `a=b`, by what is before the sign."""
     for text in texts or ():
         if "=" not in text:

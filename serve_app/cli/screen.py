@@ -130,7 +130,7 @@ def summary(served: Served, models: Sequence[Json], trained: Mapping[str, int]) 
     lines += [f"          {_who(served)}", f"Page      {served.address}/"]
     for model in models:
         lines += _model_lines(model, trained)
-    lines.append(f"Logs      {_short(served.log)}")
+    lines.append(f"Logs      {_short_path(served.log)}")
     if served.ray_logs is not None:
         lines.append(f"          {served.ray_logs} (Ray's own)")
     lines.append("Ctrl-C stops it. In another terminal, try: corral chat, corral top")
@@ -139,7 +139,7 @@ def summary(served: Served, models: Sequence[Json], trained: Mapping[str, int]) 
 
 def _who(served: Served) -> str:
     if served.key_file is not None:
-        return f"Clients need an API key of {_short(served.key_file)}."
+        return f"Clients need an API key of {_short_path(served.key_file)}."
     if served.allow_anonymous:
         return "Clients need no key. Everybody who reaches the address can use it."
     if served.host in ("0.0.0.0", "::"):
@@ -188,7 +188,7 @@ def _little(n_slots: int, n_ctx_slot: int, n_ctx: int, n_ctx_train: int | None) 
     return warning
 
 
-def _short(path: Path) -> str:
+def _short_path(path: Path) -> str:
     """The path, with `~` for the home folder."""
     home = os.path.expanduser("~")  # noqa: PTH111
     text = str(path)

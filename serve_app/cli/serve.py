@@ -64,7 +64,7 @@ def run(
         if config is None:
             config = folder / "serve_config.yaml"
             config.write_text(config_file.text(config_file.document(options)))
-        content = read(config)
+        content = read_config(config)
         _check_address(content)
         with _signals(), Screen(console) as shown:
             _download(content, shown)
@@ -75,7 +75,7 @@ def run(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def read(config: Path) -> Json:
+def read_config(config: Path) -> Json:
     """A configuration file; its fields are the server's affair. Raises ConfigError."""
     try:
         content = yaml.safe_load(config.expanduser().read_text())
@@ -142,7 +142,7 @@ def _download(content: Json, shown: Screen) -> None:
         if not isinstance(source, dict) or not _REMOTE & source.keys():
             continue
         from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
-        from serve_app.store.models import locate, pinned, pinned_projector, projector_beside
+        from serve_app.store.models import locate, pin_source, pinned_projector, projector_beside
 
         report, projector = partial(shown.stage, str(model.get("id"))), model.get("projector")
         try:
@@ -157,7 +157,7 @@ def _download(content: Json, shown: Screen) -> None:
             projector = pinned_projector(projector, downloads)
         elif projector is None:
             with suppress(ConfigError):  # the server says why it has none
-                projector = projector_beside(pinned(known, downloads), downloads)
+                projector = projector_beside(pin_source(known, downloads), downloads)
         if projector:
             locate(projector, downloads, report)
     shown.clear()

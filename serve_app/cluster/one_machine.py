@@ -136,7 +136,7 @@ def free_ports(n: int) -> list[int]:
 
 
 @contextmanager
-def prepared(content: Content) -> Iterator[None]:
+def prepare_environment(content: Content) -> Iterator[None]:
     """Set this process's environment for one machine and this configuration of Serve. Enter before Ray is
     imported, which reads the environment. HAProxy's folder goes with the block."""
     # Private: who can write to HAProxy's socket decides where requests go. In /tmp, as sockets' paths
@@ -156,7 +156,7 @@ def prepared(content: Content) -> Iterator[None]:
 
 
 def start_ray() -> None:
-    """Start a Ray of its own in the environment of `prepared`, whatever other Ray this machine runs.
+    """Start a Ray of its own, whatever other Ray this machine runs. Enter `prepare_environment` before.
 
     Two of Ray's Python processes are left out: the dashboard, and the autoscaler's monitor, which has no
     machine to add. Ray would wait for them, and they would take memory and time as long as it runs.
@@ -181,7 +181,7 @@ def main() -> None:
         sys.exit(1)
     tell(args.events, "libraries")
     content = yaml.safe_load(args.config.read_text())
-    with prepared(content):
+    with prepare_environment(content):
         _serve(args.config, content, args.events)
 
 
@@ -249,7 +249,7 @@ def _deploy(
         grpc_options=gRPCOptions(**deployment.grpc_options.model_dump()),
         controller_options=deployment.controller_options,
     )
-    client = _client(starting)
+    client = _serve_client(starting)
     if not is_plain(content):
         client.deploy_apps(deployment, _blocking=False)
         tell(events, "deployed")
@@ -257,7 +257,7 @@ def _deploy(
     return _deploy_here(client, config, content["applications"][0], events)
 
 
-def _client(starting: Future[Any]) -> Any:
+def _serve_client(starting: Future[Any]) -> Any:
     """Serve's client, as soon as the controller is there: proxies start meanwhile."""
     from ray.serve.context import _get_global_client
 

@@ -22,7 +22,7 @@ from serve_app.store.shared_entries import whole_application
 
 
 @cache
-def prepared(*, keeps_texts: bool) -> ReplicaPlace:
+def process_place(*, keeps_texts: bool) -> ReplicaPlace:
     """The place of this process's replica. `keeps_texts` says whether its log may have clients' texts."""
     begin_replica(keeps_texts=keeps_texts)
     heap.give_back()
@@ -55,7 +55,7 @@ class EngineReplica(LoadedModel):
     """A model that is loaded as long as its process lives."""
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
-        place = prepared(keeps_texts=model.data_at_rest)
+        place = process_place(keeps_texts=model.data_at_rest)
         await self.start(model, place)
 
     async def __del__(self) -> None:
@@ -68,7 +68,7 @@ class OnDemandReplica(OnDemandModel):
     """A model that is loaded and unloaded within its process."""
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
-        place = prepared(keeps_texts=model.data_at_rest)
+        place = process_place(keeps_texts=model.data_at_rest)
         await self.start(model, place)
 
     async def __del__(self) -> None:

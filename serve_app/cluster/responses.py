@@ -1,7 +1,7 @@
 """The store of responses as a Ray actor, which all ingresses of an application share.
 
 It is started by the first response that is kept, outlives every ingress, and ends when it has kept nothing
-for a while: who never keeps a response has no such process.
+for a while. Who never keeps a response has no such process.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RayStore:
 
     async def prepare(self) -> None:
         try:
-            await self._made()
+            await self._start_actor()
         except Exception:
             logger.exception("The store of responses cannot be started")
 
@@ -84,13 +84,13 @@ class RayStore:
         arguments = owner, stored_request, log, kept_s
         for pause_s in _RETRY_S:
             with suppress(ConnectionError):
-                await self._call(await self._made(), Store.put, *arguments)
+                await self._call(await self._start_actor(), Store.put, *arguments)
                 return
             await asyncio.sleep(pause_s)
-        await self._call(await self._made(), Store.put, *arguments)
+        await self._call(await self._start_actor(), Store.put, *arguments)
 
     async def append(self, appends: Sequence[LogAppend]) -> list[bool]:
-        actor = await self._found()
+        actor = await self._find_actor()
         if actor is None:
             return [False] * len(appends)
         return await self._call(actor, Store.append, appends)
@@ -110,7 +110,7 @@ class RayStore:
         self, method: Callable[..., Awaitable[T]], *arguments: Any, wait_s: float = 0.0
     ) -> T | None:
         """The method's result; None if there is no store that answers."""
-        actor = await self._found()
+        actor = await self._find_actor()
         if actor is not None:
             with suppress(ConnectionError):
                 return await self._call(actor, method, *arguments, wait_s=wait_s)
@@ -131,7 +131,7 @@ class RayStore:
             raise answer
         return answer
 
-    async def _found(self) -> Any:
+    async def _find_actor(self) -> Any:
         """The actor; None if there is none."""
         async with self._finding:
             if self._actor is None:
@@ -139,7 +139,7 @@ class RayStore:
                     self._actor = await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
         return self._actor
 
-    async def _made(self) -> Any:
+    async def _start_actor(self) -> Any:
         """The actor, started if it must be."""
         async with self._finding:
             if self._actor is None:

@@ -65,7 +65,7 @@ class ServeCall:
         except CorralError:
             raise
         except Exception as error:  # of any kind, if a replica is lost while Serve chooses it
-            raise _translated(error) from error
+            raise _translate(error) from error
 
     def cancel(self) -> None:
         with suppress(Exception):  # Serve raises it once more if no replica took the call
@@ -103,7 +103,7 @@ class ServeHandle:
         deadline = asyncio.get_running_loop().time() + timeout_s
         asked = {
             asyncio.ensure_future(call.get_async()): call
-            for call in await self._sent(method, arguments, deadline)
+            for call in await self._send(method, arguments, deadline)
         }
         waiting = set(asked)
         try:
@@ -123,7 +123,7 @@ class ServeHandle:
                 with suppress(Exception):  # or questions pile up at a replica that does not answer
                     asked[answer].cancel()
 
-    async def _sent(
+    async def _send(
         self, method: str, arguments: tuple[Any, ...], deadline: float
     ) -> Sequence[Any]:
         """The calls, one for each replica; none if Serve cannot tell in time who runs."""
@@ -184,7 +184,7 @@ def _unsubscribe(handle: DeploymentHandle[Any]) -> None:
         shared.long_poll_client.stop()
 
 
-def _translated(error: Exception) -> CorralError:
+def _translate(error: Exception) -> CorralError:
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, CorralError):
         return cause

@@ -91,7 +91,7 @@ class WhisperProcess:
 
     async def _start(self) -> None:
         """Raises CorralError, EOFError."""
-        self._process, own = _started(self._settings)
+        self._process, own = _start_process(self._settings)
         self._reader, self._writer = await asyncio.open_connection(sock=own)
         outcome = await wire.receive_outcome(self._reader, None)
         if isinstance(outcome, CorralError):
@@ -109,7 +109,7 @@ class WhisperProcess:
             self._ending.cancel()
 
 
-def _started(settings: WhisperConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start_process(settings: WhisperConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A process for the model, and the socket to it."""
     own, theirs = socket.socketpair()
     with theirs:
@@ -119,7 +119,7 @@ def _started(settings: WhisperConfig) -> tuple[subprocess.Popen[bytes], socket.s
         return subprocess.Popen(command, pass_fds=[fd], env=environment), own
 
 
-def _opened(name: str, threads: int) -> Any:
+def _open_whisper(name: str, threads: int) -> Any:
     """Raises ConfigError."""
     try:
         library = importlib.import_module("faster_whisper")
@@ -172,7 +172,7 @@ def main(fd: int, name: str, threads: int) -> None:
     os.nice(NICENESS)
     with socket.socket(fileno=fd) as connection, suppress(EOFError, ConnectionError):
         try:
-            model = _opened(name, threads)
+            model = _open_whisper(name, threads)
         except CorralError as error:
             connection.sendall(wire.packed_outcome(error))
             return

@@ -63,7 +63,7 @@ class Template(ABC):
 
     @functools.cached_property
     def caps(self) -> TemplateCaps:
-        return template_caps.probed(self.render, self.names)
+        return template_caps.probe(self.render, self.names)
 
     @abstractmethod
     def render(
@@ -87,7 +87,7 @@ class ChatTemplate(Template):
     """A compiled Jinja template. Raises ConfigError if it is not valid."""
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
-        self._template, names = _compiled(source)
+        self._template, names = _compile(source)
         self._own_tokens = {"bos_token": TemplateText.own(bos), "eos_token": TemplateText.own(eos)}
         self._known_format = (
             tool_calls.detect(source) if names & {"tools", "functions"} else None
@@ -109,7 +109,7 @@ class ChatTemplate(Template):
     def tool_format(self) -> tool_calls.ToolFormat:
         if not self._known_format.is_shown or "tools" not in self.names:
             return self._known_format
-        return tool_calls.derived(
+        return tool_calls.derive(
             functools.partial(self.render, add_generation_prompt=False),
             self._known_format,
             self.caps,
@@ -156,7 +156,7 @@ class ChatTemplate(Template):
         if "enable_thinking" in self.names:
             own["enable_thinking"] = True
         try:
-            return _joined(self._template.generate({**own, **extra}, **given))
+            return _concat(self._template.generate({**own, **extra}, **given))
         except Exception as error:  # a template may do anything with what it is given
             raise InvalidRequestError(
                 f"The model's chat template refuses these messages: {error}", "messages"
@@ -164,7 +164,7 @@ class ChatTemplate(Template):
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
+def _compile(source: str) -> tuple[jinja2.Template, frozenset[str]]:
     """A template and the variables that it reads."""
     environment = _Environment(
         optimized=False,  # constants that are folded would be no texts of the template's
@@ -225,7 +225,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, which bounds `range`, and bounds what multiplies, too: a client chooses the numbers."""
 
     code_generator_class = _OwnConstants
-    concat = staticmethod(TemplateText.joined)
+    concat = staticmethod(TemplateText.concat)
     own = staticmethod(TemplateText.own)
     intercepted_binops = frozenset(("*", "**"))
 
@@ -268,14 +268,14 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _joined(pieces: Iterable[str]) -> TemplateText:
+def _concat(pieces: Iterable[str]) -> TemplateText:
     made, n_chars = [], 0
     for piece in pieces:
         n_chars += len(piece)
         if n_chars > _MOST_CHARS:
             raise jinja2.TemplateError(f"the text has more than {_MOST_CHARS} characters")
         made.append(piece)
-    return TemplateText.joined(made)
+    return TemplateText.concat(made)
 
 
 @jinja2.pass_environment
@@ -287,7 +287,7 @@ def _join(
 ) -> TemplateText:
     if attribute is not None:
         values = map(make_attrgetter(environment, attribute), values)
-    return TemplateText.joined(values, d)
+    return TemplateText.concat(values, d)
 
 
 def _tojson(
@@ -303,11 +303,11 @@ def _tojson(
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
-        default=_listed,
+        default=_as_list,
     )
 
 
-def _listed(value: object) -> list[object]:
+def _as_list(value: object) -> list[object]:
     """The list that filters such as `map` make, as in llama-server."""
     if isinstance(value, Iterator):
         return list(value)
@@ -346,7 +346,7 @@ class NamedTemplate(Template):
             self._name, turns, add_generation_prompt=add_generation_prompt
         )
         parts = re.split(rf"{secret}<(\d+)>", rendered)
-        return TemplateText.joined(
+        return TemplateText.concat(
             str(messages[int(part)]["content"]) if place % 2 else TemplateText.own(part)
             for place, part in enumerate(parts)
         )

@@ -91,7 +91,7 @@ class Turn:
         """The turn with this text as its whole content."""
         return dataclasses.replace(self, parts=(text,))
 
-    def marked(self, mark: Callable[[], str]) -> Turn:
+    def with_marks(self, mark: Callable[[], str]) -> Turn:
         """The turn with a mark in the place of each attachment. Texts side by side are lines; at
         attachments no line ends, as at llama-server."""
         text, after_text = "", False

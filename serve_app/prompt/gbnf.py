@@ -234,7 +234,7 @@ class _GbnfRules:
         if not node.parts:
             return self._as_lexeme(node)
         parts = [self._as_rule(part, behind) for part, behind in self._with_follow(node, follow)]
-        return _joined(node, parts)
+        return _lark_of(node, parts)
 
     def _lexeme(self, body: str) -> str:
         if body.startswith("LEXEME_"):
@@ -249,10 +249,10 @@ class _GbnfRules:
         if node.kind == "class":
             ranges = "".join(rf"\x{{{first:x}}}-\x{{{last:x}}}" for first, last in node.ranges)
             return f"/[{ranges}]/"
-        return _joined(node, [self._as_lexeme(part) for part in node.parts])
+        return _lark_of(node, [self._as_lexeme(part) for part in node.parts])
 
 
-def _joined(node: _Expression, parts: Sequence[str]) -> str:
+def _lark_of(node: _Expression, parts: Sequence[str]) -> str:
     if node.kind == "choice":
         return f"({' | '.join(parts)})"
     if node.kind == "sequence":

@@ -50,7 +50,7 @@ class Dialect:
     thinking: ThinkingPhase = ThinkingPhase.NEVER
     tags: ReasoningTags = THINK
 
-    def written(self, delimiter: str) -> str:
+    def write(self, delimiter: str) -> str:
         """The delimiter in Lark: as a token, if it is one, or else as its text."""
         token = self.delimiter_token(delimiter)
         return lark.text(delimiter) if token is None else f"<[{token}]>"
@@ -65,10 +65,10 @@ class Dialect:
             return f"start: {body}"
         thought = "thought GAP?"
         if self.thinking is ThinkingPhase.PERHAPS:
-            thought = f"({self.written(self.tags.open)} thought GAP?)?"
+            thought = f"({self.write(self.tags.open)} thought GAP?)?"
         return f"""start: {thought} held
 held: {body}
-thought{self.lazy(self.tags.close)}: TEXT {self.written(self.tags.close)}
+thought{self.lazy(self.tags.close)}: TEXT {self.write(self.tags.close)}
 TEXT: /(.|\\n)*/
 GAP: /\\s+/"""
 
@@ -84,14 +84,14 @@ def from_json_schema(
     loosened: Loosened = _nobody,
 ) -> str:
     """A JSON text that the schema validates, after the reasoning of the dialect, if there is one."""
-    rule = f"answer: {lark.value(_held(schema, param, loosened))}"
+    rule = f"answer: {lark.value(_fit_schema(schema, param, loosened))}"
     if dialect is None:
         start = "start: answer"
-    elif dialect.tool_format.held is not None:
-        start = dialect.tool_format.held(dialect.written, False)
+    elif dialect.tool_format.forced_start is not None:
+        start = dialect.tool_format.forced_start(dialect.write, False)
     else:
         start = dialect.after_thinking("answer")
-    return _matched(_grammar(start, rule), param)
+    return _check_ends(_grammar(start, rule), param)
 
 
 def from_tool_calls(
@@ -109,26 +109,26 @@ def from_tool_calls(
     with the schema of an `answer`, only reasoning before them, and a JSON text instead of them that it
     validates. Of a function's schema, whatever a grammar cannot hold is loosened."""
     rules = [
-        dialect.tool_format.rules(_fitting(functions, dialect, loosened), dialect.written, parallel)
+        dialect.tool_format.rules(_fitting(functions, dialect, loosened), dialect.write, parallel)
     ]
     if answer is not None and not forced:
-        rules.append(f"answer: {lark.value(_held(answer, 'response_format', loosened))}")
+        rules.append(f"answer: {lark.value(_fit_schema(answer, 'response_format', loosened))}")
     start = _start_of_calls(dialect, forced=forced, has_answer=answer is not None)
-    return _checked(_grammar(start, *rules), param)
+    return _check_grammar(_grammar(start, *rules), param)
 
 
 def _start_of_calls(dialect: Dialect, *, forced: bool, has_answer: bool) -> str:
     """The rule `start`, and the rules that only it needs."""
     form = dialect.tool_format
-    opening = "" if form.opening is None else dialect.written(form.opening)
+    opening = "" if form.opening is None else dialect.write(form.opening)
     if forced:
         return f"start: {opening} calls"
     if has_answer:
-        if form.held is not None:
-            return form.held(dialect.written, True)
+        if form.forced_start is not None:
+            return form.forced_start(dialect.write, True)
         return dialect.after_thinking(f"answer | {opening} calls")
-    if form.said is not None:
-        start = form.said(dialect.written)
+    if form.free_start is not None:
+        start = form.free_start(dialect.write)
         if not form.holds_answers:
             return start
         return dialect.after_thinking(start.removeprefix("start: "))
@@ -152,7 +152,7 @@ def _fitting(
     for function in functions:
         schema = json_schemas.of_arguments(function.get("parameters"))
         try:
-            held = json_schemas.held(schema, is_strict=bool(function.get("strict")))
+            held = json_schemas.fit(schema, is_strict=bool(function.get("strict")))
         except SchemaError as error:
             message = f"tools: the function {function['name']!r}: {error}"
             raise InvalidRequestError(message, "tools") from error
@@ -171,13 +171,13 @@ def _fitting(
     return fitting
 
 
-def _held(schema: object, param: str, loosened: Loosened) -> dict[str, Any]:
+def _fit_schema(schema: object, param: str, loosened: Loosened) -> dict[str, Any]:
     try:
-        held = json_schemas.held(schema, is_strict=True)
+        held = json_schemas.fit(schema, is_strict=True)
     except SchemaError as error:
         raise InvalidRequestError(f"{param}: {error}", param) from error
     loosened(f"{param}.{path}" if path else param for path in held.loosened)
-    _bounded(json.dumps(held.schema), param)
+    _check_length(json.dumps(held.schema), param)
     return held.schema
 
 
@@ -188,35 +188,35 @@ def _grammar(*rules: str) -> str:
 def from_gbnf(text: str, param: str) -> str:
     """A text that llama.cpp's kind of grammar derives."""
     try:
-        grammar = gbnf.lark(_bounded(text, param))
+        grammar = gbnf.lark(_check_length(text, param))
     except ValueError as error:
         raise InvalidRequestError(f"{param}: not a GBNF grammar: {error}.", param) from error
-    return _matched(LLMatcher.grammar_from_lark(grammar), param)
+    return _check_ends(LLMatcher.grammar_from_lark(grammar), param)
 
 
 def from_regex(text: str, param: str) -> str:
     """A text that the regular expression matches as a whole."""
     if len(text) > MAX_LITERAL_CHARS:
         raise InvalidRequestError(f"{param}: longer than {MAX_LITERAL_CHARS} characters.", param)
-    return _matched(LLMatcher.grammar_from_regex(text), param)
+    return _check_ends(LLMatcher.grammar_from_regex(text), param)
 
 
-def _bounded(text: str, param: str) -> str:
+def _check_length(text: str, param: str) -> str:
     if len(text) > MAX_CHARS:
         raise InvalidRequestError(f"{param}: longer than {MAX_CHARS} characters.", param)
     return text
 
 
-def _matched(grammar: str, param: str) -> str:
+def _check_ends(grammar: str, param: str) -> str:
     """The grammar, if some text matches it: a rule that needs itself is never at an end."""
-    matcher = LLMatcher(_BYTES, _checked(grammar, param), log_level=0, limits=LIMITS)
+    matcher = LLMatcher(_BYTES, _check_grammar(grammar, param), log_level=0, limits=LIMITS)
     matcher.compute_logit_bias()
     if matcher.is_error():
         raise InvalidRequestError(f"{param}: no text matches it.", param)
     return grammar
 
 
-def _checked(grammar: str, param: str) -> str:
+def _check_grammar(grammar: str, param: str) -> str:
     """The grammar, if llguidance takes it. Its message may quote rules that no client wrote, so that only
     the last line counts, which says why."""
     error = LLMatcher.validate_grammar(grammar)

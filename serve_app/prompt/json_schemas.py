@@ -73,15 +73,15 @@ class HeldSchema:
     """The paths of the keywords that are not held, as `properties.city.pattern`."""
 
 
-def held(schema: object, *, is_strict: bool) -> HeldSchema:
+def fit(schema: object, *, is_strict: bool) -> HeldSchema:
     """The schema as a grammar can hold it. A part that is no JSON schema, or that nothing validates
     against, raises SchemaError if `is_strict`, and allows everything otherwise."""
     fitter = _Fitter(is_strict, schema)
-    fitted = fitter.fitted(schema, "", closes=True)
+    fitted = fitter.fit(schema, "", closes=True)
     if fitted is False:
         fitter.fault("", "no text validates against it")
         fitted = {}
-    repaired = fitter.repaired({} if fitted is True else fitted)
+    repaired = fitter.repair({} if fitted is True else fitted)
     if reason := compile_error(repaired):
         fitter.fault("", sentence(reason))
         repaired = {}
@@ -158,7 +158,7 @@ class _Fitter:
 
     # -- fitting, keyword by keyword -----------------------------------------------------------------
 
-    def fitted(self, schema: object, path: str, *, closes: bool) -> Any:
+    def fit(self, schema: object, path: str, *, closes: bool) -> Any:
         """A schema, or a boolean that is one. `closes`: whether objects have only their own properties."""
         if isinstance(schema, bool):
             return schema
@@ -170,7 +170,7 @@ class _Fitter:
             return {}
         fitted: dict[str, Any] = {}
         for keyword, value in schema.items():
-            place = _joined(path, keyword)
+            place = _join_path(path, keyword)
             if keyword in _UNHELD:
                 without_effect = (None, *_WITHOUT_EFFECT.get(keyword, ()))
                 if value not in without_effect and not _closes_itself(schema, keyword):
@@ -203,7 +203,7 @@ class _Fitter:
         names = value if isinstance(value, list) else [value]
         known = [name.lower() for name in names if isinstance(name, str) and name.lower() in _TYPES]
         if len(known) < len(names) or not names:
-            self.fault(path, f"{_shown(value)} is no type of JSON")
+            self.fault(path, f"{_excerpt(value)} is no type of JSON")
             return None
         return known if isinstance(value, list) else known[0]
 
@@ -240,13 +240,13 @@ class _Fitter:
     def _reference(self, value: Any, path: str, _: bool) -> Any:
         if isinstance(value, str) and self._has(value):
             return value
-        self.fault(path, f"there is no {_shown(value)}")
+        self.fault(path, f"there is no {_excerpt(value)}")
         return None
 
     def _has(self, reference: str) -> bool:
         """Whether llguidance can find the schema: elsewhere in the same text, or by a name given there."""
         if not reference.startswith("#/"):
-            return reference == "#" or not compile_error({**self._named, "$ref": reference})
+            return reference == "#" or not compile_error({**self._named_parts, "$ref": reference})
         place: Any = self.root
         for part in unquote(reference[2:]).split("/"):
             key = part.replace("~1", "/").replace("~0", "~")
@@ -265,7 +265,7 @@ class _Fitter:
 
     def _inner(self, value: Any, path: str, closes: bool) -> Any:
         # Only the properties next to it may combine: below, objects are whole again.
-        return self.fitted(value, path, closes=True)
+        return self.fit(value, path, closes=True)
 
     def _schemas(self, value: Any, path: str, closes: bool) -> Any:
         if not isinstance(value, list) or not value:
@@ -274,7 +274,7 @@ class _Fitter:
             return None
         combines = path.endswith("allOf") and len(value) > 1
         return [
-            self.fitted(one, f"{path}.{i}", closes=closes and not combines)
+            self.fit(one, f"{path}.{i}", closes=closes and not combines)
             for i, one in enumerate(value)
         ]
 
@@ -285,13 +285,11 @@ class _Fitter:
             return None
         schemas = {}
         for name, schema in value.items():
-            place = _joined(path, name)
+            place = _join_path(path, name)
             if len(name) > MAX_LITERAL_CHARS:
                 self.fault(place[:64], f"has more than {MAX_LITERAL_CHARS} characters")
             elif schema is not None:
-                schemas[name] = self.fitted(
-                    schema, place, closes=place not in self.open_definitions
-                )
+                schemas[name] = self.fit(schema, place, closes=place not in self.open_definitions)
         return schemas
 
     def _count(self, value: Any, path: str, _: bool) -> Any:
@@ -311,7 +309,7 @@ class _Fitter:
         return value if isinstance(value, bool) else self._number(value, path, False)
 
     @property
-    def _named(self) -> dict[str, Any]:
+    def _named_parts(self) -> dict[str, Any]:
         root = self.root if isinstance(self.root, dict) else {}
         keys = (*_DEFINITIONS, "$id", "id", "$schema")
         return {key: root[key] for key in keys if key in root}
@@ -333,7 +331,7 @@ class _Fitter:
 
     # -- what fits, and still cannot be compiled -------------------------------------------------------
 
-    def repaired(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def repair(self, schema: dict[str, Any]) -> dict[str, Any]:
         """The schema without the keywords that llguidance refuses. Raises SchemaError if it is strict, and
         what is refused is no part of JSON Schema that llguidance merely lacks."""
         if not compile_error(schema):
@@ -341,16 +339,16 @@ class _Fitter:
         definitions = {key: dict(schema[key]) for key in _DEFINITIONS if key in schema}
         for key, named in definitions.items():
             for name in named:
-                named[name] = self._repaired(named[name], f"{key}.{name}", definitions)
+                named[name] = self._repair(named[name], f"{key}.{name}", definitions)
         body = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
-        return {**self._repaired(body, "", definitions), **definitions}
+        return {**self._repair(body, "", definitions), **definitions}
 
-    def _repaired(self, schema: Any, path: str, definitions: Mapping[str, Any]) -> Any:
+    def _repair(self, schema: Any, path: str, definitions: Mapping[str, Any]) -> Any:
         reason = self._reason(schema, definitions)
         if not reason or not isinstance(schema, dict):
             return schema
         repaired = {
-            key: self._repaired_inner(key, value, _joined(path, key), definitions)
+            key: self._repair_inner(key, value, _join_path(path, key), definitions)
             for key, value in schema.items()
         }
         reason = self._reason(repaired, definitions)
@@ -359,25 +357,23 @@ class _Fitter:
         for key in (key for key in _DROPPED_FIRST if key in repaired):
             rest = {name: value for name, value in repaired.items() if name != key}
             if not self._reason(rest, definitions):
-                self._drop(_joined(path, key), reason)
+                self._drop(_join_path(path, key), reason)
                 return rest
         self._drop(path, reason)
         return {}
 
-    def _repaired_inner(
-        self, key: str, value: Any, path: str, definitions: Mapping[str, Any]
-    ) -> Any:
+    def _repair_inner(self, key: str, value: Any, path: str, definitions: Mapping[str, Any]) -> Any:
         if key in ("properties", "patternProperties"):
             return {
-                name: self._repaired(inner, _joined(path, name), definitions)
+                name: self._repair(inner, _join_path(path, name), definitions)
                 for name, inner in value.items()
             }
         if key in ("allOf", "anyOf", "oneOf", "prefixItems", "items") and isinstance(value, list):
             return [
-                self._repaired(inner, f"{path}.{i}", definitions) for i, inner in enumerate(value)
+                self._repair(inner, f"{path}.{i}", definitions) for i, inner in enumerate(value)
             ]
         if key in ("items", "additionalProperties", "additionalItems"):
-            return self._repaired(value, path, definitions)
+            return self._repair(value, path, definitions)
         return value
 
     def _reason(self, schema: Any, definitions: Mapping[str, Any]) -> str:
@@ -474,11 +470,11 @@ def _scalars(value: object) -> Iterator[object]:
                 yield scalar
 
 
-def _joined(path: str, key: str) -> str:
+def _join_path(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)[:64]
 
 

@@ -29,7 +29,7 @@ _VOLATILE = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTIL
 differs with the user's first message, so that no two sessions would share a prefix."""
 
 
-def rendered(
+def render(
     template: Template,
     turns: list[Turn],
     tools: Sequence[Mapping[str, Any]],
@@ -41,21 +41,21 @@ def rendered(
     user's text."""
     caps, describe = template.caps, template.tool_format.describe
     if describe is not None and (tools or any(turn.calls or turn.role == "tool" for turn in turns)):
-        turns, tools = _alternating(describe(turns, tools)), ()  # results are users' turns now
+        turns, tools = _alternate(describe(turns, tools)), ()  # results are users' turns now
     attempts = [(False, variables), (True, variables)]
     if "reasoning_effort" in variables:  # which has other words in some templates
         others = {name: value for name, value in variables.items() if name != "reasoning_effort"}
         attempts.append((True, others))
     errors = []
     for is_strict, extra in attempts:
-        shape = fitted(turns, caps)
+        shape = fit_calls(turns, caps)
         messages = as_messages(strict(shape, caps) if is_strict else shape, caps, is_strict)
         try:
             text = template.render(messages, tools, extra=extra, **options)
         except InvalidRequestError as error:
             errors.append(error)
             continue
-        lost = left_out(turns, text, in_order=not is_strict)
+        lost = missing_text(turns, text, in_order=not is_strict)
         if lost is None:
             return text
         message = f"The model's chat template leaves out a message: {lost[:80]!r}"
@@ -63,7 +63,7 @@ def rendered(
     raise errors[0]
 
 
-def fitted(turns: list[Turn], caps: TemplateCaps) -> list[Turn]:
+def fit_calls(turns: list[Turn], caps: TemplateCaps) -> list[Turn]:
     """The turns with calls as the template takes them."""
     if not caps.parallel_calls:
         turns = _one_call_a_turn(turns)
@@ -78,15 +78,15 @@ def strict(turns: list[Turn], caps: TemplateCaps) -> list[Turn]:
     n_leading = next((i for i, turn in enumerate(turns) if turn.role != "system"), len(turns))
     leading, others = turns[:n_leading], _with_late_system_as_users(turns[n_leading:])
     if leading:
-        leading = [_joined(leading)]
+        leading = [_join_turns(leading)]
     if leading and not caps.system:
         others.insert(0, Turn("user", (leading.pop().text,)))
     if not others or others[0].role == "assistant":
         others.insert(0, Turn("user", ("",)))
-    return [*leading, *_alternating(others)]
+    return [*leading, *_alternate(others)]
 
 
-def _joined(turns: Iterable[Turn]) -> Turn:
+def _join_turns(turns: Iterable[Turn]) -> Turn:
     first, *others = turns
     for turn in others:
         text = PARAGRAPH.join(text for text in (first.text, turn.text) if text)
@@ -97,7 +97,7 @@ def _joined(turns: Iterable[Turn]) -> Turn:
     return first
 
 
-def completed(turns: Conversation) -> list[Turn]:
+def complete(turns: Conversation) -> list[Turn]:
     """The conversation without lines that mean nothing to a model, and with an id for each call."""
     return _with_ids(
         turn.with_text(_VOLATILE.sub("", turn.text))
@@ -185,7 +185,7 @@ def _with_late_system_as_users(turns: list[Turn]) -> list[Turn]:
     return changed + held
 
 
-def _alternating(turns: list[Turn]) -> list[Turn]:
+def _alternate(turns: list[Turn]) -> list[Turn]:
     shaped: list[Turn] = []
     for turn in turns:
         before = shaped[-1] if shaped else None
@@ -195,7 +195,7 @@ def _alternating(turns: list[Turn]) -> list[Turn]:
         elif after_calls and turn.role == "user":
             shaped += [Turn("assistant", ("",)), turn]
         elif before.role == turn.role and not before.calls:
-            shaped[-1] = _joined((before, turn))
+            shaped[-1] = _join_turns((before, turn))
         else:
             shaped.append(turn)
     return shaped
@@ -240,7 +240,7 @@ def _arguments(call: PastCall, caps: TemplateCaps) -> Mapping[str, Any] | str:
 _WORD = re.compile(r"\w+")
 
 
-def left_out(turns: Iterable[Turn], rendered: str, *, in_order: bool) -> str | None:
+def missing_text(turns: Iterable[Turn], rendered: str, *, in_order: bool) -> str | None:
     """A user's text of which the rendered prompt has not even the longest word; None if there is none. With
     `in_order`, the system's texts count, too, and each is behind those before, but for leading ones."""
     at, is_leading = 0, True

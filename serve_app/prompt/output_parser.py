@@ -108,7 +108,7 @@ class OutputParser:
             return [Reasoning(rest)] if rest else []
         if self._calls is None:
             return [rest] if rest else []
-        return self._named([*self._calls.feed(rest), *self._calls.finish()])
+        return self._with_client_names([*self._calls.feed(rest), *self._calls.finish()])
 
     def _begin(self) -> None:
         begun = self._held.lstrip()
@@ -133,10 +133,10 @@ class OutputParser:
     def _content(self) -> list[Part]:
         text, self._held = self._held, ""
         if self._calls is not None:
-            return self._named(self._calls.feed(text))
+            return self._with_client_names(self._calls.feed(text))
         return [text] if text else []
 
-    def _named(self, parts: Iterable[Part]) -> list[Part]:
+    def _with_client_names(self, parts: Iterable[Part]) -> list[Part]:
         return [
             replace(part, name=self._names.of_client(part.name))
             if isinstance(part, ToolCall | CallPiece) and part.name is not None

@@ -81,7 +81,7 @@ class TemplateCaps:
             return [{"type": "text", "text": text}]
         return text
 
-    def reported(self) -> dict[str, bool]:
+    def report(self) -> dict[str, bool]:
         """The abilities in llama-server's words."""
         return {
             "supports_string_content": self.string_content,
@@ -96,7 +96,7 @@ class TemplateCaps:
         }
 
 
-def probed(render: Render, names: frozenset[str]) -> TemplateCaps:
+def probe(render: Render, names: frozenset[str]) -> TemplateCaps:
     """The abilities of a template that reads variables of these names."""
 
     def prompt(
@@ -116,28 +116,28 @@ def probed(render: Render, names: frozenset[str]) -> TemplateCaps:
         typed_content=_TEXT in parts and not _KEY.search(parts),
     )
 
-    def written(messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def write(messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         formed = [{**turn, "content": content.content(turn["content"])} for turn in messages]
         return prompt(formed, **options)
 
-    first = written(_called({"arg": _VALUE}, _FIRST), tools=_TOOLS)
+    first = write(_turns_with_calls({"arg": _VALUE}, _FIRST), tools=_TOOLS)
     takes_objects = _VALUE in first
     arguments = {"arg": _VALUE} if takes_objects else f'{{"arg": "{_VALUE}"}}'
-    first = first if takes_objects else written(_called(arguments, _FIRST), tools=_TOOLS)
-    second = written(_called(arguments, _FIRST, _SECOND), tools=_TOOLS)
-    beside = written(_called(arguments, _FIRST, content=_TEXT), tools=_TOOLS)
-    after_system = written([{"role": "system", "content": _TEXT}, _ASKED])
-    past = [_ASKED, _answered(_TEXT), _ASKED, _answered("Hm"), _ASKED]
+    first = first if takes_objects else write(_turns_with_calls(arguments, _FIRST), tools=_TOOLS)
+    second = write(_turns_with_calls(arguments, _FIRST, _SECOND), tools=_TOOLS)
+    beside = write(_turns_with_calls(arguments, _FIRST, content=_TEXT), tools=_TOOLS)
+    after_system = write([{"role": "system", "content": _TEXT}, _ASKED])
+    past = [_ASKED, _answer_turn(_TEXT), _ASKED, _answer_turn("Hm"), _ASKED]
     return replace(
         content,
-        tools=_TOOL in first or _TOOL in written([_ASKED], tools=_TOOLS),
+        tools=_TOOL in first or _TOOL in write([_ASKED], tools=_TOOLS),
         tool_calls=_FIRST in first,
         parallel_calls=_SECOND in second,
         calls_beside_content=all(text in beside for text in (_FIRST, _TEXT)),
         object_arguments=takes_objects,
-        text_arguments=_VALUE in written(_called(_VALUE, _FIRST), tools=_TOOLS),
+        text_arguments=_VALUE in write(_turns_with_calls(_VALUE, _FIRST), tools=_TOOLS),
         system=all(text in after_system for text in (_TEXT, _ASKED["content"])),
-        preserve_reasoning=_TEXT in written(past, extra=_KEEP),
+        preserve_reasoning=_TEXT in write(past, extra=_KEEP),
         reasoning_effort=not names.isdisjoint(("reasoning_effort", "reasoning_strength")),
     )
 
@@ -155,7 +155,7 @@ def calls_of(called: Iterable[tuple[str, object]]) -> list[dict[str, Any]]:
     ]
 
 
-def _called(arguments: object, *names: str, content: str = "") -> list[dict[str, Any]]:
+def _turns_with_calls(arguments: object, *names: str, content: str = "") -> list[dict[str, Any]]:
     calls = calls_of((name, arguments) for name in names)
     return [
         _ASKED,
@@ -166,5 +166,5 @@ def _called(arguments: object, *names: str, content: str = "") -> list[dict[str,
     ]
 
 
-def _answered(reasoning: str) -> dict[str, Any]:
+def _answer_turn(reasoning: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "Yes", "reasoning_content": reasoning}

@@ -37,7 +37,7 @@ class TemplateText(str):
         return TemplateText(text, _OWN * len(text))
 
     @staticmethod
-    def joined(pieces: Iterable[object], between: str = "") -> TemplateText:
+    def concat(pieces: Iterable[object], between: str = "") -> TemplateText:
         """The pieces as one text, each with its origin."""
         texts = [piece if isinstance(piece, str) else str(piece) for piece in pieces]
         origin = _origin(between).join(map(_origin, texts))
@@ -55,10 +55,10 @@ class TemplateText(str):
         return self
 
     def __add__(self, other: str) -> TemplateText:
-        return TemplateText.joined((self, other))
+        return TemplateText.concat((self, other))
 
     def __radd__(self, other: str) -> TemplateText:
-        return TemplateText.joined((other, self))
+        return TemplateText.concat((other, self))
 
     def __mul__(self, times: SupportsIndex) -> TemplateText:
         return TemplateText(super().__mul__(times), self.origin * times)
@@ -73,7 +73,7 @@ class TemplateText(str):
         return TemplateText(super().__getitem__(key), self.origin[key])
 
     def join(self, pieces: Iterable[str]) -> TemplateText:
-        return TemplateText.joined(pieces, self)
+        return TemplateText.concat(pieces, self)
 
     def lstrip(self, chars: str | None = None) -> TemplateText:
         return self[len(self) - len(super().lstrip(chars)) :]
@@ -111,7 +111,7 @@ class TemplateText(str):
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> TemplateText:
         if not old:
             return TemplateText(super().replace(old, new, count))
-        return TemplateText.joined(self.split(old, count), new)
+        return TemplateText.concat(self.split(old, count), new)
 
     def _same_places(self, text: str) -> TemplateText:
         return TemplateText(text, self.origin if len(text) == len(self) else None)
@@ -143,10 +143,10 @@ def all_own(text: str, *sources: object) -> str:
 def formatting(write: Callable[..., str], source: str) -> Callable[..., str]:
     """A `str.format` of this text that keeps the origin."""
 
-    def formatted(*args: Any, **kwargs: Any) -> str:
+    def write_text(*args: Any, **kwargs: Any) -> str:
         return all_own(write(*args, **kwargs), source, *args, *kwargs.values())
 
-    return formatted
+    return write_text
 
 
 def control_tokens(rendered: TemplateText, pattern: re.Pattern[str]) -> list[tuple[int, int]]:

@@ -109,7 +109,7 @@ class Tokenizer:
         return self._template.reasoning_tags or THINK
 
     @property
-    def recommended(self) -> Mapping[str, Any]:
+    def recommended_sampling(self) -> Mapping[str, Any]:
         """The sampling parameters that the model's file recommends, by the names of SamplingParams."""
         found = {
             ours: self.model.meta(f"general.sampling.{theirs}")
@@ -146,7 +146,7 @@ class Tokenizer:
         texts = {"{query}": query, "{document}": document}
         parts = _PLACES.split(template)
         own = [texts.get(part, TemplateText.own(part)) for part in parts]
-        return tuple(self._encode_rendered(TemplateText.joined(own)))
+        return tuple(self._encode_rendered(TemplateText.concat(own)))
 
     def least_tokens(self, n_chars: int) -> int:
         """A text of so many characters has so many tokens at least."""
@@ -224,9 +224,9 @@ class Tokenizer:
         messages in no shape, or leaves out a user's text."""
         template = self._template_for(conversation, tools)
         names = FunctionNames.of_tools(tools)
-        tools = names.renamed(tools)
-        turns = normaliser.completed(names.renamed_calls(conversation))
-        text = normaliser.rendered(
+        tools = names.rename(tools)
+        turns = normaliser.complete(names.renamed_calls(conversation))
+        text = normaliser.render(
             template, turns, tools, extra or {}, add_generation_prompt=add_generation_prompt
         )
         if not thinks and text.rstrip().endswith(self.reasoning_tags.open):
@@ -248,7 +248,7 @@ class Tokenizer:
         InvalidRequestError like `render_chat`."""
         marks = Marks()
         if any(turn.attachments for turn in conversation):
-            conversation = [turn.marked(marks.next) for turn in conversation]
+            conversation = [turn.with_marks(marks.next) for turn in conversation]
         text = self.render_chat(conversation, *arguments, **options)
         begins_itself = self.bos and text.startswith(self.bos)
         begin = () if begins_itself else self.model.first_tokens
@@ -288,7 +288,7 @@ class Tokenizer:
         """A parser of the answer to this prompt, of a chat with these tools; calls come `in_pieces`
         or whole. Reasoning stays in the content unless `thinks`."""
         form, names = self.tool_format, FunctionNames.of_tools(tools)
-        tools = names.renamed(tools)
+        tools = names.rename(tools)
         calls = (
             form.parser(tools, in_pieces=in_pieces, splits_reasoning=thinks)
             if tools or form.has_channels
@@ -357,11 +357,11 @@ def open_tokenizer(
     the file before it serves the model, and a large vocabulary takes half a second. Raises ConfigError."""
     file = Path(path)
     changed_ns = file.stat().st_mtime_ns if file.is_file() else 0
-    return _opened(path, chat_template, pooling, changed_ns)
+    return _open(path, chat_template, pooling, changed_ns)
 
 
 @lru_cache(_MOST_OPEN)
-def _opened(
+def _open(
     path: str, chat_template: str | None, pooling: EmbeddingPooling | None, _changed_ns: int
 ) -> Tokenizer:
     return Tokenizer(path, chat_template, pooling)
@@ -369,7 +369,7 @@ def _opened(
 
 def forget_tokenizers() -> None:
     """Have files opened anew from now on. Those that have an open one keep it."""
-    _opened.cache_clear()
+    _open.cache_clear()
 
 
 class Marks:

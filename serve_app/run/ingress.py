@@ -83,7 +83,7 @@ class IngressPlace:
     """Whether the process may be forked when the ingress starts: nothing else runs in it."""
 
 
-def _file(model: ResolvedModel) -> ModelFile:
+def _vocabulary_file(model: ResolvedModel) -> ModelFile:
     """The file with the model's vocabulary, for all processes here; blocks. Raises ConfigError."""
     path = vocabulary(model.source, model.downloads)
     senses = NO_SENSES
@@ -119,7 +119,7 @@ class IngressServer:
         self.open_requests = OpenRequests(settings.config.max_ongoing_requests)
         self._files: dict[str, ModelFile] = {}
         for model in models:
-            self._files[model.id] = await asyncio.to_thread(_file, model)
+            self._files[model.id] = await asyncio.to_thread(_vocabulary_file, model)
         self._opened = {f.id: open_model(f) for f in self._files.values() if place.forks_workers}
         heap.trim()
         self._workers = WorkerPool(
@@ -139,7 +139,7 @@ class IngressServer:
             place.tell_ingresses,
         )
         for model, handle in zip(models, place.handles, strict=True):
-            self._models[model.id] = self._served(model, handle)
+            self._models[model.id] = self._served_model(model, handle)
         forget_tokenizers()
         await self._adapters.look()
         self._watching = asyncio.create_task(self._watch())
@@ -148,7 +148,7 @@ class IngressServer:
             self._control = ModelControl(self._models, self, place.model_host, place.tell_ingresses)
             await self._control.restore()
 
-    def _served(self, model: ResolvedModel, handle: ReplicaHandle) -> ServedModel:
+    def _served_model(self, model: ResolvedModel, handle: ReplicaHandle) -> ServedModel:
         """A model, whose vocabulary is read, with the way to its engines."""
         info = self._opened.pop(model.id, None) or open_model(self._files[model.id])
         if not info.tokenizer.has_template:
@@ -168,8 +168,8 @@ class IngressServer:
         served = {}
         try:
             for model, handle in models:
-                self._files[model.id] = await asyncio.to_thread(_file, model)
-                served[model.id] = await asyncio.to_thread(self._served, model, handle)
+                self._files[model.id] = await asyncio.to_thread(_vocabulary_file, model)
+                served[model.id] = await asyncio.to_thread(self._served_model, model, handle)
             await self._workers.renew(list(self._files.values()))
         except BaseException:
             for model, _ in models:

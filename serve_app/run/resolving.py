@@ -59,7 +59,7 @@ def resolve(
     by default this one: all models must fit on it, but of those that are loaded on demand, so many at
     once. `more_may_come` keeps places for as many. The first `n_resolved` models take their places only,
     and are not in the result. Raises ConfigError that names the model."""
-    here = here or machine.read()
+    here = here or machine.read_machine()
     n_on_demand = sum(model.keep_alive is not None for model in models)
     n_at_once = max_loaded if more_may_come else min(n_on_demand, max_loaded)
     n_places = len(models) - n_on_demand + n_at_once
@@ -71,7 +71,7 @@ def resolve(
         if i < n_resolved:
             continue
         if names_its_share(model):
-            share = plan.undivided(here, n_places)
+            share = plan.whole_share(here, n_places)
         try:
             undecided = _resolve(model, share, here, n_places, downloads)
         except (ConfigError, OSError) as error:
@@ -120,7 +120,7 @@ def _resolve(
     if stages > 1:
         engine = model.engine.model_copy(update={"backend": "openvino", "stages": stages})
         model = model.model_copy(update={"engine": engine})
-    source, projector, needs = _looked_up(model, downloads)
+    source, projector, needs = _look_up(model, downloads)
     if stages > 1:
         needs = needs and replace(needs, weight_bytes=needs.weight_bytes // stages)
         share = replace(share, n_replicas=stages, reason=f"there are {stages} stages")
@@ -165,7 +165,7 @@ def _resolve(
 def _fewest_stages(model: ModelConfig, memory_bytes: int, downloads: DownloadsConfig) -> int:
     """The fewest stages that hold a model with the caches of all their engines, each on a node of its own:
     the smallest node of Ray, or a machine with so much memory if Ray does not run. Raises ConfigError."""
-    source = store.pinned(model.source, downloads)
+    source = store.pin_source(model.source, downloads)
     opened = Model(store.vocabulary(source, downloads), vocab_only=True)
     reserved = model.serve.num_cpus
     shape = shape_of(opened.files, model.engine.quantization)
@@ -199,7 +199,7 @@ def _with_room(model: ModelConfig, share: Share, needs: ModelNeeds, total_bytes:
     if share.n_replicas == 1:
         return share
     n = sizing.fitting_replicas(model.engine, needs, share.n_replicas, total_bytes)
-    return share if n == share.n_replicas else plan.merged(share, n)
+    return share if n == share.n_replicas else plan.merge(share, n)
 
 
 def _most_replicas(configured: RayServeOptions, share: Share) -> int:
@@ -240,7 +240,7 @@ def _num_cpus(model: ModelConfig, share: Share, here: Machine) -> float:
     return max(share.num_cpus, cpus_of_threads) if engine.threads is None else cpus_of_threads
 
 
-def _looked_up(
+def _look_up(
     model: ModelConfig, downloads: DownloadsConfig
 ) -> tuple[ModelSource, ProjectorSource | None, ModelNeeds | None]:
     """The sources of the model and of its projector at the version that they are now, and what the model
@@ -252,8 +252,8 @@ def _looked_up(
         # Replicas look for themselves.
         return model.source, _projector(model, model.source, None, downloads), None
     try:
-        source = store.pinned(model.source, downloads)
-        opened = _opened(model, source, downloads)
+        source = store.pin_source(model.source, downloads)
+        opened = _open_model(model, source, downloads)
         needs = _with_draft(ModelNeeds.of(opened), opened, model, downloads)
         projector = _projector(model, source, opened, downloads)
         if projector is not None and not is_sized:
@@ -267,7 +267,7 @@ def _looked_up(
         return model.source, _projector(model, model.source, None, downloads), None
 
 
-def _opened(model: ModelConfig, source: ModelSource, downloads: DownloadsConfig) -> Model:
+def _open_model(model: ModelConfig, source: ModelSource, downloads: DownloadsConfig) -> Model:
     """The model without its weights, of which everything is read that a worker is going to need. Raises
     ConfigError, also for a chat template or recommended sampling parameters that cannot be used."""
     defaults = model_defaults(model.defaults)
@@ -275,7 +275,7 @@ def _opened(model: ModelConfig, source: ModelSource, downloads: DownloadsConfig)
     pooling = None if configured == "auto" else configured
     tokenizer = open_tokenizer(path, defaults.chat_template, pooling)
     try:
-        tokenizer.recommended  # noqa: B018  # is read here
+        tokenizer.recommended_sampling  # noqa: B018  # is read here
     except ValueError as error:
         raise ConfigError(f"the sampling parameters that the file recommends: {error}") from None
     return tokenizer.model
@@ -325,7 +325,7 @@ def pinned_source(
         return None
     try:
         with _naming(name):
-            return store.pinned(source, downloads)
+            return store.pin_source(source, downloads)
     except UnreachableError:  # replicas look for themselves
         return source
 

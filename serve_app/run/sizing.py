@@ -172,7 +172,7 @@ def resolve(
     are set. Raises ConfigError for what cannot work.
     """
     n_slots, n_ctx_slot, n_ctx = config.n_slots, config.n_ctx_slot, config.n_ctx
-    left = _left(config, needs, memory_bytes, n_replicas)
+    left = _memory_left(config, needs, memory_bytes, n_replicas)
     if n_slots is None or n_ctx_slot is None:
         if needs is None:
             raise ConfigError(
@@ -183,7 +183,7 @@ def resolve(
         room = _KV_SHARE_OF_MEMORY * left if config.n_ctx is None else math.inf  # it is said
         n_pinned = len(config.system_prompts)
         if n_slots is None and n_ctx is None and config.kv_unified is not False:
-            n_slots, n_ctx = _pooled(n_ctx_slot or 0, cores, cache, room, n_pinned)
+            n_slots, n_ctx = _pool(n_ctx_slot or 0, cores, cache, room, n_pinned)
         n_slots, share = _fit(n_slots, n_ctx_slot, needs.n_ctx_train, cores, cache, room, n_pinned)
         if n_ctx_slot is None and config.kv_unified is False:
             n_ctx_slot = share
@@ -215,7 +215,7 @@ def shares_of_memory(config: EngineConfig) -> tuple[str, ...]:
     return tuple(name for name in _SHARES_OF_MEMORY if name not in configured)
 
 
-def bounded(options: EngineOptions, shares: Iterable[str], memory_bytes: int) -> EngineOptions:
+def bound(options: EngineOptions, shares: Iterable[str], memory_bytes: int) -> EngineOptions:
     """The options with each of these `shares` bounded by its part of `memory_bytes`, which the weights
     leave of a node's available memory. The node may have less than the machine that read the configuration,
     and that machine may not know the weights."""
@@ -228,7 +228,7 @@ def bounded(options: EngineOptions, shares: Iterable[str], memory_bytes: int) ->
     )
 
 
-def _left(
+def _memory_left(
     config: EngineConfig, needs: ModelNeeds | None, memory_bytes: int, n_replicas: int
 ) -> int:
     """The memory that the weights leave of one replica's part."""
@@ -239,7 +239,7 @@ def _left(
     return max(0, of_one)
 
 
-def _pooled(
+def _pool(
     n_ctx_slot: int, cores: int, cache: CacheNeeds, room: float, n_pinned: int
 ) -> tuple[int | None, int | None]:
     """Slots that share the tokens for which so many bytes have room, and these tokens, where one request

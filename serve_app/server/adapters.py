@@ -134,7 +134,7 @@ def number_adapters(
 def _pin(config: AdapterConfig, resolved: ResolvedModel) -> AdapterConfig:
     """The adapter with a source that has the same bytes on every node. Raises InvalidRequestError."""
     try:
-        source = store.pinned(config.source, resolved.downloads)
+        source = store.pin_source(config.source, resolved.downloads)
     except ConfigError as error:
         raise _request_error(error) from error
     return config.model_copy(update={"source": source})

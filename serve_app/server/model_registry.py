@@ -171,7 +171,7 @@ class ModelInfo:
             tokenizer,
             aliases=file.aliases,
             tags=file.tags,
-            defaults=file.defaults.over(tokenizer.recommended),
+            defaults=file.defaults.over(tokenizer.recommended_sampling),
             adapters=file.adapters,
             used=active(a for a in file.adapters.values() if a.id in file.defaults.adapters),
             media=media,

@@ -83,7 +83,7 @@ def length(data: bytes) -> int:
     return parser.at
 
 
-def read(source: Read, name: str, first_bytes: int) -> bytes:
+def read_header(source: Read, name: str, first_bytes: int) -> bytes:
     """The header of a file, of which no more than twice as much is read, or so many bytes. Raises
     ConfigError if it is none, and what `source` raises."""
     data, wanted = b"", first_bytes

@@ -107,7 +107,7 @@ def find(name: HubName, folder: Path) -> remote.RemoteModel:
     return remote.RemoteModel(name.repo, model, HubOrigin(name.repo, commit), commit)
 
 
-def pinned(name: HubName, folder: Path) -> HubName:
+def pin(name: HubName, folder: Path) -> HubName:
     """A name at the commit, and with the file, that it means now. Raises like `find`."""
     listing = _listing(name, folder)
     first, *_ = names.choose_files([one["path"] for one in listing["files"]], name)
@@ -216,13 +216,13 @@ def _explain_errors(repo: str, revision: str | None) -> Iterator[None]:
         if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
             cause = error.__cause__
         if isinstance(cause, HfHubHTTPError) and cause.response.status_code not in _BUSY:
-            raise ConfigError(_refusal(repo, revision, cause)) from None
+            raise ConfigError(_explain_refusal(repo, revision, cause)) from None
         raise remote.UnreachableError(
             f"Hugging Face cannot be reached for the files of {repo} ({_first_line(cause)})."
         ) from None
 
 
-def _refusal(repo: str, revision: str | None, error: Any) -> str:
+def _explain_refusal(repo: str, revision: str | None, error: Any) -> str:
     """The meaning of the Hub's refusal. It answers 401 for repositories that do not exist, too."""
     status = error.response.status_code
     if status == 401:

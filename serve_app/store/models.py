@@ -74,21 +74,21 @@ def vocabulary(source: ModelSource, configured: DownloadsConfig) -> Path:
                 if not path.exists():
                     is_first = file is model.files[0]
                     first = gguf_header.FIRST_BYTES if is_first else gguf_header.SHARD_BYTES
-                    reader = partial(_read, model, file, folder)
-                    header = gguf_header.read(reader, file.path, first)
+                    reader = partial(_read_range, model, file, folder)
+                    header = gguf_header.read_header(reader, file.path, first)
                     gguf_header.write_hollow(path, header, file.n_bytes)
     except OSError as error:
         raise disk_error(folder.path, error) from error
     return hollow[0]
 
 
-def pinned(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
+def pin_source(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
     """A source of which every node gets the same bytes: at the commit that it is now, if it is a
     repository that can be asked. Raises ConfigError."""
     name = _hub_name(source)
     if name is None:
         return source
-    return ModelSource(repo=str(hub.pinned(name, _folder(configured).listings)))
+    return ModelSource(repo=str(hub.pin(name, _folder(configured).listings)))
 
 
 def pinned_projector(source: ProjectorSource, configured: DownloadsConfig) -> ProjectorSource:
@@ -268,7 +268,7 @@ class _Progress:
         self._report(Stage("downloading", done, n_bytes=self._n_done - self._n_before))
 
 
-def _read(
+def _read_range(
     model: RemoteModel, file: RemoteFile, folder: ModelsFolder, start: int, end: int
 ) -> bytes:
     """The bytes of a file from a start up to an end, from this node if the model is here."""

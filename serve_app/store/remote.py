@@ -158,7 +158,7 @@ class UrlOrigin:
                 raise
             raise _unreachable(file.path, error) from None
         self._files.invalidate_cache()
-        if path.stat().st_size != file.n_bytes or describe(self._files, file.path) != file:
+        if path.stat().st_size != file.n_bytes or describe_file(self._files, file.path) != file:
             raise ConfigError(
                 f"{file.path} changed during the download. The next try starts again."
             )
@@ -174,7 +174,7 @@ def find_url(url: str, folder: Path) -> RemoteModel:
     kept_at = folder / f"{blake2b(url.encode(), digest_size=16).hexdigest()}.json"
 
     def ask() -> Listing:
-        return {"files": [asdict(describe(file_system, path)) for path in paths]}
+        return {"files": [asdict(describe_file(file_system, path)) for path in paths]}
 
     files = tuple(RemoteFile(**file) for file in ask_or_remember(kept_at, ask)["files"])
     return RemoteModel(path.rpartition("/")[2], files, UrlOrigin(file_system))
@@ -196,7 +196,7 @@ def _open_url(url: str) -> tuple[Any, str]:
     return file_system, str(path)
 
 
-def describe(file_system: Any, path: str) -> RemoteFile:
+def describe_file(file_system: Any, path: str) -> RemoteFile:
     """The present facts of a file. Raises ConfigError."""
     try:
         info = file_system.info(path)

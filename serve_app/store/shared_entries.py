@@ -156,7 +156,7 @@ class LoadedAdapters:
         first = next(loaded for loaded in self.read(model_id) if loaded.config.id == config.id)
         if first.number != number:
             self._empty(model_id, number)
-            raise _taken(config.id)
+            raise _taken_error(config.id)
         return first
 
     def remove(self, model_id: str, adapter_id: str) -> LoadedAdapter | None:
@@ -176,12 +176,12 @@ class LoadedAdapters:
     def _check_room(self, model_id: str, adapter_id: str) -> None:
         adapters = self.read(model_id)
         if any(loaded.config.id == adapter_id for loaded in adapters):
-            raise _taken(adapter_id)
+            raise _taken_error(adapter_id)
         if len(adapters) >= MOST_ADAPTERS:
             raise InvalidRequestError(f"There are {MOST_ADAPTERS} loaded adapters already.", "load")
 
 
-def _taken(adapter_id: str) -> InvalidRequestError:
+def _taken_error(adapter_id: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"There already is an adapter {adapter_id!r}. Unload it first.", "load"
     )

@@ -354,7 +354,7 @@ class FakeBackend:
     def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
         """Drop a slot's tail; what is left has to be what the checkpoint has."""
         self._expect_settled(seq_id)
-        checkpoint, _ = self.positions.parted(checkpoint)
+        checkpoint, _ = self.positions.split(checkpoint)
         kept = list(struct.unpack(f"{len(checkpoint) // 4}i", checkpoint))
         if kept != self.slots[seq_id][:n_past]:
             raise AssertionError(f"slot {seq_id} is put back to a checkpoint of other tokens")
@@ -383,7 +383,7 @@ class FakeBackend:
         if cancellable and self._wait():
             raise DecodeCancelledError("The state was not saved.")
         tokens = struct.pack(f"{len(self.slots[seq_id])}i", *self.slots[seq_id])
-        return tokens + self.positions.packed(seq_id)
+        return tokens + self.positions.pack(seq_id)
 
     def whole(self, state: State) -> State:
         """All of it is here."""
@@ -392,7 +392,7 @@ class FakeBackend:
     def restore(self, seq_id: int, state: State) -> None:
         """Make the slot those tokens."""
         self._expect_settled(seq_id)
-        state, tiles = self.positions.parted(state)
+        state, tiles = self.positions.split(state)
         self.slots[seq_id] = list(struct.unpack(f"{len(state) // 4}i", state))
         self.positions.put(seq_id, tiles)
 

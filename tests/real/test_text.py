@@ -79,7 +79,7 @@ async def _read(stream: object) -> tuple[int, ...]:
 
 async def logprobs_of(engine: Engine, model: Path) -> list[float]:
     """The engine's logarithms of the probabilities of the text's tokens, all windows at once: those that
-    `quality.read` takes."""
+    `quality.read_windows` takes."""
     vocabulary = Model(model, vocab_only=True)
     tokens = vocabulary.tokenize(TEXT, add_special=False, parse_special=False)
     first = vocabulary.tokenize("", add_special=True, parse_special=False)[:1]
@@ -119,7 +119,7 @@ async def test_greedy_text_is_llama_servers(model: Path, load: Callable[..., Eng
 async def test_sixteen_at_once_read_a_text_as_llama_cpp_alone(
     model: Path, load: Callable[..., Engine]
 ) -> None:
-    alone = quality.read(model, TEXT, n_windows=1000, threads=2).perplexity
+    alone = quality.read_windows(model, TEXT, n_windows=1000, threads=2).perplexity
     together = perplexity(await logprobs_of(load(), model))
     assert together == pytest.approx(alone, rel=MOST_PERPLEXITY - 1)
     print(f"{model.name}: perplexity {alone:.3f} alone, {together:.3f} beside fifteen others")

@@ -210,7 +210,7 @@ def test_nothing_names_a_tool_format_but_its_module() -> None:
     }
     assert users == {
         ("serve_app.prompt.tool_calls", name)
-        for name in ("FORMATS", "detect", "generic", "generic.GENERIC", "markup", "markup.derived")
+        for name in ("FORMATS", "detect", "generic", "generic.GENERIC", "markup", "markup.derive")
     }
 
 

@@ -27,7 +27,7 @@ from loadtests.engine.drafts.rounds import TIMEOUT_S, Round, run_round
 from serve_app.cli.measure import process
 from serve_app.cli.measure.benchmark import (
     in_turns,
-    listed,
+    list_of,
     machine,
     machine_line,
     spread,
@@ -70,7 +70,7 @@ def main() -> int:
         draft = args.draft or made(args.folder, DRAFT, args.draft_type)
         name, changed = draft.name, replace(usual, draft=draft)
     pools = {
-        way: process.started(Engine.load, target, options)
+        way: process.start_process(Engine.load, target, options)
         for way, options in ((_WITHOUT, usual), (_WITH, changed))
     }
     try:
@@ -119,7 +119,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--target", type=Path)
     parser.add_argument("--draft", type=Path)
-    parser.add_argument("--streams", type=listed(int), default=[1, 4, 16])
+    parser.add_argument("--streams", type=list_of(int), default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)

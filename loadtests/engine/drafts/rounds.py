@@ -28,7 +28,7 @@ class Round:
 
 def run_round(n_streams: int, n_prompt: int, n_tokens: int, temperature: float) -> Round:
     """Over there: all streams at once."""
-    engine: Engine = process.opened()
+    engine: Engine = process.opened_object()
     before = engine.stats()
     requests = [
         GenerationRequest(

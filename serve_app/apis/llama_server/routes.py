@@ -292,7 +292,7 @@ async def props(
         "model_ftype": served.tokenizer.model.file_type,
         "model_path": path_of(served.tokenizer.model.path),
         "chat_template": served.tokenizer.chat_template or "",
-        "chat_template_caps": served.tokenizer.template_caps.reported(),
+        "chat_template_caps": served.tokenizer.template_caps.report(),
         "bos_token": served.tokenizer.bos,
         "eos_token": served.tokenizer.eos,
         "media_marker": MEDIA_MARKER,

@@ -71,7 +71,7 @@ def cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def measure(
+def measure_backends(
     args: argparse.Namespace, sequences: int, prompts: benchmark.Prompts
 ) -> dict[str, dict[str, float | None]]:
     """The summary of each backend with so many sequences. Raises BenchmarkError."""
@@ -117,7 +117,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = benchmark.HelpFormatter
     model = "a GGUF file, instead of the built-in model"
     parser.add_argument("--model", type=Path, default=BUILTIN_MODEL, help=model)
-    backends = benchmark.listed(benchmark.choice(*get_args(KernelsName)))
+    backends = benchmark.list_of(benchmark.choice(*get_args(KernelsName)))
     compared = "the backends that are compared"
     parser.add_argument("--backends", type=backends, default=("llama.cpp",), help=compared)
     add_load_arguments(parser)
@@ -129,16 +129,26 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the load: sequences, lengths, rounds, threads."""
-    add, numbers = parser.add_argument, benchmark.listed(benchmark.bounded(1, 64))
+    add, numbers = parser.add_argument, benchmark.list_of(benchmark.number_between(1, 64))
     sequences = "how many run at once, in each run"
     add("--sequences", type=numbers, default=(1, 2, 4, 8, 16), help=sequences)
     tokens = "tokens of each prompt"
-    add("--prompt-tokens", type=benchmark.bounded(1, 8192), default=128, help=tokens)
+    add("--prompt-tokens", type=benchmark.number_between(1, 8192), default=128, help=tokens)
     generated = "tokens that each sequence generates"
-    add("--max-tokens", type=benchmark.bounded(WARM_UP_TOKENS, 4096), default=64, help=generated)
-    add("--rounds", type=benchmark.bounded(1, 50), default=3, help="runs of each")
+    add(
+        "--max-tokens",
+        type=benchmark.number_between(WARM_UP_TOKENS, 4096),
+        default=64,
+        help=generated,
+    )
+    add("--rounds", type=benchmark.number_between(1, 50), default=3, help="runs of each")
     threads = "threads that compute"
-    add("--threads", type=benchmark.bounded(1, 512), default=benchmark.usable_cores(), help=threads)
+    add(
+        "--threads",
+        type=benchmark.number_between(1, 512),
+        default=benchmark.usable_cores(),
+        help=threads,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -147,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = benchmark.machine(args.model, args.threads)
     try:
         prompts = benchmark.Prompts(text_tokens(args.model))
-        results = {n: measure(args, n, prompts) for n in args.sequences}
+        results = {n: measure_backends(args, n, prompts) for n in args.sequences}
     except (benchmark.BenchmarkError, ConfigError) as error:
         sys.exit(str(error))
     print(f"{benchmark.machine_line(facts)}; medians of {args.rounds} rounds\n\n{report(results)}")

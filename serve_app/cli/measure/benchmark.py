@@ -123,7 +123,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def bounded(low: Number, high: Number) -> Callable[[str], Number]:
+def number_between(low: Number, high: Number) -> Callable[[str], Number]:
     """An argument's type: an integer between the two, both included; or a number, if these are floats."""
 
     def number(text: str) -> Number:
@@ -151,7 +151,7 @@ def new_file(text: str) -> Path:
     return path
 
 
-def listed(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+def list_of(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """An argument's type: values between commas, each once."""
 
     def values(text: str) -> tuple[T, ...]:

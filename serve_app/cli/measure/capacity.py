@@ -31,7 +31,7 @@ import httpx2
 import yaml
 
 from serve_app.cli.measure import benchmark
-from serve_app.cli.measure.benchmark import SEED, HelpFormatter, bounded
+from serve_app.cli.measure.benchmark import SEED, HelpFormatter, number_between
 from serve_app.cli.measure.outcomes import (
     ABORTED,
     COMPLETE,
@@ -226,7 +226,9 @@ def most_users(holds: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def measure(url: str, load: UserLoad, bounds: Mapping[str, float], limit: int, name: str) -> Held:
+def measure_users(
+    url: str, load: UserLoad, bounds: Mapping[str, float], limit: int, name: str
+) -> Held:
     """The number of users that this server holds. Raises LoadError."""
     slo = Slo(bounds.get("ttft_p95_s", 2.0), bounds.get("itl_p95_ms", 150.0) / 1000)
     tried: dict[int, Mapping[str, float | None]] = {0: {}}
@@ -257,7 +259,7 @@ def table(held: Sequence[Held], bounds: Mapping[str, float]) -> str:
 
 
 @contextmanager
-def served(config: Path) -> Iterator[str]:
+def run_server(config: Path) -> Iterator[str]:
     """The URL of a server with this configuration of Serve, as `corral serve` starts it, on a free port of
     loopback, until the block ends. Raises LoadError if it does not start."""
     (port,) = free_ports(1)
@@ -311,10 +313,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     where.add_argument("--configs", type=Path, nargs="+", help=configs)
     add("--mix", type=parse_mix, default="chat=1", help="what users do, as chat=6,rag=2")
     think = "seconds between an answer and the next question"
-    add("--think", type=bounded(0.0, 1e6), default=5.0, help=think)
-    add("--seconds", type=bounded(5, 3600), default=60, help="the time of each load")
+    add("--think", type=number_between(0.0, 1e6), default=5.0, help=think)
+    add("--seconds", type=number_between(5, 3600), default=60, help="the time of each load")
     most = "the highest number of users that is tried"
-    add("--most", type=bounded(1, 5000), default=256, help=most)
+    add("--most", type=number_between(1, 5000), default=256, help=most)
     add("--seed", type=int, default=SEED, help="decides what is asked")
     add("--model", default="", help="the model that is asked; by default the server's first")
     return parser.parse_args(argv)
@@ -330,10 +332,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         name = config.stem if config else args.url
         try:
             if config is None:
-                held.append(measure(args.url.rstrip("/"), load, args.slo, args.most, name))
+                held.append(measure_users(args.url.rstrip("/"), load, args.slo, args.most, name))
             else:
-                with served(config) as url:
-                    held.append(measure(url, load, args.slo, args.most, name))
+                with run_server(config) as url:
+                    held.append(measure_users(url, load, args.slo, args.most, name))
         except LoadError as error:
             print(f"{name}: {error}", file=sys.stderr)
     if not held:

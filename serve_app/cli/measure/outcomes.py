@@ -101,12 +101,12 @@ class Reader:
             return
         self.answer_id = event.get("id") or self.answer_id
         self._usage = event.get("usage") or self._usage
-        if text := "".join(map(_text, event.get("choices", ()))):
+        if text := "".join(map(_choice_text, event.get("choices", ()))):
             self._pieces.append(when)
             self._texts.append(text)
 
 
-def parse(reads: Sequence[Read]) -> StreamedAnswer:
+def parse_answer(reads: Sequence[Read]) -> StreamedAnswer:
     """The answer in a stream that is over. Raises ValueError if an event is no JSON object."""
     reader = Reader()
     for when, read in reads:
@@ -119,7 +119,7 @@ def _code(error: object) -> str:
     return str(known.get("code") or known.get("type") or "error")
 
 
-def _text(choice: dict[str, Any]) -> str:
+def _choice_text(choice: dict[str, Any]) -> str:
     return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
 
 

@@ -29,13 +29,13 @@ RUN_TIMEOUT_S = 600.0
 _opened: Any = None
 
 
-def started(open_one: Callable[..., object], *arguments: object) -> ProcessPoolExecutor:
+def start_process(open_one: Callable[..., object], *arguments: object) -> ProcessPoolExecutor:
     """A new process that calls this first, for `opened()`; what is submitted runs on its one thread."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, context, _open, (partial(open_one, *arguments),))
 
 
-def opened() -> Any:
+def opened_object() -> Any:
     """What this process has opened when it started; None if nothing."""
     return _opened
 
@@ -118,7 +118,7 @@ class RunnerProcess:
 
     def __init__(self, name: str, opener: Opener, model: Path, options: EngineOptions) -> None:
         self._name = name
-        self._pool = started(opener, model, options)
+        self._pool = start_process(opener, model, options)
 
     def run(self, prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
         """Run all prompts at once, `max_tokens` tokens each. Raises BenchmarkError if the process fails."""
@@ -135,7 +135,7 @@ class RunnerProcess:
 
 
 def _run(prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
-    runner: Runner = opened()
+    runner: Runner = opened_object()
     return runner(prompts, max_tokens)
 
 

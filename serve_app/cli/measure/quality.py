@@ -66,16 +66,18 @@ ReadingContext = Callable[[Path, int], tuple[Model, Any]]
 """Opens a model with so many threads, and a context for one window."""
 
 
-def read(
+def read_windows(
     path: Path, text: str, n_windows: int, threads: int, opened: ReadingContext | None = None
 ) -> TextReading:
     """How the model reads the text's first windows, in a process of its own. Raises ValueError for a text
     of less than one window, and ConfigError for a model that cannot be opened."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(_read, path, text, n_windows, threads, opened or llama).result()
+        return pool.submit(
+            _read_in_process, path, text, n_windows, threads, opened or llama
+        ).result()
 
 
-def _read(
+def _read_in_process(
     path: Path, text: str, n_windows: int, threads: int, opened: ReadingContext
 ) -> TextReading:
     model, context = opened(path, threads)
@@ -136,7 +138,7 @@ def target(source: Path, format_name: str, folder: Path) -> Path:
     return folder / f"{source.stem}-{digest}-{format_name}.gguf"
 
 
-def quantised(source: Path, format_name: str, folder: Path, threads: int) -> Path:
+def quantised_file(source: Path, format_name: str, folder: Path, threads: int) -> Path:
     """The source's file of this format; made if it is not there yet. Raises BenchmarkError where llama.cpp
     cannot make it. Runs in a process of its own, as llama.cpp may end the one that asks."""
     made = target(source, format_name, folder)

@@ -8,9 +8,10 @@ often the likeliest next token is your file's, are what a format costs. Give an 
 BF16): one that is quantised already loses a second time.
 
 Then the format that does the load of --users requests at once in the least time is served in other ways, a
-setting at a time: OpenVINO, threads, drafts of --draft or of the model's own layers, attention, kind and
-format of the cache. A format whose perplexity is more than --worse above your file's is shown, and not
-chosen. Prompts are parts of the text. As in a server, the layout of weights is measured at the first start.
+setting at a time. They are OpenVINO, threads, drafts of --draft or of the model's own layers, attention,
+kind and format of the cache. A format whose perplexity is more than --worse above your file's is shown, and
+not chosen. Prompts are parts of the text. As in a server, the layout of weights is measured at the first
+start.
 
 The tables and the lines for serve_config.yaml go to stdout, progress to stderr. Speed depends on what else
 runs on the machine: mind the range.
@@ -102,7 +103,7 @@ class MeasuredSpeed:
         }
 
 
-def measure(
+def measure_variants(
     variants: Sequence[Variant],
     load: TuneLoad,
     draw: Callable[[int], benchmark.Prompt],
@@ -114,7 +115,7 @@ def measure(
     most = max(load.sequences)
 
     def visit(_number: int, variant: Variant) -> dict[int, MeasuredRun]:
-        backend, options = served(variant, load)
+        backend, options = backend_and_options(variant, load)
         opener = partial(engine_runner, backend)
         try:
             with RunnerProcess(variant.name, opener, variant.path, options) as process:
@@ -151,7 +152,7 @@ def measure(
     }
 
 
-def served(variant: Variant, load: TuneLoad) -> tuple[KernelsName, EngineOptions]:
+def backend_and_options(variant: Variant, load: TuneLoad) -> tuple[KernelsName, EngineOptions]:
     """The backend that serves a variant, and its options: those of `corral bench`, but profiled, and with
     drafts from the text, as in a server."""
     settings = {"threads": load.threads, "speculate": True, **variant.settings}
@@ -281,25 +282,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="corral tune", description=__doc__)
     parser.formatter_class = benchmark.HelpFormatter
     add, folder = parser.add_argument, folders.cache_folder() / "tuned"
-    formats = benchmark.listed(benchmark.choice(*quantising.FORMATS))
+    formats = benchmark.list_of(benchmark.choice(*quantising.FORMATS))
     add("--model", type=Path, required=True, help="a GGUF file, best F16 or BF16")
     add("--formats", type=formats, default=FORMATS, help="the formats that are tried")
     users = "requests at once, for which the fastest is chosen"
-    add("--users", type=benchmark.bounded(1, 64), default=4, help=users)
+    add("--users", type=benchmark.number_between(1, 64), default=4, help=users)
     add_load_arguments(parser)
-    parser.set_defaults(sequences=(1, 4, 16), max_tokens=32, threads=machine_of.read().n_cores)
+    parser.set_defaults(
+        sequences=(1, 4, 16), max_tokens=32, threads=machine_of.read_machine().n_cores
+    )
     draft = "a draft model of the same vocabulary, to be tried"
     add("--draft", type=Path, default=None, help=draft)
     text = "a text like yours, for the perplexity and as prompts"
     add("--text", type=Path, default=None, help=text)
     add(
         "--windows",
-        type=benchmark.bounded(1, 1000),
+        type=benchmark.number_between(1, 1000),
         default=8,
         help="parts of the text that are read",
     )
     worse = "how much higher the perplexity of the chosen format may be, as a part"
-    add("--worse", type=benchmark.bounded(0.0, 1e6), default=0.03, help=worse)
+    add("--worse", type=benchmark.number_between(0.0, 1e6), default=0.03, help=worse)
     add("--folder", type=Path, default=folder, help="where the made files stay")
     add("--json", type=benchmark.new_file, default=None, help="a file for all figures")
     args = parser.parse_args(argv)
@@ -317,28 +320,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
 
-    def timed(title: str, variants: Sequence[Variant]) -> dict[Variant, MeasuredSpeed]:
+    def time_variants(title: str, variants: Sequence[Variant]) -> dict[Variant, MeasuredSpeed]:
         task = progress.add_task(title, total=len(variants) * (1 + load.rounds))
-        return measure(variants, load, text_prompts(tokens), lambda: progress.advance(task))
+        return measure_variants(
+            variants, load, text_prompts(tokens), lambda: progress.advance(task)
+        )
 
     try:
         with progress:
             variants = [Variant(AS_GIVEN, args.model)]
             for name in progress.track(args.formats, description="making files"):
-                path = quality.quantised(args.model, name, args.folder, threads)
+                path = quality.quantised_file(args.model, name, args.folder, threads)
                 variants.append(Variant(name, path))
             text = quality.default_text() if args.text is None else args.text.read_text()
             model = Model(args.model, vocab_only=True)
             tokens = model.tokenize(text, add_special=False, parse_special=False)
             readings = {
-                variant: quality.read(variant.path, text, args.windows, threads)
+                variant: quality.read_windows(variant.path, text, args.windows, threads)
                 for variant in progress.track(variants, description="reading a text")
             }
-            by_format = timed("formats", variants)
+            by_format = time_variants("formats", variants)
             best = fastest(by_format, users, eligible(readings, args.worse))
             drafts = drafts_for(model, args.draft)
-            others = ways(best, threads, machine_of.read().n_cpus, drafts)
-            by_way = timed(f"ways to serve {best.format}", others)
+            others = ways(best, threads, machine_of.read_machine().n_cpus, drafts)
+            by_way = time_variants(f"ways to serve {best.format}", others)
     except (benchmark.BenchmarkError, ValueError, OSError) as error:
         sys.exit(str(error))
     chosen = fastest(by_way, users, list(by_way))

@@ -167,7 +167,7 @@ def code(rng: random.Random, setting: Setting) -> User:
             typed += TYPED.draw(rng)
             if typed >= len(line):
                 break
-            body = _sampled({"prompt": text + line[:typed], "max_tokens": 32})
+            body = _as_stream({"prompt": text + line[:typed], "max_tokens": 32})
             yield Ask(COMPLETIONS, body, rng.uniform(0.1, 0.4), rng.lognormvariate(-0.7, 0.5))
 
 
@@ -181,12 +181,12 @@ def batch(rng: random.Random, setting: Setting) -> User:
 
 def slow(rng: random.Random, setting: Setting) -> User:
     """Chats of somebody whose connection takes a quarter of a second for each event."""
-    yield from _changed(chat(rng, setting), lambda ask: replace(ask, read_pause_s=0.25))
+    yield from _change(chat(rng, setting), lambda ask: replace(ask, read_pause_s=0.25))
 
 
 def vanish(rng: random.Random, setting: Setting) -> User:
     """Chats of somebody who hangs up at some moment of the first three seconds."""
-    yield from _changed(
+    yield from _change(
         chat(rng, setting), lambda ask: replace(ask, leave_after_s=rng.uniform(0.0, 3.0))
     )
 
@@ -221,14 +221,14 @@ def _chat(
         messages.append({"role": "user", "content": asked})
         messages.append({"role": "assistant", "content": answered})
     messages.append({"role": "user", "content": question})
-    return Ask(CHAT, _sampled({"messages": messages, "max_tokens": max_tokens}), think_s)
+    return Ask(CHAT, _as_stream({"messages": messages, "max_tokens": max_tokens}), think_s)
 
 
-def _sampled(body: dict[str, Any]) -> dict[str, Any]:
+def _as_stream(body: dict[str, Any]) -> dict[str, Any]:
     return body | {"stream": True, "stream_options": {"include_usage": True}}
 
 
-def _changed(user: User, change: Callable[[Ask], Ask]) -> User:
+def _change(user: User, change: Callable[[Ask], Ask]) -> User:
     ask = next(user)
     while True:
         ask = user.send((yield change(ask)))

@@ -156,9 +156,9 @@ class LlamaEmbeddings:
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
         context, seq_ids = self._begun(rows), [seq_id for _, _, seq_id, _ in rows]
         try:
-            context.decode(self._positions.placed(rows))
+            context.decode(self._positions.place(rows))
             if self.shape.pooling == "rank":
-                outputs = {seq_id: context.classified(seq_id) for seq_id in set(seq_ids)}
+                outputs = {seq_id: context.class_outputs(seq_id) for seq_id in set(seq_ids)}
                 return np.stack([outputs[seq_id] for seq_id in seq_ids])
             return context.embeddings(len(rows)).copy()
         finally:
@@ -212,14 +212,14 @@ class LlamaStates:
         self._backend, self._context, self._positions = backend, context, positions
 
     def save(self, seq_id: int, *, cancellable: bool = False) -> State:
-        return self._context.save(seq_id, self._positions.packed(seq_id), cancellable=cancellable)
+        return self._context.save(seq_id, self._positions.pack(seq_id), cancellable=cancellable)
 
     def whole(self, state: State) -> State:
         return state
 
     def restore(self, seq_id: int, state: State) -> None:
-        self._backend.hidden_states.moved(seq_id)
-        state, tiles = self._positions.parted(state)
+        self._backend.hidden_states.forget(seq_id)
+        state, tiles = self._positions.split(state)
         if self._context.portable:
             try:
                 state = converted(state, self._layout)
@@ -232,7 +232,7 @@ class LlamaStates:
         return self._context.checkpoint(seq_id)
 
     def rewind(self, seq_id: int, checkpoint: State, n_past: int) -> None:
-        self._backend.hidden_states.moved(seq_id)
+        self._backend.hidden_states.forget(seq_id)
         self._context.rewind(seq_id, checkpoint, self._positions.of(seq_id, n_past))
         self._positions.cut(seq_id, n_past)
 
@@ -389,7 +389,7 @@ class LlamaBackend:
         self._positions.clear()
         self._context.warm_up()
         for seq_id in range(self.options.n_slots):
-            self.hidden_states.moved(seq_id)
+            self.hidden_states.forget(seq_id)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -405,9 +405,9 @@ class LlamaBackend:
         )
 
     def decode(self, rows: Sequence[Row]) -> None:
-        self._context.decode(self._positions.placed(rows))
+        self._context.decode(self._positions.place(rows))
         if self.options.own_layers:
-            self.hidden_states.computed(rows, self._context.hidden(len(rows)))
+            self.hidden_states.add(rows, self._context.hidden(len(rows)))
 
     def cancel(self, cancelled: bool) -> None:
         """Recurrent layers could not forget half of a pass: theirs are computed."""
@@ -434,14 +434,14 @@ class LlamaBackend:
         return self._context.slots_with_pending_copy
 
     def copy(self, source: int, target: int) -> None:
-        self.hidden_states.moved(target)
+        self.hidden_states.forget(target)
         self._context.copy(source, target)
         self._positions.copy(source, target)
 
     def shift(self, seq_id: int, cuts: Sequence[tuple[int, int]]) -> None:
         if not self._context.can_shift:
             raise DecodeError("This model's positions cannot be shifted.")
-        self.hidden_states.moved(seq_id)
+        self.hidden_states.forget(seq_id)
         if self.setup.mode.kv_unified:  # other slots may share cells, and must not see this
             self._context.restore(seq_id, self._context.save(seq_id))
         for n_keep, n_discard in cuts:

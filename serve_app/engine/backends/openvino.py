@@ -39,7 +39,7 @@ from serve_app.engine.costs.profiler import DEPTH, ROOM, Depth, Profiler, in_tur
 from serve_app.kernels.llama.grammars.constraint import Constraint
 from serve_app.kernels.llama.model import Model
 from serve_app.kernels.llama.sampler import SequenceSampler
-from serve_app.kernels.openvino.convert import converted_of, unserved, versions
+from serve_app.kernels.openvino.convert import converted_of, unserved_reason, versions
 from serve_app.kernels.openvino.encoder import Encoder
 from serve_app.kernels.openvino.gguf_model import EmbeddingRows
 from serve_app.kernels.openvino.paged.blocks import BLOCK
@@ -119,7 +119,7 @@ class EncoderBackend(LlamaBackend):
     ) -> None:
         super().__init__(path, options, report, plan)
         model = self.vocabulary
-        if reason := unserved(model, options.embedding_pooling):
+        if reason := unserved_reason(model, options.embedding_pooling):
             raise ConfigError(reason)
         encoder = Encoder(
             converted_of(
@@ -165,7 +165,7 @@ class OpenVinoBackend:
             os.sched_setaffinity(0, options.computing_cpus)
         self._options = options
         self.vocabulary = model
-        if reason := unserved(model, options.embedding_pooling):
+        if reason := unserved_reason(model, options.embedding_pooling):
             raise ConfigError(reason)
         cache_type = _cache_type(options)
         check_cache_type(cache_type)

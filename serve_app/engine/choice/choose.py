@@ -98,7 +98,7 @@ def _refusal(files: Sequence[Path], n_bytes: int, options: EngineOptions) -> str
         return "the model is small"
     try:
         convert.versions()
-        n_converted = convert.checked(files).converted_bytes()
+        n_converted = convert.read_model(files).converted_bytes()
     except ConfigError as error:
         return str(error).removesuffix(".")
     if n_converted > (options.memory_bytes or math.inf):
@@ -111,7 +111,9 @@ def _measured(
 ) -> Plan:
     """The plan with the fastest kernels. `refusal` says why OpenVINO is not among them."""
     model = Model(path, vocab_only=True)
-    refusal = refusal or (convert.unserved(model, options.embedding_pooling) or "").strip(".")
+    refusal = refusal or (convert.unserved_reason(model, options.embedding_pooling) or "").strip(
+        "."
+    )
     plan, layouts = replace(plan, reason=refusal, is_certain=True), _layouts(model, has_room)
     if not (refusal or model.is_causal):
         return replace(plan, openvino=True, reason="OpenVINO is the faster for encoders")

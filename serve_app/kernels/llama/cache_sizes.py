@@ -40,14 +40,14 @@ def cache_sizes(model: Any) -> CacheSizes | None:
     options.n_seq_max = max(1, min(_MOST_SEQUENCES, _N_CTX // 2 // max(1, window)))
     options.swa_full = False
     options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which takes the most
-    with library.captured() as lines:
+    with library.capture_log() as lines:
         context = llama_cpp.llama_init_from_model(model, options)
         if context:
             llama_cpp.llama_free(context)
-    return _parsed(lines, window)
+    return _parse(lines, window)
 
 
-def _parsed(lines: list[str], window: int) -> CacheSizes | None:
+def _parse(lines: list[str], window: int) -> CacheSizes | None:
     full, windowed, recurrent_bytes, has_cache = [0, 0], [0, 0], 0.0, False
     for line in lines:
         if (size := _SIZE.match(line)) is None:

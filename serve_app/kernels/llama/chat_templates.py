@@ -31,7 +31,7 @@ def apply(name: str, turns: Sequence[tuple[str, str]], *, add_generation_prompt:
     messages = [llama_cpp.llama_chat_message(role.encode(), text.encode()) for role, text in turns]
     chat = (llama_cpp.llama_chat_message * len(messages))(*messages)
 
-    def made(buffer: Any, size: int) -> int:
+    def render(buffer: Any, size: int) -> int:
         n_bytes: int = llama_cpp.llama_chat_apply_template(
             name.encode(), chat, len(chat), add_generation_prompt, buffer, size
         )
@@ -39,7 +39,7 @@ def apply(name: str, turns: Sequence[tuple[str, str]], *, add_generation_prompt:
             raise InvalidRequestError("The chat template cannot render these messages.", "messages")
         return n_bytes
 
-    size = made(None, 0)
+    size = render(None, 0)
     buffer = ctypes.create_string_buffer(size + 1)
-    made(buffer, size)
+    render(buffer, size)
     return buffer.raw[:size].decode(errors="replace")

@@ -41,7 +41,7 @@ _TOUCHED = 2**24
 _CACHE_FULL, _CANCELLED = 1, 2
 # What llama.cpp asks after each node of a graph whether to cancel the pass, with a pointer: `strlen`. Of an
 # empty text it says 0, of one of one byte 1, whose low byte is C's true. So a byte in memory is the flag,
-# and nothing of Python runs in a pass: a callback of ctypes would take the GIL a thousand times a step.
+# and nothing of Python runs in a pass. A callback of ctypes would take the GIL a thousand times a step.
 _IS_CANCELLED = ctypes.cast(ctypes.CDLL(None).strlen, llama_cpp.ggml_abort_callback)
 _POOLINGS: dict[Pooling, int] = {
     "none": llama_cpp.LLAMA_POOLING_TYPE_NONE,
@@ -64,7 +64,7 @@ class Adapter:
         self.model = model  # llama.cpp frees the adapter with it
         if not self.path.is_file():
             raise ConfigError(f"There is no adapter file at {self.path}.")
-        with library.captured() as lines:
+        with library.capture_log() as lines:
             found = llama_cpp.llama_adapter_lora_init(model.pointer, os.fsencode(self.path))
         if not found:
             reason = f": {lines[-1]}" if lines else "."
@@ -133,8 +133,8 @@ class ContextOptions:
     def n_cells(self, *, kv_unified: bool) -> int:
         """The cells of the cache, as llama.cpp rounds them."""
         if kv_unified and self.n_ctx:
-            return _padded(self.n_ctx)
-        return self.n_seq_max * _padded(self.n_ctx_share or self.n_ctx_slot)
+            return _pad(self.n_ctx)
+        return self.n_seq_max * _pad(self.n_ctx_share or self.n_ctx_slot)
 
 
 class Context:
@@ -184,7 +184,7 @@ class Context:
             if flash_attn
             else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
-        with library.captured() as lines:
+        with library.capture_log() as lines:
             self.pointer = llama_cpp.llama_init_from_model(self.model.pointer, params)
         if not self.pointer:
             options = self._options
@@ -219,7 +219,7 @@ class Context:
         self.forgets = self._is_recurrent or 0 < self.window < self.n_ctx_slot
         """Whether some layers keep less than all tokens of a sequence, so that `truncate` often cannot."""
         all_windows = self.window * params.n_seq_max + params.n_ubatch
-        self._parts_windows = kv_unified and self.window > 0 and _padded(all_windows) < params.n_ctx
+        self._parts_windows = kv_unified and self.window > 0 and _pad(all_windows) < params.n_ctx
         """Whether copies get window cells of their own. There are as many as windows, and those that two
         sequences share are free for nobody, even behind both windows."""
         self.portable = not (self._is_recurrent or self.window)
@@ -248,7 +248,7 @@ class Context:
             per_token = model.n_layer * per_layer
             layout = CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
         self.layout = layout
-        one_more = _padded(self._n_ctx_share) * self.layout.per_token + self.layout.per_sequence
+        one_more = _pad(self._n_ctx_share) * self.layout.per_token + self.layout.per_sequence
         one_more += self.layout.rewind_bytes // params.n_seq_max
         one_more += min(model.window, self._n_ctx_share) * self.layout.per_window_token
         of_one = self.layout.cache_bytes // params.n_seq_max
@@ -288,9 +288,9 @@ class Context:
         batch.n_tokens = len(rows)
         self._run(batch, len(rows))
         if self._is_recurrent and self.n_rewind:
-            self._computed(rows)
+            self._note_computed(rows)
 
-    def _computed(self, rows: Sequence[Row]) -> None:
+    def _note_computed(self, rows: Sequence[Row]) -> None:
         """Note how far sequences can be rolled back. llama.cpp may move a sequence's present state, without
         its past ones, when it computes others. So only the last batch counts, and none that llama.cpp cut
         into pieces. Source: llama.cpp, `llama_memory_recurrent::find_slot`."""
@@ -391,7 +391,7 @@ class Context:
         pointer = llama_cpp.llama_get_embeddings(self.pointer)
         return np.ctypeslib.as_array(pointer, shape=(n_rows, self.model.n_embd))
 
-    def classified(self, seq_id: int) -> NDArray[np.float32]:
+    def class_outputs(self, seq_id: int) -> NDArray[np.float32]:
         """The outputs of the model's classifier for the text of one of the last batch's sequences. A view,
         good until the next `decode`."""
         n_outputs = int(llama_cpp.llama_model_n_cls_out(self.model.pointer))
@@ -553,7 +553,7 @@ class Context:
         self.truncate(0, 0)
 
 
-def _padded(n_tokens: int) -> int:
+def _pad(n_tokens: int) -> int:
     return -(-n_tokens // _CELL_PADDING) * _CELL_PADDING
 
 

@@ -33,7 +33,7 @@ class HiddenStates:
     def n_bytes(self) -> int:
         return self._states.nbytes
 
-    def computed(self, rows: Sequence[tuple[int, int, int, bool]], states: States) -> None:
+    def add(self, rows: Sequence[tuple[int, int, int, bool]], states: States) -> None:
         """Take the states of computed rows, (token, place, sequence, …). Places of one sequence ascend."""
         begin = 0
         for i in range(1, len(rows) + 1):
@@ -71,7 +71,7 @@ class HiddenStates:
             start, end = self._known[seq_id]
             self._known[seq_id] = (start, min(end, n_past)) if n_past > start else (n_past, n_past)
 
-    def moved(self, seq_id: int) -> None:
+    def forget(self, seq_id: int) -> None:
         """Forget the sequence's states: its tokens are others now, or stand elsewhere."""
         if seq_id < len(self._known):
             self._known[seq_id] = 0, 0

@@ -22,7 +22,7 @@ if IS_SPIN_COUNT_OWN:
 
 logger = logging.getLogger("corral.llama")
 
-# llama.cpp is chatty: what it calls INFO is for its developers, what it calls WARN mostly notes
+# llama.cpp is chatty: what it calls INFO is for its developers. What it calls WARN mostly notes
 # a deliberate choice (a context smaller than the training context, say).
 _LEVELS = {3: logging.INFO, 4: logging.ERROR}  # GGML_LOG_LEVEL_WARN and _ERROR
 _CONTINUATION = 5
@@ -67,7 +67,7 @@ _log_callback = llama_cpp.llama_log_callback(_forwarder)
 
 
 @contextmanager
-def captured() -> Iterator[list[str]]:
+def capture_log() -> Iterator[list[str]]:
     """llama.cpp's log lines while this is open: what it tells nowhere else."""
     lines: list[str] = []
     _forwarder.copies[id(lines)] = lines
@@ -101,7 +101,7 @@ def _load_kernels() -> None:
 
 def brief(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of `llama_cpp` that keeps the interpreter's lock while it runs. For calls of some
-    microseconds that the decoder's thread makes for each token: who lets the lock go may wait for it for
+    microseconds that the decoder's thread makes for each token. Who lets the lock go may wait for it for
     as long as the event loop's next callback takes."""
     same = ctypes.PyDLL(str(_PATH))[function.__name__]
     same.argtypes, same.restype = function.argtypes, function.restype  # type: ignore[attr-defined]

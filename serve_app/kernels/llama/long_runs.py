@@ -15,7 +15,7 @@ _LOOK_BACK = 256
 _PUNCTUATION = re.compile(r"(?<=\w)[^\w\s]")
 
 
-def pieces(text: str, whole: re.Pattern[str], longest: int = LONGEST) -> list[str]:
+def split_runs(text: str, whole: re.Pattern[str], longest: int = LONGEST) -> list[str]:
     """The text in pieces without runs longer than that. Nothing that `whole` matches is cut. Cuts are
     before punctuation where there is some, as most pre-tokenizers cut there, too."""
     cuts: list[int] = []

@@ -73,11 +73,11 @@ _BLOCK_BYTES = 4096
 
 
 def _progress(on_loaded: Callable[[float], None]) -> Any:
-    def loaded(part: float, _user_data: int | None) -> bool:
+    def on_part(part: float, _user_data: int | None) -> bool:
         on_loaded(part)
         return True  # go on
 
-    return llama_cpp.llama_progress_callback(loaded)
+    return llama_cpp.llama_progress_callback(on_part)
 
 
 def _reason(lines: Sequence[str]) -> str:
@@ -137,7 +137,7 @@ class Model:
         params.load_mtp = own_layers
         if on_loaded is not None:
             params.progress_callback = _progress(on_loaded)  # ctypes keeps it as long as `params`
-        with library.captured() as lines:
+        with library.capture_log() as lines:
             pointer = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not pointer:
             raise ConfigError(
@@ -325,7 +325,7 @@ class Model:
         tokens stand for the tokens. Runs without the GIL.
         """
         if len(text) > long_runs.LONGEST and self.vocab_type == llama_cpp.LLAMA_VOCAB_TYPE_BPE:
-            pieces = long_runs.pieces(text, self._found_by_text)
+            pieces = long_runs.split_runs(text, self._text_pattern)
             if len(pieces) > 1:
                 return self._tokenize_pieces(pieces, add_special, parse_special)
         data = text.encode()
@@ -352,7 +352,7 @@ class Model:
         return [*self.first_tokens, *tokens] if add_special else tokens
 
     @functools.cached_property
-    def _found_by_text(self) -> re.Pattern[str]:
+    def _text_pattern(self) -> re.Pattern[str]:
         texts = sorted(self._texts_of(_KINDS_FOUND_BY_TEXT), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
@@ -466,7 +466,7 @@ class Model:
     def _compile(self, grammar: str) -> Constraint:
         made = Constraint(LLMatcher(self._trie, grammar, log_level=0, limits=LIMITS), self.n_vocab)
         for probe in (made.fresh(), made.fresh()):
-            probe.allowed()  # expressions that blow up do so at the first token, or when they are copied
+            probe.token_mask()  # expressions that blow up do so at the first token, or when they are copied
             if probe.fault is not None:
                 raise InvalidRequestError(f"The grammar takes too much: {probe.fault}")
         return made

@@ -92,7 +92,7 @@ class SequenceSampler:
         if self._constraint is None and not self._adjustments:
             return self._draw(row)
         logits = self._context.logits(row, self._n_highest)
-        with self._adjustments.made(logits):
+        with self._adjustments.apply(logits):
             return self._pick_within(self._constraint, row) if self._constraint else self._draw(row)
 
     def _draw(self, row: int) -> int:
@@ -107,7 +107,7 @@ class SequenceSampler:
         distribution is the same."""
         token = self._draw(row)
         if not constraint.take(token):
-            token = self._chain.pick(self._context.logits(row), constraint.allowed())
+            token = self._chain.pick(self._context.logits(row), constraint.token_mask())
             if not constraint.take(token):
                 why = constraint.fault or "all that it allows is banned"
                 raise ConstraintError(f"No token fits the grammar: {why}.")

@@ -75,7 +75,7 @@ class StoredWeights:
         self._as_stored = False
         places = {name: place for path in model.files for name, place in self._places(path)}
         sized = library.function("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
-        names = {(t.name, sized(ctypes.addressof(t))): t for t in _repacked(model)}
+        names = {(t.name, sized(ctypes.addressof(t))): t for t in _repacked_tensors(model)}
         self._tensors = [
             (tensor, _Place(tensor.buffer, tensor.data, tensor.extra), places[name])
             for name, tensor in names.items()
@@ -119,7 +119,7 @@ class StoredWeights:
                 yield (name(header, i), size(header, i)), place
 
 
-def _repacked(model: Model) -> list[GgmlTensor]:
+def _repacked_tensors(model: Model) -> list[GgmlTensor]:
     """The tensors that llama.cpp repacked: the graph of an aborted pass over one row shows them."""
     repacked: dict[int, GgmlTensor] = {}
 

@@ -2,7 +2,7 @@
 
     python -m serve_app.kernels.openvino.convert FOLDER QUANTIZATION STAGE STAGES FIRST END GGUF...
 
-FIRST and END bound the layers of the stage; END 0 leaves them to `divided`.
+FIRST and END bound the layers of the stage; END 0 leaves them to `divide`.
 
 The model, or the part of it that a stage computes, is in memory meanwhile, so this runs in a process of its
 own. Converted models lie in a folder with a bound: the least recently used go first.
@@ -107,7 +107,7 @@ def versions() -> str:
     return f"openvino {found}, graph {hashlib.blake2b(code, digest_size=6).hexdigest()}"
 
 
-def unserved(model: Model, pooling: EmbeddingPooling | None = None) -> str | None:
+def unserved_reason(model: Model, pooling: EmbeddingPooling | None = None) -> str | None:
     """Why OpenVINO's backend cannot serve the model with the configured pooling, as a sentence; None if it
     can, as far as metadata tell."""
     kind = ARCHITECTURES.get(model.architecture)
@@ -135,9 +135,9 @@ def converted_of(
     part: ModelPart = WHOLE,
     quantization: Quantization | None = None,
 ) -> Path:
-    """Return the file of a converted model of this user on this node, as `converted` does."""
+    """Return the file of a converted model of this user on this node, as `converted_file` does."""
     models = converted_models(max_bytes)
-    return converted(model.files, model.fingerprint(), models, report, part, quantization)
+    return converted_file(model.files, model.fingerprint(), models, report, part, quantization)
 
 
 def converted_models(max_bytes: int | None) -> ConvertedModels:
@@ -158,7 +158,7 @@ def name_of(
     return f"{fingerprint.hex()[:32]}-{made_by}{rounded}{of_part}"
 
 
-def converted(
+def converted_file(
     files: Sequence[Path],
     fingerprint: bytes,
     models: ConvertedModels,
@@ -173,9 +173,9 @@ def converted(
     while not models.open(name):
         with models.alone(name) as lock:
             if lock is not None:
-                model = checked(files, part, quantization)
-                if model.rounded:
-                    names = " and ".join(model.rounded)
+                model = read_model(files, part, quantization)
+                if model.rounded_formats:
+                    names = " and ".join(model.rounded_formats)
                     logger.info("OpenVINO computes the %s weights with 8 bits.", names)
                 folder = models.make_room(name, model.converted_bytes())
                 _convert(files, folder, lock, report, part, quantization)
@@ -193,7 +193,7 @@ def shape_of(files: Sequence[Path], quantization: Quantization | None = None) ->
         raise ConfigError(f"{files[0].name} cannot be computed in stages: {error}.") from None
 
 
-def checked(
+def read_model(
     files: Sequence[Path], part: ModelPart = WHOLE, quantization: Quantization | None = None
 ) -> GgufModel:
     """The model in these files, or a part of it. Raises UnreadableError with a sentence."""

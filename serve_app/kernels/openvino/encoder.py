@@ -46,11 +46,11 @@ class Encoder:
         padding = [(0, 0, -1, False)] * (-len(rows) % _MULTIPLE)
         table = np.array([row[:3] for row in (*rows, *padding)], np.int64)
         tokens, positions, texts = (np.ascontiguousarray(column) for column in table.T)
-        groups = grouped(texts)
+        groups = group(texts)
         has_token = groups >= 0
         places = np.zeros(len(texts), np.int64)
         places[groups[has_token]] = np.flatnonzero(has_token)
-        sees = _pairs(np.equal, np.where(has_token, texts[groups], _NO_TEXT))
+        sees = _compare_pairs(np.equal, np.where(has_token, texts[groups], _NO_TEXT))
         inputs = {
             "input_ids": tokens[None],
             "position_ids": positions[None],
@@ -59,7 +59,7 @@ class Encoder:
             MASK: _mask(sees),
         }
         if self._has_window:
-            is_near = np.abs(_pairs(np.subtract, positions[groups])) <= self._window // 2
+            is_near = np.abs(_compare_pairs(np.subtract, positions[groups])) <= self._window // 2
             inputs[WINDOW_MASK] = _mask(sees & is_near)
         request = self._request
         assert request is not None
@@ -72,7 +72,7 @@ class Encoder:
         self._request = None
 
 
-def grouped(texts: NDArray[np.int64]) -> NDArray[np.int64]:
+def group(texts: NDArray[np.int64]) -> NDArray[np.int64]:
     """The rows of each group, -1 where it has no more: a text is a group, or all rows are one, where that
     has fewer pairs. Each text's rows follow each other. Pure."""
     _, first, lengths = np.unique(texts, return_index=True, return_counts=True)
@@ -83,7 +83,7 @@ def grouped(texts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(at < lengths[:, None], first[:, None] + at, -1)
 
 
-def _pairs(function: np.ufunc, values: NDArray[np.int64]) -> NDArray[Any]:
+def _compare_pairs(function: np.ufunc, values: NDArray[np.int64]) -> NDArray[Any]:
     pairs: NDArray[Any] = function(values[:, :, None], values[:, None])
     return pairs
 

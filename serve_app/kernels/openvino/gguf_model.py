@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from serve_app.base.errors import ConfigError
 from serve_app.base.formats import Quantization
 from serve_app.kernels.openvino.architectures import ARCHITECTURES, Architecture
-from serve_app.kernels.openvino.parts import WHOLE, ModelPart, ModelShape, StageNode, divided
-from serve_app.kernels.openvino.weights import floats, is_quantised, is_rounded, n_bytes
+from serve_app.kernels.openvino.parts import WHOLE, ModelPart, ModelShape, StageNode, divide
+from serve_app.kernels.openvino.weights import floats, is_quantised, is_rounded, matrix_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class GgufModel:
     def _keep_part(self) -> None:
         """Have the tensors of this part only."""
         part = self.part
-        self.layers = part.layers or divided(self.shape, [StageNode()] * part.n_parts)[part.index]
+        self.layers = part.layers or divide(self.shape, [StageNode()] * part.n_parts)[part.index]
         blocks = {f"blk.{i}" for i in self.layers}
         elsewhere = set() if part.is_whole else {"token_embd.weight"}  # see `EmbeddingRows`
         if self.part.is_last:
@@ -236,13 +236,13 @@ class GgufModel:
         return list(self._tensors.values())
 
     @property
-    def part_taken(self) -> float:
+    def taken_part(self) -> float:
         """The part of all weights that was taken."""
         taken = sum(self._tensors[name].n_weights for name in self._taken)
         return taken / sum(one.n_weights for one in self.tensors)
 
     @property
-    def left(self) -> list[str]:
+    def names_left(self) -> list[str]:
         """Names of tensors that nobody took."""
         return sorted(set(self._tensors) - self._taken)
 
@@ -326,10 +326,12 @@ class GgufModel:
             return 0
         if self.quantization and block_of(tensor.name) and n_dimensions == 2 and not is_exact:
             return tensor.n_weights + 4 * len(tensor.data)
-        return n_bytes(tensor.kind, tensor.n_weights, has_wide_zeros=n_dimensions > 2)  # of experts
+        return matrix_bytes(
+            tensor.kind, tensor.n_weights, has_wide_zeros=n_dimensions > 2
+        )  # of experts
 
     @property
-    def rounded(self) -> list[str]:
+    def rounded_formats(self) -> list[str]:
         """The formats in it that are rounded to 8 bits."""
         kinds = {one.kind for one in self.tensors}
         return sorted(kind.name for kind in kinds if is_rounded(kind))

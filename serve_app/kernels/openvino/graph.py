@@ -30,7 +30,7 @@ from serve_app.kernels.openvino.weights import (
     Quantised,
     floats,
     is_quantised,
-    quantised,
+    quantise,
     rounded_rows,
 )
 
@@ -96,9 +96,9 @@ def build(
     sentence."""
     model = GgufModel(files, part, quantization)
     graph = (_Encoder if model.kind.encodes else _Decoder)(model, tell).build()
-    if model.left:
-        more = f" and {len(model.left) - 1} more" if len(model.left) > 1 else ""
-        raise ConfigError(f"its tensor {model.left[0]}{more} would not be used")
+    if model.names_left:
+        more = f" and {len(model.names_left) - 1} more" if len(model.names_left) > 1 else ""
+        raise ConfigError(f"its tensor {model.names_left[0]}{more} would not be used")
     return graph
 
 
@@ -134,7 +134,7 @@ class _Graph:
         self._positions = op.convert(self._inputs["position_ids"], np.float32)
         self._turns: dict[str, _Turns] = {}
 
-    def _embedded(self, tensor: Tensor) -> Node:
+    def _embed(self, tensor: Tensor) -> Node:
         """The rows of the tokens in the matrix of embeddings."""
         ids = op.convert(self._inputs[TOKENS], np.int32)
         return op.gather(_rows(tensor), ids, op.constant(np.int32(0)))
@@ -142,7 +142,7 @@ class _Graph:
     def _layers(self, notes: GraphNotes, hidden: Node) -> Node:
         for index, layer in zip(self._model.layers, notes.layers, strict=True):
             hidden = self._layer(index, layer, hidden)
-            self._tell(self._model.part_taken)
+            self._tell(self._model.taken_part)
         return hidden
 
     def _notes(self) -> GraphNotes:
@@ -198,7 +198,7 @@ class _Graph:
     def _add(self, hidden: Node, added: Node, norm: str | None, block: str) -> Node:
         if self._kind.norms_sums:
             return self._norm(norm, op.add(hidden, added), block)
-        return op.add(hidden, _scaled(self._norm(norm, added, block), self._residual_scale))
+        return op.add(hidden, _scale(self._norm(norm, added, block), self._residual_scale))
 
     def _feed_forward(self, block: str, hidden: Node) -> Node:
         kind = self._kind
@@ -206,7 +206,7 @@ class _Graph:
             added = self._experts(block, hidden)
             return self._with_shared(block, hidden, added) if kind.shared_expert else added
         if not kind.gated:
-            inner = self._activated(self._product(f"{block}ffn_up", hidden))
+            inner = self._activate(self._product(f"{block}ffn_up", hidden))
             return self._product(f"{block}ffn_down", inner)
         if kind.gate_in_up:
             n_ff = self._model.count("feed_forward_length")
@@ -214,9 +214,9 @@ class _Graph:
             gate, up = (self._product(f"{block}ffn_up", hidden, half) for half in halves)
         else:
             gate, up = (self._product(f"{block}ffn_{name}", hidden) for name in ("gate", "up"))
-        return self._product(f"{block}ffn_down", op.multiply(self._activated(gate), up))
+        return self._product(f"{block}ffn_down", op.multiply(self._activate(gate), up))
 
-    def _activated(self, values: Node) -> Node:
+    def _activate(self, values: Node) -> Node:
         activation = self._model.value("hidden_activation", self._kind.activation)
         return op.swish(values) if activation == "silu" else op.gelu(values, "tanh")
 
@@ -233,7 +233,7 @@ class _Graph:
             shares = op.divide(shares, op.reduce_sum(shares, _ints(-1), True))
         tiled = op.reshape(op.tile(rows, _ints(n, 1)), _ints(n, -1, width), False)
         if self._kind.clamped_experts:
-            inner = self._clamped(block, tiled)
+            inner = self._clamp_experts(block, tiled)
         else:
             gate, up = (self._expert_product(tiled, f"{block}ffn_{one}_exps") for one in _GATE_UP)
             # op.swish has a parameter, and is not known.
@@ -246,7 +246,7 @@ class _Graph:
         spread = op.reshape(spread, op.concat([_ints(n), self._n_texts, _ints(-1)], 0), False)
         return op.reduce_sum(op.multiply(added, op.unsqueeze(spread, _int(-1))), _ints(0), False)
 
-    def _clamped(self, block: str, tiled: Node) -> Node:
+    def _clamp_experts(self, block: str, tiled: Node) -> Node:
         """The inner values of gpt-oss's experts. OpenVINO knows these experts if gate and up are one
         product, with their rows in turns."""
         both = self._expert_product(tiled, *(f"{block}ffn_{one}_exps" for one in _GATE_UP))
@@ -280,11 +280,11 @@ class _Graph:
         query, key, value = self._heads(block, hidden)
         if notes.frequencies is not None:
             turns = self._turns[notes.frequencies]
-            query, key = self._turned(query, turns), self._turned(key, turns)
-        query = self._warmed(query)
-        query, keys, values, mask = self._seen(index, notes, query, key, value)
+            query, key = self._turn(query, turns), self._turn(key, turns)
+        query = self._warm(query)
+        query, keys, values, mask = self._attention_inputs(index, notes, query, key, value)
         if n != n_kv:
-            keys, values = self._repeated(keys), self._repeated(values)
+            keys, values = self._repeat(keys), self._repeat(values)
         scale = op.constant(np.float32(self._attention_scale))
         inputs = [query, keys, values, mask, scale]
         if self._kind.sinks:
@@ -292,15 +292,15 @@ class _Graph:
             inputs.append(op.constant(sinks.reshape(1, n, 1, 1)))
         attended = _FACTORY.create("ScaledDotProductAttention", inputs, {"causal": False})
         attended = op.transpose(attended, op.constant(np.array([0, 2, 1, 3], np.int32)))
-        return self._joined(op.reshape(attended, _ints(0, 0, n * head), True))
+        return self._in_order(op.reshape(attended, _ints(0, 0, n * head), True))
 
-    def _seen(
+    def _attention_inputs(
         self, index: int, notes: LayerNotes, query: Node, key: Node, value: Node
     ) -> tuple[Node, Node, Node, Node]:
         """The queries, the keys and values that they see, and the mask."""
         raise NotImplementedError
 
-    def _joined(self, attended: Node) -> Node:
+    def _in_order(self, attended: Node) -> Node:
         """The outputs of attention, in the order of the tokens."""
         return attended
 
@@ -332,14 +332,14 @@ class _Graph:
             name = f"{block}attn_{kinds[i]}_norm.weight"
             weights = self._model.vector(name) if self._model.has(name) else _NONE
             if len(weights) > head:
-                flat = self._normed(flat, weights[rows[i]])
+                flat = self._rms_norm(flat, weights[rows[i]])
             values = op.reshape(flat, _ints(0, 0, sizes[i], head), True)
             if len(weights) == head:
-                values = self._normed(values, weights[orders[i]])
+                values = self._rms_norm(values, weights[orders[i]])
             heads.append(op.transpose(values, op.constant(np.array([0, 2, 1, 3], np.int32))))
         return heads
 
-    def _turned(self, heads: Node, turns: _Turns) -> Node:
+    def _turn(self, heads: Node, turns: _Turns) -> Node:
         half, end, step, axis = _ints(self._head // 2), _ints(2**63 - 1), _ints(1), _ints(3)
         second = op.slice(heads, half, end, step, axis)
         negative = op.multiply(second, op.constant(np.float32(-1)))
@@ -347,19 +347,19 @@ class _Graph:
         across = op.concat([negative, first], -1)
         return op.add(op.multiply(heads, turns.cos), op.multiply(across, turns.sin))
 
-    def _warmed(self, query: Node) -> Node:
+    def _warm(self, query: Node) -> Node:
         """Queries that are scaled by their position: by 1 in the first context of training, and by more in
         each further one. Source: llama.cpp, `llm_graph_input_attn_temp`."""
         model = self._model
         scale = model.value("attention.temperature_scale", 0.0) if self._kind.temperature else 0.0
         if not scale:
             return query
-        n_contexts = op.floor(_scaled(self._positions, 1 / model.rotary.n_ctx_train))
+        n_contexts = op.floor(_scale(self._positions, 1 / model.rotary.n_ctx_train))
         one = op.constant(np.float32(1))
-        factor = op.add(_scaled(op.log(op.add(n_contexts, one)), scale), one)
+        factor = op.add(_scale(op.log(op.add(n_contexts, one)), scale), one)
         return op.multiply(query, op.unsqueeze(factor, _ints(1, 3)))
 
-    def _repeated(self, heads: Node) -> Node:
+    def _repeat(self, heads: Node) -> Node:
         n, n_kv, head = self._n_head, self._n_head_kv, self._head
         shape = op.shape_of(heads)
         texts, length = (op.gather(shape, _ints(at), _int(0)) for at in (0, 2))
@@ -372,7 +372,7 @@ class _Graph:
             return values
         name = f"{block}{name}"
         if not self._kind.encodes:
-            return self._normed(values, self._model.vector(f"{name}.weight"))
+            return self._rms_norm(values, self._model.vector(f"{name}.weight"))
         if not self._model.has(f"{name}.weight"):
             return values
         normed = op.mvn(values, _ints(-1), True, self._epsilon, "inside_sqrt")
@@ -381,7 +381,7 @@ class _Graph:
             normed = op.add(normed, op.constant(self._model.vector(f"{name}.bias")))
         return normed
 
-    def _normed(self, values: Node, weights: NDArray[np.float32]) -> Node:
+    def _rms_norm(self, values: Node, weights: NDArray[np.float32]) -> Node:
         square = op.power(values, op.constant(np.float32(2)))
         mean = op.reduce_mean(square, op.constant(np.array([-1], np.int32)), True)
         root = op.sqrt(op.add(mean, op.constant(np.float32(self._epsilon))))
@@ -455,10 +455,10 @@ class _Decoder(_Graph):
         width = model.count("embedding_length")
         scale = model.value("embedding_scale", 1.0) if kind.scaled else 1.0
         if model.part.is_whole:
-            embedded = self._embedded(model.take("token_embd.weight"))
+            embedded = self._embed(model.take("token_embd.weight"))
         else:
             embedded = self._inputs[EMBEDS]
-        return _scaled(embedded, math.sqrt(width) if kind.normed_embeddings else scale)
+        return _scale(embedded, math.sqrt(width) if kind.normed_embeddings else scale)
 
     def _logits(self, hidden: Node) -> Node:
         """The logits of hidden states behind the last layer."""
@@ -470,20 +470,20 @@ class _Decoder(_Graph):
         else:
             logits = self._product("token_embd", hidden)
         if self._kind.scaled:
-            logits = _scaled(logits, 1 / model.value("logit_scale", 1.0))
+            logits = _scale(logits, 1 / model.value("logit_scale", 1.0))
         if cap := model.value("final_logit_softcapping", 0.0):
-            logits = _scaled(op.tanh(_scaled(logits, 1 / cap)), cap)
+            logits = _scale(op.tanh(_scale(logits, 1 / cap)), cap)
         return logits
 
-    def _seen(
+    def _attention_inputs(
         self, index: int, notes: LayerNotes, query: Node, key: Node, value: Node
     ) -> tuple[Node, Node, Node, Node]:
-        keys = self._kept(f"past_key_values.{index}.key", f"present.{index}.key", key)
-        values = self._kept(f"past_key_values.{index}.value", f"present.{index}.value", value)
+        keys = self._extend(f"past_key_values.{index}.key", f"present.{index}.key", key)
+        values = self._extend(f"past_key_values.{index}.value", f"present.{index}.value", value)
         mask = op.constant(np.zeros((1, 1, 1, 1), np.float32))  # paged attention has its own
         return query, keys, values, mask
 
-    def _kept(self, past: str, present: str, new: Node) -> Node:
+    def _extend(self, past: str, present: str, new: Node) -> Node:
         n_kv, head = self._n_head_kv, self._head
         shape = op.concat([self._n_texts, _ints(n_kv), _ints(0), _ints(head)], 0)
         empty = op.broadcast(op.constant(np.float32(0)), shape)
@@ -509,7 +509,7 @@ class _Encoder(_Graph):
 
     def build(self) -> openvino.Model:
         model = self._model
-        hidden = self._embedded(model.take("token_embd.weight"))
+        hidden = self._embed(model.take("token_embd.weight"))
         if model.has("token_types.weight"):  # all are of the first kind
             kinds = model.take("token_types.weight")
             hidden = op.add(hidden, op.constant(floats(kinds.data[:1], kinds.kind)[0].astype("f4")))
@@ -532,29 +532,29 @@ class _Encoder(_Graph):
         result.output(0).set_names({VECTORS})
         return openvino.Model([result], list(self._inputs.values()), "model")
 
-    def _seen(
+    def _attention_inputs(
         self, index: int, notes: LayerNotes, query: Node, key: Node, value: Node
     ) -> tuple[Node, Node, Node, Node]:
-        query, key, value = (self._grouped(heads) for heads in (query, key, value))
+        query, key, value = (self._group(heads) for heads in (query, key, value))
         return query, key, value, self._inputs[WINDOW_MASK if notes.window else MASK]
 
     def _means(self, hidden: Node) -> Node:
         """The mean of each token's text: all that a token sees has the same share."""
         shares = op.softmax(self._inputs[MASK], -1)
-        values = self._grouped(op.unsqueeze(hidden, _int(1)))
-        return self._joined(op.matmul(shares, values, False, False))
+        values = self._group(op.unsqueeze(hidden, _int(1)))
+        return self._in_order(op.matmul(shares, values, False, False))
 
-    def _grouped(self, heads: Node) -> Node:
+    def _group(self, heads: Node) -> Node:
         """Heads of shape [groups, heads, tokens, head size], of [1, heads, tokens, head size]."""
         by_head = op.gather(op.squeeze(heads, _ints(0)), self._inputs[GROUPED], _int(1))
         return op.transpose(by_head, op.constant(np.array([1, 0, 2, 3], np.int32)))
 
-    def _joined(self, attended: Node) -> Node:
+    def _in_order(self, attended: Node) -> Node:
         rows = op.reshape(attended, _ints(-1, self._n_head * self._head), False)
         return op.unsqueeze(op.gather(rows, self._inputs[PLACES], _int(0)), _int(0))
 
 
-def _scaled(values: Node, factor: float) -> Node:
+def _scale(values: Node, factor: float) -> Node:
     return values if factor == 1 else op.multiply(values, op.constant(np.float32(factor)))
 
 
@@ -570,7 +570,7 @@ def _times(values: Node, data: NDArray[Any], kind: Kind) -> Node:
     """The product with a matrix."""
     if not is_quantised(kind):
         return op.matmul(values, _plain(floats(data, kind)), False, True)
-    matrix = quantised(data, kind)
+    matrix = quantise(data, kind)
     if matrix.offsets is not None:
         n_groups = matrix.codes.shape[1]
         matrix = matrix.with_sums()
@@ -608,7 +608,7 @@ def _rows(tensor: Tensor) -> Node:
     """A matrix from which single rows are taken: offsets need not be whole there."""
     if not is_quantised(tensor.kind):
         return _plain(floats(tensor.data, tensor.kind))
-    matrix = quantised(tensor.data, tensor.kind)
+    matrix = quantise(tensor.data, tensor.kind)
     return _whole(matrix, _exact_zeros(matrix), tensor.data.shape[:-1])
 
 
@@ -618,7 +618,7 @@ def _experts(data: NDArray[Any], kind: Kind) -> Node:
     if not is_quantised(kind):
         return _plain(floats(data, kind))
     n_experts, n_rows, n_bytes = data.shape
-    matrix = quantised(data.reshape(-1, n_bytes), kind)
+    matrix = quantise(data.reshape(-1, n_bytes), kind)
     return _whole(matrix, _exact_zeros(matrix), (n_experts, n_rows))
 
 

@@ -22,7 +22,7 @@ class ModelPart:
     index: int = 0
     n_parts: int = 1
     layers: range | None = None
-    """The layers of the part. None: all nodes count as equal, and `divided` says it."""
+    """The layers of the part. None: all nodes count as equal, and `divide` says it."""
 
     @property
     def is_whole(self) -> bool:
@@ -92,7 +92,7 @@ class StageNode:
     """The memory for weights and cache."""
 
 
-def divided(
+def divide(
     shape: ModelShape,
     nodes: Sequence[StageNode],
     *,
@@ -143,7 +143,7 @@ def fewest_stages(shape: ModelShape, node: StageNode, n_tokens: int) -> int:
     n_layers = len(shape.layer_bytes)
     for n in range(1, n_layers):
         with suppress(ConfigError):
-            divided(shape, [node] * n, n_tokens=n * n_tokens)
+            divide(shape, [node] * n, n_tokens=n * n_tokens)
             return n
-    divided(shape, [node] * n_layers, n_tokens=n_layers * n_tokens)
+    divide(shape, [node] * n_layers, n_tokens=n_layers * n_tokens)
     return n_layers

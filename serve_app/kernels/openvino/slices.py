@@ -38,7 +38,7 @@ def converted_slice(
     takes to convert the whole model. A small model is its own slice, and stays converted and open.
 
     Raises ConfigError, UnreadableError and OSError."""
-    whole, models = convert.checked(model.files), convert.converted_models(max_bytes)
+    whole, models = convert.read_model(model.files), convert.converted_models(max_bytes)
     layers = sliced_layers(whole)
     if len(layers) == len(whole.layers):
         convert.converted_of(model, max_bytes, report)

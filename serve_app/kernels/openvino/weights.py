@@ -81,11 +81,11 @@ class Quantised:
 
 
 def is_rounded(kind: Kind) -> bool:
-    """Whether `quantised` rounds to 8 bits: fewer than 32 share a scale, or there is a table."""
+    """Whether `quantise` rounds to 8 bits: fewer than 32 share a scale, or there is a table."""
     return kind not in (*_PLAIN, Kind.BF16, *_GRIDS)
 
 
-def n_bytes(kind: Kind, n_weights: int, has_wide_zeros: bool) -> int:
+def matrix_bytes(kind: Kind, n_weights: int, has_wide_zeros: bool) -> int:
     """The most bytes of a matrix with so many weights, when it is converted. Wide zeros are floats."""
     if not is_quantised(kind):
         return n_weights * (2 if kind is Kind.F16 else 4)
@@ -107,25 +107,25 @@ def floats(data: NDArray[np.generic], kind: Kind) -> NDArray[np.float16] | Float
     return found
 
 
-def quantised(data: Bytes, kind: Kind) -> Quantised:
+def quantise(data: Bytes, kind: Kind) -> Quantised:
     """The matrix with these rows. Raises NotImplementedError for formats that gguf cannot read."""
-    parts = _by_rows(_part, data, kind)
+    parts = _by_rows(_quantise_part, data, kind)
     return Quantised(
         np.concatenate([part.codes for part in parts]),
         parts[0].bits,
         np.concatenate([part.scales for part in parts]),
-        _joined([part.zeros for part in parts]),
-        _joined([part.offsets for part in parts]),
+        _join([part.zeros for part in parts]),
+        _join([part.offsets for part in parts]),
     )
 
 
 def rounded_rows(data: NDArray[np.generic], kind: Kind) -> tuple[NDArray[np.int8], Floats]:
-    """The matrix with these rows as integers of 8 bits, and a scale for each row. Raises as `quantised`."""
-    codes, scales = zip(*_by_rows(_rounded, data, kind), strict=True)
+    """The matrix with these rows as integers of 8 bits, and a scale for each row. Raises as `quantise`."""
+    codes, scales = zip(*_by_rows(_round, data, kind), strict=True)
     return np.concatenate(codes), np.concatenate(scales)
 
 
-def _rounded(data: NDArray[Any], kind: Kind) -> tuple[NDArray[np.int8], Floats]:
+def _round(data: NDArray[Any], kind: Kind) -> tuple[NDArray[np.int8], Floats]:
     weights = floats(data, kind).astype(np.float32)
     scales = np.abs(weights).max(axis=1, keepdims=True) / np.float32(_MOST)
     return _codes(weights[:, None], scales)[:, 0], scales
@@ -142,12 +142,12 @@ def _by_rows(
         return list(pool.map(function, pieces, repeat(kind)))
 
 
-def _joined(parts: list[NDArray[Any] | None]) -> NDArray[Any] | None:
+def _join(parts: list[NDArray[Any] | None]) -> NDArray[Any] | None:
     there = [one for one in parts if one is not None]
     return np.concatenate(there) if there else None
 
 
-def _part(data: Bytes, kind: Kind) -> Quantised:
+def _quantise_part(data: Bytes, kind: Kind) -> Quantised:
     data = np.ascontiguousarray(data)
     weights = gguf.dequantize(data, kind).reshape(len(data), -1, GROUP)
     bits = 4 if kind in _OF_FOUR_BITS else 8
@@ -186,7 +186,7 @@ def _half(blocks: Bytes, at: int) -> Floats:
     return found.astype(np.float32)
 
 
-def _centred(blocks: Bytes) -> tuple[Floats, Floats | None]:
+def _scales_alone(blocks: Bytes) -> tuple[Floats, Floats | None]:
     return _half(blocks, 0), None
 
 
@@ -208,9 +208,9 @@ def _of_super_blocks(blocks: Bytes) -> tuple[Floats, Floats | None]:
 
 
 _GRIDS: dict[Kind, _Grid] = {
-    Kind.Q4_0: _centred,
-    Kind.Q5_0: _centred,
-    Kind.Q8_0: _centred,
+    Kind.Q4_0: _scales_alone,
+    Kind.Q5_0: _scales_alone,
+    Kind.Q8_0: _scales_alone,
     Kind.MXFP4: _with_exponent,
     Kind.Q4_1: _with_least,
     Kind.Q5_1: _with_least,

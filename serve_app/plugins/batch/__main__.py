@@ -59,7 +59,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def resolved(args: argparse.Namespace) -> ResolvedModel:
+def resolve_model(args: argparse.Namespace) -> ResolvedModel:
     """The model, and how it is served here. Raises ConfigError."""
     from serve_app.run.resolving import resolve
 
@@ -113,7 +113,7 @@ def answer(args: argparse.Namespace) -> int:
     folder = args.output.with_name(args.output.name + ".parts") if is_file else args.output
     if is_file and args.output.exists():
         raise ConfigError(f"{args.output} is there already.")
-    model = resolved(args)
+    model = resolve_model(args)
     reading = Reading(path, args.column, args.system, args.fields)
     work = PartSettings(model, reading, folder.resolve())
     n_replicas = args.replicas or max(1, int(connect() / model.num_cpus))

@@ -27,7 +27,7 @@ from serve_app.base.errors import ConfigError
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import IngressConfig
 from serve_app.plugins.batch import parts
-from serve_app.plugins.batch.rows import Question, Reading, parsed
+from serve_app.plugins.batch.rows import Question, Reading, parse_line
 from serve_app.run.ingress import IngressPlace, IngressServer, IngressSettings
 from serve_app.run.local.handle import EngineChild, LocalHandle, folder_for
 from serve_app.server.http.request_context import Caller
@@ -114,7 +114,7 @@ class Answerer:
     def _read(self, line: bytes) -> _Asked:
         row = None
         try:
-            row = parsed(line)
+            row = parse_line(line)
             question = self._work.reading.question(row)
         except ValueError as error:
             return _Asked(row, str(error), b"")
@@ -125,11 +125,11 @@ class Answerer:
     ) -> None:
         """Whatever goes wrong with a line, the others go on."""
         try:
-            status, answer = await self._answered(line.question)
+            status, answer = await self._await_answer(line.question)
             answers[n] = self._work.reading.line(line.row, status, answer)
         except Exception as error:
             logger.exception("A line could not be answered")
-            status, answer = 500, _refusal(f"An unexpected error: {error!r}", "internal_error")
+            status, answer = 500, _error_body(f"An unexpected error: {error!r}", "internal_error")
             answers[n] = self._work.reading.line(line.row, status, answer)
         counts["lines"] += 1
         counts["errors"] += status >= 400
@@ -139,10 +139,10 @@ class Answerer:
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         counts["cached"] += details.get("cached_tokens") or 0
 
-    async def _answered(self, question: Question | str) -> tuple[int, dict[str, Any]]:
+    async def _await_answer(self, question: Question | str) -> tuple[int, dict[str, Any]]:
         """The status and the answer, when there is room for it; or, after long, that there is none."""
         if isinstance(question, str):
-            return 400, _refusal(question, "invalid_row")
+            return 400, _error_body(question, "invalid_row")
         body = orjson.dumps(question.body)
         async with self._places:
             give_up_at = time.monotonic() + _PATIENCE_S
@@ -162,7 +162,7 @@ def _own_folder() -> Path:
     return folder_for(Path(tempfile.mkdtemp(f"-{os.getpid()}", "corral-batch-")))
 
 
-def _refusal(message: str, code: str) -> dict[str, Any]:
+def _error_body(message: str, code: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 

@@ -53,7 +53,7 @@ class Parts(FileBasedDatasource):
     def _read_stream(self, f: pyarrow.NativeFile, path: str) -> Iterator[Block]:
         number = self._number(path)
         size, before = f.size(), 0
-        for n_part, lines in enumerate(batched(_lines(f, path), self._n_lines)):
+        for n_part, lines in enumerate(split_lines(_lines(f, path), self._n_lines)):
             part = name(number, n_part)
             now = size if f.closed else f.tell()
             read, before = now - before, now
@@ -66,7 +66,7 @@ class Parts(FileBasedDatasource):
         return found[0] if found else self._files[f"/{path}"]
 
 
-def batched(lines: Iterable[bytes], n: int) -> Iterator[list[bytes]]:
+def split_lines(lines: Iterable[bytes], n: int) -> Iterator[list[bytes]]:
     rest = iter(lines)
     while part := list(itertools.islice(rest, n)):
         yield part
@@ -75,9 +75,9 @@ def batched(lines: Iterable[bytes], n: int) -> Iterator[list[bytes]]:
 def _lines(f: pyarrow.NativeFile, path: str) -> Iterator[bytes]:
     if path.endswith(".parquet"):
         batches = pyarrow.parquet.ParquetFile(f).iter_batches(_ROWS)
-        yield from itertools.chain.from_iterable(map(_dumped, batches))
+        yield from itertools.chain.from_iterable(map(_dump, batches))
     elif path.endswith(".csv"):
-        yield from itertools.chain.from_iterable(map(_dumped, pyarrow.csv.open_csv(f)))
+        yield from itertools.chain.from_iterable(map(_dump, pyarrow.csv.open_csv(f)))
     else:
         yield from filter(None, (line.strip() for line in _split(f)))
 
@@ -90,7 +90,7 @@ def _split(f: pyarrow.NativeFile) -> Iterator[bytes]:
     yield rest
 
 
-def _dumped(batch: pyarrow.RecordBatch) -> Iterator[bytes]:
+def _dump(batch: pyarrow.RecordBatch) -> Iterator[bytes]:
     rows: Sequence[dict[str, Any]] = batch.to_pylist()
     return (orjson.dumps(row, default=str) for row in rows)
 

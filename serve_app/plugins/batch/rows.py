@@ -70,11 +70,11 @@ class Reading:
             response = {"status_code": status, "request_id": "", "body": answer}
             return line_of(None if name is None else str(name), response)
         told = row if isinstance(row, dict) else {"row": row}
-        found = _short(answer) if status < 400 else {"error": answer.get("error", answer)}
+        found = _short_row(answer) if status < 400 else {"error": answer.get("error", answer)}
         return orjson.dumps({**told, **found}, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def parsed(line: bytes) -> Any:
+def parse_line(line: bytes) -> Any:
     """A line of JSON. Raises ValueError."""
     try:
         return orjson.loads(line.removeprefix(codecs.BOM_UTF8))
@@ -82,7 +82,7 @@ def parsed(line: bytes) -> Any:
         raise ValueError(f"The line is not JSON: {error}") from None
 
 
-def _short(answer: Mapping[str, Any]) -> dict[str, Any]:
+def _short_row(answer: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that a table gets of an answer."""
     usage = answer.get("usage") or {}
     if "data" in answer:

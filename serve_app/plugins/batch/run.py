@@ -59,14 +59,14 @@ def about(files: Mapping[str, int], work: PartSettings, n_lines: int) -> dict[st
     source = work.model.source
     model_files = [] if source.path is None else [str(source.path.expanduser())]
     return {
-        "files": {path: _version(path) for path in (*files, *model_files)},
+        "files": {path: _file_version(path) for path in (*files, *model_files)},
         "lines_per_part": n_lines,
         "model": source.model_dump(mode="json", exclude_none=True),
         "reading": asdict(work.reading),
     }
 
 
-def _version(path: str) -> list[int]:
+def _file_version(path: str) -> list[int]:
     """Size and time of a file: almost certainly others if the content is another."""
     status = Path(path).stat()
     return [status.st_size, status.st_mtime_ns]

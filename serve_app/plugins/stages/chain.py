@@ -288,7 +288,7 @@ class StageChain:
     def _read(self, connection: socket.socket) -> None:
         """Take the frames of a connection that knows the secret."""
         try:
-            connection = self._believed(connection)
+            connection = self._check_hello(connection)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             connection.close()
             logger.warning("A connection to a stage was refused: %s", error)
@@ -302,7 +302,7 @@ class StageChain:
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             self._fail(f"A connection from another stage ended: {error}")
 
-    def _believed(self, connection: socket.socket) -> socket.socket:
+    def _check_hello(self, connection: socket.socket) -> socket.socket:
         connection.settimeout(CONNECT_S)
         if connection.family != socket.AF_UNIX:
             protocol.keep_alive(connection)
@@ -318,13 +318,13 @@ class StageChain:
 
 def _body(connection: socket.socket, most: int = 2**32) -> bytearray:
     """The body of the next frame. Raises EOFError where the connection ends."""
-    n_bytes = protocol.length_of(_received(connection, protocol.LENGTH_BYTES))
+    n_bytes = protocol.length_of(_receive(connection, protocol.LENGTH_BYTES))
     if n_bytes > most:
         raise EOFError("its first frame is too long")
-    return _received(connection, n_bytes)
+    return _receive(connection, n_bytes)
 
 
-def _received(connection: socket.socket, n_bytes: int) -> bytearray:
+def _receive(connection: socket.socket, n_bytes: int) -> bytearray:
     body = bytearray(n_bytes)
     rest = memoryview(body)
     while rest:

@@ -59,7 +59,7 @@ def arrays_of(values: Values) -> dict[str, Array]:
 
 def values_of(arrays: dict[str, Array]) -> Values:
     """The values that a frame has, to be read only."""
-    return {name: _value(array) for name, array in arrays.items()}
+    return {name: _value_of(array) for name, array in arrays.items()}
 
 
 def _array(value: NDArray[Any]) -> Array:
@@ -73,7 +73,7 @@ def _array(value: NDArray[Any]) -> Array:
     return Array(value.dtype.str, value.shape, _bytes(halves), _bytes(scales))
 
 
-def _value(array: Array) -> NDArray[Any]:
+def _value_of(array: Array) -> NDArray[Any]:
     dtype = np.dtype(array.dtype)
     if dtype != np.float32:
         return np.frombuffer(array.data, dtype).reshape(array.shape)

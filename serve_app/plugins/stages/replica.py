@@ -20,7 +20,7 @@ from serve_app.base.progress import Report
 from serve_app.engine import Engine
 from serve_app.engine.choice.plan import OPENVINO, Plan
 from serve_app.engine.costs import profile_cache
-from serve_app.kernels.openvino.parts import ModelPart, ModelShape, StageNode, divided
+from serve_app.kernels.openvino.parts import ModelPart, ModelShape, StageNode, divide
 from serve_app.plugins.stages.chain import StageChain
 from serve_app.run.replica.place import Gang, ReplicaPlace
 from serve_app.run.sizing import PROCESS_BYTES
@@ -67,7 +67,7 @@ class ReplicaStage:
     def __init__(self, place: ReplicaPlace, gang: Gang) -> None:
         self._gang, self._node_id = gang, place.node_id
         part = ModelPart(gang.rank, gang.size)
-        self.chain = StageChain(part, place.node_id, gang.host, partial(self._exchanged, "address"))
+        self.chain = StageChain(part, place.node_id, gang.host, partial(self._exchange, "address"))
         self._shape: ModelShape | None = None
         self._folder: Path | None = None
         self._kept_as, self._kept_s = "", 0.0
@@ -92,7 +92,7 @@ class ReplicaStage:
         speed = profile_cache.load(self._folder, self._kept_as, StageSpeed)
         own = StageReport(self._node_id, options.memory_bytes, speed)
         n_tokens = gang.size * options.n_ctx_together
-        parts = planned(self._shape, self._exchanged("report", own), options.n_slots, n_tokens)
+        parts = plan_layers(self._shape, self._exchange("report", own), options.n_slots, n_tokens)
         layers = parts[gang.rank]
         logger.info(
             "Stage %d of %d has layers %d to %d of %d.",
@@ -118,7 +118,7 @@ class ReplicaStage:
         speed = StageSpeed((layers.start, layers.stop), bytes_per_s, n_rows, sampled)
         profile_cache.save(self._folder, self._kept_as, speed)
 
-    def _exchanged(self, what: str, own: _Value) -> list[_Value]:
+    def _exchange(self, what: str, own: _Value) -> list[_Value]:
         """The values that all stages tell under this name, with this one's. Blocks until all are there.
         Raises EngineFailedError."""
         gang, shared, until = self._gang, shared_values(), time.monotonic() + _MEET_S
@@ -140,7 +140,7 @@ class ReplicaStage:
         return f"stages/{self._gang.id}/{what}/{rank}"
 
 
-def planned(
+def plan_layers(
     shape: ModelShape, reports: Sequence[StageReport], n_rows: int, n_tokens: int
 ) -> list[range]:
     """The layers of each stage, by what all of them report: the same in all processes. Passes have `n_rows`
@@ -162,7 +162,7 @@ def planned(
     read = shape.read_bytes(n_rows)
     if speeds:
         read = shape.read_bytes(fmean(s.n_rows for s in speeds), fmean(s.sampled for s in speeds))
-    best = divided(shape, nodes, read=read, n_tokens=n_tokens)
+    best = divide(shape, nodes, read=read, n_tokens=n_tokens)
     measured = [range(*speed.layers) for speed in speeds]
     if [i for part in measured for i in part] != list(range(best[-1].stop)):
         return best

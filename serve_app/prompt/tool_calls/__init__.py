@@ -4,7 +4,7 @@ from serve_app.prompt.tool_calls.calls import CallPiece, Reasoning, ToolCall
 from serve_app.prompt.tool_calls.format import ToolFormat
 from serve_app.prompt.tool_calls.formats import FORMATS, detect
 from serve_app.prompt.tool_calls.formats.generic import GENERIC
-from serve_app.prompt.tool_calls.formats.markup import derived
+from serve_app.prompt.tool_calls.formats.markup import derive
 from serve_app.prompt.tool_calls.parser import CallParser
 
 __all__ = [
@@ -15,6 +15,6 @@ __all__ = [
     "Reasoning",
     "ToolCall",
     "ToolFormat",
-    "derived",
+    "derive",
     "detect",
 ]

@@ -66,7 +66,7 @@ class FunctionNames:
         }
         for name in names:
             if name not in self._of_model:
-                self._of_model[name] = self._unused(_safe(name))
+                self._of_model[name] = self._unused_name(_safe(name))
         self._of_client = {safe: name for name, safe in self._of_model.items()}
 
     @classmethod
@@ -74,7 +74,7 @@ class FunctionNames:
         """The names of tools as OpenAI describes them."""
         return cls(tool["function"]["name"] for tool in tools)
 
-    def _unused(self, name: str) -> str:
+    def _unused_name(self, name: str) -> str:
         used, number, unused = set(self._of_model.values()), 2, name
         while unused in used:
             unused, number = f"{name}_{number}", number + 1
@@ -92,7 +92,7 @@ class FunctionNames:
         like = [own for safe, own in self._of_client.items() if _plain(safe) == _plain(name)]
         return like[0] if len(like) == 1 else name
 
-    def renamed(self, tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def rename(self, tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         return [
             {
                 **tool,
@@ -124,7 +124,7 @@ def _plain(name: str) -> str:
     return name.strip().lower().removeprefix("functions.").replace("-", "_")
 
 
-def described(function: Mapping[str, Any]) -> dict[str, Any]:
+def describe_function(function: Mapping[str, Any]) -> dict[str, Any]:
     """A function as chat templates read it: with a text as its description, and an object as its
     parameters. Fields that are null are left out, as templates take a missing field for an empty one."""
     return {

@@ -33,9 +33,9 @@ class ToolFormat:
     """The delimiter before a call; None if a call is just the whole answer."""
     message: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     """Converts a message to the form that its templates take."""
-    said: Callable[[lark.Delimiter], str] | None = None
+    free_start: Callable[[lark.Delimiter], str] | None = None
     """The rule `start` of answers that need not be calls, where that is not text and then calls."""
-    held: Callable[[lark.Delimiter, bool], str] | None = None
+    forced_start: Callable[[lark.Delimiter, bool], str] | None = None
     """The rule `start` of answers that match `answer` or, with the flag, `calls` (channels)."""
     unwritable: str | None = None
     """A regular expression of what no parameter can have, where names have no quotation marks."""

@@ -81,14 +81,14 @@ class CallParser:
             try:
                 next(self._reading)
                 self._tell_arguments()
-                return parts + self._taken()
+                return parts + self._take()
             except StopIteration as end:
                 calls: Sequence[ToolCall] | None = end.value
             except NoCallError:
                 calls = ()
             self._reading = None
-            parts += self._taken()
-            parts += self._refused() if calls is not None and not calls else self._called(calls)
+            parts += self._take()
+            parts += self._refuse() if calls is not None and not calls else self._tell_calls(calls)
 
     def finish(self) -> list[Part]:
         """The rest, when there is no more text; nothing of what was told in part."""
@@ -113,7 +113,7 @@ class CallParser:
             self._reading = self._read(text)
         return content
 
-    def _called(self, calls: Sequence[ToolCall] | None) -> list[Part]:
+    def _tell_calls(self, calls: Sequence[ToolCall] | None) -> list[Part]:
         self._text.forget()
         if calls is None:
             self._after = Previous.CONTENT
@@ -124,13 +124,13 @@ class CallParser:
     def _whole(self, call: ToolCall) -> Part:
         return CallPiece(call.name, call.arguments) if self.in_pieces else call
 
-    def _refused(self) -> list[Part]:
+    def _refuse(self) -> list[Part]:
         """The opening is content; calls may begin behind it. Parts that were returned are not."""
         if self._was_told:
             self._tell_arguments()
             self._arguments = None
             self._after = Previous.CALL
-            return self._taken()
+            return self._take()
         self._text.rewind()
         return self._content(self._text.at + self._n_opening)
 
@@ -162,7 +162,7 @@ class CallParser:
         self._was_told = True
         self._told.append(part)
 
-    def _taken(self) -> list[Part]:
+    def _take(self) -> list[Part]:
         told, self._told = self._told, []
         return told
 

@@ -61,12 +61,12 @@ class TextReader:
 
     def forget(self) -> str:
         """Returns the text that was read, and holds it no longer."""
-        read = self._held()
+        read = self._held_text()
         self._before.clear()
         self._begun = self.at
         return read
 
-    def _held(self) -> str:
+    def _held_text(self) -> str:
         return "".join(self._before) + self.text[self._begun : self.at]
 
     # -- reads ------------------------------------------------------------------------------------
@@ -139,9 +139,9 @@ class TextReader:
         once, when its last bracket is there."""
         if (yield from self.after_blanks()) not in brackets:
             raise NoCallError
-        n_before = len(self._held())
+        n_before = len(self._held_text())
         yield from self.skip_json()
-        return decode(self._held()[n_before:])
+        return decode(self._held_text()[n_before:])
 
     def string_piece(self) -> Reading[str | None]:
         """The next piece of a JSON string, after its first quotation mark, as far as it has arrived; None

@@ -53,7 +53,7 @@ class CallMessage(msgspec.Struct, array_like=True, frozen=True):
     values: tuple[tuple[str, msgspec.Raw], ...] = ()
 
 
-def packed(value: object) -> tuple[str, msgspec.Raw]:
+def pack(value: object) -> tuple[str, msgspec.Raw]:
     """A value with the name of its kind. Raises TypeError for another one."""
     kind = "CorralError" if isinstance(value, CorralError) else type(value).__name__
     if isinstance(value, np.ndarray):
@@ -65,7 +65,7 @@ def packed(value: object) -> tuple[str, msgspec.Raw]:
     return kind, msgspec.Raw(msgpack.pack(value))
 
 
-def unpacked(kind: str, value: msgspec.Raw) -> Any:
+def unpack(kind: str, value: msgspec.Raw) -> Any:
     """The value of that kind. Raises msgspec.MsgspecError or KeyError if it is none."""
     content = msgpack.decoder(_KINDS[kind]).decode(value)
     if kind == "array":
@@ -97,8 +97,8 @@ class Connection(asyncio.Protocol):
         number = next(self._numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         if self._transport.is_closing():
-            raise _lost()
-        self._send(CallMessage(number, method, tuple(map(packed, arguments))))
+            raise _loss()
+        self._send(CallMessage(number, method, tuple(map(pack, arguments))))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -128,12 +128,12 @@ class Connection(asyncio.Protocol):
         number, method = message.number, message.method
         if method is None:
             if (answer := self._calls.get(number)) is not None and not answer.done():
-                answer.set_result(unpacked(*message.values[0]))
+                answer.set_result(unpack(*message.values[0]))
         elif not method:
             if (task := self._answering.get(number)) is not None:
                 task.cancel()
         else:
-            arguments = [unpacked(*value) for value in message.values]
+            arguments = [unpack(*value) for value in message.values]
             task = asyncio.create_task(self._run(number, self._answer(method), arguments))
             self._answering[number] = task
             task.add_done_callback(lambda _: self._answering.pop(number))
@@ -147,12 +147,12 @@ class Connection(asyncio.Protocol):
             logger.exception("A call failed")
             outcome = EngineFailedError(f"The engine's process failed ({type(error).__name__}).")
         if not self._transport.is_closing():
-            self._send(CallMessage(number, None, (packed(outcome),)))
+            self._send(CallMessage(number, None, (pack(outcome),)))
 
     def connection_lost(self, _: Exception | None) -> None:
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(_lost())
+                answer.set_exception(_loss())
         for task in self._answering.values():
             task.cancel()
         self._lost()
@@ -162,5 +162,5 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
 
-def _lost() -> EngineFailedError:
+def _loss() -> EngineFailedError:
     return EngineFailedError("The engine's process is lost.")

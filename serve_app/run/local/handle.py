@@ -89,7 +89,7 @@ class LocalHandle:
                 was_up = was_up or self._is_up.is_set()
                 self._connection = None
                 self._is_up.clear()
-                await asyncio.to_thread(_ended, child)
+                await asyncio.to_thread(_wait_for_end, child)
             n_failed = 1 if time.monotonic() - began > _STEADY_S else n_failed + 1
             pause_s = _PAUSES_S[min(n_failed, len(_PAUSES_S)) - 1]
             status = child.process.returncode
@@ -176,7 +176,7 @@ class LocalHandle:
         self._is_closing = True
 
 
-def _ended(child: EngineChild) -> None:
+def _wait_for_end(child: EngineChild) -> None:
     """Wait until the process has ended, and see to it that it does."""
     child.socket.close()
     try:

@@ -121,13 +121,13 @@ class BoundedHttp(HttpToolsProtocol):
                 request_id = str(uuid.uuid4())
                 scope["headers"] = [*scope["headers"], (b"x-request-id", request_id.encode())]
 
-            async def named(message: Message) -> None:
+            async def send_with_id(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     MutableHeaders(scope=message)["x-request-id"] = request_id
                 await send(message)
 
             try:
-                await app(scope, receive, named)
+                await app(scope, receive, send_with_id)
             except asyncio.CancelledError:
                 if not cycle.disconnected:
                     raise

@@ -136,13 +136,13 @@ class LocalServer:
         server = uvicorn.Server(config)
         problem: CorralError | None = None
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def on_end(task: asyncio.Task[None]) -> None:
             nonlocal problem
             if not task.cancelled() and isinstance(error := task.exception(), CorralError):
                 problem, server.should_exit = error, True
 
         for task in keeping:
-            task.add_done_callback(ended)
+            task.add_done_callback(on_end)
         draining = asyncio.create_task(self._drain(server))
         tell("deployed")
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again at its end

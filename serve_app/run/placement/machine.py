@@ -79,7 +79,7 @@ class Machine:
         return min(self.n_cpus, len(self.topology.cores))
 
 
-def read(root: Path = _ROOT) -> Machine:
+def read_machine(root: Path = _ROOT) -> Machine:
     """The machine whose /proc and /sys are in `root`."""
     topology, quota = read_topology(root), cpu_quota(root)
     if quota is not None and quota >= len(topology.cpus):
@@ -91,16 +91,16 @@ def read_topology(root: Path = _ROOT, allowed: Set[int] | None = None) -> Topolo
     """The allowed CPUs that are online; default: `allowed_cpus`. `root` is where /proc and /sys are."""
     system = root / "sys/devices/system"
     cpus = set(allowed_cpus(root) if allowed is None else allowed)
-    cpus = cpus & parse_cpus(_read(system / "cpu/online")) or cpus
+    cpus = cpus & parse_cpus(_read_text(system / "cpu/online")) or cpus
     nodes = {
         cpu: int(folder.name.removeprefix("node"))
         for folder in system.glob("node/node[0-9]*")
-        for cpu in parse_cpus(_read(folder / "cpulist"))
+        for cpu in parse_cpus(_read_text(folder / "cpulist"))
     }
     cores = []
     for cpu in sorted(cpus):
         if cpu in cpus:
-            siblings = _read(system / f"cpu/cpu{cpu}/topology/thread_siblings_list")
+            siblings = _read_text(system / f"cpu/cpu{cpu}/topology/thread_siblings_list")
             of_core = {cpu} | parse_cpus(siblings) & cpus
             cpus -= of_core
             cores.append(PhysicalCore(tuple(sorted(of_core)), nodes.get(cpu)))
@@ -109,7 +109,7 @@ def read_topology(root: Path = _ROOT, allowed: Set[int] | None = None) -> Topolo
 
 def allowed_cpus(root: Path = _ROOT) -> set[int]:
     """The affinity mask of this thread, which a container's cpuset bounds; all CPUs where there is none."""
-    if (allowed := _allowed(root, "Cpus")) is not None:
+    if (allowed := _mask(root, "Cpus")) is not None:
         return allowed
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
@@ -209,7 +209,7 @@ class ThrottleWatch:
 
 
 def _machine_memory(root: Path, name: str) -> int:
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in _read_text(root / "proc/meminfo").splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # no Linux: all there is
@@ -221,13 +221,13 @@ def _cpuset_memory(root: Path) -> Iterator[int]:
         int(folder.name.removeprefix("node")): _node_memory(folder)
         for folder in (root / "sys/devices/system/node").glob("node[0-9]*")
     }
-    allowed = _allowed(root, "Mems")
+    allowed = _mask(root, "Mems")
     if allowed is not None and not nodes.keys() <= allowed:
         yield sum(n_bytes for node, n_bytes in nodes.items() if node in allowed)
 
 
 def _node_memory(folder: Path) -> int:
-    fields = (line.split()[2:4] for line in _read(folder / "meminfo").splitlines())
+    fields = (line.split()[2:4] for line in _read_text(folder / "meminfo").splitlines())
     counted = ("MemFree:", "Active(file):", "Inactive(file):")
     return sum(int(number) * 1024 for name, number in fields if name in counted)
 
@@ -243,9 +243,9 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
             yield int(limit), int(used or 0)
 
 
-def _allowed(root: Path, kind: str) -> set[int] | None:
+def _mask(root: Path, kind: str) -> set[int] | None:
     """The mask of this thread's "Cpus" or "Mems", if the kernel tells."""
-    for line in _read(root / "proc/thread-self/status").splitlines():
+    for line in _read_text(root / "proc/thread-self/status").splitlines():
         if line.startswith(f"{kind}_allowed_list:"):
             return parse_cpus(line.partition(":")[2])
     return None
@@ -255,18 +255,18 @@ def _settings(root: Path, controller: str, *names: str) -> Iterator[tuple[str, .
     """The contents of these files in the control group of this process and in its ancestors', nearest
     first, in the hierarchy of a v1 controller, or in v2's for ""."""
     mount = root / "sys/fs/cgroup" / controller
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             group = mount / path.lstrip("/")
             while True:
-                yield tuple(_read(group / name) for name in names)
+                yield tuple(_read_text(group / name) for name in names)
                 if group == mount:
                     break
                 group = group.parent
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """The file's text, or "" if there is no such file, as where a controller is not mounted."""
     try:
         return path.read_text().strip()

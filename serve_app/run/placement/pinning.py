@@ -82,7 +82,7 @@ def place_on_cpus(
     """A replica's place on its node, by default this one, and its threads, with so many reserved CPUs.
     Before anything starts threads: they inherit the place. Raises ConfigError for more threads than
     CPUs."""
-    here = here or machine.read()
+    here = here or machine.read_machine()
     n_cores = plan.n_cores(here, reserved)
     most = max(model.threads or n_cores, model.options.threads_batch or 0)
     complaint = machine.oversubscription(
@@ -108,7 +108,7 @@ def _pinning(
     if numa is not None and len(here.topology.nodes) == 1:
         logger.info("Model %s: engine.numa has no effect: there is one NUMA node.", model.id)
     elif numa in ("distribute", "isolate"):
-        return _unpinned(f"engine.numa: {numa} places its threads")
+        return _no_pinning(f"engine.numa: {numa} places its threads")
     return pin(reserved, default_folder(), here, spread=spread)
 
 
@@ -135,25 +135,25 @@ def pin(
     the kernel takes a page from the node of the thread that first touches it. No lease is not an error:
     CPUs that are not its own are left to the kernel then."""
     if reserved < 1 or reserved != int(reserved):
-        return _unpinned(f"num_cpus is {reserved:g}, which is not a whole number of cores")
-    here = here or machine.read()
+        return _no_pinning(f"num_cpus is {reserved:g}, which is not a whole number of cores")
+    here = here or machine.read_machine()
     cpus, quota = here.topology.cpus, here.quota
     if quota is not None:
-        return _unpinned(
+        return _no_pinning(
             f"it has a CPU quota of {quota:g} cores, on {len(cpus)} cores that others use too"
         )
     try:
         lease = take(here.topology, int(reserved), folder, spread=spread)
     except OSError as error:
-        return _unpinned(f"leases cannot be kept in {folder} ({error})")
+        return _no_pinning(f"leases cannot be kept in {folder} ({error})")
     if lease is None:
-        return _unpinned(f"fewer than {reserved:g} of {len(cpus)} cores are free")
+        return _no_pinning(f"fewer than {reserved:g} of {len(cpus)} cores are free")
     before = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     try:
         _set_affinity(lease.cpus)
     except OSError as error:
         lease.release()
-        return _unpinned(f"the kernel does not allow it ({error})")
+        return _no_pinning(f"the kernel does not allow it ({error})")
     node = ""
     if len(here.topology.nodes) > 1 and lease.numa_node is not None:
         node = f" of NUMA node {lease.numa_node}"
@@ -163,7 +163,7 @@ def pin(
     return CorePinning(lease, f"pinned to cores {where}, which no other replica uses", before)
 
 
-def _unpinned(reason: str) -> CorePinning:
+def _no_pinning(reason: str) -> CorePinning:
     return CorePinning(None, f"not pinned to cores: {reason}")
 
 

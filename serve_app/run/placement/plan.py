@@ -45,12 +45,12 @@ def shares(machine: Machine, n_models: int) -> list[Share]:
     return _dealt(machine, n_models, n_places, size, reason)
 
 
-def undivided(machine: Machine, n_models: int) -> Share:
+def whole_share(machine: Machine, n_models: int) -> Share:
     """A share of the machine for a model that is to have one replica, over NUMA nodes."""
     return _dealt(machine, n_models, 1, machine.n_cpus, "the configuration sizes it")[0]
 
 
-def merged(share: Share, n_replicas: int) -> Share:
+def merge(share: Share, n_replicas: int) -> Share:
     """Fewer replicas, at least 1, that take the places of all."""
     n_places = share.n_replicas // n_replicas
     of_what = f"{n_replicas} replica{'s' * (n_replicas > 1)} instead of {share.n_replicas}"

@@ -78,7 +78,7 @@ class ReplicaAdapters:
     async def load(self, config: AdapterConfig) -> str:
         """Have one more; returns its version. Raises CorralError."""
         path = await self._files.find(config.source)
-        version = await asyncio.to_thread(_version, path)
+        version = await asyncio.to_thread(_adapter_version, path)
         await self._load(config, AdapterUse(config.id, config.scale, version))
         return version
 
@@ -109,7 +109,7 @@ class ReplicaAdapters:
             if self._has(adapter):
                 return
             path = await self._files.find(config.source)
-            if await asyncio.to_thread(_version, path) != adapter.version:
+            if await asyncio.to_thread(_adapter_version, path) != adapter.version:
                 raise ConfigError(f"The adapter {config.id!r} is another file on this node.")
             await asyncio.to_thread(self._engine.adapters.load, adapter.key, path)
             logger.info("The adapter %s of %s is loaded.", config.id, self._model.id)
@@ -129,5 +129,5 @@ class ReplicaAdapters:
             logger.info("The adapter %s is not unloaded: %s", key, error)
 
 
-def _version(path: Path) -> str:
+def _adapter_version(path: Path) -> str:
     return adapter_fingerprint(path)[:_VERSION_BYTES].hex()

@@ -63,13 +63,13 @@ class KVTransfer:
 
     async def pull(self) -> None:
         """Get, as the target, what requests share from the replicas that are there."""
-        await self._bounded(self._pull, TransferTally("Received", "from"))
+        await self._run_in_time(self._pull, TransferTally("Received", "from"))
 
     async def push(self) -> None:
         """Send, as the source, to the replicas that stay what they all lack."""
-        await self._bounded(self._push, TransferTally("Sent", "to"))
+        await self._run_in_time(self._push, TransferTally("Sent", "to"))
 
-    async def _bounded(
+    async def _run_in_time(
         self, work: Callable[[ReplicaHandle, TransferTally], Awaitable[None]], tally: TransferTally
     ) -> None:
         if not self._prefixes.budget_bytes or self._peers is None:

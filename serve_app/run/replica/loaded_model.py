@@ -93,7 +93,7 @@ class LoadedModel:
         self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
         memory_bytes = available_memory()
         options = dataclasses.replace(
-            sizing.bounded(model.options, model.memory_shares, memory_bytes - weights),
+            sizing.bound(model.options, model.memory_shares, memory_bytes - weights),
             memory_bytes=memory_bytes,
             threads=self._cpus.threads,
             computing_cpus=self._cpus.computing_cpus,
@@ -120,7 +120,7 @@ class LoadedModel:
         self._engine.on_delivered(self._channels.flush)
         self._metrics = ReplicaMetrics(model.id)
         self._closing.callback(self._metrics.rest)
-        self._metrics.downloaded(files.n_bytes)
+        self._metrics.count_download(files.n_bytes)
         self._reporting = Reporting(self._engine, self._channels)
         self._batches_may_scale = model.batches_may_scale
         most = min(MOST_ENTERING, options.n_slots + options.max_waiting)
@@ -162,7 +162,7 @@ class LoadedModel:
             await _lay_out(self._engine, request.media)
             end = await self._run(request, channel, number)
             if not request.background:
-                self._metrics.ended(end)
+                self._metrics.on_end(end)
             _log(request, end)
             if isinstance(end.error, EngineFailedError):
                 raise end.error

@@ -175,7 +175,7 @@ class ModelLifecycle:
         if self.loaded is not None:
             await self.loaded.attach(address)
 
-    async def told(self) -> None:
+    async def wait_until_known(self) -> None:
         """Returns when the ingresses know that the model has come, or cannot be reached."""
         await asyncio.wait(self._tasks[1:])
 
@@ -327,7 +327,7 @@ class OnDemandModel:
         folder = place.folder / "on-demand"
         residency = Residency(folder, self.id, settings.max_loaded)
         self.lifecycle = ModelLifecycle(
-            model.id, settings.keep_alive_s, residency, lambda: _load(model, place), _clean_up
+            model.id, settings.keep_alive_s, residency, lambda: _load_model(model, place), _clean_up
         )
 
     generate = _loading(LoadedModel.generate)
@@ -350,7 +350,7 @@ class OnDemandModel:
         """Load the model, and have the ingresses know that. Errors are returned."""
         try:
             async with self.lifecycle.present():
-                await self.lifecycle.told()
+                await self.lifecycle.wait_until_known()
         except CorralError as error:
             return error
         return None
@@ -373,7 +373,7 @@ class OnDemandModel:
         await self.lifecycle.close()
 
 
-async def _load(model: ResolvedModel, place: ReplicaPlace) -> LoadedModel:
+async def _load_model(model: ResolvedModel, place: ReplicaPlace) -> LoadedModel:
     """Load a model. Raises ConfigError, and whatever else may go wrong; nothing is left of it then."""
     loaded = LoadedModel()
     try:

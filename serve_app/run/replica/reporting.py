@@ -196,7 +196,7 @@ class ReplicaMetrics:
         self._gauges = {name: metrics.gauge(name, what, tags=tags) for name, what in gauges.items()}
         self._seen: dict[str, float] = {"throttled": throttled_s()}
 
-    def ended(self, end: SequenceEnd) -> None:
+    def on_end(self, end: SequenceEnd) -> None:
         spent, n_own = end.timings, end.usage.completion_tokens - end.timings.n_resumed
         self._queue.observe(spent.queue_s)
         if n_own:
@@ -208,7 +208,7 @@ class ReplicaMetrics:
         in_engine_s = spent.queue_s + spent.prefill_s + spent.decode_s
         self._e2e.observe(spent.failed_over_s + in_engine_s)
 
-    def downloaded(self, n_bytes: int) -> None:
+    def count_download(self, n_bytes: int) -> None:
         """Count the bytes that were downloaded for this replica."""
         if n_bytes:
             self._downloaded.inc(n_bytes)

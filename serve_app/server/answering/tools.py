@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from serve_app.base.errors import InvalidRequestError, MediaError
-from serve_app.prompt.tool_calls.calls import described
+from serve_app.prompt.tool_calls.calls import describe_function
 from serve_app.server.http.request_model import RequestModel
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -71,4 +71,4 @@ class Tool(RequestModel):
     """The function; of a custom tool, the one that stands for it."""
 
     def for_template(self) -> dict[str, Any]:
-        return {"type": "function", "function": described(self.function.model_dump())}
+        return {"type": "function", "function": describe_function(self.function.model_dump())}

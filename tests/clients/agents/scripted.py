@@ -19,7 +19,7 @@ from ray.serve import Application
 from serve_app import app
 from serve_app.base.sampling import SamplingParams
 from serve_app.base.types import Sampled, TokenLogprobs
-from serve_app.cluster.replica import prepared
+from serve_app.cluster.replica import process_place
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine.backends import llama_cpp
 from serve_app.kernels.llama.grammars.constraint import Constraint
@@ -122,7 +122,7 @@ class ScriptedReplica(LoadedModel):
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         llama_cpp.LlamaBackend = ScriptedBackend  # type: ignore[misc]
-        await self.start(model, prepared(keeps_texts=model.data_at_rest))
+        await self.start(model, process_place(keeps_texts=model.data_at_rest))
 
     async def __del__(self) -> None:
         await self.leave()

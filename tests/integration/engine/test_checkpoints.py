@@ -387,7 +387,7 @@ async def test_memory_beside_llama_servers(
     params.n_batch, params.n_ubatch = 2048, 512
     params.swa_full, params.kv_unified = False, kv_unified
     params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    with library.captured() as lines:
+    with library.capture_log() as lines:
         context = llama_cpp.llama_init_from_model(model.pointer, params)
     llama_cpp.llama_free(context)
     theirs = CacheLayout.read(lines, 0, 4)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from serve_app.cli.measure.quality import quantised
+from serve_app.cli.measure.quality import quantised_file
 from serve_app.engine import (
     ConfigError,
     Engine,
@@ -85,7 +85,7 @@ def _take(seconds: float, costs: CostModel, names: list[str]) -> None:
 @pytest.fixture(scope="module")
 def q4_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model, quantised once more."""
-    return quantised(BUILTIN_MODEL, "Q4_0", tmp_path_factory.mktemp("draft"), 1)
+    return quantised_file(BUILTIN_MODEL, "Q4_0", tmp_path_factory.mktemp("draft"), 1)
 
 
 @pytest.fixture(scope="module")

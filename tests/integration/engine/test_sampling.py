@@ -106,7 +106,7 @@ def test_the_same_text_of_a_grammar(context: Context, params: SamplingParams) ->
 def pick_within(whole: WholeChain, constraint: Constraint, logits: NDArray[np.float32]) -> int:
     token = whole.draw(logits)
     if not constraint.take(token):
-        token = whole.draw(np.where(constraint.allowed(), logits, np.float32(-np.inf)))
+        token = whole.draw(np.where(constraint.token_mask(), logits, np.float32(-np.inf)))
         assert constraint.take(token)
     whole.accept(token)
     return token

@@ -34,5 +34,5 @@ def test_what_is_no_model_makes_no_file(tmp_path: Path) -> None:
     source = tmp_path / "no.gguf"
     source.write_text("not a model")
     with pytest.raises(BenchmarkError, match=r"cannot make Q8_0 of no\.gguf"):
-        quality.quantised(source, "Q8_0", tmp_path / "made", 1)
+        quality.quantised_file(source, "Q8_0", tmp_path / "made", 1)
     assert not list((tmp_path / "made").iterdir())

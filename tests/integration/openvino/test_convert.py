@@ -24,7 +24,7 @@ from gguf import GGMLQuantizationType as Kind
 from serve_app.base.folders import PART
 from serve_app.base.formats import Quantization
 from serve_app.kernels.openvino import convert
-from serve_app.kernels.openvino.convert import ConvertedModels, converted
+from serve_app.kernels.openvino.convert import ConvertedModels, converted_file
 from serve_app.kernels.openvino.gguf_model import readable
 from tests.integration.openvino.random_models import Made
 
@@ -79,7 +79,7 @@ def test_progress_is_told_and_the_size_forecast(
     path = Made("llama", Kind.Q4_0).write(tmp_path / "model.gguf")
     stages: list[Stage] = []
     with caplog.at_level(logging.INFO, "corral.engine"):
-        made = converted([path], b"a" * 16, models, stages.append, quantization=quantization)
+        made = converted_file([path], b"a" * 16, models, stages.append, quantization=quantization)
     done = [stage.done for stage in stages if stage.name == "converting"]
     assert len(done) >= 2
     assert done == sorted(done)
@@ -97,7 +97,7 @@ def test_of_several_that_ask_one_converts(path: Path, models: ConvertedModels) -
     assert openvino.Core().read_model(answers.pop().strip())
     made = next(models.path.glob("*/openvino_model.xml"))
     before = made.stat().st_mtime_ns
-    assert converted([path], b"a" * 16, models) == made
+    assert converted_file([path], b"a" * 16, models) == made
     assert made.stat().st_mtime_ns == before
 
 
@@ -112,7 +112,7 @@ def test_a_conversion_that_is_killed_is_never_loaded(
     else:
         process.kill()
     process.communicate()
-    made = converted([path], b"a" * 16, models)
+    made = converted_file([path], b"a" * 16, models)
     assert openvino.Core().read_model(made).outputs
     assert list(parts(models)) == []
 
@@ -122,11 +122,11 @@ def test_a_conversion_that_dies_says_so(
 ) -> None:
     monkeypatch.setattr(convert, "_LIMIT_S", 0.01)
     with pytest.raises(ConfigError, match=r"model\.gguf cannot be converted .* -9"):
-        converted([path], b"a" * 16, models)
+        converted_file([path], b"a" * 16, models)
 
 
 def test_without_room_nothing_is_converted(path: Path, models: ConvertedModels) -> None:
     bounded = ConvertedModels(models.path, max_bytes=1000)
     with pytest.raises(ConfigError, match="more than there is room for"):
-        converted([path], b"a" * 16, bounded)
+        converted_file([path], b"a" * 16, bounded)
     assert list(parts(models)) == []

@@ -385,8 +385,8 @@ def test_formats_that_are_rounded_are_named_in_the_log(
     exact = Made("llama", Kind.Q8_0).write(tmp_path / "exact.gguf")
     path = tmp_path / "model.gguf"
     quantise(exact, path, "Q6_K")
-    assert readable([exact]).rounded == []
-    assert readable([path]).rounded == ["Q6_K"]
+    assert readable([exact]).rounded_formats == []
+    assert readable([path]).rounded_formats == ["Q6_K"]
     with caplog.at_level(logging.INFO, "corral.engine"):
         opened(path).close()
     assert "Q6_K weights with 8 bits" in caplog.text

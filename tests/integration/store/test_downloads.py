@@ -32,7 +32,7 @@ from serve_app.store.models import (
     delete,
     fetch,
     locate,
-    pinned,
+    pin_source,
     pinned_projector,
     projector_beside,
     remote_model,
@@ -142,7 +142,7 @@ def test_a_broken_connection_goes_on_where_it_was(hub: Hub, downloads: Downloads
 
 def test_a_hub_that_is_busy_is_asked_again(hub: Hub, downloads: DownloadsConfig) -> None:
     hub.busy = 2
-    source = pinned(ONE, downloads)
+    source = pin_source(ONE, downloads)
     assert hub.busy == 0
     hub.busy = 2
     assert locate(source, downloads, nowhere).is_file()
@@ -189,7 +189,7 @@ def test_a_repository_that_is_not_there_is_named(hub: Hub, downloads: DownloadsC
 def test_a_hub_that_is_gone_when_a_file_is_wanted_may_be_back_later(
     work: Any, hub: Hub, downloads: DownloadsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = pinned(ONE, downloads)
+    source = pin_source(ONE, downloads)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UnreachableError, match="cannot be reached for the files of owner/name"):
         work(source, downloads)
@@ -198,8 +198,8 @@ def test_a_hub_that_is_gone_when_a_file_is_wanted_may_be_back_later(
 
 
 def test_a_revision_is_pinned(hub: Hub, downloads: DownloadsConfig) -> None:
-    assert pinned(ONE, downloads).repo == f"owner/name:tiny-Q4_0.gguf@{COMMIT}"
-    old = pinned(ModelSource(repo="owner/name@v1"), downloads)
+    assert pin_source(ONE, downloads).repo == f"owner/name:tiny-Q4_0.gguf@{COMMIT}"
+    old = pin_source(ModelSource(repo="owner/name@v1"), downloads)
     assert old.repo == f"owner/name:tiny-Q4_0.gguf@{OLD_COMMIT}"
     assert locate(old, downloads, nowhere).read_bytes().endswith(b"older")
 

@@ -207,7 +207,7 @@ def test_a_configuration_without_applications_is_refused(tmp_path: Path) -> None
     file = tmp_path / "config.yaml"
     file.write_text("models: []")
     with pytest.raises(ConfigError, match="applications"):
-        server.read(file)
+        server.read_config(file)
 
 
 def chunk(finish: str | None = None, **delta: str) -> dict[str, Any]:

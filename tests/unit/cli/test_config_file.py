@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.base.errors import ConfigError
-from serve_app.cli.config_file import NamedModel, ServeOptions, document, named
+from serve_app.cli.config_file import NamedModel, ServeOptions, document, named_model
 from serve_app.store import hub
 
 FILES = (
@@ -24,14 +24,14 @@ LISTING = {"commit": "c" * 40, "files": [{"path": path} for path in FILES]}
 
 
 def test_nothing_is_the_built_in_model() -> None:
-    assert named(None) == NamedModel("corral-demo", {"builtin": True})
+    assert named_model(None) == NamedModel("corral-demo", {"builtin": True})
 
 
 def test_a_file_is_served_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "my model (v2).Q4_0.gguf"
     path.touch()
     monkeypatch.chdir(tmp_path)
-    assert named(path.name) == NamedModel("my-model-v2-.Q4_0", {"path": str(path)})
+    assert named_model(path.name) == NamedModel("my-model-v2-.Q4_0", {"path": str(path)})
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_file_is_served_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_what_is_no_model_is_refused(model: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        named(model)
+        named_model(model)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_a_repository_is_asked_for_its_files(
     model: str, filename: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "_listing", lambda *_: LISTING)
-    found = named(model)
+    found = named_model(model)
     assert found.source == {"repo": f"Qwen/Qwen3-4B-GGUF:{filename}"}
     assert found.id == filename.removesuffix(".gguf")
 
 
 def test_a_revision_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_listing", lambda *_: LISTING)
-    found = named("Qwen/Qwen3-4B-GGUF:BF16@v2")
+    found = named_model("Qwen/Qwen3-4B-GGUF:BF16@v2")
     assert found == NamedModel(
         "Qwen3-4B-BF16", {"repo": "Qwen/Qwen3-4B-GGUF:Qwen3-4B-BF16-00001-of-00002.gguf@v2"}
     )
@@ -79,7 +79,7 @@ def test_a_revision_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_url_is_a_source() -> None:
     url = "s3://bucket/models/tiny-00001-of-00003.gguf"
-    assert named(url) == NamedModel("tiny", {"url": url})
+    assert named_model(url) == NamedModel("tiny", {"url": url})
 
 
 def test_models_in_openvinos_exported_format_are_refused(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_models_in_openvinos_exported_format_are_refused(tmp_path: Path) -> None
     graph.touch()
     for path in (tmp_path, graph):
         with pytest.raises(ConfigError, match=r"is no GGUF file, .* name a GGUF file of the model"):
-            named(str(path))
+            named_model(str(path))
 
 
 def test_models_that_may_change_are_loaded_on_demand() -> None:

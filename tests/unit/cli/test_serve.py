@@ -280,5 +280,5 @@ def test_only_a_file_that_says_no_more_is_built_without_serve(
 
 
 def test_our_own_files_are_built_without_serve() -> None:
-    content = serve.read(Path(__file__).parents[3] / "serve_config.yaml")
+    content = serve.read_config(Path(__file__).parents[3] / "serve_config.yaml")
     assert program.is_plain(content)

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel, SecretStr
 
 from serve_app.prompt import json_schemas
-from serve_app.prompt.json_schemas import SchemaError, compile_error, held
+from serve_app.prompt.json_schemas import SchemaError, compile_error, fit
 
 BYTES = LLTokenizer("byte")
 TEXT = {"type": "string"}
@@ -59,7 +59,7 @@ def takes(schema: dict[str, Any], text: str) -> bool:
     ],
 )  # fmt: skip
 def test_a_schema_of_json_schema_is_held(schema: dict[str, Any], loosened: tuple[str, ...]) -> None:
-    fitted = held(schema, is_strict=True)
+    fitted = fit(schema, is_strict=True)
     assert fitted.loosened == loosened
     assert compile_error(fitted.schema) == ""
 
@@ -89,15 +89,15 @@ def test_a_wrong_schema_is_an_error_or_loosened(
     schema: dict[str, Any], message: str, loosened: str
 ) -> None:
     with pytest.raises(SchemaError) as raised:
-        held(schema, is_strict=True)
+        fit(schema, is_strict=True)
     assert str(raised.value) == message
-    fitted = held(schema, is_strict=False)
+    fitted = fit(schema, is_strict=False)
     assert fitted.loosened == (loosened,)
     assert compile_error(fitted.schema) == ""
 
 
 def test_a_constant_that_is_loosened_allows_all() -> None:
-    assert takes(held({"const": LONG}, is_strict=False).schema, '"x"')
+    assert takes(fit({"const": LONG}, is_strict=False).schema, '"x"')
 
 
 def test_only_what_is_wrong_is_loosened() -> None:
@@ -106,7 +106,7 @@ def test_only_what_is_wrong_is_loosened() -> None:
         "properties": {"a": {"type": "string", "pattern": "(", "maxLength": 2}, "b": {"enum": [1]}},
         "required": ["a", "b"],
     }
-    fitted = held(schema, is_strict=False).schema
+    fitted = fit(schema, is_strict=False).schema
     assert takes(fitted, '{"a": "xy", "b": 1}')
     assert not takes(fitted, '{"a": "xyz", "b": 1}')
     assert not takes(fitted, '{"a": "xy", "b": 2}')
@@ -138,7 +138,7 @@ def test_only_what_is_wrong_is_loosened() -> None:
     ],
 )  # fmt: skip
 def test_texts_of_a_schema(schema: dict[str, Any], text: str, taken: bool) -> None:
-    assert takes(held(schema, is_strict=True).schema, text) is taken
+    assert takes(fit(schema, is_strict=True).schema, text) is taken
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_texts_of_a_schema(schema: dict[str, Any], text: str, taken: bool) -> No
     ],
 )
 def test_arguments_are_an_object(parameters: Any, taken: str, refused: str) -> None:
-    schema = held(json_schemas.of_arguments(parameters), is_strict=False).schema
+    schema = fit(json_schemas.of_arguments(parameters), is_strict=False).schema
     assert takes(schema, taken)
     assert not takes(schema, refused)
 
@@ -172,7 +172,7 @@ def test_what_pydantic_writes() -> None:
         key: SecretStr
         matrix: dict[str, list[float]] = {}
 
-    fitted = held(Answer.model_json_schema(), is_strict=True)
+    fitted = fit(Answer.model_json_schema(), is_strict=True)
     assert fitted.loosened == ("properties.tags.uniqueItems",)
     text = '{"where": "/a", "data": "x", "tags": ["a"], "key": "k", "matrix": {"r": [1.5]}}'
     assert takes(fitted.schema, text)
@@ -182,11 +182,11 @@ def test_a_schema_may_be_nested_deep_and_wide() -> None:
     deep: dict[str, Any] = TEXT
     for _ in range(json_schemas.MAX_DEPTH + 10):
         deep = {"type": "object", "properties": {"a": deep}}
-    fitted = held(deep, is_strict=False)
+    fitted = fit(deep, is_strict=False)
     assert len(fitted.loosened) == 1
     assert compile_error(fitted.schema) == ""
     wrong = {"properties": {f"p{i}": {"type": "string", "pattern": "("} for i in range(400)}}
-    assert compile_error(held(wrong, is_strict=False).schema) == ""
+    assert compile_error(fit(wrong, is_strict=False).schema) == ""
 
 
 @pytest.mark.parametrize(
@@ -202,5 +202,5 @@ def test_a_schema_may_be_nested_deep_and_wide() -> None:
     ],
 )
 def test_integers_have_an_end(schema: dict[str, Any], taken: str, refused: str) -> None:
-    fitted = held(schema, is_strict=True).schema
+    fitted = fit(schema, is_strict=True).schema
     assert (takes(fitted, taken), takes(fitted, refused)) == (True, False)

@@ -86,7 +86,7 @@ def test_the_strict_shape(shape: str, caps: TemplateCaps, expected: list[str]) -
     ],
 )
 def test_calls_are_fitted(shape: str, caps: TemplateCaps, expected: str) -> None:
-    assert normaliser.fitted(turns(shape), caps) == turns(expected)
+    assert normaliser.fit_calls(turns(shape), caps) == turns(expected)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_content_in_the_form_that_a_template_reads() -> None:
 def test_a_billing_header_is_no_part_of_a_prompt() -> None:
     header = "x-anthropic-billing-header: cc_version=2.1.197.{}; cc_entrypoint=cli;"
     system = Turn("system", (header.format("4f1"), "You are an agent.", "x-other: 1"))
-    (changed,) = normaliser.completed([system])
+    (changed,) = normaliser.complete([system])
     assert changed.text == "You are an agent.\nx-other: 1"
     user = Turn("user", (header,))
-    assert normaliser.completed([user]) == [user]
+    assert normaliser.complete([user]) == [user]
 
 
 def test_results_find_their_calls() -> None:
@@ -140,7 +140,7 @@ def test_results_find_their_calls() -> None:
         Turn("tool", ("of nothing",), call_id="z"),
         Turn("tool", ("late",)),
     ]
-    calling, *results = normaliser.completed(conversation)
+    calling, *results = normaliser.complete(conversation)
     assert [call.call_id for call in calling.calls] == ["call_0_0", "g1"]
     assert [(result.call_id, result.name) for result in results] == [
         ("g1", "g"),
@@ -172,7 +172,7 @@ LAST_ONLY = "{{ messages[-1].content }}"
 
 def written(source: str, conversation: list[Turn]) -> str:
     template = ChatTemplate(source, bos="", eos="")
-    return str(normaliser.rendered(template, conversation, (), {}))
+    return str(normaliser.render(template, conversation, (), {}))
 
 
 def test_content_is_in_parts_where_a_template_wants_them() -> None:
@@ -223,8 +223,8 @@ WITH_CALLS = ["u1 c1 t1", "u1 c1 t1 u2", "s1 u1 c12 t1 t2 u2 u3", "u1 c1 s1 t1 a
 def test_real_templates_take_every_shape(path: Path, shape: str) -> None:
     """Each text of a user and of the system is in the prompt, and the user's in their order."""
     tools: list[Any] = TOOLS if shape in WITH_CALLS else []
-    conversation = normaliser.completed(turns(shape))
-    prompt = normaliser.rendered(template_at(path), conversation, tools, {})
+    conversation = normaliser.complete(turns(shape))
+    prompt = normaliser.render(template_at(path), conversation, tools, {})
     assert all(turn.text in prompt for turn in turns(shape) if turn.role == "system")
     places = [prompt.rindex(turn.text) for turn in turns(shape) if turn.role == "user"]
     assert places == sorted(places)
@@ -240,4 +240,4 @@ def test_real_templates_take_any_arguments(path: Path, arguments: str) -> None:
         Turn("tool", ("noon",), call_id="abcdefghi", name="now"),
         Turn("user", ("Bye",)),
     ]
-    assert "Bye" in normaliser.rendered(template_at(path), conversation, TOOLS, {})
+    assert "Bye" in normaliser.render(template_at(path), conversation, TOOLS, {})

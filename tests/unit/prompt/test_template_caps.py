@@ -19,7 +19,7 @@ NOTHING = dict.fromkeys(
 
 
 def caps(template: Template) -> dict[str, bool]:
-    return template.caps.reported()
+    return template.caps.report()
 
 
 def of_source(source: str) -> dict[str, bool]:

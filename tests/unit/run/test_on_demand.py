@@ -23,7 +23,7 @@ HERE = Machine(topology(((i,), 0) for i in range(4)), None, 2**34, 2**34)
 
 @pytest.fixture(autouse=True)
 def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "read", lambda: HERE)
+    monkeypatch.setattr(machine, "read_machine", lambda: HERE)
 
 
 def entry(name: str, keep_alive: str | None = "1m", **deployment: Any) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def test_replicas_on_the_nodes_of_a_machine_are_loaded_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = Machine(topology(((i,), i // 2) for i in range(4)), None, 2**34, 2**34)
-    monkeypatch.setattr(machine, "read", lambda: here)
+    monkeypatch.setattr(machine, "read_machine", lambda: here)
     _, model, served = engines(entry("a"), entry("b"))["engine-a"]
     assert model.n_replicas == 2
     assert model.on_demand == OnDemandSettings(60.0, 2.0, 2, True, 2, 1.0)

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.base.errors import ConfigError
 from serve_app.config.schema import EngineConfig
-from serve_app.run.sizing import ModelNeeds, bounded, fitting_replicas, resolve, shares_of_memory
+from serve_app.run.sizing import ModelNeeds, bound, fitting_replicas, resolve, shares_of_memory
 
 GIB = 2**30
 # The cache of Qwen3-0.6B: 28 layers x 8 heads x 128 elements, keys and values, 112 KiB a token as F16.
@@ -206,12 +206,12 @@ def test_a_small_node_bounds_the_shares_of_a_large_head(
 ) -> None:
     """What is configured stays; the head has 16 GiB."""
     options = resolve(config, None, cores=4, memory_bytes=16 * GIB)
-    here = bounded(options, shares_of_memory(config), node_bytes)
+    here = bound(options, shares_of_memory(config), node_bytes)
     assert (here.cache_ram_bytes, here.checkpoint_ram_bytes) == expected
 
 
 def test_a_node_that_the_weights_fill_keeps_no_prefixes() -> None:
     config = EngineConfig(n_slots=4, n_ctx_slot=1024)
     options = resolve(config, None, cores=4, memory_bytes=16 * GIB)
-    here = bounded(options, shares_of_memory(config), -1)
+    here = bound(options, shares_of_memory(config), -1)
     assert (here.cache_ram_bytes, here.checkpoint_ram_bytes) == (0, 0)

@@ -24,7 +24,7 @@ def read_of(content: bytes, first_bytes: int = 1000) -> tuple[bytes, int]:
         read = max(read, min(end, len(content)))
         return content[start:end]
 
-    return gguf_header.read(source, "a.gguf", first_bytes), read
+    return gguf_header.read_header(source, "a.gguf", first_bytes), read
 
 
 def test_little_more_than_the_header_is_read() -> None:

@@ -28,7 +28,7 @@ def test_a_commit_is_asked_for_once_and_a_branch_each_time(
     monkeypatch.setattr(hub, "_ask", ask)
     branch = HubName("owner/name")
     for _ in range(2):
-        assert hub.pinned(branch, tmp_path) == HubName("owner/name", "a-Q4_0.gguf", COMMIT)
+        assert hub.pin(branch, tmp_path) == HubName("owner/name", "a-Q4_0.gguf", COMMIT)
     commit = HubName("owner/name", "Q4_0", COMMIT)
     assert [file.path for file in hub.find(commit, tmp_path).files] == ["a-Q4_0.gguf"]
     assert asked == [branch, branch]
@@ -43,8 +43,8 @@ def test_what_was_known_counts_while_nobody_answers(
     monkeypatch.setattr(hub, "_ask", unreachable)
     monkeypatch.setattr(hub, "_in_library", lambda _name: None)
     with pytest.raises(remote.UnreachableError, match="scripted"):
-        hub.pinned(HubName("owner/name"), tmp_path)
+        hub.pin(HubName("owner/name"), tmp_path)
     monkeypatch.setattr(hub, "_ask", lambda _name: LISTING)
-    hub.pinned(HubName("owner/name"), tmp_path)
+    hub.pin(HubName("owner/name"), tmp_path)
     monkeypatch.setattr(hub, "_ask", unreachable)
-    assert hub.pinned(HubName("owner/name"), tmp_path).revision == COMMIT
+    assert hub.pin(HubName("owner/name"), tmp_path).revision == COMMIT

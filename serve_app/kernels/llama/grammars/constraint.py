@@ -50,7 +50,7 @@ class Constraint:
         """Go on by this token; False, and nothing happens, if the grammar does not allow it here."""
         return self._matcher.try_consume_tokens([token]) == 1
 
-    def allowed(self) -> NDArray[np.bool_]:
+    def token_mask(self) -> NDArray[np.bool_]:
         """A flag for each token id: whether it may be next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, count=self.n_vocab, bitorder="little").astype(bool)
@@ -127,7 +127,7 @@ class LazyConstraint(Constraint):
             return False
         if not self._is_free:
             return self._held.take(token)
-        begun = self._begun(token)
+        begun = self._grammar_text(token)
         if begun is None:
             return True
         self._is_free, self._text = False, ""
@@ -135,7 +135,7 @@ class LazyConstraint(Constraint):
             self._fault = f"it does not begin with its trigger, {begun!r}"
         return self._fault is None
 
-    def _begun(self, token: int) -> str | None:
+    def _grammar_text(self, token: int) -> str | None:
         """The grammar's text so far, once it has begun."""
         piece = self._piece(token)
         if token in self._triggers.tokens:
@@ -147,9 +147,9 @@ class LazyConstraint(Constraint):
         self._text = self._text[-self._n_held :]
         return None
 
-    def allowed(self) -> NDArray[np.bool_]:
+    def token_mask(self) -> NDArray[np.bool_]:
         """A flag for each token id: whether it may be next. All may before the grammar begins."""
-        return ~np.zeros(self._held.n_vocab, np.bool_) if self._is_free else self._held.allowed()
+        return ~np.zeros(self._held.n_vocab, np.bool_) if self._is_free else self._held.token_mask()
 
     @property
     def complete(self) -> bool:

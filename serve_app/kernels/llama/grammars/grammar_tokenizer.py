@@ -14,7 +14,7 @@ from llguidance import LLTokenizer
 
 MAX_PIECE_BYTES = 4096
 """Longest text that llama.cpp tokenizes at once here. For some vocabularies it recurses once per character,
-and a thread's stack ends at some 30,000 of them; what a grammar forces may be longer."""
+and a thread's stack ends at some 30,000 of them. What a grammar forces may be longer."""
 
 _TOKENIZE = ctypes.CFUNCTYPE(
     ctypes.c_int32,
@@ -39,7 +39,7 @@ def _tokenize(
 ) -> int:
     """llama_tokenize, piece by piece: the number of tokens, or minus the capacity that they need."""
     ids: list[int] = []
-    for piece in pieces(ctypes.string_at(text, n_bytes)):
+    for piece in byte_pieces(ctypes.string_at(text, n_bytes)):
         room = (llama_cpp.llama_token * (len(piece) + 2))()
         n = llama_cpp.llama_tokenize(
             vocab, piece, len(piece), room, len(room), add_special and not ids, parse_special
@@ -56,7 +56,7 @@ def _tokenize(
 _callback = _TOKENIZE(_tokenize)
 
 
-def pieces(text: bytes) -> Iterator[bytes]:
+def byte_pieces(text: bytes) -> Iterator[bytes]:
     """The text in pieces of MAX_PIECE_BYTES at most, cut between characters of UTF-8."""
     start = 0
     while start < len(text):
@@ -72,7 +72,7 @@ def pieces(text: bytes) -> Iterator[bytes]:
 def grammar_tokenizer(vocab: Any, n_vocab: int, eog_tokens: Sequence[int]) -> LLTokenizer:
     """The vocabulary for llguidance, as long as `vocab` lives. Takes a second for a large one."""
     tokenizer: LLTokenizer = LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]
-        tokens=[_written(vocab, token) for token in range(n_vocab)],
+        tokens=[_bytes_of_token(vocab, token) for token in range(n_vocab)],
         vocab_ptr=vocab,
         tokenize_fptr=ctypes.cast(_callback, ctypes.c_void_p).value,
         eos_token=list(eog_tokens) or llama_cpp.llama_vocab_eos(vocab),
@@ -81,7 +81,7 @@ def grammar_tokenizer(vocab: Any, n_vocab: int, eog_tokens: Sequence[int]) -> LL
     return tokenizer
 
 
-def _written(vocab: Any, token: int) -> bytes:
+def _bytes_of_token(vocab: Any, token: int) -> bytes:
     """The token's bytes; behind 0xff, if it is no text."""
     size = 32
     while True:

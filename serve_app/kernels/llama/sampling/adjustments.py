@@ -50,10 +50,10 @@ class Adjustments:
         return None if self._by_history is not None else self._bias.n_lowered
 
     @contextmanager
-    def made(self, logits: Logits) -> Iterator[None]:
+    def apply(self, logits: Logits) -> Iterator[None]:
         """The logits are changed in their place, and as they were at the end."""
         tokens = self._tokens
-        with self._bias.added(logits):
+        with self._bias.add(logits):
             before = logits[tokens]
             try:
                 if tokens.size:
@@ -106,7 +106,7 @@ class _Bias:
         return None if (self._values > 0).any() else self._values.size
 
     @contextmanager
-    def added(self, logits: Logits) -> Iterator[None]:
+    def add(self, logits: Logits) -> Iterator[None]:
         """The logits with the values added, in their place, and as they were at the end."""
         if self._is_empty:
             yield

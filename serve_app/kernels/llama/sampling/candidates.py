@@ -99,5 +99,5 @@ class Candidates:
         return TokenLogprobs(math.log(share) if share > 0 else -math.inf, tuple(top))
 
     @property
-    def picked(self) -> int:
+    def picked_token(self) -> int:
         return int(self._array.data[self._array.selected].id)  # some samplers move the beginning

@@ -40,7 +40,7 @@ class Chain:
     them, if a cut can do the same, and the others. One thread at a time."""
 
     def __init__(self, params: SamplingParams, model: Model) -> None:
-        self._cut, links, n_cut = _parts(params, model)
+        self._cut, links, n_cut = _cut_and_samplers(params, model)
         self._is_greedy = self._cut is cuts.greedy
         self._orders = model.n_vocab > cuts.SMALL and _sorts(params)
         self._sees_banned = params.typical_p < 1 or bool(
@@ -72,7 +72,7 @@ class Chain:
         is_cut = cut is not None
         if cut is None and self._orders:
             if order is None or allowed is None:
-                cut = self._order = cuts.ordered(logits, whole=self._sees_banned)
+                cut = self._order = cuts.sort_all(logits, whole=self._sees_banned)
             else:
                 cut = order.among(allowed, whole=self._sees_banned)
         if cut is None:
@@ -109,7 +109,7 @@ class Chain:
         candidates.apply(self._others)
         if self._n_top is not None:
             self.drawn = candidates.logprobs(self._n_top)
-        return candidates.picked
+        return candidates.picked_token
 
     def _pick_of_all(self, logits: Logits) -> int:
         candidates = Candidates(_all_tokens(logits.size), logits)
@@ -136,7 +136,7 @@ def _chain(links: Iterable[llama_cpp.llama_sampler_p]) -> Any:
     return chain
 
 
-def _parts(
+def _cut_and_samplers(
     params: SamplingParams, model: Model
 ) -> tuple[Callable[[Logits], Cut | None], list[Any], int]:
     """The cut, all samplers, and how many of them it stands for."""

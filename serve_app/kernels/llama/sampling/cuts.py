@@ -79,7 +79,7 @@ def highest(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
         return None
     sizes = _folds(logits.size, n)
     if sizes is None:
-        return _partitioned(logits, n)
+        return _partition(logits, n)
     folds, again = sizes
     width = logits.size // folds
     folded = logits[: folds * width].reshape(folds, width)
@@ -90,12 +90,12 @@ def highest(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
     few.partition(few.size - n)
     bound = few[few.size - n]
     if bound == -np.inf:
-        return _sorted(logits, np.flatnonzero(logits > bound), n)
+        return _sort(logits, np.flatnonzero(logits > bound), n)
     tokens = _at_least(folded, tops, bound)
     if folds * width < logits.size:
         rest = np.flatnonzero(logits[folds * width :] >= bound) + folds * width
         tokens = np.concatenate((tokens, rest))
-    return _sorted(logits, tokens, n)
+    return _sort(logits, tokens, n)
 
 
 def highest_distinct(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
@@ -107,13 +107,13 @@ def highest_distinct(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
     return likeliest
 
 
-def _partitioned(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
+def _partition(logits: Logits, n: int) -> tuple[Tokens, Logits] | None:
     """The n highest logits and their tokens, as `highest` gives them."""
     if not math.isfinite(logits.max()):
         return None
     bound = np.partition(logits, logits.size - n)[logits.size - n]
     tokens = np.flatnonzero(logits > bound if bound == -np.inf else logits >= bound)
-    return _sorted(logits, tokens, n)
+    return _sort(logits, tokens, n)
 
 
 @cache
@@ -128,7 +128,7 @@ def _at_least(folded: Logits, tops: Logits, bound: np.float32) -> Tokens:
     return rows * tops.size + columns[found]
 
 
-def _sorted(logits: Logits, tokens: Tokens, n: int | None = None) -> tuple[Tokens, Logits]:
+def _sort(logits: Logits, tokens: Tokens, n: int | None = None) -> tuple[Tokens, Logits]:
     """The tokens and their logits, highest first; the first n."""
     found = logits[tokens]
     order = np.argsort(-found)[:n]
@@ -140,12 +140,12 @@ def none(_logits: Logits) -> Cut | None:
     return None
 
 
-def ordered(logits: Logits, *, whole: bool = False) -> Cut | None:
+def sort_all(logits: Logits, *, whole: bool = False) -> Cut | None:
     """All tokens, highest first. llama.cpp takes several times as long to sort them. If most are banned, as
     by a grammar, these are left out, unless the `whole` vocabulary counts."""
     allowed = logits > -np.inf
     if not whole and 0 < np.count_nonzero(allowed) <= _WORTH * logits.size:
-        tokens, highest_first = _sorted(logits, np.flatnonzero(allowed))
+        tokens, highest_first = _sort(logits, np.flatnonzero(allowed))
     else:
         tokens = np.argsort(-logits)
         highest_first = logits[tokens]
@@ -191,7 +191,7 @@ def top_p(logits: Logits, mass: float, share: float) -> Cut | None:
         tokens = _likely(logits, top, max(floor, share))
         if tokens is None:
             return None
-        candidates = _sorted(logits, tokens)
+        candidates = _sort(logits, tokens)
         n_kept = _nucleus(weights, candidates[0], mass, all_left=floor <= share)
         if n_kept is not None:
             return Cut(*candidates, n_kept, ordered=True)

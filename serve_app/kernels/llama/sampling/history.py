@@ -120,9 +120,9 @@ class Histories:
         n_last = max(_last_n(n, n_ctx_slot) for n in windows)
         last = tuple(itertools.islice(words, n_last))[::-1]
         key = n_ctx_slot, *(getattr(params, name) for name in _READ), last
-        return self._histories.get(key, lambda: self._made(params, n_ctx_slot, last))
+        return self._histories.get(key, lambda: self._make(params, n_ctx_slot, last))
 
-    def _made(self, params: SamplingParams, n_ctx_slot: int, last: tuple[int, ...]) -> History:
+    def _make(self, params: SamplingParams, n_ctx_slot: int, last: tuple[int, ...]) -> History:
         samplers = []
         if params.counts_repeats:  # first, as it may be refused
             samplers.append(self._dry(params, n_ctx_slot).copy())
@@ -146,9 +146,9 @@ class Histories:
         breakers = tuple(dict.fromkeys(texts))
         n_last = _last_n(params.dry_penalty_last_n, n_ctx_slot)
         key = params.dry_multiplier, base, params.dry_allowed_length, n_last, breakers
-        return self._breakers.get(key, lambda: self._made_dry(key))
+        return self._breakers.get(key, lambda: self._make_dry(key))
 
-    def _made_dry(self, key: _Key) -> SharedSampler:
+    def _make_dry(self, key: _Key) -> SharedSampler:
         breakers = key[-1]
         n_overlaps = sum(map(self._n_overlaps, breakers))
         if n_overlaps > MOST_OVERLAPS:

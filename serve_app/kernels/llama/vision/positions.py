@@ -108,7 +108,7 @@ class Positions:
         """Whether that token is in a tile, and not its first."""
         return any(span.start < index < span.end for span in self._spans.get(seq_id, ()))
 
-    def placed(self, rows: Sequence[Row]) -> Sequence[Row]:
+    def place(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Rows with their positions in the places of their indices."""
         if not self:
             return rows
@@ -147,14 +147,14 @@ class Positions:
 
     # -- in saved states --------------------------------------------------------------------------
 
-    def packed(self, seq_id: int) -> bytes:
+    def pack(self, seq_id: int) -> bytes:
         """The bytes behind a sequence's saved state: its tiles, and how many these are."""
         if not self._several:
             return b""
         spans = self._spans.get(seq_id, ())
         return b"".join(_SPAN.pack(*one) for one in spans) + _COUNT.pack(len(spans))
 
-    def parted(self, state: State) -> tuple[State, Spans]:
+    def split(self, state: State) -> tuple[State, Spans]:
         """llama.cpp's own part of a saved state, and the tiles. Raises DecodeError if it has none."""
         if not self._several:
             return state, ()

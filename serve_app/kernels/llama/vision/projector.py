@@ -90,7 +90,7 @@ class MtmdProjector:
         params = mtmd_cpp.mtmd_context_params_default()
         params.use_gpu, params.n_threads, params.print_timings = False, threads, False
         params.media_marker, params.cb_eval = _MARKER, self._observer
-        with library.captured() as lines:
+        with library.capture_log() as lines:
             pointer = mtmd_cpp.mtmd_init_from_file(os.fsencode(self.path), model.pointer, params)
         if not pointer:
             reason = next((f": {line.strip()}" for line in lines if "mismatch" in line), "")
@@ -149,9 +149,9 @@ class MtmdProjector:
             mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE
         )
         placed = is_picture and self.model.n_dimensions > 1
-        return self._placed(chunk, n, causal) if placed else Tile(n, causal=causal)
+        return self._tile(chunk, n, causal) if placed else Tile(n, causal=causal)
 
-    def _placed(self, chunk: int, n_tokens: int, causal: bool) -> Tile:
+    def _tile(self, chunk: int, n_tokens: int, causal: bool) -> Tile:
         """A tile for a model with positions in several dimensions. Raises ConfigError if its positions are
         none of `Tile.positions`: HunyuanVL's depend on how many pictures came before."""
         image = mtmd_cpp.mtmd_input_chunk_get_tokens_image(chunk)

@@ -74,7 +74,7 @@ def infer(request: openvino.InferRequest, inputs: Mapping[str, NDArray[Any]]) ->
         raise DecodeError(f"OpenVINO cannot compute this batch: {error}") from error
 
 
-def read(path: Path) -> openvino.Model:
+def read_graph(path: Path) -> openvino.Model:
     """The graph. Raises ConfigError."""
     try:
         return openvino.Core().read_model(path)
@@ -82,7 +82,7 @@ def read(path: Path) -> openvino.Model:
         raise ConfigError(f"OpenVINO's backend cannot read {path}: {error}.") from error
 
 
-def compiled(
+def compile_model(
     path: Path, model: openvino.Model, threads: int, cache_type: CacheType, n_ctx: int
 ) -> tuple[openvino.CompiledModel, dict[str, NDArray[np.float32]]]:
     """The model, or a part of it, with paged attention for contexts of `n_ctx` tokens. Its last product, if

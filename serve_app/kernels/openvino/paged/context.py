@@ -80,10 +80,10 @@ class PagedContext:
         """Compute a forward pass; blocks for its length, without the GIL. Raises CacheFullError, and
         changes nothing, if there are no blocks for the rows; DecodeCancelledError after `cancel(True)`, and
         another DecodeError if they cannot be computed: the cache is then as it was."""
-        self._logits, self._n_told = self._sampled(rows, range(len(rows)))
+        self._logits, self._n_told = self._outputs(rows, range(len(rows)))
         self._rows = rows
 
-    def _sampled(
+    def _outputs(
         self, rows: Sequence[Row], places: Sequence[int]
     ) -> tuple[dict[int, NDArray[np.float32]], dict[int, int]]:
         """The logits of the rows that want them, and how many of the highest each has, by the places of
@@ -189,7 +189,7 @@ class PagedContext:
         places = [i for i in range(first, len(self._rows)) if self._rows[i][2] == sequence]
         rows = [self._rows[i] for i in places]
         self._tables.truncate(sequence, rows[0][1])
-        logits, n_told = self._sampled(rows, places)
+        logits, n_told = self._outputs(rows, places)
         self._logits |= logits
         self._n_told |= n_told
 
@@ -198,7 +198,7 @@ class PagedContext:
         logits = self.logits(row)
         candidates = Candidates(np.arange(logits.size), logits)
         candidates.apply(sampler)
-        return candidates.picked
+        return candidates.picked_token
 
     def truncate(self, seq_id: int, n_past: int) -> None:
         """Drop a sequence's tokens from position `n_past` on."""
@@ -223,7 +223,7 @@ class PagedContext:
         """Drop `n_discard` tokens after the first `n_keep`, for each (n_keep, n_discard) in turn; those
         behind get their places. Takes time that grows with what is behind. Raises CacheFullError if its
         blocks are shared, and there are none for the copy: the sequence is cut then."""
-        places = shifts.kept(self._tables.length(seq_id), cuts)
+        places = shifts.kept_places(self._tables.length(seq_id), cuts)
         n_before = places - np.arange(len(places))
         n_stay = int(np.count_nonzero(n_before == 0)) // BLOCK * BLOCK
         old = list(self._tables.blocks(seq_id))
@@ -246,11 +246,11 @@ class PagedContext:
         if cancellable:
             values["cancellable"] = np.empty(0, np.uint8)
         if self._keeps_states and length:
-            return self._kept(length, values)
+            return self._keep(length, values)
         values["state"] = np.frombuffer(length.to_bytes(_LENGTH, "little"), np.uint8)
         return self.layers.run("save", values)["state"].data
 
-    def _kept(self, length: int, values: Values) -> memoryview:
+    def _keep(self, length: int, values: Values) -> memoryview:
         number = next(self._numbers)
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         state = np.zeros(_LENGTH + len(values["blocks"]) * self.block_bytes, np.uint8)

@@ -86,9 +86,9 @@ class PagedModel:
         self._embeddings = embeddings
         self._weights = path.with_suffix(".bin")
         self.weights_bytes = self._weights.stat().st_size
-        graph = compiling.read(path)  # which has the file mapped
+        graph = compiling.read_graph(path)  # which has the file mapped
         with compiling.forgetting(self._weights):
-            executable, self.frequencies = compiling.compiled(
+            executable, self.frequencies = compiling.compile_model(
                 path, graph, options.threads, options.cache_type, options.n_ctx_slot
             )
         self._request: openvino.InferRequest | None = executable.create_infer_request()
@@ -220,7 +220,7 @@ class PagedModel:
         for name, cache in self.caches.items():
             cells = shifts.cells_of(cache[old])[places]
             if name.startswith(compiling.KEYS):
-                cells = shifts.turned_back(cells, n_before, self.frequencies[name])
+                cells = shifts.turn_back(cells, n_before, self.frequencies[name])
             cache[new] = shifts.blocks_of(cells)
         return values
 
@@ -249,7 +249,7 @@ class PagedModel:
         """Fill these blocks with what was kept under a `number`, or with the beginning of a state; the rest
         is for the parts behind this one."""
         blocks, is_kept = values["blocks"], "number" in values
-        state = self._kept_part(values) if is_kept else values["state"]
+        state = self._part(values) if is_kept else values["state"]
         n_bytes = len(blocks) * self._block_bytes
         for cache, saved in self._layers(len(blocks), state[:n_bytes]):
             cache[blocks] = saved
@@ -257,9 +257,9 @@ class PagedModel:
 
     def _read(self, values: Values) -> Values:
         """Add what was kept under a `number`."""
-        return values | {"state": np.concatenate([values["state"], self._kept_part(values)])}
+        return values | {"state": np.concatenate([values["state"], self._part(values)])}
 
-    def _kept_part(self, values: Values) -> NDArray[np.uint8]:
+    def _part(self, values: Values) -> NDArray[np.uint8]:
         part = self._kept.get(int(values["number"]))
         if part is None:
             raise DecodeError("The saved state cannot be used: it is not kept here.")

@@ -22,7 +22,7 @@ GRID = 8
 _LEAST_SCALE = np.float32(1e-20)
 
 
-def widened(cells: NDArray[Any]) -> NDArray[np.float32]:
+def widen(cells: NDArray[Any]) -> NDArray[np.float32]:
     """Numbers of any kind as f32."""
     if cells.dtype == np.uint8:
         scales, zeros = np.split(np.ascontiguousarray(cells[..., :GRID]).view(np.float32), 2, -1)
@@ -32,7 +32,7 @@ def widened(cells: NDArray[Any]) -> NDArray[np.float32]:
     return (cells.astype(np.uint32) << _BITS).view(np.float32)
 
 
-def narrowed(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
+def narrow(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
     """The nearest numbers of that kind, and of two the even one. For finite values."""
     if dtype == np.uint8:
         least, most = (f(values, axis=-1, keepdims=True) for f in (np.min, np.max))
@@ -51,7 +51,7 @@ def narrowed(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
 Places = NDArray[np.int64]
 
 
-def kept(length: int, cuts: Sequence[tuple[int, int]]) -> Places:
+def kept_places(length: int, cuts: Sequence[tuple[int, int]]) -> Places:
     """The old places of the tokens that stay, after each (n_keep, n_discard) in turn."""
     places = np.arange(length)
     for n_keep, n_discard in cuts:
@@ -74,13 +74,13 @@ def blocks_of(cells: NDArray[Any]) -> NDArray[Any]:
     return filled.reshape(n_blocks, BLOCK, n_heads, head_size).transpose(0, 2, 1, 3)
 
 
-def turned_back(
+def turn_back(
     keys: NDArray[Any], n_places: Places, frequencies: NDArray[np.float32]
 ) -> NDArray[Any]:
     """Keys of shape [tokens, heads, head size], each as if it were so many places earlier. The first half
     of a head turns with the second."""
     angles = n_places[:, None, None] * frequencies.astype(np.float64)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    first, second = np.split(widened(keys), 2, axis=-1)
+    first, second = np.split(widen(keys), 2, axis=-1)
     found = np.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
-    return narrowed(found, keys.dtype)
+    return narrow(found, keys.dtype)

@@ -89,7 +89,7 @@ def _lazy(closing: str) -> str:
     return "[lazy]" if closing.startswith('"') else ""
 
 
-def _said(delimiter: lark.Delimiter, *, tags: _Tags) -> str:
+def _free_start(delimiter: lark.Delimiter, *, tags: _Tags) -> str:
     """Reasoning may come first, and content before calls."""
     begin = end = ""
     if tags.response is not None:
@@ -100,7 +100,7 @@ opened{_lazy(call)}: TEXT {call}
 {_thought_rules(tags.thought, delimiter)}"""
 
 
-def _held(delimiter: lark.Delimiter, has_calls: bool, *, tags: _Tags) -> str:
+def _forced_start(delimiter: lark.Delimiter, has_calls: bool, *, tags: _Tags) -> str:
     begin = end = ""
     if tags.response is not None:
         begin, end = (f"{tag}?" for tag in map(delimiter, tags.response))
@@ -173,7 +173,7 @@ class GemmaParser(ChannelParser):
         call = TaggedCall((yield from text.run(_NAME)))
         yield from text.one_of("{")
         while (key := (yield from _next_key(text, is_first=not call.arguments))) is not None:
-            self._argument(call, key, (yield from _value(text)))
+            self._argument(call, key, (yield from _parse_value(text)))
         yield from text.one_of(CALL_CLOSE)
         return self._tagged_call(call)
 
@@ -196,7 +196,7 @@ def _read_key(text: TextReader) -> Reading[str]:
     return key
 
 
-def _value(text: TextReader) -> Reading[object]:
+def _parse_value(text: TextReader) -> Reading[object]:
     """Reads a value, which is JSON once its keys and strings stand between quotation marks."""
     written: list[str] = []
     n_open = 0
@@ -264,7 +264,7 @@ class _Written:
         return f'"{{" {first} "}}"'
 
     def _value(self, schema: Any, root: Mapping[str, Any], depth: int) -> str:
-        types, known = lark.types_of(schema, root), lark.resolved(schema, root)
+        types, known = lark.types_of(schema, root), lark.resolve(schema, root)
         texts = [one for one in lark.constants(known) if isinstance(one, str)]
         if depth > _MOST_DEPTH or not types:
             return "value"
@@ -353,14 +353,14 @@ def _harmony_rules(functions: Sequence[Function], delimiter: lark.Delimiter, par
     return lark.one_of("calls", bodies)
 
 
-def _harmony_said(delimiter: lark.Delimiter) -> str:
+def _harmony_free_start(delimiter: lark.Delimiter) -> str:
     """Reasoning and what a model says before a call may come first."""
     return f"""start: before* (calls | {_final(delimiter)} TEXT | PLAIN?)
 PLAIN: /[^<](.|\\n)*/
 {_before(delimiter)}"""
 
 
-def _harmony_held(delimiter: lark.Delimiter, has_calls: bool) -> str:
+def _harmony_forced_start(delimiter: lark.Delimiter, has_calls: bool) -> str:
     calls = "calls |" if has_calls else ""
     return f"start: before* ({calls} {_final(delimiter)} answer)\n{_before(delimiter)}"
 
@@ -394,8 +394,8 @@ FORMATS = (
         delimiters=_HARMONY,
         make_parser=HarmonyParser,
         rules=_harmony_rules,
-        said=_harmony_said,
-        held=_harmony_held,
+        free_start=_harmony_free_start,
+        forced_start=_harmony_forced_start,
         has_channels=True,
         message=_harmony_message,
     ),
@@ -406,8 +406,8 @@ FORMATS = (
         make_parser=CommandRParser,
         rules=_command_r_rules,
         opening=ACTION_OPEN,
-        said=partial(_said, tags=_COMMAND_R),
-        held=partial(_held, tags=_COMMAND_R),
+        free_start=partial(_free_start, tags=_COMMAND_R),
+        forced_start=partial(_forced_start, tags=_COMMAND_R),
         has_channels=True,
         message=_command_r_message,
     ),
@@ -418,8 +418,8 @@ FORMATS = (
         make_parser=GemmaParser,
         rules=_gemma_rules,
         opening=CALL_OPEN,
-        said=partial(_said, tags=_GEMMA),
-        held=partial(_held, tags=_GEMMA),
+        free_start=partial(_free_start, tags=_GEMMA),
+        forced_start=partial(_forced_start, tags=_GEMMA),
         unwritable=r"[:{}\[\],<]",
         has_channels=True,
     ),

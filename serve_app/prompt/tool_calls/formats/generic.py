@@ -73,7 +73,7 @@ class GenericParser(CallParser):
                 self._tell(piece)
 
 
-def describe(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
+def describe_chat(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """A chat for templates without tools: the system describes functions; calls and results are texts."""
     texts = [_as_text(turn) for turn in turns]
     if tools:
@@ -81,7 +81,7 @@ def describe(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[
         description = _DESCRIPTION.format(functions=functions)
         has_system = bool(texts) and texts[0].role == "system"
         system = texts.pop(0).text if has_system else ""
-        texts.insert(0, Turn("system", (_joined(system, description),)))
+        texts.insert(0, Turn("system", (_join(system, description),)))
     return texts
 
 
@@ -92,10 +92,10 @@ def _as_text(turn: Turn) -> Turn:
     if not turn.calls:
         return turn
     calls = [{"name": call.name, "arguments": call.value} for call in turn.calls]
-    return replace(turn, parts=(_joined(turn.text, _json({CALLS: calls})),), calls=())
+    return replace(turn, parts=(_join(turn.text, _json({CALLS: calls})),), calls=())
 
 
-def _joined(*texts: str) -> str:
+def _join(*texts: str) -> str:
     return _PARAGRAPH.join(text for text in texts if text)
 
 
@@ -110,7 +110,7 @@ def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: b
     return f'calls: {start} call {more} "]}}"\n{lark.one_of("call", bodies)}'
 
 
-def _said(_: lark.Delimiter) -> str:
+def _free_start(_: lark.Delimiter) -> str:
     start = lark.text(f'{{"{RESPONSE}": ')
     return f'start: calls | said\nsaid: {start} {lark.value({"type": "string"})} "}}"'
 
@@ -121,8 +121,8 @@ GENERIC = ToolFormat(
     delimiters=(),
     make_parser=GenericParser,
     rules=_rules,
-    said=_said,
+    free_start=_free_start,
     holds_answers=True,
     is_shown=True,
-    describe=describe,
+    describe=describe_chat,
 )

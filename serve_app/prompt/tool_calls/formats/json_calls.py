@@ -105,15 +105,15 @@ def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message with ids that Mistral's templates take: nine letters and digits."""
     changed = dict(message)
     if "tool_call_id" in message:
-        changed["tool_call_id"] = _short(message["tool_call_id"])
+        changed["tool_call_id"] = _short_id(message["tool_call_id"])
     if "tool_calls" in message:
         changed["tool_calls"] = [
-            {**call, "id": _short(call["id"])} for call in message["tool_calls"]
+            {**call, "id": _short_id(call["id"])} for call in message["tool_calls"]
         ]
     return changed
 
 
-def _short(call_id: str) -> str:
+def _short_id(call_id: str) -> str:
     if re.fullmatch("[a-zA-Z0-9]{9}", call_id):
         return call_id
     return blake2b(call_id.encode(errors="surrogatepass"), digest_size=8).hexdigest()[:9]

@@ -1,6 +1,6 @@
 """Formats of calls as data: the literals around names and arguments.
 
-A template that renders the calls of earlier turns shows how its model writes them. `derived` lets a
+A template that renders the calls of earlier turns shows how its model writes them. `derive` lets a
 template render two calls of known words, and cuts the text into the literals between these words.
 
 Source of the idea: llama.cpp's `common/chat-diff-analyzer.cpp`.
@@ -151,12 +151,12 @@ class MarkupParser(CallParser):
         name = yield from text.run(_NAME)
         yield from _pass(text, _marks(self._markup.name))
         if isinstance(body, Tagged):
-            return (yield from self._tagged(text, TaggedCall(name), body, end))
+            return (yield from self._tagged_calls(text, TaggedCall(name), body, end))
         calls = yield from self._named_call(name or None, text)
         yield from _pass(text, end)
         return calls
 
-    def _tagged(
+    def _tagged_calls(
         self, text: TextReader, call: TaggedCall, body: Tagged, end: Sequence[str]
     ) -> Reading[Sequence[ToolCall]]:
         schema = self._schemas.get(call.name, {})
@@ -236,23 +236,23 @@ def _rules(
 ) -> str:
     (begin, end), (_, section_end) = markup.call, markup.section
 
-    def said(literal: str) -> str:
-        return " ".join(_said(literal, delimiter))
+    def lark_of(literal: str) -> str:
+        return " ".join(_lark_pieces(literal, delimiter))
 
-    first = said(markup.begin[len(markup.opening) :])
-    more = f"({said(markup.between + begin)} call)*" if parallel else ""
+    first = lark_of(markup.begin[len(markup.opening) :])
+    more = f"({lark_of(markup.between + begin)} call)*" if parallel else ""
     if isinstance(markup.body, Tagged):
-        closing = _said(markup.body.closing.partition(KEY)[0], delimiter)
-        bodies, free = _tagged_bodies(functions, said, markup.name, markup.body, closing)
+        closing = _lark_pieces(markup.body.closing.partition(KEY)[0], delimiter)
+        bodies, free = _tagged_bodies(functions, lark_of, markup.name, markup.body, closing)
     else:
         body = markup.body or JsonObject(head="", tail="")
         bodies = [
-            f"{said(body.head + one['name'] + markup.name)} {lark.arguments(one)} {said(body.tail)}"
+            f"{lark_of(body.head + one['name'] + markup.name)} {lark.arguments(one)} {lark_of(body.tail)}"
             for one in functions
         ]
         free = ""
-    return f"""calls: {first} call {more} {said(section_end)}
-call: body {said(end)}
+    return f"""calls: {first} call {more} {lark_of(section_end)}
+call: body {lark_of(end)}
 PLACE: /[\\w-]{{1,64}}/
 {lark.one_of("body", bodies)}
 {free}"""
@@ -260,7 +260,7 @@ PLACE: /[\\w-]{{1,64}}/
 
 def _tagged_bodies(
     functions: Sequence[Function],
-    said: Callable[[str], str],
+    lark_of: Callable[[str], str],
     name: str,
     body: Tagged,
     closing: list[str],
@@ -273,32 +273,32 @@ def _tagged_bodies(
         end, behind = f"({end})? {behind[0]}", behind[1:]
 
     def opening(key: str) -> str:
-        return said(body.key[0] + key + body.key[1])
+        return lark_of(body.key[0] + key + body.key[1])
 
     def ending(key: str) -> str:
-        return " ".join([*behind, said((key if place else "") + rest)])
+        return " ".join([*behind, lark_of((key if place else "") + rest)])
 
     bodies = [
-        " ".join([said(one["name"] + name), *lark.parameters(one, opening, end, ending)])
+        " ".join([lark_of(one["name"] + name), *lark.parameters(one, opening, end, ending)])
         for one in functions
     ]
     return bodies, lark.free_text(end)
 
 
-def _said(literal: str, delimiter: lark.Delimiter) -> list[str]:
+def _lark_pieces(literal: str, delimiter: lark.Delimiter) -> list[str]:
     """The pieces of the literal in Lark: texts, and tokens for tags where the vocabulary has these."""
-    said: list[str] = []
+    pieces: list[str] = []
     text = ""
     for part in _SAID.split(literal):
         token = "PLACE" if part in (ID, WORD) else ""
         if re.fullmatch(_TAG, part) and not delimiter(part).startswith('"'):
             token = delimiter(part)
         if token:
-            said += [lark.text(text), token] if text else [token]
+            pieces += [lark.text(text), token] if text else [token]
             text = ""
         else:
             text += part
-    return [*said, lark.text(text)] if text else said
+    return [*pieces, lark.text(text)] if text else pieces
 
 
 # -- what a template shows ----------------------------------------------------------------------------
@@ -330,12 +330,12 @@ _OBJECT_NAME = re.compile(r"""",\s*"(\w+)":\s*""")
 _OBJECT_TAIL = re.compile(r"[^{}]*\}")
 
 
-def derived(render: Render, known: ToolFormat, caps: TemplateCaps, *, eos: str) -> ToolFormat:
+def derive(render: Render, known: ToolFormat, caps: TemplateCaps, *, eos: str) -> ToolFormat:
     """The format in which a template with these abilities writes calls; the known format if the calls
     cannot be told from other text, or not be read again. `eos` is the token that ends an answer."""
     called = _CALLED if caps.parallel_calls else _CALLED[:1]
     try:
-        text = _written(render, called, caps, eos)
+        text = _written_calls(render, called, caps, eos)
         markup = _markup(text, called)
         if not markup.opening:
             return known
@@ -356,7 +356,7 @@ class _UnclearError(Exception):
     """The text does not show how calls are written."""
 
 
-def _written(render: Render, called: _Called, caps: TemplateCaps, eos: str) -> str:
+def _written_calls(render: Render, called: _Called, caps: TemplateCaps, eos: str) -> str:
     """The calls as the template writes them, without what is around them."""
     user = {"role": "user", "content": "Hello"}
     answer = {"role": "assistant", "content": _CONTENT}
@@ -369,7 +369,7 @@ def _written(render: Render, called: _Called, caps: TemplateCaps, eos: str) -> s
     plain, whole = plain.removesuffix(eos), whole.removesuffix(eos)
     behind = plain[plain.rfind(_CONTENT) + len(_CONTENT) :]
     content = whole.rfind(_CONTENT, 0, whole.rfind(called[0][0]))
-    text = whole[len(_shared(plain, whole)) if content < 0 else content + len(_CONTENT) :]
+    text = whole[len(_shared_start(plain, whole)) if content < 0 else content + len(_CONTENT) :]
     end = _shared_end(behind, text)
     text = text[: len(text) - len(end)]
     for call in calls:
@@ -377,12 +377,12 @@ def _written(render: Render, called: _Called, caps: TemplateCaps, eos: str) -> s
     if behind.strip() and not end.strip():  # a tag of its own ends turns with calls
         tokens = _TOKENS.findall(text.rstrip())
         text = "".join(tokens[:-1]) if tokens and re.fullmatch(_TAG, tokens[-1]) else ""
-    if not text or _shared(text.lstrip(), behind.lstrip()):
+    if not text or _shared_start(text.lstrip(), behind.lstrip()):
         raise _UnclearError
     return text
 
 
-def _shared(first: str, second: str) -> str:
+def _shared_start(first: str, second: str) -> str:
     tokens, others = _TOKENS.findall(first), _TOKENS.findall(second)
     return "".join(tokens[: _n_shared(tokens, others)])
 
@@ -392,7 +392,7 @@ def _shared_end(first: str, second: str) -> str:
     return "".join(tokens[len(tokens) - _n_shared(tokens[::-1], others[::-1]) :])
 
 
-def _united(first: str, second: str) -> str:
+def _unite(first: str, second: str) -> str:
     """Two texts as one literal, with a place for each word that differs."""
     tokens, others = _TOKENS.findall(first), _TOKENS.findall(second)
     if len(tokens) != len(others):
@@ -414,7 +414,7 @@ def _markup(text: str, called: _Called) -> Markup:
         for part, (_, arguments) in zip(parts, called, strict=True)
     ]
     name, tagged, behind = read[0]
-    name = _united(name, read[-1][0])
+    name = _unite(name, read[-1][0])
     if read[-1][1] != tagged:
         raise _UnclearError
     end = read[-1][2]
@@ -425,14 +425,14 @@ def _markup(text: str, called: _Called) -> Markup:
         again = _OBJECT.search(behind) if len(called) > 1 else head
         if again is None:
             raise _UnclearError
-        body = JsonObject((head[1], object_name[1]), _united(head[0], again[0]), tail)
+        body = JsonObject((head[1], object_name[1]), _unite(head[0], again[0]), tail)
         begin = begin[: head.start()]
         behind = behind[: again.start()] if len(called) > 1 else behind
     if len(called) == 1:
         return Markup((begin, end), name, body)
     before = _shared_end(begin, behind)
     section, behind = begin[: len(begin) - len(before)], behind[: len(behind) - len(before)]
-    after = _shared(behind, end)
+    after = _shared_start(behind, end)
     between, section_end = behind[len(after) :], end[len(after) :]
     if bool(section.strip()) != bool(section_end.strip()) or (
         between.strip() and not section.strip()
@@ -485,7 +485,7 @@ def _tagged_body(text: str, arguments: dict[str, Any]) -> _Read:
     closing = closing.replace(key, KEY)
     if not _marks(closing) or not _marks(behind_key) or not _marks(before_key):
         raise _UnclearError
-    body = Tagged((before_key, _united(behind_key, behind_other)), closing)
+    body = Tagged((before_key, _unite(behind_key, behind_other)), closing)
     return name[: len(name) - len(before_key)], body, end
 
 

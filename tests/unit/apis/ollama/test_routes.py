@@ -227,7 +227,7 @@ def test_results_of_tools_find_their_calls() -> None:
         {"role": "tool", "content": "of nothing", "tool_call_id": "z"},
     ]
     conversation = [OllamaMessage.model_validate(turn).as_turn() for turn in turns]
-    _, called_both, *results = normaliser.completed(conversation)
+    _, called_both, *results = normaliser.complete(conversation)
     first, second = called_both.calls
     assert (first.name, first.arguments) == ("f", '{"a": "ä"}')
     assert second.call_id == "g1"

@@ -13,12 +13,12 @@ import pytest
 from loadtests.common.comparing import compared
 from serve_app.cli.measure.benchmark import (
     Prompts,
-    bounded,
     check_files,
     choice,
     in_turns,
-    listed,
+    list_of,
     new_file,
+    number_between,
     of_each,
     peak_bytes,
     percentile,
@@ -66,15 +66,15 @@ def test_peak_bytes_is_of_the_process_that_is_asked_for() -> None:
 
 
 def test_arguments() -> None:
-    assert listed(bounded(1, 4))("1,4,1") == (1, 4)
-    assert listed(choice("on", "off"))("off") == ("off",)
-    assert bounded(0.5, 4.0)("3") == 3.0
+    assert list_of(number_between(1, 4))("1,4,1") == (1, 4)
+    assert list_of(choice("on", "off"))("off") == ("off",)
+    assert number_between(0.5, 4.0)("3") == 3.0
     for text in ("5", "x", "1.5"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not an integer between"):
-            bounded(1, 4)(text)
+            number_between(1, 4)(text)
     for text in ("nan", "inf", "-1", "x"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a number between"):
-            bounded(0.5, 4.0)(text)
+            number_between(0.5, 4.0)(text)
     with pytest.raises(argparse.ArgumentTypeError, match="'no' is none of on, off"):
         choice("on", "off")("no")
 

@@ -19,11 +19,11 @@ from serve_app.cli.measure.tune import (
     TuneLoad,
     Variant,
     advice,
+    backend_and_options,
     eligible,
     fastest,
     formats_table,
     parse_args,
-    served,
     text_prompts,
     ways,
 )
@@ -66,11 +66,13 @@ def test_a_variants_engine() -> None:
 
 def test_a_variant_is_profiled_as_in_a_server() -> None:
     settings = {"draft": {"source": {"path": "small.gguf"}}, "backend": "openvino"}
-    backend, options = served(Variant("Q4_0", SMALL.path, settings), LOAD)
+    backend, options = backend_and_options(Variant("Q4_0", SMALL.path, settings), LOAD)
     assert (backend, options.draft, options.own_layers) == ("openvino", Path("small.gguf"), False)
     assert options.profile_limit_s == 27
     assert options.speculate
-    _, options = served(Variant("Q4_0", SMALL.path, {"draft": {"own_layers": True}}), LOAD)
+    _, options = backend_and_options(
+        Variant("Q4_0", SMALL.path, {"draft": {"own_layers": True}}), LOAD
+    )
     assert (options.draft, options.own_layers) == (None, True)
 
 

@@ -83,7 +83,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(convert, "versions", lambda: "openvino 1")
     monkeypatch.setattr(choosing, "_LEAST_BYTES", 4)
     monkeypatch.setattr(choosing, "converted_slice", made.converted_slice)
-    monkeypatch.setattr(convert, "checked", made.check)
+    monkeypatch.setattr(convert, "read_model", made.check)
     monkeypatch.setattr(convert, "converted_of", made.convert)
 
     def open_model(path: Path, **_: object) -> SimpleNamespace:

@@ -145,7 +145,7 @@ class Row:
         """As llama.cpp does it with the logits of its context."""
         candidates = Candidates(np.arange(self.n), self.values)
         candidates.apply(sampler)
-        return candidates.picked
+        return candidates.picked_token
 
 
 def prompt(random: np.random.Generator, n: int) -> list[int]:

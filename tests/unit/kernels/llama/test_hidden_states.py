@@ -21,7 +21,7 @@ def states(places: range, mark: int = 0) -> States:
 
 
 def computed(known: HiddenStates, seq_id: int, places: range, mark: int = 0) -> None:
-    known.computed(rows(seq_id, places), states(places, mark))
+    known.add(rows(seq_id, places), states(places, mark))
 
 
 def test_a_text_from_its_beginning_is_fed_whole() -> None:
@@ -43,7 +43,7 @@ def test_only_the_last_ones_are_kept() -> None:
 
 def test_rows_of_several_sequences_and_of_none_that_is_kept() -> None:
     known = HiddenStates(2, N_KEPT, N_EMBD)
-    known.computed(
+    known.add(
         [*rows(0, range(3)), *rows(1, range(2)), *rows(2, range(4))],
         np.concatenate([states(range(3), 0), states(range(2), 1), states(range(4), 2)]),
     )
@@ -54,7 +54,7 @@ def test_rows_of_several_sequences_and_of_none_that_is_kept() -> None:
 def test_what_was_restored_is_not_known() -> None:
     known = HiddenStates(1, N_KEPT, N_EMBD)
     computed(known, 0, range(5))
-    known.moved(0)
+    known.forget(0)
     assert known.first_fed(0) > 1000
     computed(known, 0, range(20, 22))
     assert known.first_fed(0) == 21
@@ -93,6 +93,6 @@ def test_what_is_fed_is_always_the_text_s_own(changes: list[tuple[str, int]]) ->
             known.cut(0, len(marks))
         else:  # other tokens, of which nothing is known
             marks = [None] * n
-            known.moved(0)
+            known.forget(0)
         for place in range(max(1, known.first_fed(0)), len(marks) + 1):
             assert known.before(0, place).tolist() == [place - 1, marks[place - 1]]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from serve_app.kernels.llama.long_runs import pieces
+from serve_app.kernels.llama.long_runs import split_runs
 
 WHOLE = re.compile(re.escape("<|im_end|>"))
 
@@ -26,6 +26,6 @@ WHOLE = re.compile(re.escape("<|im_end|>"))
     ],
 )
 def test_runs_are_cut(text: str, expected: list[str]) -> None:
-    made = pieces(text, WHOLE, longest=16)
+    made = split_runs(text, WHOLE, longest=16)
     assert "".join(made) == text
     assert made == expected

@@ -67,19 +67,19 @@ def test_what_is_cut_off_is_forgotten_and_what_is_copied_is_known() -> None:
     positions.cut(2, 0)
     positions.copy(3, 1)
     assert not positions
-    assert positions.placed([(7, 9, 1, True)]) == [(7, 9, 1, True)]
+    assert positions.place([(7, 9, 1, True)]) == [(7, 9, 1, True)]
 
 
 def test_rows_get_their_positions() -> None:
     rows = [(7, 17, 1, False), (8, 18, 1, True), (9, 3, 0, True)]
-    assert with_two().placed(rows) == [(7, 9, 1, False), (8, 10, 1, True), (9, 3, 0, True)]
+    assert with_two().place(rows) == [(7, 9, 1, False), (8, 10, 1, True), (9, 3, 0, True)]
 
 
 @pytest.mark.parametrize("state", [b"", b"llama.cpp's"])
 def test_saved_states_know_their_tiles(state: bytes) -> None:
     positions = with_two()
     for seq_id in (1, 2):
-        parted, spans = positions.parted(state + positions.packed(seq_id))
+        parted, spans = positions.split(state + positions.pack(seq_id))
         assert bytes(parted) == state
         positions.put(3, spans)
         assert positions.of(3, 32) == positions.of(seq_id, 32)
@@ -88,12 +88,12 @@ def test_saved_states_know_their_tiles(state: bytes) -> None:
 @pytest.mark.parametrize("state", [b"", b"abc", b"abcd\1\0\0\0"])
 def test_states_that_are_cut_off_are_refused(state: bytes) -> None:
     with pytest.raises(DecodeError, match="cut off"):
-        Positions(several=True).parted(state)
+        Positions(several=True).split(state)
 
 
 def test_without_several_dimensions_states_are_llama_cpps() -> None:
     positions = Positions(several=False)
     positions.take(1, 5, FLAT, 0, 6)
-    assert positions.packed(1) == b""
-    assert positions.parted(b"abc") == (b"abc", ())
+    assert positions.pack(1) == b""
+    assert positions.split(b"abc") == (b"abc", ())
     assert positions.of(1, 11) == 11

@@ -39,7 +39,7 @@ def sampler(params: SamplingParams, logits: NDArray[np.float32] = LOGITS) -> Seq
     def pick(chain: Any, _row: int) -> int:
         candidates = Candidates(np.arange(len(logits)), logits)
         candidates.apply(chain)
-        return candidates.picked
+        return candidates.picked_token
 
     context: Any = SimpleNamespace(
         n_ctx_slot=16,

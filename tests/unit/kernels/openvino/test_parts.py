@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from serve_app.base.errors import ConfigError
-from serve_app.kernels.openvino.parts import ModelShape, StageNode, divided, fewest_stages
+from serve_app.kernels.openvino.parts import ModelShape, StageNode, divide, fewest_stages
 
 SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12)
 EXPERTS = replace(SHAPE, layer_bytes=(2,) * 12, expert_bytes=(80,) * 12, chosen_experts=1 / 8)
 
 
 def ends(shape: ModelShape, *nodes: StageNode, **conditions: Any) -> list[int]:
-    parts = divided(shape, nodes, **conditions)
+    parts = divide(shape, nodes, **conditions)
     assert [i for part in parts for i in part] == list(range(12)), "each layer once, and in order"
     return [part.stop for part in parts]
 
@@ -66,7 +66,7 @@ def test_weights_and_cache_of_a_part_are_counted() -> None:
 )
 def test_a_division_that_is_not_possible_is_refused(nodes: list[StageNode], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        divided(SHAPE, nodes)
+        divide(SHAPE, nodes)
 
 
 @pytest.mark.parametrize(

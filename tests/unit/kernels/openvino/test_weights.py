@@ -8,7 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-from serve_app.kernels.openvino.weights import GROUP, is_rounded, quantised
+from serve_app.kernels.openvino.weights import GROUP, is_rounded, quantise
 
 _HALVES = {
     Kind.Q4_0: (0,),
@@ -41,7 +41,7 @@ def blocks(kind: Kind) -> NDArray[np.uint8]:
 @pytest.mark.parametrize("kind", [kind for kind in _HALVES if not is_rounded(kind)])
 def test_weights_are_those_of_the_file(kind: Kind) -> None:
     data = blocks(kind)
-    found, expected = quantised(data, kind), gguf.dequantize(data, kind)
+    found, expected = quantise(data, kind), gguf.dequantize(data, kind)
     np.testing.assert_allclose(found.weights(), expected, rtol=0, atol=1e-6)
     bits = found.bits
     least, most = (0, 15) if found.zeros is not None else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -52,7 +52,7 @@ def test_weights_are_those_of_the_file(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in _HALVES if is_rounded(kind)])
 def test_other_formats_are_rounded_to_the_127th_part_of_the_largest(kind: Kind) -> None:
     data = blocks(kind)
-    found, expected = quantised(data, kind).weights(), gguf.dequantize(data, kind)
+    found, expected = quantise(data, kind).weights(), gguf.dequantize(data, kind)
     largest = np.abs(expected.reshape(7, -1, 32)).max(axis=-1, keepdims=True)
     wrong = np.abs(found - expected).reshape(7, -1, 32)
     assert (wrong <= largest / 127 / 2 * 1.0001).all()
@@ -61,7 +61,7 @@ def test_other_formats_are_rounded_to_the_127th_part_of_the_largest(kind: Kind) 
 
 def test_offsets_are_less_than_a_step() -> None:
     weights = np.random.default_rng(1).normal(0, 1, (5, 256)).astype(np.float32)
-    found = quantised(gguf.quantize(weights, Kind.Q4_1), Kind.Q4_1)
+    found = quantise(gguf.quantize(weights, Kind.Q4_1), Kind.Q4_1)
     assert found.offsets is not None
     assert (np.abs(found.offsets) <= found.scales / 2 + 1e-6).all()
 
@@ -69,7 +69,7 @@ def test_offsets_are_less_than_a_step() -> None:
 @pytest.mark.parametrize("value", [-0.3, 0.3])
 def test_rows_of_equal_weights_have_no_steps(value: float) -> None:
     weights = np.full((2, 64), value, np.float16).astype(np.float32)
-    found = quantised(gguf.quantize(weights, Kind.Q4_1), Kind.Q4_1)
+    found = quantise(gguf.quantize(weights, Kind.Q4_1), Kind.Q4_1)
     np.testing.assert_allclose(found.weights(), weights, rtol=1e-6)
 
 
@@ -89,10 +89,10 @@ def test_a_group_far_from_0_leaves_the_others_as_they_are(
     """Its own weights are as exact as those of Q8_0."""
     rng = np.random.default_rng(1)
     weights = rng.normal(0, 0.02, (16, 256)).astype(np.float32)
-    plain = quantised(gguf.quantize(weights, kind), kind).with_sums().weights()
+    plain = quantise(gguf.quantize(weights, kind), kind).with_sums().weights()
     weights[:, 64:96] = middle + spread * rng.normal(0, 1, (16, 32))
     data = gguf.quantize(weights, kind)
-    matrix, exact = quantised(data, kind), gguf.dequantize(data, kind)
+    matrix, exact = quantise(data, kind), gguf.dequantize(data, kind)
     error = np.abs(matrix.weights() - exact)
     assert error[:, 64:96].max() <= np.abs(exact).max() / 254 * 1.001
     error[:, 64:96] = 0
@@ -108,7 +108,7 @@ def test_a_group_far_from_0_leaves_the_others_as_they_are(
 def test_a_product_with_sums_is_one_with_offsets(kind: Kind) -> None:
     rng = np.random.default_rng(1)
     weights, values = rng.normal(0, 1, (5, 256)).astype(np.float32), rng.normal(0, 1, 256)
-    matrix = quantised(gguf.quantize(weights, kind), kind)
+    matrix = quantise(gguf.quantize(weights, kind), kind)
     summed = matrix.with_sums()
     product = summed.weights() @ with_sums(values)
     assert summed.offsets is None

@@ -20,7 +20,7 @@ from serve_app.cli.measure.outcomes import (
     StreamedAnswer,
     figures,
     heard,
-    parse,
+    parse_answer,
 )
 
 SLO = Slo(ttft_s=1.0, itl_s=0.1)
@@ -51,7 +51,9 @@ def plain(number: str, end: str = COMPLETE, **changes: Any) -> Outcome:
 
 def test_coalesced_chunks_come_together_and_share_the_tokens_time() -> None:
     """Two events in one read, and one event that stands for three tokens."""
-    got = parse([(1.0, delta("a") + delta("b")), (2.0, delta("cde")), (2.5, usage(5) + DONE)])
+    got = parse_answer(
+        [(1.0, delta("a") + delta("b")), (2.0, delta("cde")), (2.5, usage(5) + DONE)]
+    )
     made = outcome(got)
     assert made.ttft_s == 1.0
     assert made.gaps_s == (0.0, 1.0)
@@ -61,18 +63,20 @@ def test_coalesced_chunks_come_together_and_share_the_tokens_time() -> None:
 
 @pytest.mark.parametrize("silent", [delta(""), delta(None), event({"choices": []})], ids=repr)
 def test_empty_deltas_are_no_tokens(silent: bytes) -> None:
-    got = parse([(0.5, silent), (1.0, delta("a")), (1.5, silent), (2.0, delta("b")), (3.0, DONE)])
+    got = parse_answer(
+        [(0.5, silent), (1.0, delta("a")), (1.5, silent), (2.0, delta("b")), (3.0, DONE)]
+    )
     made = outcome(got)
     assert (made.ttft_s, made.gaps_s, made.tokens) == (1.0, (1.0,), 2)
 
 
 def test_without_usage_events_are_counted() -> None:
-    got = parse([(1.0, delta("a")), (2.0, delta("b")), (3.0, DONE)])
+    got = parse_answer([(1.0, delta("a")), (2.0, delta("b")), (3.0, DONE)])
     assert (outcome(got).tokens, got.counted) == (2, False)
 
 
 def test_an_answer_without_text_has_no_first_token_and_meets_its_slo() -> None:
-    made = outcome(parse([(1.0, usage(0) + DONE)]))
+    made = outcome(parse_answer([(1.0, usage(0) + DONE)]))
     assert (made.ttft_s, made.token_s) == (None, None)
     assert made.meets(SLO)
 

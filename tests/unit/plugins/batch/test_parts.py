@@ -71,5 +71,5 @@ def test_rows_of_every_format(file: Path) -> None:
 
 def test_parts_have_so_many_lines() -> None:
     lines = [b"%d" % n for n in range(5)]
-    assert list(parts.batched(lines, 2)) == [lines[:2], lines[2:4], lines[4:]]
-    assert list(parts.batched([], 2)) == []
+    assert list(parts.split_lines(lines, 2)) == [lines[:2], lines[2:4], lines[4:]]
+    assert list(parts.split_lines([], 2)) == []

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from serve_app.plugins.batch.rows import CHAT, COMPLETIONS, EMBEDDINGS, Reading, parsed
+from serve_app.plugins.batch.rows import CHAT, COMPLETIONS, EMBEDDINGS, Reading, parse_line
 
 CHATTED = {
     "choices": [{"message": {"content": "billing"}, "finish_reason": "stop"}],
@@ -103,9 +103,9 @@ def test_a_row_without_a_name_has_none() -> None:
 
 
 def test_a_file_may_begin_with_a_byte_order_mark() -> None:
-    assert parsed(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+    assert parse_line(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
 
 
 def test_a_line_that_is_not_json() -> None:
     with pytest.raises(ValueError, match="not JSON"):
-        parsed(b"{")
+        parse_line(b"{")

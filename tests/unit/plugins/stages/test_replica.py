@@ -8,7 +8,7 @@ pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
 from serve_app.base.errors import ConfigError
 from serve_app.kernels.openvino.parts import ModelShape
-from serve_app.plugins.stages.replica import StageReport, StageSpeed, planned
+from serve_app.plugins.stages.replica import StageReport, StageSpeed, plan_layers
 from serve_app.run.sizing import PROCESS_BYTES
 
 SHAPE = ModelShape((10,) * 12, (0,) * 12, 0.0, 30, 30, (1,) * 12)
@@ -42,11 +42,11 @@ def report(
 def test_all_that_is_known_divides_the_layers(
     reports: list[StageReport], expected: list[int]
 ) -> None:
-    assert [part.stop for part in planned(SHAPE, reports, 8, 0)] == expected
+    assert [part.stop for part in plan_layers(SHAPE, reports, 8, 0)] == expected
 
 
 def test_stages_on_one_node_share_its_memory() -> None:
     here = report(memory=150 + PROCESS_BYTES, node="a")  # of two processes
-    assert [part.stop for part in planned(SHAPE, [here, report(node="b")], 8, 0)] == BY_BYTES
+    assert [part.stop for part in plan_layers(SHAPE, [here, report(node="b")], 8, 0)] == BY_BYTES
     with pytest.raises(ConfigError, match="memory of 2 stages has no room"):
-        planned(SHAPE, [here, here], 8, 0)
+        plan_layers(SHAPE, [here, here], 8, 0)

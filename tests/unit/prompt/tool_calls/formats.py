@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.tool_calls import FORMATS, GENERIC, ToolCall, ToolFormat
-from serve_app.prompt.tool_calls.calls import described
+from serve_app.prompt.tool_calls.calls import describe_function
 
 TEMPLATES = sorted((Path(__file__).parents[3] / "data" / "templates").glob("*/*.jinja"))
 EXAMPLE_FUNCTIONS: tuple[dict[str, Any], ...] = (
@@ -29,7 +29,9 @@ EXAMPLE_FUNCTIONS: tuple[dict[str, Any], ...] = (
 """The functions in every format's example."""
 EXAMPLE_CALLS = (ToolCall("get_weather", '{"city": "Tromsø", "days": 2}'), ToolCall("now", "{}"))
 """The calls in every format's example."""
-TOOLS = [{"type": "function", "function": described(function)} for function in EXAMPLE_FUNCTIONS]
+TOOLS = [
+    {"type": "function", "function": describe_function(function)} for function in EXAMPLE_FUNCTIONS
+]
 FORMAT = {form.name: form for form in (*FORMATS, GENERIC)}
 
 

@@ -63,17 +63,17 @@ EARLIER = [
 
 
 def test_functions_are_described_by_the_system() -> None:
-    system, user = generic.describe([SYSTEM, USER], TOOLS)
+    system, user = generic.describe_chat([SYSTEM, USER], TOOLS)
     assert user == USER
     assert system.role == "system"
     assert system.text.startswith("Be brief.\n\nYou can call")
     assert json.dumps(TOOLS[0]["function"]) in system.text
-    (own, _) = generic.describe([USER], TOOLS)
+    (own, _) = generic.describe_chat([USER], TOOLS)
     assert own.text.startswith("You can call")
 
 
 def test_calls_and_results_become_texts() -> None:
-    turns = generic.describe(EARLIER, ())
+    turns = generic.describe_chat(EARLIER, ())
     assert [turn.role for turn in turns] == ["user", "assistant", "user", "user", "user"]
     assert [turn.text for turn in turns[1:]] == [
         'Hm.\n\n{"tool_calls": [{"name": "now", "arguments": {"x": "é"}}, '

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve_app.prompt.conversation import PastCall, Turn
-from serve_app.prompt.tool_calls.calls import FunctionNames, described
+from serve_app.prompt.tool_calls.calls import FunctionNames, describe_function
 
 
 def test_names_go_to_the_model_and_back() -> None:
@@ -76,7 +76,7 @@ def test_a_name_that_means_one_function_is_its_name(written: str, meant: str) ->
     ],
 )
 def test_templates_get_what_they_read(function: dict[str, Any], parameters: dict[str, Any]) -> None:
-    assert described({"name": "f", **function}) == {
+    assert describe_function({"name": "f", **function}) == {
         "name": "f",
         "description": "",
         "parameters": parameters,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from serve_app.run.placement.machine import Machine, PhysicalCore, Topology, list_cpus, read
+from serve_app.run.placement.machine import Machine, PhysicalCore, Topology, list_cpus, read_machine
 
 # (hyper-threads, NUMA node) of each physical core, numbered as Linux numbers Intel's and AMD's servers:
 # first one hyper-thread of every core, then the others.
@@ -63,7 +63,7 @@ def machine(
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return read(write(root, cores, online=_listed(cpus)))
+    return read_machine(write(root, cores, online=_listed(cpus)))
 
 
 def _listed(cpus: Iterable[int]) -> str:

@@ -14,7 +14,7 @@ from serve_app.run.placement.machine import (
     available_memory,
     list_cpus,
     parse_cpus,
-    read,
+    read_machine,
     read_topology,
     throttled_s,
     total_memory,
@@ -159,7 +159,7 @@ V1 = {"proc/self/cgroup": "4:memory:/docker/x\n3:cpuset:/\n2:cpu,cpuacct:/docker
 )
 def test_cpus_that_can_be_busy(tmp_path: Path, files: dict[str, str], quota: int | None) -> None:
     expected = AFFINITY if quota is None else min(AFFINITY, quota)
-    assert read(machine(tmp_path, files)).n_cpus == expected
+    assert read_machine(machine(tmp_path, files)).n_cpus == expected
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_affinity_counts() -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
-        assert read().n_cpus == 1
+        assert read_machine().n_cpus == 1
     finally:
         os.sched_setaffinity(0, allowed)
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.run.placement.machine import Topology, read
+from serve_app.run.placement.machine import Topology, read_machine
 from serve_app.run.placement.pinning import CorePinning, choose, default_folder, pin, take
 from tests.unit.run.placement.machines import FOUR_NODES, LAPTOP, TWO_SOCKETS, topology, write
 
@@ -280,7 +280,7 @@ def test_cores_that_a_quota_makes_others_use_are_not_leased(tmp_path: Path) -> N
     }.items():
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text(text)
-    report = pin(1, tmp_path / "cores", read(root)).report
+    report = pin(1, tmp_path / "cores", read_machine(root)).report
     assert f"a CPU quota of 0.5 cores, on {len(MINE)} cores that others use" in report
 
 

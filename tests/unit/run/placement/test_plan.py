@@ -119,7 +119,7 @@ def test_fewer_replicas_take_the_places_of_all(
     tmp_path: Path, n: int, expected: tuple[int, float, int]
 ) -> None:
     (share,) = plan.shares(machine(tmp_path, FOUR_NODES), 1)
-    fewer = plan.merged(share, n)
+    fewer = plan.merge(share, n)
     assert (fewer.n_replicas, fewer.num_cpus, fewer.n_cores) == expected
     assert "instead of 4, because memory has no room for more" in fewer.reason
 

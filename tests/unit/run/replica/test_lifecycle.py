@@ -227,7 +227,7 @@ async def test_the_first_call_loads_the_model_once_for_all(node: Node) -> None:
     await model.attach(ADDRESS)
     assert model.loaded is None
     engines = await asyncio.gather(*(use(model) for _ in range(5)))
-    await model.told()
+    await model.wait_until_known()
     assert set(engines) == {node.engine} == {model.loaded}
     assert node.names == ["m"]
     assert node.engine.attached == [ADDRESS]
@@ -240,7 +240,7 @@ async def test_an_ingress_that_is_gone_is_told_nothing_the_next_time(node: Node)
     await model.attach(ADDRESS)
     for told in ([ADDRESS], []):
         await use(model)
-        await model.told()
+        await model.wait_until_known()
         assert node.engine.attached == told
         await until(lambda: node.engine.is_closed)
 

@@ -77,7 +77,7 @@ def test_every_gap_is_observed_in_its_bucket(clock: Clock, monkeypatch: pytest.M
     monkeypatch.setattr(made._itl, "observe", observed.append)
     gaps = [0.004, 0.0045, 0.19, 0.019, 0.019, 40.0]
     spent = traced(clock, (1.0, 1), *((gap, 1) for gap in gaps))
-    made.ended(SequenceEnd(FinishReason.STOP, Usage(3, len(gaps) + 1, 0), spent))
+    made.on_end(SequenceEnd(FinishReason.STOP, Usage(3, len(gaps) + 1, 0), spent))
     buckets = [bisect_left(GAP_BOUNDARIES_S, value) for value in sorted(observed)]
     assert buckets == [bisect_left(GAP_BOUNDARIES_S, gap) for gap in sorted(gaps)]
     assert sum(observed) == pytest.approx(sum(gaps))

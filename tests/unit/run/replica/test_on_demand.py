@@ -54,7 +54,7 @@ async def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
             raise ConfigError("It is damaged.")
         return Engine()
 
-    monkeypatch.setattr(on_demand, "_load", loaded)
+    monkeypatch.setattr(on_demand, "_load_model", loaded)
     monkeypatch.setattr(on_demand, "_clean_up", lambda: None)
 
     async def start(name: str = "m") -> Any:
