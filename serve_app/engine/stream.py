@@ -58,7 +58,7 @@ class TokenStream:
             self._ready.clear()
             await self._ready.wait()
         delta = self._pending.popleft()
-        while self._pending and not _failed(self._pending[0]):
+        while self._pending and not _is_failure(self._pending[0]):
             delta = delta.then(self._pending.popleft())
         self._end = delta.end
         if delta.end is not None and delta.end.error is not None:
@@ -72,5 +72,5 @@ class TokenStream:
         self.abort()
 
 
-def _failed(delta: TokenDelta) -> bool:
+def _is_failure(delta: TokenDelta) -> bool:
     return delta.end is not None and delta.end.error is not None

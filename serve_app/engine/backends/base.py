@@ -210,7 +210,7 @@ class AdapterSupport(Protocol):
     """LoRA adapters, by their keys. At first, `decode` computes with none."""
 
     @property
-    def loaded(self) -> Collection[str]:
+    def loaded_keys(self) -> Collection[str]:
         """Any thread. The keys of the adapters that are loaded."""
 
     def use(self, adapters: Adapters) -> None:

@@ -70,7 +70,7 @@ class ChunkReuse:
     _table: SlotTable
     _contents: SlotContents
 
-    def wanted(self, sequence: Sequence, tokens: bytes) -> int:
+    def slot_for(self, sequence: Sequence, tokens: bytes) -> int:
         """The slot that the sequence's request asks for; or the idle one that can be cut to have most of
         these tokens; -1 if there is neither."""
         request = sequence.request
@@ -110,6 +110,6 @@ class ChunkReuse:
         """How much the slot can have of these tokens, but for the last one."""
         if slot.group != sequence.request.content_group:
             return Reuse((), 0)
-        cached, prompt = slot.packed(len(slot.idle_tokens)), tokens[:-TOKEN_BYTES]
+        cached, prompt = slot.packed_tokens(len(slot.idle_tokens)), tokens[:-TOKEN_BYTES]
         n_shared = common_prefix(cached, prompt) // TOKEN_BYTES
         return plan(cached, prompt, n_shared, sequence.request.n_cache_reuse)

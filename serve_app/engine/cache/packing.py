@@ -23,7 +23,7 @@ TokenArray: TypeAlias = "array[int]"
 """Token ids that may be changed, four bytes each."""
 
 
-def packed(tokens: Tokens) -> bytes:
+def pack(tokens: Tokens) -> bytes:
     """Tokens as bytes; those that are bytes already stay what they are."""
     if isinstance(tokens, bytes):
         return tokens
@@ -39,7 +39,7 @@ def n_tokens(tokens: bytes) -> int:
 def token_array(tokens: Tokens = b"") -> TokenArray:
     """A new array of tokens, packed or not."""
     made = array("i")
-    made.frombytes(packed(tokens))  # `array` itself takes twice as long
+    made.frombytes(pack(tokens))  # `array` itself takes twice as long
     return made
 
 

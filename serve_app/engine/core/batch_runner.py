@@ -119,7 +119,7 @@ class BatchRunner:
         )
 
     def _forecast_s(self, batch: Batch) -> float:
-        depth = self._costs.attended(batch.depth, batch.n_cells)
+        depth = self._costs.effective_past(batch.depth, batch.n_cells)
         return self._costs.batch_s(len(batch.rows), depth)
 
     @contextmanager
@@ -151,7 +151,7 @@ class BatchRunner:
 
     def _charge(self, batch: Batch, computed_s: float) -> None:
         for chunk, seconds in zip(batch.chunks, batch.shared_s(computed_s), strict=True):
-            chunk.sequence.trace.computed(computed_s, len(batch.chunks))
+            chunk.sequence.trace.on_batch(computed_s, len(batch.chunks))
             self._command_queue.policy.charge(chunk.sequence, seconds)
 
     def learn(self, result: BatchResult) -> None:
@@ -159,7 +159,7 @@ class BatchRunner:
         batch, seconds = result.batch, result.first_s
         if not result.is_usual:
             return
-        depth = self._costs.attended(batch.depth, batch.n_cells)
+        depth = self._costs.effective_past(batch.depth, batch.n_cells)
         if not batch.prefills:
             n_sequences = len(batch.chunks) + len(batch.fillers)
             self._costs.observe_decode(n_sequences, len(batch.rows), depth, seconds)

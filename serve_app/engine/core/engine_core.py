@@ -230,7 +230,7 @@ class EngineCore:
         its slot free."""
         for sequence, end in self._outbox.ends:
             self._release(sequence, end)
-        self.published.stepped(changed=self.admission.changed or not self.has_work)
+        self.published.on_step(changed=self.admission.changed or not self.has_work)
         self.admission.changed = False
         for guest in self.guests:
             guest.deliver()

@@ -88,7 +88,7 @@ class Curve:
         return base_s + n_past * slope_s
 
     def _line(self, n_rows: int) -> tuple[float, float]:
-        base_s = sum(weight * self._bases[i] for i, weight in _parts(self.measured, n_rows))
+        base_s = sum(weight * self._bases[i] for i, weight in _interpolate(self.measured, n_rows))
         line = self._lines[n_rows] = base_s, self._deeper * self._slope_s(n_rows)
         return line
 
@@ -99,7 +99,7 @@ class Curve:
     def learn(self, n_rows: int, n_past: float, error: float) -> None:
         """Learn from the logarithm of the time of a batch to its forecast."""
         base_part = self.seconds(n_rows, 0) / self.seconds(n_rows, n_past)
-        for i, weight in _parts(self.measured, n_rows):
+        for i, weight in _interpolate(self.measured, n_rows):
             self._bases[i] *= math.exp(_BASE * min(1.0, weight) * base_part * error)
         self._deeper *= math.exp(_SLOPES * (1 - base_part) * error)
         self._lines.clear()
@@ -107,10 +107,10 @@ class Curve:
     def _slope_s(self, n_rows: int) -> float:
         """Seconds that a token before so many rows adds, as measured. Fewer rows than were measured attend
         for themselves, too."""
-        return sum(weight * self._slopes[i] for i, weight in _parts(self._attending, n_rows))
+        return sum(weight * self._slopes[i] for i, weight in _interpolate(self._attending, n_rows))
 
 
-def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
+def _interpolate(points: Sequence[int], x: int) -> list[tuple[int, float]]:
     """The points that the value at x is made of, and the part of each: straight between the points, the
     first one's before, growing with x beyond."""
     if not points:
@@ -124,10 +124,10 @@ def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
     return [(right - 1, 1 - part), (right, part)]
 
 
-def predicted(times: Mapping[int, float], n: int) -> float:
+def predict_s(times: Mapping[int, float], n: int) -> float:
     """Seconds of so many rows by the times of others: straight between them, and beyond."""
     points = sorted(times)
-    return sum(weight * times[points[i]] for i, weight in _parts(points, n))
+    return sum(weight * times[points[i]] for i, weight in _interpolate(points, n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class CostModel:
         """Whether anything was measured."""
         return bool(self._decode.measured)
 
-    def attended(self, n_past: float, n_cells: float) -> float:
+    def effective_past(self, n_past: float, n_cells: float) -> float:
         """How many tokens of its own would cost a row as much as its `n_past` and the rest of the
         `n_cells` in use in a unified cache. To be given as `n_past` to the other methods."""
         return n_past + self._profile.masked * max(0.0, n_cells - n_past)
@@ -324,19 +324,21 @@ class CostModel:
         """Seconds of prompts of up to so many rows with nothing before them, by number of rows."""
         return {n: self.prefill_s(n, 0) for n in self._prefill.measured if n <= most}
 
-    def learned(self) -> Profile:
+    def learned_profile(self) -> Profile:
         """The profile by what is known now."""
         profile = self._profile
         return replace(
             profile,
-            decode_s=self._known(self._decode),
-            prefill_s=self._known(self._prefill),
-            verify_s=self._known(self._verify),
-            deep_decode_s=self._known(self._decode, profile.deep_decode_s),
-            deep_prefill_s=self._known(self._prefill, profile.deep_prefill_s),
+            decode_s=self._present_times(self._decode),
+            prefill_s=self._present_times(self._prefill),
+            verify_s=self._present_times(self._verify),
+            deep_decode_s=self._present_times(self._decode, profile.deep_decode_s),
+            deep_prefill_s=self._present_times(self._prefill, profile.deep_prefill_s),
         )
 
-    def _known(self, curve: Curve, deep: Mapping[int, float] | None = None) -> dict[int, float]:
+    def _present_times(
+        self, curve: Curve, deep: Mapping[int, float] | None = None
+    ) -> dict[int, float]:
         """The present seconds of a curve's sizes, or of those that were measured deep."""
         times = curve.times(0 if deep is None else self._profile.depth)
         return {n: self._speed * s for n, s in times.items() if deep is None or n in deep}
@@ -345,7 +347,7 @@ class CostModel:
         """The times known now, in milliseconds by number of rows, with an empty cache."""
         curves = {"decode_ms": self._decode, "prefill_ms": self._prefill, "verify_ms": self._verify}
         return {
-            name: {n: round(1000 * s, 1) for n, s in self._known(curve).items()}
+            name: {n: round(1000 * s, 1) for n, s in self._present_times(curve).items()}
             for name, curve in curves.items()
         }
 

@@ -70,7 +70,7 @@ class _Kind:
         """Seconds of a step that only decodes, of sequences that share nothing."""
         if not self.mode.kv_unified:
             return self.costs.steps_s(n_rows, depth)
-        return self.costs.decode_s(n_rows, self.costs.attended(depth, n_rows * depth))
+        return self.costs.decode_s(n_rows, self.costs.effective_past(depth, n_rows * depth))
 
     def forecast_s(self, load: Load, most_s: float) -> float:
         """Seconds of a step; in a unified cache, prompts and decoding sequences share a batch. In a split
@@ -81,7 +81,7 @@ class _Kind:
             return min(decode_s, most_s) + self._prompts_s(load.prompts, n_prompt)
         n_rows = n_decoding + n_prompt
         tokens = n_decoding * load.decode_depth + sum(n * depth for n, depth in load.prompts)
-        depth = self.costs.attended(tokens / max(1, n_rows), load.n_cells)
+        depth = self.costs.effective_past(tokens / max(1, n_rows), load.n_cells)
         one = self.costs.prefill_s if n_prompt else self.costs.decode_s
         return one(n_rows, depth) if n_rows else 0.0
 

@@ -129,7 +129,7 @@ class CacheModeSwitcher(Guest):
             return []
         live = (*self._steps.running, *self._steps.waiting)
         share = self._options.n_ctx_share
-        longer = [seq for seq in live if len(seq.tokens) > share and not seq.finished]
+        longer = [seq for seq in live if len(seq.tokens) > share and not seq.is_finished]
         if longer:
             self._long_until = time.monotonic() + _CHAT_GOES_ON_S
         return [seq for seq in longer if not self._cache.fits(seq)]
@@ -138,7 +138,7 @@ class CacheModeSwitcher(Guest):
         """Whether to change now for sequences that have no room: at once if a slot is full. Else one of
         them must fit beside the running sequences, and streams can wait for it, or have been waited for."""
         running = self._steps.running
-        if not too_long or any(sequence.finished for sequence in running):
+        if not too_long or any(sequence.is_finished for sequence in running):
             return False
         if any(sequence.slot_id != NO_SLOT for sequence in too_long):
             return True
@@ -157,12 +157,12 @@ class CacheModeSwitcher(Guest):
 
     def pays(self) -> bool:
         """Whether to change now, for those that are there and for what was there lately."""
-        if self._traffic is None or not self._cache.settled or not self._is_news():
+        if self._traffic is None or not self._cache.is_settled or not self._is_news():
             return False
         if time.monotonic() < self._not_before or self._stays_unified:
             return False
         running = self._steps.running
-        if any(sequence.finished for sequence in running):
+        if any(sequence.is_finished for sequence in running):
             return False
         live = [*running, *self._steps.waiting]
         streams = any(sequence.n_generated for sequence in live)
@@ -254,7 +254,9 @@ class CacheModeSwitcher(Guest):
         at_rest = not (self._steps.running or self._steps.waiting)
         by_traffic, other = self._traffic.reason(at_rest=at_rest), self._modes.other[0]
         self._steps.interrupt()
-        self._modes.change(f"{other}: {need}" if need else by_traffic, self._costs.learned())
+        self._modes.change(
+            f"{other}: {need}" if need else by_traffic, self._costs.learned_profile()
+        )
         self._modes = self._backend.modes
         self._costs.begin(self._backend.setup.profile)
         self._traffic = self._comparison()

@@ -66,15 +66,15 @@ class PlacedTile:
 
     def decode(self, backend: Backend, rows: Sequence[Row]) -> None:
         """Compute some of its rows, as `Backend.decode` does."""
-        pictures, embeddings, first = self._encoded(backend, rows)
+        pictures, embeddings, first = self._find_embeddings(backend, rows)
         pictures.decode(rows, embeddings, self.tile, first)
 
     def embed(self, backend: Backend, rows: Sequence[Row]) -> NDArray[np.float32]:
         """Compute vectors of some of its rows, as `EmbeddingSupport.embed` does."""
-        pictures, embeddings, first = self._encoded(backend, rows)
+        pictures, embeddings, first = self._find_embeddings(backend, rows)
         return pictures.embed(rows, embeddings, self.tile, first)
 
-    def _encoded(
+    def _find_embeddings(
         self, backend: Backend, rows: Sequence[Row]
     ) -> tuple[PictureSupport, NDArray[np.float32], int]:
         """The embeddings for these rows, and the number of the first row in the tile."""
@@ -84,7 +84,7 @@ class PlacedTile:
         return backend.pictures, self.embeddings[first : first + len(rows)], first
 
 
-def expanded(
+def expand_media(
     prompt: Sequence[int], media: Iterator[Medium], projector: Projector, n_batch: int
 ) -> tuple[tuple[int, ...], tuple[PlacedTile, ...]]:
     """The prompt with the next media's tokens in the places of MEDIUM, and where their tiles stand. Raises
@@ -330,7 +330,7 @@ def _tiles(reader: TileReader) -> list[PlacedTile]:
 
 def _missing(readers: Iterable[TileReader]) -> Iterator[tuple[TileReader, PlacedTile]]:
     for reader in sorted(readers, key=lambda one: one.is_behind):
-        if not reader.finished:
+        if not reader.is_finished:
             for placed in _tiles(reader):
                 if placed.embeddings is None and placed.end > reader.n_past:
                     yield reader, placed

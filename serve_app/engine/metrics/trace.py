@@ -45,7 +45,7 @@ class Trace:
         self._preempted = time.monotonic()
         self._n_preemptions += 1
 
-    def computed(self, seconds: float, n_sequences: int) -> None:
+    def on_batch(self, seconds: float, n_sequences: int) -> None:
         """A batch took so long, and computed so many sequences, this one among them."""
         self._n_batches += 1
         self._n_sequences += n_sequences

@@ -81,7 +81,7 @@ def plan_batch(
             rows += [(0, slot_ends[slot_id], slot_id, False) for slot_id in between]
         end = sequence.n_past + n_rows
         complete = end == len(sequence.tokens)
-        slot_id, unscored = sequence.slot_id, sequence.unscored
+        slot_id, unscored = sequence.slot_id, sequence.unscored_positions
         first = len(rows) - sequence.n_past
         for position in range(sequence.n_past, end):
             wants_logits = (complete and position == end - 1) or position in unscored

@@ -151,7 +151,7 @@ class Scheduler:
         served = self._together = self._who_is_served(now)
         self.served_all = len(served) == len(self.running)
         before = self._turns.current
-        self._served = self._turns.choose(self._without_held(now), now)
+        self._served = self._turns.choose(self._candidates(now), now)
         adapters = self._turns.current
         if adapters != before:
             self._budget.expect(SWITCH_S)
@@ -208,7 +208,7 @@ class Scheduler:
 
     def _depth(self, sequences: Iterable[Sequence]) -> float:
         depths = [sequence.n_past for sequence in sequences]
-        return self.costs.attended(sum(depths) / len(depths), self._n_cells)
+        return self.costs.effective_past(sum(depths) / len(depths), self._n_cells)
 
     # -- in the background ------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class Scheduler:
     def _prompts(self) -> list[Sequence]:
         return [seq for seq in self._together if seq.n_pending > 1 and not seq.is_blocked]
 
-    def _without_held(self, now: float) -> list[Sequence]:
+    def _candidates(self, now: float) -> list[Sequence]:
         """The sequences that may have the next turn: those with finished prompts wait while
         sequences of other adapters catch up."""
         rest_s = self._catch_up_s()
@@ -372,7 +372,7 @@ class Scheduler:
                 continue
             to_stop = min(sequence.n_pending, sequence.n_to_stop)
             depth, n_rows = self._depth([sequence]), min(left, to_stop)
-            if sequence.unscored:
+            if sequence.unscored_positions:
                 if not left_scored:
                     continue
                 n_rows = min(n_rows, left_scored)
@@ -381,7 +381,7 @@ class Scheduler:
                 n_beside = n_decoding + self._n_batch - left if self._mixed else 0
                 beside_s = 0.0 if self._mixed else spent_s
                 n_rows = self._chunk(n_rows, n_beside, depth, within_s, beside_s)
-            if bounded and sequence.unscored:  # their logits take as long again at most
+            if bounded and sequence.unscored_positions:  # their logits take as long again at most
                 n_rows = -(-n_rows // 2)
             if n_rows == 0 and turns:
                 break

@@ -295,12 +295,12 @@ class Drafter:
         self._common.record(n_drafted, n_accepted)
         return True
 
-    def unused(self, sequences: SequenceOf[Sequence]) -> None:
+    def forgive(self, sequences: SequenceOf[Sequence]) -> None:
         """A step has no proposals for these: they come closer to what all have, no better."""
         for sequence in sequences:
-            self.rate(sequence).unused(self._common.acceptance)
+            self.rate(sequence).forgive(self._common.acceptance)
         if sequences:
-            self._common.unused(_LIKELY)
+            self._common.forgive(_LIKELY)
 
     def take_spent(self) -> list[tuple[Sequence, float]]:
         """The seconds of passes since the last call, with the sequence of each."""
