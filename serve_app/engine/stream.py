@@ -14,10 +14,10 @@ Abort = Callable[[], None]
 class TokenStream:
     """The deltas of a request as an async iterator; made and read in one event loop.
 
-    A reader that falls behind gets what piled up as one delta: nothing is lost, nobody waits for
-    it. The iteration stops after the delta that carries `end`; if the request ended in an error,
-    that error is raised instead, after the text that came before it. A reader that leaves early must
-    call `abort` (or use the stream as an async context manager), or the sequence runs on to its end.
+    A reader that falls behind gets what piled up as one delta: nothing is lost, nobody waits for it. The
+    iteration stops after the delta that carries `end`. If the request ended in an error, that error is
+    raised instead, after the text that came before it. A reader that leaves early must call `abort` (or
+    use the stream as an async context manager), or the sequence runs on to its end.
     """
 
     def __init__(self, abort: Abort) -> None:

@@ -483,7 +483,7 @@ class LlamaBackend:
 
 def _n_past_states(model: Model, options: EngineOptions) -> int:
     """The past states of recurrent layers that each slot keeps, for drafts of so many tokens to be taken
-    back: what half of the memory for checkpoints has room for. Where they slow every batch down, they are
+    back. Half of the memory for checkpoints has room for them. Where they slow every batch down, they are
     few, and only for a draft that is configured."""
     has_draft = options.own_layers or options.draft is not None
     may_look_up = options.speculate and model.rolls_back_freely

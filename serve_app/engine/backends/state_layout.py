@@ -1,9 +1,9 @@
 """How llama.cpp lays out a sequence's state, and how one kind of cache's becomes another's. Pure.
 
-A state begins with two words (a magic number, the sequence's id). Then comes the number of streams, and for
-each stream the number of its cells; a split cache has a stream for each sequence, a unified one has one.
-Behind the only number that is not 0 stand the cells (position, number of sequences, sequence), whether
-values are transposed, the number of layers, and all layers' keys, then their values. Without flash
+A state begins with two words (a magic number, the sequence's id). Then comes the number of streams, and
+for each stream the number of its cells. A split cache has a stream for each sequence, a unified one has
+one. Behind the only number that is not 0 stand the cells (position, number of sequences, sequence). Then
+come whether values are transposed, the number of layers, all layers' keys, and their values. Without flash
 attention, values are transposed: all cells' first elements come first.
 """
 

@@ -32,9 +32,9 @@ class Reuse(NamedTuple):
 
 
 def plan(cached: bytes, prompt: bytes, n_shared: int, n_least: int) -> Reuse:
-    """Where to cut a slot's tokens, of which the prompt has the first `n_shared`, so that it has chunks of
-    `n_least` tokens or more that come later. Both are packed. It takes time that grows with the slot's
-    tokens, and not with `n_least`. Pure."""
+    """Where to cut a slot's tokens, so that it has chunks of `n_least` tokens or more that come later. The
+    prompt has the first `n_shared` of these tokens. Both are packed. It takes time that grows with the
+    slot's tokens, and not with `n_least`. Pure."""
     cuts: list[tuple[int, int]] = []
     have, at, n_gone = n_shared, n_shared, 0
     while len(cuts) < MAX_CUTS:
@@ -71,8 +71,8 @@ class ChunkReuse:
     _contents: SlotContents
 
     def slot_for(self, sequence: Sequence, tokens: bytes) -> int:
-        """The slot that the sequence's request asks for; or the idle one that can be cut to have most of
-        these tokens; -1 if there is neither."""
+        """The slot that the sequence's request asks for, or the idle one that can be cut to have most of
+        these tokens. It is -1 if there is neither."""
         request = sequence.request
         if request.slot_id >= 0 or not self._applies(sequence):
             return request.slot_id

@@ -98,8 +98,8 @@ class Checkpoints:
         return deepest(self.of(slot_id), n_most)
 
     def resumable(self, slot: Slot, n_shared: int, in_place: bool) -> int:
-        """The number of first tokens, shared with what a slot has in the cache, that a prompt could
-        start from, in that slot or in a copy."""
+        """The number of first tokens that a prompt could start from, in a slot or in a copy. They are
+        those that it shares with the slot's tokens in the cache."""
         if not (self.is_needed and n_shared):
             return n_shared
         sequence = slot.sequence

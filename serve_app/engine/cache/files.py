@@ -151,11 +151,11 @@ def _checksum(*parts: State) -> bytes:
 class DiskTier:
     """The copies of one model's prefixes, in a folder of their own within `folder`.
 
-    `fingerprint` is all that a state depends on: the model, the context's parameters, llama.cpp's
-    version. Several models may share `folder`, and several replicas of one model: each file is
-    whole, and good for all of them; it says which cache group it is for. A prefix that one of them
-    discards is gone from the disk for all, until they add it again. Nobody but the owner can read
-    the files: they hold what users wrote.
+    `fingerprint` is all that a state depends on: the model, the context's parameters, llama.cpp's version.
+    Several models may share `folder`, and several replicas of one model: each file is whole, and good for
+    all of them. It says which cache group it is for. A prefix that one of them discards is gone from the
+    disk for all, until they add it again. Nobody but the owner can read the files: they hold what users
+    wrote.
 
     One thread at a time may call, the decoder thread: `load` first, `close` last. Only `load` and
     `close` wait for the disk; the rest is done in order by a thread of this object's own. Raises

@@ -152,8 +152,8 @@ class KVCacheManager:
         return self.table.n_tokens_of(later) + n_new + len(held.tokens) <= self._n_pool
 
     def place(self, sequence: Sequence) -> Place | PrefixPending | None:
-        """Put a sequence into an idle slot, with the longest prefix of its cache group there, unless it
-        should wait for one that is being computed. Tokens that lose their place are stored first.
+        """Put a sequence into an idle slot, with the longest prefix of its cache group there. Do nothing
+        if it should wait for one that is being computed. Tokens that lose their place are stored first.
 
         While others generate, what would keep them waiting for too long is neither restored nor stored;
         None if it is only too much for this step."""
@@ -212,8 +212,8 @@ class KVCacheManager:
         return True
 
     def make_way(self, n_sequences: int) -> None:
-        """Empty the idle slots that so many sequences will get, if the cache is unified: until then
-        every row would be computed with what is there."""
+        """Empty the idle slots that so many sequences will get, if the cache is unified. Until then every
+        row would be computed with what is there."""
         if self.backend.setup.mode.kv_unified:
             n_empty = sum(slot.idle and not slot.idle_tokens for slot in self.table.slots)
             while n_empty < n_sequences and self.evict_idle():
@@ -236,8 +236,8 @@ class KVCacheManager:
             self._put(slot, tokens)
 
     def store(self, slot: Slot, tokens: TokenArray, beside_s: float = 0.0) -> None:
-        """Save a slot's first tokens, unless the store has them, they are not really there yet, or streams
-        would wait too long for that and for `beside_s` seconds of other copies."""
+        """Save a slot's first tokens, unless the store has them or they are not really there yet. Nor is
+        it done if streams would wait too long for that and `beside_s` seconds of other copies."""
         if not tokens:
             return
         n_bytes = self.contents.n_bytes(slot, len(tokens))
@@ -272,8 +272,8 @@ class KVCacheManager:
         return (n_stored, stored) if may_wait else (0, None)
 
     def would_keep(self, sequence: Sequence) -> tuple[int, float]:
-        """The number of a running sequence's tokens in the cache that would be stored if it lost its
-        slot now, and the seconds that this would take."""
+        """The number of a running sequence's tokens that would be stored if it lost its slot now, and the
+        seconds that this would take."""
         slot = self.table.slots[sequence.slot_id]
         n_bytes = self.contents.n_bytes(slot, slot.n_past)
         if slot.id in self.backend.slots_with_pending_copy or not self.memory_tier.fits(n_bytes):

@@ -74,8 +74,8 @@ class MemoryTier:
     def put(
         self, group: str, tokens: Tokens, state: State, checkpoints: tuple[Checkpoint, ...] = ()
     ) -> None:
-        """Keep a prefix; those of its group that it continues go, but for those of which it could give
-        little; and then the least recently used of all, for room."""
+        """Keep a prefix. Those of its group that it continues go, but for those of which it could give
+        little. Then the least recently used of all go, for room."""
         key = Prefix(group, pack(tokens))
         prefix = StoredPrefix(token_array(key.tokens), state, group, checkpoints)
         for other in [one for one in self._sorted if one.group == group]:

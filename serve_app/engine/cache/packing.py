@@ -1,7 +1,7 @@
 """Tokens as bytes, four each, and as arrays.
 
 Indexes, files and other engines have bytes; slots, sequences and stores have arrays. The garbage collector
-looks at every item of a list, at none of these: a few million tokens in lists cost it milliseconds, again
+looks at every item of a list, at none of these. A few million tokens in lists cost it milliseconds, again
 and again.
 """
 

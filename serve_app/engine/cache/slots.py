@@ -52,8 +52,8 @@ class Slot:
 
     @property
     def tokens(self) -> TokenArray:
-        """The tokens that other sequences may start from: the tokens of its sequence, cached or not
-        yet, up to a context shift; those in the cache while it is idle."""
+        """The tokens that other sequences may start from: those of its sequence, cached or not yet, up to
+        a context shift. While it is idle, those in the cache."""
         if self.sequence is None:
             return self.idle_tokens
         tokens, n_exact = self.sequence.tokens, self.sequence.n_exact
@@ -257,12 +257,12 @@ class SlotTable:
         groups count as empty.
 
         An idle slot that holds the longest prefix is used in place, but only if that is at least half of
-        what it holds: a few shared first tokens are not worth somebody's conversation. A prefix that
-        another slot, idle or busy, holds is copied into an idle slot, and so is one that is stored. That is
-        the slot next to most busy ones of the same adapters in a split cache, which computes consecutive
-        slots together, or else the least recently used. The slot with the id `slot_id` is the one, if it is
-        idle. At least the prompt's last token is left to decode. There must be an idle slot. Only in the
-        `background` a prompt waits for what is computed there.
+        what it holds. A few shared first tokens are not worth somebody's conversation. A prefix that
+        another slot, idle or busy, holds is copied into an idle slot, and so is one that is stored. A
+        split cache computes consecutive slots together. So there, that is the slot next to most busy ones
+        of the same adapters, or else the least recently used. The slot with the id `slot_id` is the one,
+        if it is idle. At least the prompt's last token is left to decode. There must be an idle slot. Only
+        in the `background` a prompt waits for what is computed there.
         """
         prompt = pack(prompt)
         n_most = n_tokens(prompt) - 1

@@ -41,8 +41,8 @@ class HotPrefix:
 def begun_with(
     prompts: Iterable[Prefix], held: Iterable[tuple[Prefix, int]], least: int
 ) -> list[HotPrefix]:
-    """Prompts, and what several of a cache group have in common, as far as the group holds it, if at least
-    so many prompts began with it. `held` come with the bytes of their states."""
+    """Prompts, and what several of a cache group have in common, if the group holds it and at least so
+    many prompts began with it. `held` come with the bytes of their states."""
     begun, holders = sorted(prompts), sorted(held)
     known = [prefix for prefix, _ in holders]
     found = set(begun) | {prefix.cut(n_shared(prefix, other)) for prefix, other in pairwise(begun)}
@@ -60,7 +60,7 @@ def hottest(
 ) -> list[HotPrefix]:
     """The prefixes to take into so many bytes, the best first, given those already held.
 
-    Each time, that which saves the most tokens for its bytes: what it has and nothing taken before has, as
+    Each time, that which saves the most tokens for its bytes. It saves what nothing taken before has, as
     often as prompts began with it lately. A prefix of a longer offer that is taken is not taken again.
     """
     shared = {
@@ -143,7 +143,7 @@ class PrefixTransfer:
 
     def import_prefix(self, payload: Payload, n_wanted: int) -> int:
         """Store another engine's prefix for its cache group, of which the first `n_wanted` tokens are
-        wanted: if a slot is empty and nobody runs, what is behind these is cut off. Returns the bytes of
+        wanted. If a slot is empty and nobody runs, what is behind these is cut off. Returns the bytes of
         what is stored now, 0 if it is nothing. The payload's memory may be freed then. Raises
         RefusedPrefixError if the payload cannot be used."""
         if payload.key != self.key:

@@ -29,8 +29,8 @@ _PROFILE_CTX = 512
 _COMPARING = 0.8
 
 OpenContext = Callable[[Mode, int, int | None, int], Context]
-"""Opens a context in a mode, with so many tokens for each slot, so many cells of a unified cache (None: no
-bound), and so many sequences besides the slots."""
+"""Opens a context in a mode. Its numbers: tokens for each slot, cells of a unified cache (None: no bound),
+and sequences besides the slots."""
 
 
 def load_or_measure(
@@ -70,9 +70,10 @@ def choose_cache(
 
 
 def candidates(options: EngineOptions, *, can_change: bool = True) -> list[Mode]:
-    """The modes that come into question, the likelier first: the likelier kind of cache with and without
-    flash attention, the other one with it, if both are open. There is no time for four on a slow machine,
-    and a unified cache without flash attention is seldom fast: cells of others cost as much as own ones.
+    """The modes that come into question, the likelier first. They are the likelier kind of cache with and
+    without flash attention, and the other one with it, if both are open. There is no time for four on a
+    slow machine. A unified cache without flash attention is seldom fast: cells of others cost as much as
+    own ones.
 
     Where a request may be longer than a slot's share, the cache is unified from the start unless it
     `can_change` later. Its attention is flash attention: without it, llama.cpp's buffers hold a number for

@@ -43,8 +43,8 @@ _EACH_S, _SAME = 6.0, 1 / 0.95 - 1
 _MOST_CONVERSION_S = 30.0
 # Formats of weights, by llama.cpp's names, that it has fast kernels for without repacking them.
 _TILED = re.compile(r"MOSTLY_(Q\d_K\w*|IQ\d_\w+)")
-# Files may be mapped beside repacked weights if they were loaded so, and take this part of the memory that
-# weights leave, at most: half of it is for the KV cache, and some for prefixes.
+# Files may be mapped beside repacked weights if they were loaded so. They take this part of the memory
+# that weights leave, at most: half of it is for the KV cache, and some for prefixes.
 _MAPPED, _MOST_BESIDES = ("auto", "mmap"), 1 / 4
 
 

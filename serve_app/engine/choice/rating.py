@@ -15,7 +15,7 @@ Name = TypeVar("Name")
 
 
 def request_s(profile: Profile, options: EngineOptions, mode: Mode) -> float:
-    """Seconds of the machine that a request is expected to take in this mode, on average: of two, one has
+    """Seconds of the machine that a request is expected to take in this mode, on average. Of two, one has
     a prompt of an eighth of a slot, the other of three quarters. With something pinned, prompts are that
     and an eighth of the rest. Answers take an eighth. 0 if nothing was measured."""
     costs = CostModel(profile)
@@ -111,8 +111,8 @@ def fill_profile(profile: Profile, like: Profile) -> Profile:
 
 
 def join_profiles(few: Profile, many: Profile) -> tuple[int, Profile] | None:
-    """The number of rows from which on batches take less time by the second profile, and a profile that is
-    the first one below that number and the second one from there on; None without such a number."""
+    """The number of rows from which on batches take less time by the second profile; None without such a
+    number. With it comes a profile that is the first one below it and the second one from there on."""
     few_s, many_s = ({**profile.decode_s, **profile.prefill_s} for profile in (few, many))
     most = max(many_s.keys() & few_s.keys(), default=0)
     slower = [n for n in range(1, most + 1) if predict_s(many_s, n) >= predict_s(few_s, n)]

@@ -85,8 +85,8 @@ class BatchRunner:
         return result
 
     def _run_ahead(self, result: BatchResult, streams: list[Stream], until: float) -> None:
-        """Add passes over the newest tokens, as long as the next one should end by `until`, all streams go
-        on, and no other thread wants anything. A pass that fails is left to the next step."""
+        """Add passes over the newest tokens while the next one should end by `until`, all streams go on,
+        and no other thread wants anything. A pass that fails is left to the next step."""
         batch, rows, now = result.batch, list(result.batch.rows), time.monotonic()
         pass_s = max(result.decode_s, self._forecast_s(batch)) + result.sample_s
         while now + pass_s <= until and self._go_on(streams):
@@ -187,8 +187,8 @@ def _streams(result: BatchResult) -> list[Stream]:
 
 def sample(chunk: Chunk) -> list[Sampled] | CorralError:
     """The tokens that follow a chunk: one, and one more for each drafted one that it confirms; none before
-    the prompt's end. A failure is returned, not raised, because it is no reason to end other
-    sequences: a grammar may allow no token, or a sampler may break."""
+    the prompt's end. A failure is returned, not raised, because it is no reason to end other sequences. A
+    grammar may allow no token, or a sampler may break."""
     try:
         if chunk.scored:
             chunk.sequence.score(chunk.scored)

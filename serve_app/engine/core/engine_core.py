@@ -55,8 +55,8 @@ class EngineCore:
     """All sequences of one backend, and the parts that get them on. Decoder thread only, but for what
     `Published`, `RequestLog`, `Latencies` and `Progress` say of themselves.
 
-    A request waits in `queue`, gets a slot by `admission`, has its rows planned by `scheduler` and computed
-    by `runner`, and its tokens leave through the outbox. Guests do their work between these.
+    A request waits in `queue` and gets a slot by `admission`. Its rows are planned by `scheduler` and
+    computed by `runner`. Its tokens leave through the outbox. Guests do their work between these.
     """
 
     def __init__(

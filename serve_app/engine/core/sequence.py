@@ -83,7 +83,7 @@ class Sequence:
 
     `tokens` is the prompt and everything sampled since, less what context shifts dropped;
     `tokens[:n_past]` are in the cache. A step feeds some of `tokens[n_past:]`, and drafts of what may
-    follow; so a sequence cannot feed a token that is not its own, and it samples when the last is fed.
+    follow. So a sequence cannot feed a token that is not its own, and it samples when the last is fed.
     That array only grows: after a context shift, it is another one.
     """
 
@@ -119,7 +119,7 @@ class Sequence:
         self.n_keep: int | None = None
         """First tokens that context shifts keep; None if a full context ends it."""
         self.n_exact: int | None = None
-        """The number of first tokens that others may start from after a context shift: they are in the
+        """The number of first tokens that others may start from after a context shift. They are in the
         cache as if they had been computed anew. None: all tokens are."""
         self.prefix_pending: PrefixPending | None = None
         """The prefix of another sequence that it waits for, though a slot was free."""
@@ -354,7 +354,7 @@ class Sequence:
 
     def shift(self, n_keep: int, n_discard: int, *, cached: bool) -> None:
         """Forget `n_discard` tokens after the first `n_keep`. Either the cache has forgotten them too, and
-        moved up what is behind; or it holds nothing, and all the rest is to be computed again."""
+        moved up what is behind. Or it holds nothing, and all the rest is to be computed again."""
         self._drop(n_keep, n_discard)
         self.stops = ()
         self.n_past = self.n_past - n_discard if cached else 0

@@ -23,7 +23,7 @@ _MOST_CHUNKS = (80, 112, 192, 160, 384)
 _DECODES, _MORE_DECODES = (2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
 _VERIFIES = (2, 4, 8, 16, 3, 6, 12)
 DEPTH = 2048
-"""Tokens before a deep batch, at most: keys and values are in no cache of the processor any more, and from
+"""Tokens before a deep batch, at most. Keys and values are in no cache of the processor any more, and from
 there on the time grows straight."""
 ROOM = 64
 """Cells besides, for the rows of a deep batch."""
@@ -139,9 +139,9 @@ class Trials:
     def measure(
         self, times: dict[int, float], sizes: Sequence[int], trial: Trial
     ) -> Iterator[None]:
-        """Add what batches of these sizes take; the first of all is measured in any case, and sizes that
-        were measured before get one more trial. One is run when the next is asked for, and each size takes
-        its turn even if there is no time for it: what is compared stays in step."""
+        """Add what batches of these sizes take. The first of all is measured in any case, and sizes that
+        were measured before get one more trial. One is run when the next is asked for. Each size takes its
+        turn even if there is no time for it: what is compared stays in step."""
         new = [n for n in sizes if n not in times]
         for n in sizes:
             if not times or self.time_for(predict_s(times, n)):
@@ -180,8 +180,8 @@ def _prompt_rows(start: int, n_rows: int) -> list[Row]:
 
 
 def in_turns(profilers: Sequence[Profiler | DeepProfiler], limit_s: float) -> None:
-    """Run the essentials of these, which are to be compared, batch by batch: the speed of a machine
-    that others share changes from one minute to the next."""
+    """Run the essentials of these, which are to be compared, batch by batch. The speed of a machine that
+    others share changes from one minute to the next."""
     each_s = limit_s / len(profilers)
     for _ in zip_longest(*(profiler.essentials(each_s) for profiler in profilers)):
         pass
@@ -290,9 +290,9 @@ class Depth:
 class DeepProfiler(Trials):
     """Measures a depth in an empty, unified context.
 
-    Nothing is computed to get deep: a few tokens are saved and restored again and again, each time into
-    other cells, which are given to the sequences in turns, and later to all of them. Their positions
-    repeat, but kernels take as long.
+    Nothing is computed to get deep. A few tokens are saved and restored again and again, each time into
+    other cells. The sequences get these in turns, and later all of them do. Their positions repeat, but
+    kernels take as long.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
 """Learns from the traffic which kind of cache pays. Pure: no model, no threads, no clock.
 
 Every step is forecast for both kinds: for the present kind by what was learned, for the other one by its
-profile, which has what was learned when the engine had that kind. The yardstick is what costs the same
-with both, a short prompt of one sequence with nothing before it. So the engine's experience with its
-present kind favours neither, nor does a machine that was busier while one of them was measured. The time
-that the other kind would have saved is the regret. The cache is to change when that, and what the other
-kind would save for the requests that are there, exceeds what the change costs. So no traffic, however it
-changes, makes the engine lose much more than if it had known it. Source: Borodin, Linial, Saks, "An optimal
-on-line algorithm for metrical task system", 1992.
+profile. That has what was learned when the engine had that kind. The yardstick is what costs the same with
+both, a short prompt of one sequence with nothing before it. So the engine's experience with its present
+kind favours neither, nor does a machine that was busier while one of them was measured. The time that the
+other kind would have saved is the regret. The cache is to change when that, and what the other kind would
+save for the requests that are there, exceeds what the change costs. So no traffic, however it changes,
+makes the engine lose much more than if it had known it. Source: Borodin, Linial, Saks, "An optimal on-line
+algorithm for metrical task system", 1992.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ class Traffic:
     def _forecasts(self, load: Load, speed: float) -> tuple[float, float]:
         """Seconds of a step with the own kind, and with the other one.
 
-        A split cache takes no longer than a unified one whose sequences share nothing: they attend to the
-        same cells there, and to those of others besides. So a slope that was measured wrongly, for one
-        row and counted for all, does not speak against a split cache for long.
+        A split cache takes no longer than a unified one whose sequences share nothing. They attend to the
+        same cells there, and to those of others besides. So a slope that was measured wrongly, for one row
+        and counted for all, does not speak against a split cache for long.
         """
         own, other, n = self._own, self._other, round(load.n_decoding)
         most_s = math.inf, math.inf

@@ -48,7 +48,7 @@ class CacheModeSwitcher(Guest):
     them several times as much, and if by the forecast they wait no longer than `max_stall_ms`. Never, if
     the options say what kind of cache it is to be, or the model forgets.
 
-    A request that is longer than a slot's share of a split cache needs a unified one: streams are
+    A request that is longer than a slot's share of a split cache needs a unified one. Streams are
     interrupted for it if they leave no gap within a few seconds.
     """
 
@@ -207,7 +207,7 @@ class CacheModeSwitcher(Guest):
     # -- the change -------------------------------------------------------------------------------
 
     def _cost_s(self) -> float:
-        """Seconds until all is as it was: the cache is made, what is worth it is stored, and what running
+        """Seconds until all is as it was. The cache is made, and what is worth it is stored. What running
         sequences had, and what is pinned, is there again."""
         copies, tier = self._cache.copies, self._cache.memory_tier
         seconds, n_kept = self._modes.change_s if self._modes else 0.0, 0

@@ -65,10 +65,10 @@ def plan_batch(
     turn, and only one if it is within a span; all have the same adapters; `n_cells` are in use, if the
     cache is unified.
 
-    llama.cpp computes rows of consecutive slots together and splits the batch at every gap or
-    descent, hence the order. If `slot_ends` are given, the tokens that each slot has, gaps are filled with
-    a row behind them: for decoding sequences, that costs less than to compute what is left and right of a
-    gap one after the other.
+    llama.cpp computes rows of consecutive slots together and splits the batch at every gap or descent,
+    hence the order. If `slot_ends` are given, the tokens that each slot has, gaps are filled with a row
+    behind them. For decoding sequences, that costs less than to compute what is left and right of a gap
+    one after the other.
     """
     rows: list[Row] = []
     chunks: list[Chunk] = []

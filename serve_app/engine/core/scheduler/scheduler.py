@@ -26,8 +26,8 @@ MAX_SCORED_ROWS = 32
 _ENOUGH_DONE = 0.75
 # Prompt rows of one client in a step beside other clients, behind which no further prompt of its own joins.
 _ENOUGH_ROWS = 128
-# Seconds of a prompt's pass in the background, which are lost when somebody comes and it is left: so many,
-# or that part of the time since somebody was last served, up to so many. Large passes are faster.
+# Seconds of a prompt's pass in the background, which are lost if somebody comes meanwhile. They are so
+# many, or that part of the time since somebody was last served, up to so many. Large passes are faster.
 _LOST_S, _LOST_PART, _MOST_LOST_S = 0.25, 0.1, 2.0
 # How much longer the others' decoding may take for what is decoded in the background.
 _FREE = 0.02
@@ -90,9 +90,9 @@ class Scheduler:
     Source: Brinch Hansen, "An Analysis of Response Ratio Scheduling", 1971.
 
     Before the first stream begins, nobody waits between two tokens, and chunks are as large as pays. A
-    prompt that is done but for its last token holds that back until most are, for as long at most as it
-    would have taken had all shared the machine alike. A chunk ends where a prefix ends that others wait
-    for, or where a checkpoint is to be made.
+    prompt that lacks only its last token waits with it until most prompts are as far. It waits no longer
+    than it would have taken had all shared the machine alike. A chunk ends where a prefix ends that others
+    wait for, or where a checkpoint is to be made.
 
     Sequences that are behind all others (`is_behind`) advance while there is nothing else, prompts first.
     Beside others, only decoding ones do, as many as cost these next to nothing.
@@ -108,8 +108,8 @@ class Scheduler:
         n_rewind: int = 0,
     ) -> None:
         """`mixed` is for a unified cache: with a split one, llama.cpp would cut such a batch into pieces.
-        Without anything measured or without a bound, only `n_batch` limits the prompts. `n_rewind` are the
-        tokens that slots can drop behind a batch (`CacheTraits`): if these are all of a batch, one in the
+        Without anything measured or without a bound, only `n_batch` limits the prompts. `n_rewind` is how
+        many tokens slots can drop behind a batch (`CacheTraits`). If these are all of a batch, one in the
         background ends when a request comes."""
         self.costs = costs or CostModel(Profile())
         self._n_batch = n_batch
@@ -214,8 +214,8 @@ class Scheduler:
 
     @property
     def _prompts_first(self) -> bool:
-        """Whether decoding waits for prompts: nobody waits for a token, and a batch that is full is as fast
-        as one that lacks whose prompt is not done."""
+        """Whether decoding waits for prompts. It does if nobody waits for a token: a full batch is as fast
+        as one without those whose prompts are not done."""
         return self._in_background and not self._mixed and bool(self._ready_prompts)
 
     def _who_is_served(self, now: float) -> list[Sequence]:

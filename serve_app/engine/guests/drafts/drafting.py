@@ -19,7 +19,7 @@ from serve_app.engine.guests.drafts.ngram_proposer import MAX_INDEXED, NgramProp
 # Drafts that are tried, and how many drafted rows one step may have in all.
 _DRAFTS = (1, 2, 3, 5, 7, 11, 15)
 MAX_DRAFTED_ROWS = 16
-# What speculation must promise to be tried; what feeding a draft model must save, for its price; and the
+# What speculation must promise to be tried. What feeding a draft model must save, for its price. The
 # tokens that a sequence is thought to go on for, at least: it may end with any.
 _LEAST_GAIN = 0.05
 _LEAST_RETURN = 2.0
@@ -58,8 +58,8 @@ class Drafting(Guest):
     left.
 
     However often drafts were right, the next one may be wrong. So the time by which a step with drafts is
-    longer than a plain one is paid from a stake of a few steps, into which go the tokens that were right,
-    and a hundredth of a step each time. So speculation never costs much more than that hundredth.
+    longer than a plain one is paid from a stake of a few steps. The tokens that were right go into it, and
+    a hundredth of a step each time. So speculation never costs much more than that hundredth.
     """
 
     def __init__(
