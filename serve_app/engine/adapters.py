@@ -25,7 +25,7 @@ class EngineAdapters:
 
     def check(self, adapters: Adapters) -> None:
         """Raises InvalidRequestError for adapters that are not loaded, or hidden."""
-        loaded = () if self._adapters is None else self._adapters.loaded
+        loaded = () if self._adapters is None else self._adapters.loaded_keys
         for adapter in adapters:
             if adapter.key not in loaded or adapter.key in self._hidden:
                 raise InvalidRequestError(f"There is no adapter {adapter.id!r} here.", "lora")

@@ -42,12 +42,12 @@ from serve_app.engine.core.engine_core import EngineCore
 from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
-from serve_app.engine.core.sequence import kept_by_shift
+from serve_app.engine.core.sequence import n_keep_on_shift
 from serve_app.engine.guests.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.guests.drafts.drafter import Drafter
 from serve_app.engine.guests.drafts.drafting import Drafting
 from serve_app.engine.guests.embedding import EmbeddingQueue, Texts, Vectors
-from serve_app.engine.guests.pictures import Encoding, PlacedTile, expanded
+from serve_app.engine.guests.pictures import Encoding, PlacedTile, expand_media
 from serve_app.engine.health import HangWatch
 from serve_app.engine.stream import TokenStream
 from serve_app.kernels.llama.grammars.constraint import Constraint
@@ -221,7 +221,7 @@ class Engine(DecoderLoop):
         self, request: GenerationRequest, sink: Callable[[TokenDelta], None]
     ) -> EngineSequence | CorralError:
         try:
-            request, tiles = self._seen(request)
+            request, tiles = self._expand_media(request)
             self._check(request, is_expanded=bool(tiles))
             sequence = EngineSequence(request, sink, self._constraint(request.sampling), tiles)
             sequence.history = self._history(request)
@@ -233,7 +233,9 @@ class Engine(DecoderLoop):
             logger.exception("Request %s cannot be begun.", request.id)
             return CorralError(f"The request cannot be begun ({type(error).__name__}).")
 
-    def _seen(self, request: GenerationRequest) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
+    def _expand_media(
+        self, request: GenerationRequest
+    ) -> tuple[GenerationRequest, tuple[PlacedTile, ...]]:
         """The request with its media's own tokens. Raises InvalidRequestError."""
         if not request.media:
             return request, ()
@@ -246,7 +248,7 @@ class Engine(DecoderLoop):
             raise InvalidRequestError(
                 "A prompt with media cannot be shifted: half of one is none.", "context_shift"
             )
-        prompt, tiles = expanded(
+        prompt, tiles = expand_media(
             request.prompt, iter(request.media), projector, self.options.n_batch
         )
         return replace(request, prompt=prompt), tiles
@@ -274,7 +276,7 @@ class Engine(DecoderLoop):
         if shape.pooling == "rank" or not shape.causal:  # an encoder computes a text in one pass
             raise InvalidRequestError("This kind of model takes texts only.", "input")
         projector = self._projector_for(request.media, request.tokens)
-        placed = [expanded(text, media, projector, shape.n_rows) for text in request.tokens]
+        placed = [expand_media(text, media, projector, shape.n_rows) for text in request.tokens]
         request.tokens = [tokens for tokens, _ in placed]
         request.tiles = [tiles for _, tiles in placed]
 
@@ -303,7 +305,7 @@ class Engine(DecoderLoop):
             raise InvalidRequestError("This model makes embeddings: it cannot generate.", "model")
         if not request.prompt:
             raise InvalidRequestError("The prompt is empty.", "prompt")
-        n_ctx_slot, shifts = self.options.n_ctx_slot, kept_by_shift(request, self.options)
+        n_ctx_slot, shifts = self.options.n_ctx_slot, n_keep_on_shift(request, self.options)
         n_given = len(request.prompt if shifts else request.all_tokens)
         if n_given >= n_ctx_slot:
             raise PromptTooLongError(n_given, n_ctx_slot, "prompt")

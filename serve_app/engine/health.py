@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# A batch may take so many times its forecast: neighbours, a throttled quota or a lost page cache make one
+# A batch may take so many times its forecast. Neighbours, a throttled quota or a lost page cache make one
 # slower than it was measured, but not as slow as that for a minute.
 _MOST_TIMES = 20
 # Forecasts of short batches say nothing of what else may hold a machine up, so they get so many seconds.
@@ -58,7 +58,7 @@ class Progress:
 class HangWatch:
     """Adds up how long a batch runs. One thread only, which looks every few seconds.
 
-    A process that was stopped, or a machine that was suspended, has not computed meanwhile: so what counts
+    A process that was stopped, or a machine that was suspended, has not computed meanwhile. So what counts
     is the time in which this looked, too, and not what a clock says at the end.
     """
 

@@ -14,10 +14,10 @@ Abort = Callable[[], None]
 class TokenStream:
     """The deltas of a request as an async iterator; made and read in one event loop.
 
-    A reader that falls behind gets what piled up as one delta: nothing is lost, nobody waits for
-    it. The iteration stops after the delta that carries `end`; if the request ended in an error,
-    that error is raised instead, after the text that came before it. A reader that leaves early must
-    call `abort` (or use the stream as an async context manager), or the sequence runs on to its end.
+    A reader that falls behind gets what piled up as one delta: nothing is lost, nobody waits for it. The
+    iteration stops after the delta that carries `end`. If the request ended in an error, that error is
+    raised instead, after the text that came before it. A reader that leaves early must call `abort` (or
+    use the stream as an async context manager), or the sequence runs on to its end.
     """
 
     def __init__(self, abort: Abort) -> None:
@@ -58,7 +58,7 @@ class TokenStream:
             self._ready.clear()
             await self._ready.wait()
         delta = self._pending.popleft()
-        while self._pending and not _failed(self._pending[0]):
+        while self._pending and not _is_failure(self._pending[0]):
             delta = delta.then(self._pending.popleft())
         self._end = delta.end
         if delta.end is not None and delta.end.error is not None:
@@ -72,5 +72,5 @@ class TokenStream:
         self.abort()
 
 
-def _failed(delta: TokenDelta) -> bool:
+def _is_failure(delta: TokenDelta) -> bool:
     return delta.end is not None and delta.end.error is not None

@@ -75,22 +75,22 @@ class FakeAdapters:
     """Adapters that are only names."""
 
     def __init__(self) -> None:
-        self.loaded: set[str] = set()
+        self.loaded_keys: set[str] = set()
         self.used: Adapters = ()
 
     def use(self, adapters: Adapters) -> None:
         """Have the batches that follow computed with these adapters."""
-        if not {one.key for one in adapters} <= self.loaded:
+        if not {one.key for one in adapters} <= self.loaded_keys:
             raise DecodeError("scripted adapter is gone")
         self.used = adapters
 
     def load(self, key: str, path: Path) -> None:
         """Add the name; no file is read."""
-        self.loaded.add(key)
+        self.loaded_keys.add(key)
 
     def free(self, key: str) -> None:
         assert key not in {one.key for one in self.used}
-        self.loaded.discard(key)
+        self.loaded_keys.discard(key)
 
 
 class FakeStates:

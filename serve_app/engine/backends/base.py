@@ -192,7 +192,7 @@ class CacheTraits:
     """The abilities of a model's cache that the engine makes use of."""
 
     n_rewind: int
-    """Tokens of each slot that can be dropped behind a batch that llama.cpp computes in one piece: all
+    """Tokens of each slot that can be dropped behind a batch that llama.cpp computes in one piece. All
     (`sys.maxsize`), or as many as recurrent layers keep past states of; 0: none."""
     can_shift: bool
     """Whether `Backend.shift` takes next to no time, so that parts of earlier prompts are moved by it."""
@@ -200,7 +200,7 @@ class CacheTraits:
     """Whether only consecutive slots are computed together, and rows can be added to those between and
     dropped again without a trace."""
     forgets: bool
-    """Whether slots keep less than all of their tokens, in layers with a window or recurrent ones: they
+    """Whether slots keep less than all of their tokens, in layers with a window or recurrent ones. They
     can be cut only where `can_cut` says so, or put back to a checkpoint."""
 
 
@@ -208,7 +208,7 @@ class AdapterSupport(Protocol):
     """LoRA adapters, by their keys. At first, `decode` computes with none."""
 
     @property
-    def loaded(self) -> Collection[str]:
+    def loaded_keys(self) -> Collection[str]:
         """Any thread. The keys of the adapters that are loaded."""
 
     def use(self, adapters: Adapters) -> None:
@@ -319,9 +319,9 @@ class Backend(Protocol):
 
     def decode(self, rows: Sequence[Row]) -> None:
         """Compute a forward pass over these rows. Raises CacheFullError, having changed nothing, if the
-        cache has no room for them. Raises DecodeCancelledError if it was cancelled, and another DecodeError
-        if they cannot be decoded, with some of them in the cache, for the caller to `truncate`. Any other
-        exception means that the backend is broken."""
+        cache has no room for them. Raises DecodeCancelledError if it was cancelled, and another
+        DecodeError if they cannot be decoded. Some of them are in the cache then, for the caller to
+        `truncate`. Any other exception means that the backend is broken."""
 
     def cancel(self, cancelled: bool) -> None:
         """Any thread: have the `decode` that runs, and those to come, end early with DecodeCancelledError;

@@ -58,7 +58,7 @@ class LlamaDraft:
     def _measure(self, options: EngineOptions) -> Profile:
         if options.profile_limit_s <= 0:
             return Profile()
-        folder, name = options.profile_folder, _kept_as(options, self._model)
+        folder, name = options.profile_folder, _profile_key(options, self._model)
         kept = profile_cache.load(folder, name, Profile)
         if kept is not None:
             return kept
@@ -167,7 +167,7 @@ def open_draft(target: Model, model: Model | None, options: EngineOptions) -> Ll
     return LlamaDraft(model, context, min(target.n_vocab, model.n_vocab), options)
 
 
-def _kept_as(options: EngineOptions, model: Model) -> str:
+def _profile_key(options: EngineOptions, model: Model) -> str:
     """The name of the profile of a draft."""
     return profile_cache.key(
         options,
@@ -245,7 +245,7 @@ def _check_states(target: Model, options: EngineOptions) -> None:
     """Raises ConfigError if llama.cpp does not compute the model's own layers. Some graphs end the process
     where a file lacks tensors or has several layers. So another process tries, unless there is a profile of
     an earlier start."""
-    kept_as = _kept_as(options, target)
+    kept_as = _profile_key(options, target)
     if profile_cache.load(options.profile_folder, kept_as, Profile) is not None:
         return
     try:

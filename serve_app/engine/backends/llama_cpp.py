@@ -23,7 +23,7 @@ from serve_app.base.sampling import SamplingParams
 from serve_app.base.types import Adapters
 from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse, Row, Setup, State
 from serve_app.engine.backends.draft_model import OwnLayersDraft, draft_for, open_draft
-from serve_app.engine.backends.state_layout import Layout, converted
+from serve_app.engine.backends.state_layout import Layout, convert_state
 from serve_app.engine.choice.caches import choose_cache
 from serve_app.engine.choice.plan import LLAMA_CPP_PLAN, CachePlan, Mode, Plan
 from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
@@ -64,27 +64,27 @@ class LlamaAdapters:
         use: Callable[[list[tuple[Adapter, float]]], None],
     ) -> None:
         self._model, self._use = model, use
-        self.loaded = {one.id: Adapter(model, one.path) for one in options.adapters}
-        configured = [(one.id, self.loaded[one.id].fingerprint) for one in options.adapters]
+        self.loaded_keys = {one.id: Adapter(model, one.path) for one in options.adapters}
+        configured = [(one.id, self.loaded_keys[one.id].fingerprint) for one in options.adapters]
         self.fingerprints = tuple(sorted(configured))
         """The configured adapters by name; loaded adapters have their fingerprints in their keys."""
 
     @property
     def n_bytes(self) -> int:
-        return sum(adapter.n_bytes for adapter in self.loaded.values())
+        return sum(adapter.n_bytes for adapter in self.loaded_keys.values())
 
     def use(self, adapters: Adapters) -> None:
         try:
-            self._use([(self.loaded[one.key], one.scale) for one in adapters])
+            self._use([(self.loaded_keys[one.key], one.scale) for one in adapters])
         except KeyError as error:
             raise DecodeError(f"The adapter {error} is not loaded any more.") from None
 
     def load(self, key: str, path: Path) -> None:
-        if key not in self.loaded:
-            self.loaded[key] = Adapter(self._model, path)
+        if key not in self.loaded_keys:
+            self.loaded_keys[key] = Adapter(self._model, path)
 
     def free(self, key: str) -> None:
-        adapter = self.loaded.pop(key, None)
+        adapter = self.loaded_keys.pop(key, None)
         if adapter is not None:
             adapter.free()
 
@@ -154,7 +154,7 @@ class LlamaEmbeddings:
         )
 
     def embed(self, rows: Sequence[Row]) -> NDArray[np.float32]:
-        context, seq_ids = self._begun(rows), [seq_id for _, _, seq_id, _ in rows]
+        context, seq_ids = self._context_for(rows), [seq_id for _, _, seq_id, _ in rows]
         try:
             context.decode(self._positions.place(rows))
             if self.shape.pooling == "rank":
@@ -169,11 +169,11 @@ class LlamaEmbeddings:
         self, rows: Sequence[Row], embeddings: NDArray[np.float32], tile: Tile, first: int
     ) -> NDArray[np.float32]:
         """Vectors of a picture's rows in sequence 0: see `PictureSupport.embed`."""
-        context = self._begun(rows)
+        context = self._context_for(rows)
         _decode_tile(context, self._positions, rows, embeddings, tile, first)
         return context.embeddings(len(rows)).copy()
 
-    def _begun(self, rows: Sequence[Row]) -> Context:
+    def _context_for(self, rows: Sequence[Row]) -> Context:
         """The context, in which sequence 0 is empty if these rows begin another text there."""
         if self._context is None:
             self._context = self._open()
@@ -222,7 +222,7 @@ class LlamaStates:
         state, tiles = self._positions.split(state)
         if self._context.portable:
             try:
-                state = converted(state, self._layout)
+                state = convert_state(state, self._layout)
             except ValueError as error:
                 raise DecodeError(f"The saved state cannot be used: {error}") from error
         self._context.restore(seq_id, state)
@@ -481,7 +481,7 @@ class LlamaBackend:
 
 def _n_past_states(model: Model, options: EngineOptions) -> int:
     """The past states of recurrent layers that each slot keeps, for drafts of so many tokens to be taken
-    back: what half of the memory for checkpoints has room for. Where they slow every batch down, they are
+    back. Half of the memory for checkpoints has room for them. Where they slow every batch down, they are
     few, and only for a draft that is configured."""
     has_draft = options.own_layers or options.draft is not None
     may_look_up = options.speculate and model.rolls_back_freely

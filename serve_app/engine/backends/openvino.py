@@ -31,7 +31,7 @@ from serve_app.engine.backends.base import (
 )
 from serve_app.engine.backends.draft_model import draft_for, open_draft
 from serve_app.engine.backends.llama_cpp import LlamaBackend, LlamaEmbeddings
-from serve_app.engine.choice.caches import kept_or_measured
+from serve_app.engine.choice.caches import load_or_measure
 from serve_app.engine.choice.plan import OPENVINO_PLAN, PAGED, CachePlan, Plan
 from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import Profile
@@ -210,7 +210,7 @@ class OpenVinoBackend:
             self._options = replace(options, profile_limit_s=limit_s)
         self._plan, cache = plan, CachePlan(PAGED, _REASON, Profile())
         if self._options.profile_limit_s > 0:
-            cache = kept_or_measured(plan, self._options, report, self._measured)
+            cache = load_or_measure(plan, self._options, report, self._measure)
         self._cache_plan = cache
         self.setup = Setup(
             *("openvino", PAGED, cache.profile), kernels_reason=str(plan), mode_reason=cache.reason
@@ -230,7 +230,7 @@ class OpenVinoBackend:
         )
         self.embeddings = PagedEmbeddings(context, shape)
 
-    def _measured(self) -> CachePlan:
+    def _measure(self) -> CachePlan:
         """Measure batches in `profile_limit_s`. Leaves the cache empty."""
         context, options, began = self._context, self._options, time.perf_counter()
         clocks = Clocks(options.threads_of if self._n_stages == 1 else None)

@@ -1,9 +1,9 @@
 """How llama.cpp lays out a sequence's state, and how one kind of cache's becomes another's. Pure.
 
-A state begins with two words (a magic number, the sequence's id). Then comes the number of streams, and for
-each stream the number of its cells; a split cache has a stream for each sequence, a unified one has one.
-Behind the only number that is not 0 stand the cells (position, number of sequences, sequence), whether
-values are transposed, the number of layers, and all layers' keys, then their values. Without flash
+A state begins with two words (a magic number, the sequence's id). Then comes the number of streams, and
+for each stream the number of its cells. A split cache has a stream for each sequence, a unified one has
+one. Behind the only number that is not 0 stand the cells (position, number of sequences, sequence). Then
+come whether values are transposed, the number of layers, all layers' keys, and their values. Without flash
 attention, values are transposed: all cells' first elements come first.
 """
 
@@ -36,23 +36,23 @@ class Layout(NamedTuple):
     """Whether positions have."""
 
 
-def converted(state: State, layout: Layout) -> State:
+def convert_state(state: State, layout: Layout) -> State:
     """The state of the same tokens for a cache of that kind; the state itself if it is of that kind.
     Raises ValueError if it is of a cache with several kinds of layers, or has values of a format that
     cannot be turned."""
     try:
-        return _converted(state, layout)
+        return _convert_state(state, layout)
     except struct.error as error:
         raise ValueError("It is cut off.") from error
 
 
-def _converted(state: State, layout: Layout) -> State:
+def _convert_state(state: State, layout: Layout) -> State:
     whole = memoryview(state).cast("B")
     n_streams, start = _word(whole, _BEGIN), _BEGIN + _WORD
     counts = whole[start : start + _WORD * n_streams]
     before = next((i for i in range(len(counts) // _WORD) if _word(counts, _WORD * i)), None)
     if before is None:
-        return _joined(state, layout, [])
+        return _join_streams(state, layout, [])
     stream = whole[start + _WORD * before : len(whole) - _WORD * (n_streams - before - 1)]
     n_cells = _word(stream, 0)
     end = _WORD + n_cells * (_CELL_BYTES + layout.several_dimensions * _DIMENSIONS_BYTES)
@@ -63,14 +63,14 @@ def _converted(state: State, layout: Layout) -> State:
     keys = stream[end + _WORD : keys_end]
     values: list[State] = [stream[keys_end:]]
     if layout.transposed != transposed:
-        values = _turned(stream[keys_end:], n_cells, keys, layout.transposed)
+        values = _turn_values(stream[keys_end:], n_cells, keys, layout.transposed)
     elif layout.n_streams == n_streams:
         return state
     is_transposed = struct.pack("<I", layout.transposed)
-    return _joined(state, layout, [stream[:end], is_transposed, keys, *values])
+    return _join_streams(state, layout, [stream[:end], is_transposed, keys, *values])
 
 
-def _joined(state: State, layout: Layout, stream: list[State]) -> State:
+def _join_streams(state: State, layout: Layout, stream: list[State]) -> State:
     n_empty = layout.n_streams - bool(stream)
     begin = bytes(memoryview(state)[:_BEGIN]) + struct.pack("<I", layout.n_streams)
     return memoryview(b"".join([begin, *stream, bytes(_WORD * n_empty)]))
@@ -87,7 +87,9 @@ def _end_of_keys(stream: memoryview, start: int, n_cells: int) -> int:
     return end
 
 
-def _turned(values: memoryview, n_cells: int, keys: memoryview, transposed: bool) -> list[State]:
+def _turn_values(
+    values: memoryview, n_cells: int, keys: memoryview, transposed: bool
+) -> list[State]:
     turned: list[State] = []
     start = 0
     for _ in range(_word(keys, 0) if values else 0):

@@ -32,9 +32,9 @@ class Reuse(NamedTuple):
 
 
 def plan(cached: bytes, prompt: bytes, n_shared: int, n_least: int) -> Reuse:
-    """Where to cut a slot's tokens, of which the prompt has the first `n_shared`, so that it has chunks of
-    `n_least` tokens or more that come later. Both are packed. It takes time that grows with the slot's
-    tokens, and not with `n_least`. Pure."""
+    """Where to cut a slot's tokens, so that it has chunks of `n_least` tokens or more that come later. The
+    prompt has the first `n_shared` of these tokens. Both are packed. It takes time that grows with the
+    slot's tokens, and not with `n_least`. Pure."""
     cuts: list[tuple[int, int]] = []
     have, at, n_gone = n_shared, n_shared, 0
     while len(cuts) < MAX_CUTS:
@@ -70,9 +70,9 @@ class ChunkReuse:
     _table: SlotTable
     _contents: SlotContents
 
-    def wanted(self, sequence: Sequence, tokens: bytes) -> int:
-        """The slot that the sequence's request asks for; or the idle one that can be cut to have most of
-        these tokens; -1 if there is neither."""
+    def slot_for(self, sequence: Sequence, tokens: bytes) -> int:
+        """The slot that the sequence's request asks for, or the idle one that can be cut to have most of
+        these tokens. It is -1 if there is neither."""
         request = sequence.request
         if request.slot_id >= 0 or not self._applies(sequence):
             return request.slot_id
@@ -110,6 +110,6 @@ class ChunkReuse:
         """How much the slot can have of these tokens, but for the last one."""
         if slot.group != sequence.request.content_group:
             return Reuse((), 0)
-        cached, prompt = slot.packed(len(slot.idle_tokens)), tokens[:-TOKEN_BYTES]
+        cached, prompt = slot.packed_tokens(len(slot.idle_tokens)), tokens[:-TOKEN_BYTES]
         n_shared = common_prefix(cached, prompt) // TOKEN_BYTES
         return plan(cached, prompt, n_shared, sequence.request.n_cache_reuse)

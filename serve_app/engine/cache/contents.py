@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from serve_app.base.errors import DecodeError
 from serve_app.engine.backends.base import Backend, State
-from serve_app.engine.cache.packing import TokenArray, packed
+from serve_app.engine.cache.packing import TokenArray, pack
 from serve_app.engine.cache.prefixes import Prefix
 from serve_app.engine.cache.slots import Slot, SlotChoice
 from serve_app.engine.costs.copy_budget import CopyBudget
@@ -54,7 +54,7 @@ class StoredPrefix:
     @property
     def key(self) -> Prefix:
         """The tokens, packed, with their cache group."""
-        return Prefix(self.group, packed(self.tokens))
+        return Prefix(self.group, pack(self.tokens))
 
     @property
     def n_bytes(self) -> int:
@@ -84,7 +84,7 @@ class Checkpoints:
         return len(self._kept)
 
     @property
-    def needed(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether slots cannot be cut anywhere."""
         return self._backend.traits.forgets
 
@@ -98,9 +98,9 @@ class Checkpoints:
         return deepest(self.of(slot_id), n_most)
 
     def resumable(self, slot: Slot, n_shared: int, in_place: bool) -> int:
-        """The number of first tokens, shared with what a slot has in the cache, that a prompt could
-        start from, in that slot or in a copy."""
-        if not (self.needed and n_shared):
+        """The number of first tokens that a prompt could start from, in a slot or in a copy. They are
+        those that it shares with the slot's tokens in the cache."""
+        if not (self.is_needed and n_shared):
             return n_shared
         sequence = slot.sequence
         n_held = len(slot.idle_tokens) if sequence is None else sequence.n_past
@@ -115,7 +115,9 @@ class Checkpoints:
         """Where to make some of a prompt of `n_tokens` whose first `n_cached` are in the slot, and of
         which others have had `n_known`."""
         stops, last = [], n_cached
-        for stop in (n_known, n_tokens - _BEFORE_END) if self.needed and self._budget_bytes else ():
+        for stop in (
+            (n_known, n_tokens - _BEFORE_END) if self.is_needed and self._budget_bytes else ()
+        ):
             if last + _LEAST <= stop <= n_tokens - _BEFORE_END:
                 stops.append(stop)
                 last = stop
@@ -132,7 +134,7 @@ class Checkpoints:
 
     def _n_since(self, slot: Slot, n_past: int) -> int:
         """The tokens behind the slot's deepest checkpoint; 0 if none are made."""
-        if not (self.needed and self._budget_bytes):
+        if not (self.is_needed and self._budget_bytes):
             return 0
         found = self.deepest(slot.id, n_past)
         return n_past - (found.n_tokens if found else 0)
@@ -145,7 +147,7 @@ class Checkpoints:
     def give(self, slot_id: int, checkpoints: Iterable[Checkpoint]) -> None:
         """A slot has what they were made of now, and no others."""
         self.cut(slot_id, 0)
-        if self.needed:
+        if self.is_needed:
             for one in checkpoints:
                 self._add(slot_id, one)
             self._trim()
@@ -244,7 +246,7 @@ class SlotContents:
         """Have what another slot has. Raises DecodeError."""
         unified = self._backend.setup.mode.kv_unified
         pending = self._backend.slots_with_pending_copy
-        if self.checkpoints.needed and n_cached < source.n_past and not unified:
+        if self.checkpoints.is_needed and n_cached < source.n_past and not unified:
             # Otherwise, the next decode would copy over what a checkpoint puts back.
             if not pending.isdisjoint((source.id, slot.id)):
                 raise DecodeError("The slot is still to be written.")

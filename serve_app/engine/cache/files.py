@@ -35,7 +35,7 @@ from serve_app.base.errors import (
 from serve_app.base.types import SlotAction
 from serve_app.engine.backends.base import State
 from serve_app.engine.cache.contents import Checkpoint, StoredPrefix
-from serve_app.engine.cache.packing import TOKEN_BYTES, packed, token_array
+from serve_app.engine.cache.packing import TOKEN_BYTES, pack, token_array
 from serve_app.engine.core.command_queue import RunCommand
 
 UNFINISHED = ".unfinished"
@@ -69,7 +69,7 @@ def key_of(fingerprint: bytes) -> bytes:
     return blake2b(fingerprint, digest_size=KEY_BYTES).digest()
 
 
-def read(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
+def read_prefix(path: Path, key: bytes, room_bytes: int) -> StoredPrefix | None:
     """The prefix in a file; None if its state is larger. Raises RefusedFileError and OSError."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -120,7 +120,7 @@ def size_of(prefix: StoredPrefix) -> int:
 
 def write(path: Path, key: bytes, prefix: StoredPrefix) -> int:
     """Make a file, whole or not at all, that only the owner can read; returns its bytes. Raises OSError."""
-    group, tokens, marks = prefix.group.encode(), packed(prefix.tokens), prefix.checkpoints
+    group, tokens, marks = prefix.group.encode(), pack(prefix.tokens), prefix.checkpoints
     n_states = prefix.n_bytes - len(prefix.state)
     sizes = (len(prefix.tokens), len(prefix.state), len(group), len(marks), n_states)
     fields = _FIELDS.pack(_MAGIC, _VERSION, key, *sizes)
@@ -151,11 +151,11 @@ def _checksum(*parts: State) -> bytes:
 class DiskTier:
     """The copies of one model's prefixes, in a folder of their own within `folder`.
 
-    `fingerprint` is all that a state depends on: the model, the context's parameters, llama.cpp's
-    version. Several models may share `folder`, and several replicas of one model: each file is
-    whole, and good for all of them; it says which cache group it is for. A prefix that one of them
-    discards is gone from the disk for all, until they add it again. Nobody but the owner can read
-    the files: they hold what users wrote.
+    `fingerprint` is all that a state depends on: the model, the context's parameters, llama.cpp's version.
+    Several models may share `folder`, and several replicas of one model: each file is whole, and good for
+    all of them. It says which cache group it is for. A prefix that one of them discards is gone from the
+    disk for all, until they add it again. Nobody but the owner can read the files: they hold what users
+    wrote.
 
     One thread at a time may call, the decoder thread: `load` first, `close` last. Only `load` and
     `close` wait for the disk; the rest is done in order by a thread of this object's own. Raises
@@ -228,7 +228,7 @@ class DiskTier:
     def _name(self, prefix: StoredPrefix) -> str:
         """The name of the prefix's file: one for each cache group that has these tokens."""
         group = blake2b(prefix.group.encode()).digest()  # of one size, or tokens could pass for it
-        told = self._key + group + packed(prefix.tokens)
+        told = self._key + group + pack(prefix.tokens)
         return blake2b(told, digest_size=16).hexdigest() + ".prefix"
 
     def _newest_first(self) -> list[Path]:
@@ -244,7 +244,7 @@ class DiskTier:
         return [path for _, path in sorted(aged, reverse=True)]
 
     def _read(self, path: Path, room_bytes: int) -> StoredPrefix | None:
-        prefix = read(path, self._key, room_bytes)
+        prefix = read_prefix(path, self._key, room_bytes)
         if prefix is not None and path.name != self._name(prefix):
             raise RefusedFileError("it is not under its own name")
         return prefix
@@ -318,7 +318,7 @@ class SlotFiles:
         began = time.monotonic()
         try:
             size = path.stat().st_size
-            prefix = read(path, self._key, size)
+            prefix = read_prefix(path, self._key, size)
         except OSError as error:
             message = f"The file {name!r} cannot be read: {error.strerror}."
             raise InvalidRequestError(message, "filename") from error

@@ -108,7 +108,7 @@ class KVCacheManager:
                     self.backend.decode(rows[start : start + n_batch])
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether the next decode has nothing to do besides."""
         return not self.backend.slots_with_pending_copy
 
@@ -152,21 +152,21 @@ class KVCacheManager:
         return self.table.n_tokens_of(later) + n_new + len(held.tokens) <= self._n_pool
 
     def place(self, sequence: Sequence) -> Place | PrefixPending | None:
-        """Put a sequence into an idle slot, with the longest prefix of its cache group there, unless it
-        should wait for one that is being computed. Tokens that lose their place are stored first.
+        """Put a sequence into an idle slot, with the longest prefix of its cache group there. Do nothing
+        if it should wait for one that is being computed. Tokens that lose their place are stored first.
 
         While others generate, what would keep them waiting for too long is neither restored nor stored;
         None if it is only too much for this step."""
         if sequence.prefix_pending is not None and self.table.lasts(sequence.prefix_pending):
             return sequence.prefix_pending
-        group, tokens = sequence.request.content_group, sequence.packed(sequence.n_reusable)
+        group, tokens = sequence.request.content_group, sequence.packed_tokens(sequence.n_reusable)
         n_stored, stored = self._restorable(group, tokens)
-        wanted = self._chunk_reuse.wanted(sequence, tokens)
+        wanted = self._chunk_reuse.slot_for(sequence, tokens)
         background = sequence.request.background
         choice = self.table.choose(group, tokens, n_stored, wanted, background=background)
         sequence.prefix_pending = choice if isinstance(choice, PrefixPending) else None
         if isinstance(choice, PrefixPending):
-            if self.checkpoints.needed and choice.slot.sequence is not None:
+            if self.checkpoints.is_needed and choice.slot.sequence is not None:
                 stops = {*choice.slot.sequence.stops, choice.n_tokens}
                 choice.slot.sequence.stops = tuple(sorted(stops))
             return choice
@@ -187,7 +187,7 @@ class KVCacheManager:
         if n_cached is None:
             n_cached = self.contents.fill(choice, stored)
         n_cached = self._keep_whole(sequence, choice.slot, n_cached)
-        if self.checkpoints.needed:
+        if self.checkpoints.is_needed:
             n_known = max(choice.n_known, self.memory_tier.n_known(group, tokens))
             sequence.stops = self.checkpoints.stops(n_cached, n_known, len(sequence.tokens))
         if sequence.trace.admitted is None:  # one that was preempted was counted before
@@ -212,8 +212,8 @@ class KVCacheManager:
         return True
 
     def make_way(self, n_sequences: int) -> None:
-        """Empty the idle slots that so many sequences will get, if the cache is unified: until then
-        every row would be computed with what is there."""
+        """Empty the idle slots that so many sequences will get, if the cache is unified. Until then every
+        row would be computed with what is there."""
         if self.backend.setup.mode.kv_unified:
             n_empty = sum(slot.idle and not slot.idle_tokens for slot in self.table.slots)
             while n_empty < n_sequences and self.evict_idle():
@@ -236,8 +236,8 @@ class KVCacheManager:
             self._put(slot, tokens)
 
     def store(self, slot: Slot, tokens: TokenArray, beside_s: float = 0.0) -> None:
-        """Save a slot's first tokens, unless the store has them, they are not really there yet, or streams
-        would wait too long for that and for `beside_s` seconds of other copies."""
+        """Save a slot's first tokens, unless the store has them or they are not really there yet. Nor is
+        it done if streams would wait too long for that and `beside_s` seconds of other copies."""
         if not tokens:
             return
         n_bytes = self.contents.n_bytes(slot, len(tokens))
@@ -250,7 +250,9 @@ class KVCacheManager:
 
     def _is_worth_saving(self, slot: Slot, tokens: TokenArray, n_bytes: int) -> bool:
         settled = slot.id not in self.backend.slots_with_pending_copy
-        return settled and self.memory_tier.wants(slot.group, slot.packed(len(tokens)), n_bytes)
+        return settled and self.memory_tier.wants(
+            slot.group, slot.packed_tokens(len(tokens)), n_bytes
+        )
 
     def _may_save(self, n_bytes: int, beside_s: float = 0.0) -> bool:
         saves = self.copies.saves
@@ -270,8 +272,8 @@ class KVCacheManager:
         return (n_stored, stored) if may_wait else (0, None)
 
     def would_keep(self, sequence: Sequence) -> tuple[int, float]:
-        """The number of a running sequence's tokens in the cache that would be stored if it lost its
-        slot now, and the seconds that this would take."""
+        """The number of a running sequence's tokens that would be stored if it lost its slot now, and the
+        seconds that this would take."""
         slot = self.table.slots[sequence.slot_id]
         n_bytes = self.contents.n_bytes(slot, slot.n_past)
         if slot.id in self.backend.slots_with_pending_copy or not self.memory_tier.fits(n_bytes):
@@ -292,7 +294,7 @@ class KVCacheManager:
                 free
                 and not slot.spare
                 and self.memory_tier.has_room(n_bytes)
-                and self.memory_tier.wants(slot.group, slot.packed(slot.n_past), n_bytes)
+                and self.memory_tier.wants(slot.group, slot.packed_tokens(slot.n_past), n_bytes)
             ):
                 return slot
         return None
@@ -373,7 +375,7 @@ class KVCacheManager:
         self.checkpoints.cut(slot.id, n_keep)
         sequence.shift(n_keep, n_discard, cached=True)
 
-    def computed(self, sequence: Sequence) -> None:
+    def on_progress(self, sequence: Sequence) -> None:
         """Some more of a prompt is in its slot: make a checkpoint if there is to be one. It is left
         out if streams would wait too long for it."""
         slot = self.table.slots[sequence.slot_id]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from serve_app.engine.backends.base import State
 from serve_app.engine.cache.contents import Checkpoint, StoredPrefix, deepest
 from serve_app.engine.cache.files import DiskTier
-from serve_app.engine.cache.packing import TOKEN_BYTES, Tokens, n_tokens, packed, token_array
+from serve_app.engine.cache.packing import TOKEN_BYTES, Tokens, n_tokens, pack, token_array
 from serve_app.engine.cache.prefixes import Prefix, beginning, n_shared, nearest
 from serve_app.engine.metrics.stats import CachedPrompt
 
@@ -57,7 +57,7 @@ class MemoryTier:
 
     def wants(self, group: str, tokens: Tokens, n_bytes: int) -> bool:
         """Whether to keep such a state of these tokens: it fits, and no other one of the group has them."""
-        prefix = Prefix(group, packed(tokens))
+        prefix = Prefix(group, pack(tokens))
         stored = bool(self._sorted[beginning(self._sorted, prefix)])
         if stored and self._forgets:
             stored = self._best(prefix)[0] == n_tokens(prefix.tokens)
@@ -74,9 +74,9 @@ class MemoryTier:
     def put(
         self, group: str, tokens: Tokens, state: State, checkpoints: tuple[Checkpoint, ...] = ()
     ) -> None:
-        """Keep a prefix; those of its group that it continues go, but for those of which it could give
-        little; and then the least recently used of all, for room."""
-        key = Prefix(group, packed(tokens))
+        """Keep a prefix. Those of its group that it continues go, but for those of which it could give
+        little. Then the least recently used of all go, for room."""
+        key = Prefix(group, pack(tokens))
         prefix = StoredPrefix(token_array(key.tokens), state, group, checkpoints)
         for other in [one for one in self._sorted if one.group == group]:
             n = n_tokens(other.tokens)
@@ -108,7 +108,7 @@ class MemoryTier:
     def longest(self, group: str, prompt: Tokens) -> tuple[int, StoredPrefix | None]:
         """How many of the prompt's first tokens can be had from the best prefix of its group, and that
         prefix. At least the prompt's last token is left out."""
-        most = Prefix(group, packed(prompt)[:-TOKEN_BYTES])
+        most = Prefix(group, pack(prompt)[:-TOKEN_BYTES])
         n_bytes, key = nearest(self._sorted, most)
         if key is None:
             return 0, None
@@ -129,11 +129,11 @@ class MemoryTier:
 
     def n_known(self, group: str, prompt: Tokens) -> int:
         """How many of the prompt's first tokens prefixes of its group begin with."""
-        return nearest(self._sorted, Prefix(group, packed(prompt)[:-TOKEN_BYTES]))[0] // TOKEN_BYTES
+        return nearest(self._sorted, Prefix(group, pack(prompt)[:-TOKEN_BYTES]))[0] // TOKEN_BYTES
 
     def beginning(self, group: str, tokens: Tokens) -> StoredPrefix | None:
         """The shortest prefix of a group that begins with these tokens."""
-        found = self._sorted[beginning(self._sorted, Prefix(group, packed(tokens)))]
+        found = self._sorted[beginning(self._sorted, Prefix(group, pack(tokens)))]
         shortest = min(found, key=lambda one: len(one.tokens), default=None)
         return None if shortest is None else self._at(shortest)
 

@@ -1,7 +1,7 @@
 """Tokens as bytes, four each, and as arrays.
 
 Indexes, files and other engines have bytes; slots, sequences and stores have arrays. The garbage collector
-looks at every item of a list, at none of these: a few million tokens in lists cost it milliseconds, again
+looks at every item of a list, at none of these. A few million tokens in lists cost it milliseconds, again
 and again.
 """
 
@@ -23,7 +23,7 @@ TokenArray: TypeAlias = "array[int]"
 """Token ids that may be changed, four bytes each."""
 
 
-def packed(tokens: Tokens) -> bytes:
+def pack(tokens: Tokens) -> bytes:
     """Tokens as bytes; those that are bytes already stay what they are."""
     if isinstance(tokens, bytes):
         return tokens
@@ -39,7 +39,7 @@ def n_tokens(tokens: bytes) -> int:
 def token_array(tokens: Tokens = b"") -> TokenArray:
     """A new array of tokens, packed or not."""
     made = array("i")
-    made.frombytes(packed(tokens))  # `array` itself takes twice as long
+    made.frombytes(pack(tokens))  # `array` itself takes twice as long
     return made
 
 

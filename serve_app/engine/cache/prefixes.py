@@ -1,6 +1,6 @@
 """Prefixes of prompts, by cache group, and sorted lists of them. Pure: no model, no threads, no clock.
 
-Prompts are packed (`serve_app.engine.cache.packing.packed`), four bytes a token: sorted, those of
+Prompts are packed (`serve_app.engine.cache.packing.pack`), four bytes a token: sorted, those of
 one cache group that begin alike stand together. So what shares most tokens with a prompt stands beside
 its place.
 """

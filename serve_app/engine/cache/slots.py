@@ -14,7 +14,7 @@ from serve_app.engine.cache.packing import (
     Tokens,
     n_matching,
     n_tokens,
-    packed,
+    pack,
     token_array,
 )
 from serve_app.engine.core.sequence import Sequence, SequenceState
@@ -52,8 +52,8 @@ class Slot:
 
     @property
     def tokens(self) -> TokenArray:
-        """The tokens that other sequences may start from: the tokens of its sequence, cached or not
-        yet, up to a context shift; those in the cache while it is idle."""
+        """The tokens that other sequences may start from: those of its sequence, cached or not yet, up to
+        a context shift. While it is idle, those in the cache."""
         if self.sequence is None:
             return self.idle_tokens
         tokens, n_exact = self.sequence.tokens, self.sequence.n_exact
@@ -64,12 +64,12 @@ class Slot:
         """The array that `tokens` are in, from the first one on. It only grows."""
         return self.idle_tokens if self.sequence is None else self.sequence.tokens
 
-    def packed(self, n_wanted: int) -> bytes:
+    def packed_tokens(self, n_wanted: int) -> bytes:
         """The first `n_wanted` tokens of `tokens`, packed."""
         if self.sequence is not None:
-            return self.sequence.packed(n_wanted)
+            return self.sequence.packed_tokens(n_wanted)
         if self._packed[0] is not self.idle_tokens:
-            self._packed = self.idle_tokens, packed(self.idle_tokens)
+            self._packed = self.idle_tokens, pack(self.idle_tokens)
         return self._packed[1][: n_wanted * TOKEN_BYTES]
 
     def occupy(self, sequence: Sequence) -> None:
@@ -81,7 +81,7 @@ class Slot:
         """Lose the sequence, and keep what that has in the cache."""
         n_past, sequence = self.n_past, self.sequence
         self.spare = self.in_background
-        kept = self.packed(n_past)
+        kept = self.packed_tokens(n_past)
         self.idle_tokens = token_array()
         if sequence is not None and n_past:
             self.idle_tokens = sequence.give_up(n_past)
@@ -118,7 +118,9 @@ class Slot:
         n_most = min(n_most, self.n_tokens)
         if self.sequence is not None:
             return self.sequence.n_shared_with(prompt, n_most)
-        return n_matching(self.packed(len(self.idle_tokens)), prompt, 0, n_most * TOKEN_BYTES)
+        return n_matching(
+            self.packed_tokens(len(self.idle_tokens)), prompt, 0, n_most * TOKEN_BYTES
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ class SlotTable:
 
     # -- what is there ----------------------------------------------------------------------------
 
-    def shared(self, group: str, prompt: bytes, n_most: int) -> list[int]:
+    def shared_lengths(self, group: str, prompt: bytes, n_most: int) -> list[int]:
         """How many of the first `n_most` tokens of a group's prompt each slot has, or will have."""
         return [
             slot.n_shared_with(prompt, n_most) if slot.serves(group) else 0 for slot in self.slots
@@ -228,8 +230,8 @@ class SlotTable:
 
     def n_shared_with(self, slots: Iterable[Slot], sequence: Sequence) -> int:
         """The most first tokens of a waiting sequence that one of these slots has, or will have."""
-        prompt = sequence.packed(sequence.n_reusable)
-        shared = self.shared(sequence.request.content_group, prompt, n_tokens(prompt))
+        prompt = sequence.packed_tokens(sequence.n_reusable)
+        shared = self.shared_lengths(sequence.request.content_group, prompt, n_tokens(prompt))
         return max((shared[slot.id] for slot in slots), default=0)
 
     def slot_ends(self) -> dict[int, int]:
@@ -255,16 +257,16 @@ class SlotTable:
         groups count as empty.
 
         An idle slot that holds the longest prefix is used in place, but only if that is at least half of
-        what it holds: a few shared first tokens are not worth somebody's conversation. A prefix that
-        another slot, idle or busy, holds is copied into an idle slot, and so is one that is stored. That is
-        the slot next to most busy ones of the same adapters in a split cache, which computes consecutive
-        slots together, or else the least recently used. The slot with the id `slot_id` is the one, if it is
-        idle. At least the prompt's last token is left to decode. There must be an idle slot. Only in the
-        `background` a prompt waits for what is computed there.
+        what it holds. A few shared first tokens are not worth somebody's conversation. A prefix that
+        another slot, idle or busy, holds is copied into an idle slot, and so is one that is stored. A
+        split cache computes consecutive slots together. So there, that is the slot next to most busy ones
+        of the same adapters, or else the least recently used. The slot with the id `slot_id` is the one,
+        if it is idle. At least the prompt's last token is left to decode. There must be an idle slot. Only
+        in the `background` a prompt waits for what is computed there.
         """
-        prompt = packed(prompt)
+        prompt = pack(prompt)
         n_most = n_tokens(prompt) - 1
-        shared = self.shared(group, prompt, n_most)
+        shared = self.shared_lengths(group, prompt, n_most)
         cached = [min(n, slot.n_past) for n, slot in zip(shared, self.slots, strict=True)]
         here, ready = self._ready(cached, in_place=True), self._ready(cached, in_place=False)
         coming = [
@@ -327,14 +329,14 @@ class SlotTable:
         if slot.spare or len(slot.idle_tokens) - n_kept < self._min_copy:
             return token_array()
         n = len(slot.idle_tokens)
-        others = (one for one in self.having(slot.group, slot.packed(n)) if one is not slot)
+        others = (one for one in self.having(slot.group, slot.packed_tokens(n)) if one is not slot)
         kept = any(self._resumable(one, n, False) == n for one in others)
         return token_array() if kept else slot.idle_tokens
 
     def having(self, group: str, tokens: bytes) -> list[Slot]:
         """The slots that serve a group and have all these tokens in the cache."""
         n = n_tokens(tokens)
-        shared = self.shared(group, tokens, n)
+        shared = self.shared_lengths(group, tokens, n)
         return [
             one for one in self.slots if one.serves(group) and min(shared[one.id], one.n_past) >= n
         ]

@@ -41,8 +41,8 @@ class HotPrefix:
 def begun_with(
     prompts: Iterable[Prefix], held: Iterable[tuple[Prefix, int]], least: int
 ) -> list[HotPrefix]:
-    """Prompts, and what several of a cache group have in common, as far as the group holds it, if at least
-    so many prompts began with it. `held` come with the bytes of their states."""
+    """Prompts, and what several of a cache group have in common, if the group holds it and at least so
+    many prompts began with it. `held` come with the bytes of their states."""
     begun, holders = sorted(prompts), sorted(held)
     known = [prefix for prefix, _ in holders]
     found = set(begun) | {prefix.cut(n_shared(prefix, other)) for prefix, other in pairwise(begun)}
@@ -60,7 +60,7 @@ def hottest(
 ) -> list[HotPrefix]:
     """The prefixes to take into so many bytes, the best first, given those already held.
 
-    Each time, that which saves the most tokens for its bytes: what it has and nothing taken before has, as
+    Each time, that which saves the most tokens for its bytes. It saves what nothing taken before has, as
     often as prompts began with it lately. A prefix of a longer offer that is taken is not taken again.
     """
     shared = {
@@ -121,21 +121,21 @@ class PrefixTransfer:
 
     def offers(self, least: int) -> list[HotPrefix]:
         """The prefixes that it holds and that at least so many of the last prompts began with."""
-        begun, held = self._run(lambda cache: (list(cache.begun), _held(cache)))
+        begun, held = self._run(lambda cache: (list(cache.begun), _usable_prefixes(cache)))
         return begun_with(begun, held, least)
 
-    def held(self) -> list[Prefix]:
-        return [prefix for prefix, _ in self._run(_held)]
+    def prefixes(self) -> list[Prefix]:
+        return [prefix for prefix, _ in self._run(_usable_prefixes)]
 
     def lacks(self, prefixes: Sequence[Prefix]) -> list[bool]:
         """Whether the engine would have to compute some of it, for each of these prefixes."""
-        held = self.held()
+        held = self.prefixes()
         return [not any(one.serves(wanted) for one in held) for wanted in prefixes]
 
     def export_prefix(self, prefix: Prefix) -> Payload | None:
         """The shortest prefix of that cache group with these first tokens. None if it is gone, or if
         saving it would keep running sequences waiting for longer than `max_stall_ms`."""
-        stored: StoredPrefix | None = self._run(lambda cache: _exported(cache, prefix))
+        stored: StoredPrefix | None = self._run(lambda cache: _export(cache, prefix))
         if stored is None:
             return None
         marks = ((one.n_tokens, np.frombuffer(one.state, np.uint8)) for one in stored.checkpoints)
@@ -143,7 +143,7 @@ class PrefixTransfer:
 
     def import_prefix(self, payload: Payload, n_wanted: int) -> int:
         """Store another engine's prefix for its cache group, of which the first `n_wanted` tokens are
-        wanted: if a slot is empty and nobody runs, what is behind these is cut off. Returns the bytes of
+        wanted. If a slot is empty and nobody runs, what is behind these is cut off. Returns the bytes of
         what is stored now, 0 if it is nothing. The payload's memory may be freed then. Raises
         RefusedPrefixError if the payload cannot be used."""
         if payload.key != self.key:
@@ -157,7 +157,7 @@ class PrefixTransfer:
         marks = tuple(Checkpoint(n, state.copy().data) for n, state in payload.checkpoints)
         prefix = StoredPrefix(tokens, payload.state.copy().data, payload.prefix.group, marks)
         try:
-            n_bytes: int = self._run(lambda cache: _imported(cache, prefix, n_wanted))
+            n_bytes: int = self._run(lambda cache: _import(cache, prefix, n_wanted))
         except DecodeError as error:
             raise RefusedPrefixError(str(error)) from error
         return n_bytes
@@ -166,16 +166,19 @@ class PrefixTransfer:
 # -- decoder thread -------------------------------------------------------------------------------
 
 
-def _held(cache: KVCacheManager) -> list[tuple[Prefix, int]]:
+def _usable_prefixes(cache: KVCacheManager) -> list[tuple[Prefix, int]]:
     """The prefixes that prompts could start from now, each with the bytes of its state."""
     in_slots = (
-        (Prefix(slot.group, slot.packed(slot.n_past)), cache.contents.n_bytes(slot, slot.n_past))
+        (
+            Prefix(slot.group, slot.packed_tokens(slot.n_past)),
+            cache.contents.n_bytes(slot, slot.n_past),
+        )
         for slot in cache.table.slots
     )
     return [*in_slots, *((one.key, one.n_bytes) for one in cache.memory_tier)]
 
 
-def _exported(cache: KVCacheManager, prefix: Prefix) -> StoredPrefix | None:
+def _export(cache: KVCacheManager, prefix: Prefix) -> StoredPrefix | None:
     pending = cache.backend.slots_with_pending_copy
     slots = [
         slot
@@ -195,7 +198,7 @@ def _exported(cache: KVCacheManager, prefix: Prefix) -> StoredPrefix | None:
     return stored
 
 
-def _imported(cache: KVCacheManager, prefix: StoredPrefix, n_wanted: int) -> int:
+def _import(cache: KVCacheManager, prefix: StoredPrefix, n_wanted: int) -> int:
     """Store a prefix; returns the bytes stored. Raises DecodeError if the backend refuses a state that
     is cut; else that shows when it is needed."""
     pending = cache.backend.slots_with_pending_copy

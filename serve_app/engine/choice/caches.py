@@ -12,7 +12,7 @@ from serve_app.base.engine_options import EngineOptions
 from serve_app.base.formats import block_size
 from serve_app.base.progress import Report, Stage
 from serve_app.engine.choice.plan import CachePlan, Mode, Plan
-from serve_app.engine.choice.rating import alike, compared, fastest, filled, request_s
+from serve_app.engine.choice.rating import alike, comparison, fastest, fill_profile, request_s
 from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.costs.profiler import DEPTH, ROOM, DeepProfiler, Profiler, in_turns
@@ -29,11 +29,11 @@ _PROFILE_CTX = 512
 _COMPARING = 0.8
 
 OpenContext = Callable[[Mode, int, int | None, int], Context]
-"""Opens a context in a mode, with so many tokens for each slot, so many cells of a unified cache (None: no
-bound), and so many sequences besides the slots."""
+"""Opens a context in a mode. Its numbers: tokens for each slot, cells of a unified cache (None: no bound),
+and sequences besides the slots."""
 
 
-def kept_or_measured(
+def load_or_measure(
     plan: Plan, options: EngineOptions, report: Report, measure: Callable[[], CachePlan]
 ) -> CachePlan:
     """The cache's part of the plan: as an earlier start kept it, or as measured now, and kept."""
@@ -63,16 +63,17 @@ def choose_cache(
         return CachePlan(modes[0], f"{modes[0]}: as configured", Profile())
 
     def measure() -> CachePlan:
-        cache = _measured(modes, model, options, open_context)
+        cache = _measure(modes, model, options, open_context)
         return cache if can_change else replace(cache, other=None)
 
-    return kept_or_measured(plan, options, report, measure)
+    return load_or_measure(plan, options, report, measure)
 
 
 def candidates(options: EngineOptions, *, can_change: bool = True) -> list[Mode]:
-    """The modes that come into question, the likelier first: the likelier kind of cache with and without
-    flash attention, the other one with it, if both are open. There is no time for four on a slow machine,
-    and a unified cache without flash attention is seldom fast: cells of others cost as much as own ones.
+    """The modes that come into question, the likelier first. They are the likelier kind of cache with and
+    without flash attention, and the other one with it, if both are open. There is no time for four on a
+    slow machine. A unified cache without flash attention is seldom fast: cells of others cost as much as
+    own ones.
 
     Where a request may be longer than a slot's share, the cache is unified from the start unless it
     `can_change` later. Its attention is flash attention: without it, llama.cpp's buffers hold a number for
@@ -102,13 +103,13 @@ def fastest_mode(
     same = max(_SAME, *(1 - profile.share for profile in profiles.values()))
     prompts = "a common system prompt" if options.pinned else "prompts of their own"
     best = fastest(seconds, same)
-    why = compared(seconds, f"with {prompts}") if len(seconds) > 1 else "as configured"
+    why = comparison(seconds, f"with {prompts}") if len(seconds) > 1 else "as configured"
     others = [mode for mode in seconds if mode.kv_unified != best.kv_unified]
     other = min(others, key=lambda mode: seconds[mode], default=None)
     return best, f"{best}: {why}", other
 
 
-def _measured(
+def _measure(
     modes: Sequence[Mode], model: Model, options: EngineOptions, open_context: OpenContext
 ) -> CachePlan:
     """Compare the modes, then measure the rest of the one that is chosen."""
@@ -150,5 +151,5 @@ def _measured(
         profilers[best].rest(left_s())
     profile, turned = profilers[best].profile, None
     if other is not None:
-        turned = other, whole(other, filled(profilers[other].profile, profile))
+        turned = other, whole(other, fill_profile(profilers[other].profile, profile))
     return CachePlan(best, reason, whole(best, profile), turned)

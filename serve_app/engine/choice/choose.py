@@ -26,7 +26,7 @@ from serve_app.base.progress import Report, Stage, nowhere
 from serve_app.engine.choice.apart import apart
 from serve_app.engine.choice.kernels import MODE, kernels_profiles
 from serve_app.engine.choice.plan import AS_STORED, BOTH, OPENVINO, PAGED, REPACKED, Kernels, Plan
-from serve_app.engine.choice.rating import alike, compared, fastest, joined, request_s
+from serve_app.engine.choice.rating import alike, comparison, fastest, join_profiles, request_s
 from serve_app.engine.costs import profile_cache
 from serve_app.kernels.llama import library
 from serve_app.kernels.llama.model import Model, files_of, fingerprint_of
@@ -43,8 +43,8 @@ _EACH_S, _SAME = 6.0, 1 / 0.95 - 1
 _MOST_CONVERSION_S = 30.0
 # Formats of weights, by llama.cpp's names, that it has fast kernels for without repacking them.
 _TILED = re.compile(r"MOSTLY_(Q\d_K\w*|IQ\d_\w+)")
-# Files may be mapped beside repacked weights if they were loaded so, and take this part of the memory that
-# weights leave, at most: half of it is for the KV cache, and some for prefixes.
+# Files may be mapped beside repacked weights if they were loaded so. They take this part of the memory
+# that weights leave, at most: half of it is for the KV cache, and some for prefixes.
 _MAPPED, _MOST_BESIDES = ("auto", "mmap"), 1 / 4
 
 
@@ -73,7 +73,7 @@ def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan
         if options.backend == "openvino":
             return replace(plan, kernels=OPENVINO)
         if not plan.is_certain:
-            plan = _measured(plan, path, options, refusal, has_room, report)
+            plan = _measure_kernels(plan, path, options, refusal, has_room, report)
             if plan.is_certain:
                 profile_cache.save(folder, name, plan)
     plan = replace(plan, kernels=plan.llama_cpp, why=plan.reason, converts=False)
@@ -106,7 +106,7 @@ def _refusal(files: Sequence[Path], n_bytes: int, options: EngineOptions) -> str
     return ""
 
 
-def _measured(
+def _measure_kernels(
     plan: Plan, path: Path, options: EngineOptions, refusal: str, has_room: bool, report: Report
 ) -> Plan:
     """The plan with the fastest kernels. `refusal` says why OpenVINO is not among them."""
@@ -159,7 +159,7 @@ def _fastest(
     found = apart(kernels_profiles, path, options, measured, limit_s)
     is_certain = profile_cache.is_worth_keeping(found)
     profiles = alike(dict(zip(measured, found, strict=True)))
-    if BOTH in candidates and (both := joined(profiles[REPACKED], profiles[AS_STORED])):
+    if BOTH in candidates and (both := join_profiles(profiles[REPACKED], profiles[AS_STORED])):
         profiles[replace(BOTH, stored_from=both[0])] = both[1]
     options = replace(options, max_stall_ms=share * options.max_stall_ms)
     loads = [replace(options, n_slots=n) for n in sorted({1, options.n_slots})]
@@ -172,7 +172,7 @@ def _fastest(
     if OPENVINO in seconds and is_certain:
         winner = fastest({best: seconds[best], OPENVINO: seconds[OPENVINO]}, _SAME)
     at_once = " and ".join(str(load.n_slots) for load in loads)
-    reasons = [plan.reason, compared(seconds, f"with {at_once} at once")]
+    reasons = [plan.reason, comparison(seconds, f"with {at_once} at once")]
     if not is_certain:
         reasons.append("other programs computed, so it says little: the next start measures again")
     return replace(

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.engine.choice.plan import Mode
-from serve_app.engine.costs.cost_model import CostModel, Profile, predicted
+from serve_app.engine.costs.cost_model import CostModel, Profile, predict_s
 
 Name = TypeVar("Name")
 
 
 def request_s(profile: Profile, options: EngineOptions, mode: Mode) -> float:
-    """Seconds of the machine that a request is expected to take in this mode, on average: of two, one has
+    """Seconds of the machine that a request is expected to take in this mode, on average. Of two, one has
     a prompt of an eighth of a slot, the other of three quarters. With something pinned, prompts are that
     and an eighth of the rest. Answers take an eighth. 0 if nothing was measured."""
     costs = CostModel(profile)
@@ -32,7 +32,7 @@ def _seconds(costs: CostModel, options: EngineOptions, tokens: range, mode: Mode
     beside = (0, options.n_slots // 2) if options.n_slots > 1 else (0,)
     prompts_s = [_prompt_s(costs, options, tokens, n_cells, n, mode.mixes) for n in beside]
     n_generated = options.n_ctx_share // 8
-    full = costs.attended(tokens.stop, n_cells)
+    full = costs.effective_past(tokens.stop, n_cells)
     answer_s = n_generated * costs.steps_s(options.n_slots, full) / options.n_slots
     return sum(prompts_s) / len(prompts_s) + answer_s
 
@@ -48,12 +48,12 @@ def _prompt_s(
     """Seconds that a prompt takes beside so many decoding sequences, which have a bound for gaps."""
     beside_s, within_s = 0.0, math.inf
     if n_beside:
-        beside_s = costs.steps_s(n_beside, costs.attended(tokens.stop, n_cells))
+        beside_s = costs.steps_s(n_beside, costs.effective_past(tokens.stop, n_cells))
         within_s = max(options.max_stall_ms / 1000 - beside_s, beside_s)
     prompt_s, n_past = 0.0, tokens.start
     while n_past < tokens.stop:
         n_most = min(tokens.stop - n_past, options.n_batch)
-        depth = costs.attended(n_past, n_cells)
+        depth = costs.effective_past(n_past, n_cells)
         if mixes:
             fits = costs.chunk(n_most, depth, within_s=within_s + beside_s, n_beside=n_beside)
             n_rows = fits or costs.smallest_chunk(n_most)
@@ -75,7 +75,7 @@ def fastest(seconds: Mapping[Name, Sequence[float]], same: float) -> Name:
     return next(name for name, mean_s in means.items() if mean_s <= most_s)
 
 
-def compared(seconds: Mapping[Name, Sequence[float]], load: str) -> str:
+def comparison(seconds: Mapping[Name, Sequence[float]], load: str) -> str:
     """The seconds of a request under that load with each candidate, as a sentence without its period."""
     times = {name: " and ".join(f"{s:.2f}" for s in each) for name, each in seconds.items()}
     return f"a request {load} takes " + "; ".join(
@@ -99,7 +99,7 @@ def alike(profiles: Mapping[Name, Profile]) -> dict[Name, Profile]:
     return same
 
 
-def filled(profile: Profile, like: Profile) -> Profile:
+def fill_profile(profile: Profile, like: Profile) -> Profile:
     """A profile of few batches, and the others of one with more, scaled as those that both have."""
     curves: dict[str, Any] = {}
     for name in ("decode_s", "prefill_s", "verify_s"):
@@ -110,12 +110,12 @@ def filled(profile: Profile, like: Profile) -> Profile:
     return replace(profile, **curves)
 
 
-def joined(few: Profile, many: Profile) -> tuple[int, Profile] | None:
-    """The number of rows from which on batches take less time by the second profile, and a profile that is
-    the first one below that number and the second one from there on; None without such a number."""
+def join_profiles(few: Profile, many: Profile) -> tuple[int, Profile] | None:
+    """The number of rows from which on batches take less time by the second profile; None without such a
+    number. With it comes a profile that is the first one below it and the second one from there on."""
     few_s, many_s = ({**profile.decode_s, **profile.prefill_s} for profile in (few, many))
     most = max(many_s.keys() & few_s.keys(), default=0)
-    slower = [n for n in range(1, most + 1) if predicted(many_s, n) >= predicted(few_s, n)]
+    slower = [n for n in range(1, most + 1) if predict_s(many_s, n) >= predict_s(few_s, n)]
     n_rows = max(slower, default=0) + 1
     if n_rows > most:
         return None

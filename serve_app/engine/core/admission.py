@@ -114,7 +114,7 @@ class Admission:
         one runs."""
         if self._cache.evict_idle():
             return True
-        running = [seq for seq in self._scheduler.running if not seq.finished]
+        running = [seq for seq in self._scheduler.running if not seq.is_finished]
         if len(running) < len(self._scheduler.running):
             return True  # some have just ended
         if len(running) == 1:
@@ -125,7 +125,7 @@ class Admission:
     def interrupt(self) -> None:
         """Take all slots away, and what is in them: the sequences wait for others, before all new ones."""
         for sequence in self._scheduler.running[::-1]:
-            if not sequence.finished:
+            if not sequence.is_finished:
                 self._preempt(sequence, stored=False)
         self.changed = True
 

@@ -85,8 +85,8 @@ class BatchRunner:
         return result
 
     def _run_ahead(self, result: BatchResult, streams: list[Stream], until: float) -> None:
-        """Add passes over the newest tokens, as long as the next one should end by `until`, all streams go
-        on, and no other thread wants anything. A pass that fails is left to the next step."""
+        """Add passes over the newest tokens while the next one should end by `until`, all streams go on,
+        and no other thread wants anything. A pass that fails is left to the next step."""
         batch, rows, now = result.batch, list(result.batch.rows), time.monotonic()
         pass_s = max(result.decode_s, self._forecast_s(batch)) + result.sample_s
         while now + pass_s <= until and self._go_on(streams):
@@ -119,7 +119,7 @@ class BatchRunner:
         )
 
     def _forecast_s(self, batch: Batch) -> float:
-        depth = self._costs.attended(batch.depth, batch.n_cells)
+        depth = self._costs.effective_past(batch.depth, batch.n_cells)
         return self._costs.batch_s(len(batch.rows), depth)
 
     @contextmanager
@@ -151,7 +151,7 @@ class BatchRunner:
 
     def _charge(self, batch: Batch, computed_s: float) -> None:
         for chunk, seconds in zip(batch.chunks, batch.shared_s(computed_s), strict=True):
-            chunk.sequence.trace.computed(computed_s, len(batch.chunks))
+            chunk.sequence.trace.on_batch(computed_s, len(batch.chunks))
             self._command_queue.policy.charge(chunk.sequence, seconds)
 
     def learn(self, result: BatchResult) -> None:
@@ -159,7 +159,7 @@ class BatchRunner:
         batch, seconds = result.batch, result.first_s
         if not result.is_usual:
             return
-        depth = self._costs.attended(batch.depth, batch.n_cells)
+        depth = self._costs.effective_past(batch.depth, batch.n_cells)
         if not batch.prefills:
             n_sequences = len(batch.chunks) + len(batch.fillers)
             self._costs.observe_decode(n_sequences, len(batch.rows), depth, seconds)
@@ -187,8 +187,8 @@ def _streams(result: BatchResult) -> list[Stream]:
 
 def sample(chunk: Chunk) -> list[Sampled] | CorralError:
     """The tokens that follow a chunk: one, and one more for each drafted one that it confirms; none before
-    the prompt's end. A failure is returned, not raised, because it is no reason to end other
-    sequences: a grammar may allow no token, or a sampler may break."""
+    the prompt's end. A failure is returned, not raised, because it is no reason to end other sequences. A
+    grammar may allow no token, or a sampler may break."""
     try:
         if chunk.scored:
             chunk.sequence.score(chunk.scored)

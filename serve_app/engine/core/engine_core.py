@@ -57,8 +57,8 @@ class EngineCore:
     """All sequences of one backend, and the parts that get them on. Decoder thread only, but for what
     `Published`, `RequestLog`, `Latencies` and `Progress` say of themselves.
 
-    A request waits in `queue`, gets a slot by `admission`, has its rows planned by `scheduler` and computed
-    by `runner`, and its tokens leave through the outbox. Guests do their work between these.
+    A request waits in `queue` and gets a slot by `admission`. Its rows are planned by `scheduler` and
+    computed by `runner`. Its tokens leave through the outbox. Guests do their work between these.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class EngineCore:
         its slot free."""
         for sequence, end in self._outbox.ends:
             self._release(sequence, end)
-        self.published.stepped(changed=self.admission.changed or not self.has_work)
+        self.published.on_step(changed=self.admission.changed or not self.has_work)
         self.admission.changed = False
         for guest in self.guests:
             guest.deliver()
@@ -338,7 +338,7 @@ class EngineCore:
         with ExitStack() as stack:
             stack.callback(self.backend.close)
             if healthy and self.counts.step_s >= _KEPT_FROM_S:
-                self.backend.keep(self.costs.learned())
+                self.backend.keep(self.costs.learned_profile())
             for guest in self.guests:
                 stack.callback(guest.close, healthy=healthy)
 

@@ -34,10 +34,10 @@ class DecoderLoop:
 
     The public methods and properties may be used by any thread; `core` belongs to the decoder thread.
 
-    That thread also opens the backend, and closes it: OpenMP keeps a team of workers for each thread
-    that has ever computed, and with a second team, each step's threads wait asleep instead of
-    spinning, for a quarter of the speed. So guests compute there, too. `open_backend` runs
-    once; what it raises, `__init__` raises.
+    That thread also opens the backend, and closes it: OpenMP keeps a team of workers for each thread that
+    has ever computed. With a second team, each step's threads wait asleep instead of spinning, for a
+    quarter of the speed. So guests compute there, too. `open_backend` runs once; what it raises,
+    `__init__` raises.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class Outbox:
         self, sequence: Sequence, reason: FinishReason, error: CorralError | None = None
     ) -> None:
         """End a sequence that did not end itself; nothing happens if it has."""
-        if not sequence.finished:
+        if not sequence.is_finished:
             self.put(sequence, sequence.finish(reason, error=error))
 
     @property
@@ -93,7 +93,7 @@ class Postprocessor:
         sequence.advance(chunk.n_rows)
         if sequence.state is SequenceState.PREFILL:
             self._counts.prompt_tokens += chunk.n_rows
-            self._cache.computed(sequence)
+            self._cache.on_progress(sequence)
             if (progress := sequence.progress()) is not None:
                 self._outbox.put(sequence, progress)
         if sampled:
@@ -119,7 +119,7 @@ class Postprocessor:
         self._outbox.put(sequence, delta)
         if (
             len(sequence.tokens) >= n_ctx_slot
-            and not sequence.finished
+            and not sequence.is_finished
             and sequence.n_keep is not None
         ):
             n_discard = dropped_by_shift(sequence.request, n_ctx_slot, sequence.n_keep)

@@ -27,7 +27,7 @@ from serve_app.engine.cache.packing import (
     TokenArray,
     n_matching,
     n_tokens,
-    packed,
+    pack,
     token_array,
 )
 from serve_app.engine.core.text import Detokenizer, LineLimits
@@ -83,7 +83,7 @@ class Sequence:
 
     `tokens` is the prompt and everything sampled since, less what context shifts dropped;
     `tokens[:n_past]` are in the cache. A step feeds some of `tokens[n_past:]`, and drafts of what may
-    follow; so a sequence cannot feed a token that is not its own, and it samples when the last is fed.
+    follow. So a sequence cannot feed a token that is not its own, and it samples when the last is fed.
     That array only grows: after a context shift, it is another one.
     """
 
@@ -101,7 +101,7 @@ class Sequence:
         self.id = request.id
         self.sink = sink
         self.n_prompt = len(request.prompt)
-        self._packed = self.packed_prompt = packed(request.prompt)
+        self._packed = self.packed_prompt = pack(request.prompt)
         """Some of its first tokens; and all of its prompt. Nobody need pack them while others wait."""
         self.tokens = token_array(self._packed)
         self.n_generated = 0
@@ -119,7 +119,7 @@ class Sequence:
         self.n_keep: int | None = None
         """First tokens that context shifts keep; None if a full context ends it."""
         self.n_exact: int | None = None
-        """The number of first tokens that others may start from after a context shift: they are in the
+        """The number of first tokens that others may start from after a context shift. They are in the
         cache as if they had been computed anew. None: all tokens are."""
         self.prefix_pending: PrefixPending | None = None
         """The prefix of another sequence that it waits for, though a slot was free."""
@@ -190,7 +190,7 @@ class Sequence:
         return next(within, n_tokens)
 
     @property
-    def unscored(self) -> range:
+    def unscored_positions(self) -> range:
         """Positions of the prompt whose logits are wanted, to tell how likely the next token there is."""
         wanted = self.request.sampling.prompt_logprobs
         return range(len(self._prompt_logprobs), self.n_prompt - 1) if wanted else range(0)
@@ -198,14 +198,14 @@ class Sequence:
     @property
     def n_reusable(self) -> int:
         """The number of tokens up to the first that must be computed: what is cached has no logits."""
-        unscored = self.unscored
+        unscored = self.unscored_positions
         return unscored.start + 1 if unscored else len(self.tokens)
 
-    def packed(self, n_wanted: int) -> bytes:
+    def packed_tokens(self, n_wanted: int) -> bytes:
         """The first `n_wanted` tokens, packed: see `serve_app.engine.cache.packing`."""
         n_known = n_tokens(self._packed)
         if n_known < n_wanted:
-            self._packed += packed(self.tokens[n_known:])
+            self._packed += pack(self.tokens[n_known:])
         return self._packed[: n_wanted * TOKEN_BYTES]
 
     def n_shared_with(self, prompt: bytes, n_most: int) -> int:
@@ -213,7 +213,7 @@ class Sequence:
         What it has generated is packed only if the prompt has all that is before: a step costs nothing."""
         n = n_matching(self._packed, prompt, 0, n_most * TOKEN_BYTES)
         if n == n_tokens(self._packed) < n_most:
-            generated = packed(self.tokens[n:n_most])
+            generated = pack(self.tokens[n:n_most])
             n += n_matching(generated, prompt, n * TOKEN_BYTES, n_most * TOKEN_BYTES)
         return n
 
@@ -224,7 +224,7 @@ class Sequence:
         return None if most is None else most - self.n_generated
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the terminal event was made."""
         return self.state is SequenceState.FINISHED
 
@@ -243,7 +243,7 @@ class Sequence:
     def resume(self, vocabulary: Vocabulary, options: EngineOptions) -> None:
         """Be where another engine left it: with the tokens that it generated, and their text delivered. Its
         context shifts dropped the same tokens. Before it is submitted."""
-        n_ctx_slot, n_keep = options.n_ctx_slot, kept_by_shift(self.request, options)
+        n_ctx_slot, n_keep = options.n_ctx_slot, n_keep_on_shift(self.request, options)
         self.n_keep = n_keep
         for token in self.request.generated:
             self.tokens.append(token)
@@ -253,7 +253,7 @@ class Sequence:
                 self.constraint.take(token)
             if n_keep is not None and len(self.tokens) == n_ctx_slot:
                 self._drop(n_keep, dropped_by_shift(self.request, n_ctx_slot, n_keep))
-        self.packed(len(self.tokens))
+        self.packed_tokens(len(self.tokens))
 
     def admit(
         self, slot_id: int, n_cached: int, sampler: Sampler | None, room: int = sys.maxsize
@@ -354,7 +354,7 @@ class Sequence:
 
     def shift(self, n_keep: int, n_discard: int, *, cached: bool) -> None:
         """Forget `n_discard` tokens after the first `n_keep`. Either the cache has forgotten them too, and
-        moved up what is behind; or it holds nothing, and all the rest is to be computed again."""
+        moved up what is behind. Or it holds nothing, and all the rest is to be computed again."""
         self._drop(n_keep, n_discard)
         self.stops = ()
         self.n_past = self.n_past - n_discard if cached else 0
@@ -400,7 +400,7 @@ class Sequence:
 _LEAST_CTX = 8
 
 
-def kept_by_shift(request: GenerationRequest, options: EngineOptions) -> int | None:
+def n_keep_on_shift(request: GenerationRequest, options: EngineOptions) -> int | None:
     """First tokens that a context shift keeps; None if the request ends instead. A request goes on only up
     to its `max_tokens`, or it might never end."""
     asked = request.context_shift

@@ -83,12 +83,12 @@ class LineLimits:
         with it; None if it goes on."""
         if not text:
             return None
-        shown = self._indented(text) if self._n_indent else None
+        shown = self._cut_at_indent(text) if self._n_indent else None
         if shown is None and 0 < self._max_s < elapsed_s and "\n" in text:
             return text
         return shown
 
-    def _indented(self, text: str) -> str | None:
+    def _cut_at_indent(self, text: str) -> str | None:
         for i, character in enumerate(text):
             if self._blanks is not None:
                 if character in _BLANKS:

@@ -43,7 +43,7 @@ class Clocks:
         share = (self._cpu() - computed) / (seconds * n_threads)
         return seconds, min(1.0, max(_LEAST, share))
 
-    def timed(self, run: Callable[[], None], n_rows: int) -> tuple[float, float]:
+    def time(self, run: Callable[[], None], n_rows: int) -> tuple[float, float]:
         """Time a call: the seconds and the share that `end` returns."""
         self.begin()
         run()

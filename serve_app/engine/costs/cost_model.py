@@ -1,15 +1,15 @@
 """The cost model: how long a batch takes with this model on this machine. Pure: no model, no clock.
 
-A batch is either some tokens of each of some decoding sequences, or a chunk of one prompt, and a step's
-time is their sum; in a unified cache the two share one. It takes `speed * (base + slope * depth)`: the base
-for its number of rows, the slope for each token that stands in the cache before them. In a unified cache
-those of other sequences count, too, as far as the kernel does not skip what is masked.
+A batch is either some tokens of each of some decoding sequences, or a chunk of one prompt. A step's time
+is their sum. In a unified cache the two share one. A batch takes `speed * (base + slope * depth)`: the
+base for its number of rows, the slope for each token that stands in the cache before them. In a unified
+cache those of other sequences count, too, as far as the kernel does not skip what is masked.
 
-The profile has bases and slopes as they were measured. Factors of these are learned from each batch: one
-for the speed of all batches, one for each measured base, and one for the slopes of each kind of batch. Each
-moves by a part of the forecast's error, as large as its own part of the forecast is. Source: Widrow and
-Hoff, "Adaptive Switching Circuits", 1960; errors are bounded as in Huber, "Robust Estimation of a Location
-Parameter", 1964.
+The profile has bases and slopes as they were measured. Factors of these are learned from each batch. One
+is for the speed of all batches, one for each measured base, and one for the slopes of each kind of batch.
+Each moves by a part of the forecast's error, as large as its own part of the forecast is. Source: Widrow
+and Hoff, "Adaptive Switching Circuits", 1960; errors are bounded as in Huber, "Robust Estimation of a
+Location Parameter", 1964.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MOST_ERROR = 0.45
 # Up to so many rows, kernels like multiples of the second number; beyond the last one, of _LARGE_STEP.
 _ROW_STEPS = ((64, 4), (128, 8), (256, 16))
 _LARGE_STEP = 32
-# Fewer rows than are measured, for prompts so deep that those would take too long; and how much longer
-# than one row the smallest chunk may take.
+# Fewer rows than are measured, for prompts so deep that those would take too long. The other number: how
+# much longer than one row the smallest chunk may take.
 _FEW_ROWS, _HARDLY_LONGER = (1, 2, 4), 1.25
 AHEAD_S = 0.02
-"""Passes follow each other in one step if they end in so many seconds: the work around a pass takes as long
-as a pass of a tiny model, and nobody sees whether tokens come so fast one by one."""
+"""Passes follow each other in one step if they end in so many seconds. The work around a pass takes as
+long as a pass of a tiny model. Nobody sees whether tokens come so fast one by one."""
 # A split that gains less than this part is noise.
 _LEAST_GAIN = 0.05
 # What was planned is planned anew after so many batches, as the curve may have moved.
@@ -43,14 +43,15 @@ def own_s(seconds: float, share: float) -> float:
     """Seconds that a batch would have taken had its threads had all of their time instead of that share.
 
     Threads wait for each other after each matrix. So a batch gets on while all of them have a core: with
-    two threads, that share of that share of the time. Measured beside one and two busy loops, the median of
-    a few batches was 0.8 to 1.8 times that of a quiet machine; the time that passed was 2 to 7 times that.
+    two threads, that share of that share of the time. Measured beside one and two busy loops, the median
+    of a few batches was 0.8 to 1.8 times that of a quiet machine. The time that passed was 2 to 7 times
+    that.
     """
     return seconds * share**2
 
 
 def envelope(times: Mapping[int, float], *, by_row: bool = True) -> dict[int, float]:
-    """The most that batches can take by the times of all: no longer than a larger one; and `by_row` no
+    """The most that batches can take by the times of all: no longer than a larger one. With `by_row`, no
     longer by row than a smaller one, several of which could be computed instead.
 
     Other programs only ever make a batch longer. So what is above this was probably measured beside them.
@@ -88,7 +89,7 @@ class Curve:
         return base_s + n_past * slope_s
 
     def _line(self, n_rows: int) -> tuple[float, float]:
-        base_s = sum(weight * self._bases[i] for i, weight in _parts(self.measured, n_rows))
+        base_s = sum(weight * self._bases[i] for i, weight in _interpolate(self.measured, n_rows))
         line = self._lines[n_rows] = base_s, self._deeper * self._slope_s(n_rows)
         return line
 
@@ -99,7 +100,7 @@ class Curve:
     def learn(self, n_rows: int, n_past: float, error: float) -> None:
         """Learn from the logarithm of the time of a batch to its forecast."""
         base_part = self.seconds(n_rows, 0) / self.seconds(n_rows, n_past)
-        for i, weight in _parts(self.measured, n_rows):
+        for i, weight in _interpolate(self.measured, n_rows):
             self._bases[i] *= math.exp(_BASE * min(1.0, weight) * base_part * error)
         self._deeper *= math.exp(_SLOPES * (1 - base_part) * error)
         self._lines.clear()
@@ -107,12 +108,12 @@ class Curve:
     def _slope_s(self, n_rows: int) -> float:
         """Seconds that a token before so many rows adds, as measured. Fewer rows than were measured attend
         for themselves, too."""
-        return sum(weight * self._slopes[i] for i, weight in _parts(self._attending, n_rows))
+        return sum(weight * self._slopes[i] for i, weight in _interpolate(self._attending, n_rows))
 
 
-def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
-    """The points that the value at x is made of, and the part of each: straight between the points, the
-    first one's before, growing with x beyond."""
+def _interpolate(points: Sequence[int], x: int) -> list[tuple[int, float]]:
+    """The points that the value at x is made of, and the part of each. The value is straight between the
+    points, the first one's before, and grows with x beyond."""
     if not points:
         return []
     right = bisect_left(points, x)
@@ -124,10 +125,10 @@ def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
     return [(right - 1, 1 - part), (right, part)]
 
 
-def predicted(times: Mapping[int, float], n: int) -> float:
+def predict_s(times: Mapping[int, float], n: int) -> float:
     """Seconds of so many rows by the times of others: straight between them, and beyond."""
     points = sorted(times)
-    return sum(weight * times[points[i]] for i, weight in _parts(points, n))
+    return sum(weight * times[points[i]] for i, weight in _interpolate(points, n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +148,8 @@ class Profile:
     masked: float = 1.0
     """The cost of a token of other sequences in a unified cache, as a part of the cost of an own one."""
     share: float = 1.0
-    """The part of their time that the batches' threads had; other programs had the rest. 1 where it is not
-    known, or once the costs have been learned."""
+    """The part of their time that the batches' threads had. Other programs had the rest. It is 1 where it
+    is not known, or once the costs have been learned."""
 
 
 class CostModel:
@@ -173,9 +174,9 @@ class CostModel:
         """Whether anything was measured."""
         return bool(self._decode.measured)
 
-    def attended(self, n_past: float, n_cells: float) -> float:
-        """How many tokens of its own would cost a row as much as its `n_past` and the rest of the
-        `n_cells` in use in a unified cache. To be given as `n_past` to the other methods."""
+    def effective_past(self, n_past: float, n_cells: float) -> float:
+        """The tokens of its own that would cost a row as much as its `n_past` and the rest of a unified
+        cache's `n_cells` in use. To be given as `n_past` to the other methods."""
         return n_past + self._profile.masked * max(0.0, n_cells - n_past)
 
     def decode_s(self, n_rows: int, n_past: float = 0) -> float:
@@ -214,12 +215,12 @@ class CostModel:
         beside_s: float = 0.0,
         n_beside: int = 0,
     ) -> int:
-        """How many of a prompt's next rows to compute in a batch of `within_s` at most, with `n_beside`
-        rows of other sequences, in a step that takes `beside_s` besides: those that get the prompt on
-        fastest, of equal ones the most; 0 if none fit.
+        """How many of a prompt's next rows to compute: those that get it on fastest, of equal ones the
+        most, 0 if none fit. The batch takes `within_s` at most, with `n_beside` rows of other sequences,
+        in a step that takes `beside_s` besides.
 
-        Kernels have steps, and 63 rows can cost twice what 64 do: what comes into question are the measured
-        numbers of rows, between them multiples of 4, and of more the larger they are, and all that is left.
+        Kernels have steps, and 63 rows can cost twice what 64 do. So candidates are the measured numbers
+        of rows, all that is left, and multiples between: of 4, and of more the larger they are.
         """
         sizes = [n - n_beside for n in self._sizes if n_beside < n < n_beside + n_pending]
         times = {n: self.prefill_s(n_beside + n, n_past) for n in [*sizes, n_pending]}
@@ -252,9 +253,9 @@ class CostModel:
     ) -> tuple[int, ...]:
         """How many of the decoding slots each batch is to compute. `slots` are their ids, which ascend.
 
-        llama.cpp computes only consecutive slots together, so a batch also has a row for each slot between
-        its own, which is wasted; none of those may be `blocked`. All slots are in one batch, unless
-        several batches are measured to be faster: too many slots may lie between, or small batches may be
+        llama.cpp computes only consecutive slots together. So a batch also has a row for each slot between
+        its own, which is wasted. None of those may be `blocked`. All slots are in one batch, unless
+        several batches are measured to be faster. Too many slots may lie between, or small batches may be
         fast (Q8_0 at two rows, on AVX-512). Consecutive slots stay in one batch if more passes may follow
         it in the step: the work around several batches takes longer than they save. Now and then
         consecutive slots are in one batch all the same, so that its time is measured again."""
@@ -324,20 +325,22 @@ class CostModel:
         """Seconds of prompts of up to so many rows with nothing before them, by number of rows."""
         return {n: self.prefill_s(n, 0) for n in self._prefill.measured if n <= most}
 
-    def learned(self) -> Profile:
+    def learned_profile(self) -> Profile:
         """The profile by what is known now, whoever disturbed the measurement."""
         profile = self._profile
         return replace(
             profile,
             share=1.0,
-            decode_s=self._known(self._decode),
-            prefill_s=self._known(self._prefill),
-            verify_s=self._known(self._verify),
-            deep_decode_s=self._known(self._decode, profile.deep_decode_s),
-            deep_prefill_s=self._known(self._prefill, profile.deep_prefill_s),
+            decode_s=self._present_times(self._decode),
+            prefill_s=self._present_times(self._prefill),
+            verify_s=self._present_times(self._verify),
+            deep_decode_s=self._present_times(self._decode, profile.deep_decode_s),
+            deep_prefill_s=self._present_times(self._prefill, profile.deep_prefill_s),
         )
 
-    def _known(self, curve: Curve, deep: Mapping[int, float] | None = None) -> dict[int, float]:
+    def _present_times(
+        self, curve: Curve, deep: Mapping[int, float] | None = None
+    ) -> dict[int, float]:
         """The present seconds of a curve's sizes, or of those that were measured deep."""
         times = curve.times(0 if deep is None else self._profile.depth)
         return {n: self._speed * s for n, s in times.items() if deep is None or n in deep}
@@ -346,7 +349,7 @@ class CostModel:
         """The times known now, in milliseconds by number of rows, with an empty cache."""
         curves = {"decode_ms": self._decode, "prefill_ms": self._prefill, "verify_ms": self._verify}
         return {
-            name: {n: round(1000 * s, 1) for n, s in self._known(curve).items()}
+            name: {n: round(1000 * s, 1) for n, s in self._present_times(curve).items()}
             for name, curve in curves.items()
         }
 

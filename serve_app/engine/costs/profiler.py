@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from serve_app.engine.backends.base import Row, State
 from serve_app.engine.costs.clocks import UNDISTURBED, Clocks
-from serve_app.engine.costs.cost_model import Profile, envelope, own_s, predicted
+from serve_app.engine.costs.cost_model import Profile, envelope, own_s, predict_s
 
 # Batches are measured again until they took this, up to so many times more: the shorter, the noisier. And
 # batches that take so many times what they should by the times of others get so many rounds more.
@@ -23,7 +23,7 @@ _MOST_CHUNKS = (80, 112, 192, 160, 384)
 _DECODES, _MORE_DECODES = (2, 4, 8, 16, 32, 64), (3, 6, 12, 24, 48)
 _VERIFIES = (2, 4, 8, 16, 3, 6, 12)
 DEPTH = 2048
-"""Tokens before a deep batch, at most: keys and values are in no cache of the processor any more, and from
+"""Tokens before a deep batch, at most. Keys and values are in no cache of the processor any more, and from
 there on the time grows straight."""
 ROOM = 64
 """Cells besides, for the rows of a deep batch."""
@@ -96,12 +96,12 @@ class Trials:
 
     def spent(self, run: Callable[[], None]) -> float:
         """The seconds of work of which a single thread may do a part: they say nothing of others' work."""
-        seconds, _ = self._clocks.timed(run, 1)
+        seconds, _ = self._clocks.time(run, 1)
         self.left_s -= seconds
         return seconds
 
-    def timed(self, run: Callable[[], None], n_rows: int = 1) -> Measured:
-        seconds, share = self._clocks.timed(run, n_rows)
+    def time(self, run: Callable[[], None], n_rows: int = 1) -> Measured:
+        seconds, share = self._clocks.time(run, n_rows)
         self.left_s -= seconds
         self._spent_s += seconds
         self._had_s += share * seconds
@@ -118,20 +118,20 @@ class Trials:
             for seq_id in range(1, n_sequences):
                 self._context.copy(0, seq_id)
 
-    def decoded(self, n_rows: int) -> Measured:
+    def time_decode(self, n_rows: int) -> Measured:
         """The time of a row of each of so many sequences."""
         return self._batch([(some_token(i), self.n_before, i, True) for i in range(n_rows)])
 
-    def prefilled(self, n_rows: int) -> Measured:
+    def time_prefill(self, n_rows: int) -> Measured:
         """The time of so many rows of a prompt."""
         return self._batch(_prompt_rows(self.n_before, n_rows))
 
-    def verified(self, n_rows: int) -> Measured:
+    def time_verify(self, n_rows: int) -> Measured:
         """The time of a sequence's next token and drafted ones."""
         return self._batch([(some_token(i), self.n_before + i, 0, True) for i in range(n_rows)])
 
     def _batch(self, rows: Sequence[Row]) -> Measured:
-        measured = self.timed(partial(self._context.decode, rows), len(rows))
+        measured = self.time(partial(self._context.decode, rows), len(rows))
         for seq_id in {row[2] for row in rows}:
             self._context.truncate(seq_id, self.n_before)
         return measured
@@ -139,12 +139,12 @@ class Trials:
     def measure(
         self, times: dict[int, float], sizes: Sequence[int], trial: Trial
     ) -> Iterator[None]:
-        """Add what batches of these sizes take; the first of all is measured in any case, and sizes that
-        were measured before get one more trial. One is run when the next is asked for, and each size takes
-        its turn even if there is no time for it: what is compared stays in step."""
+        """Add what batches of these sizes take. The first of all is measured in any case, and sizes that
+        were measured before get one more trial. One is run when the next is asked for. Each size takes its
+        turn even if there is no time for it: what is compared stays in step."""
         new = [n for n in sizes if n not in times]
         for n in sizes:
-            if not times or self.time_for(predicted(times, n)):
+            if not times or self.time_for(predict_s(times, n)):
                 self._add(times, n, trial)
             yield
         for n_round in range(_MOST_ROUNDS):
@@ -180,8 +180,8 @@ def _prompt_rows(start: int, n_rows: int) -> list[Row]:
 
 
 def in_turns(profilers: Sequence[Profiler | DeepProfiler], limit_s: float) -> None:
-    """Run the essentials of these, which are to be compared, batch by batch: the speed of a machine
-    that others share changes from one minute to the next."""
+    """Run the essentials of these, which are to be compared, batch by batch. The speed of a machine that
+    others share changes from one minute to the next."""
     each_s = limit_s / len(profilers)
     for _ in zip_longest(*(profiler.essentials(each_s) for profiler in profilers)):
         pass
@@ -223,21 +223,21 @@ class Profiler(Trials):
         when the next is asked for."""
         self.left_s = limit_s
         ends = sorted({self._n_slots, 1}, reverse=True)
-        yield from self.measure(self._decode, ends, self.decoded)
+        yield from self.measure(self._decode, ends, self.time_decode)
         chunks = self._fitting(self._chunks) or [min(self._n_batch, self._n_ctx_slot - 1)]
-        yield from self.measure(self._prefill, chunks, self.prefilled)
+        yield from self.measure(self._prefill, chunks, self.time_prefill)
 
     def rest(self, limit_s: float) -> None:
         """Measure, after all essentials, what is between them, in about `limit_s`. Leaves the cache
         empty."""
         self.left_s = limit_s
         for times, sizes, trial in (
-            (self._decode, self._slot_counts(_DECODES), self.decoded),
-            (self._prefill, self._fitting(_NEXT_CHUNKS), self.prefilled),
-            (self._verify, self._fitting(_VERIFIES), self.verified),
-            (self._decode, self._slot_counts(_MORE_DECODES), self.decoded),
-            (self._prefill, self._fitting(_MORE_CHUNKS), self.prefilled),
-            (self._prefill, self._fitting(_MOST_CHUNKS), self.prefilled),
+            (self._decode, self._slot_counts(_DECODES), self.time_decode),
+            (self._prefill, self._fitting(_NEXT_CHUNKS), self.time_prefill),
+            (self._verify, self._fitting(_VERIFIES), self.time_verify),
+            (self._decode, self._slot_counts(_MORE_DECODES), self.time_decode),
+            (self._prefill, self._fitting(_MORE_CHUNKS), self.time_prefill),
+            (self._prefill, self._fitting(_MOST_CHUNKS), self.time_prefill),
         ):
             for _ in self.measure(times, sizes, trial):
                 pass
@@ -285,9 +285,9 @@ class Depth:
 class DeepProfiler(Trials):
     """Measures a depth in an empty, unified context.
 
-    Nothing is computed to get deep: a few tokens are saved and restored again and again, each time into
-    other cells, which are given to the sequences in turns, and later to all of them. Their positions
-    repeat, but kernels take as long.
+    Nothing is computed to get deep. A few tokens are saved and restored again and again, each time into
+    other cells. The sequences get these in turns, and later all of them do. Their positions repeat, but
+    kernels take as long.
     """
 
     def __init__(
@@ -319,12 +319,12 @@ class DeepProfiler(Trials):
     def depth(self) -> Depth:
         decode_s = _difference(self._deep_decode, self._decode)
         prefill_s = _difference(self._deep_prefill, self._prefill)
-        masked = min(_MOST_MASKED, max(0.0, self._masked))
+        masked = min(_MOST_MASKED, max(0.0, self._masked_cost))
         n_tokens = self._depth if decode_s else 0
         return Depth(n_tokens, decode_s, prefill_s, masked, self.share)
 
     @property
-    def _masked(self) -> float:
+    def _masked_cost(self) -> float:
         """The cost of other sequences' cells, as a part of the cost of own ones; 1 if it was not
         measured. Below 0 if something else computed meanwhile. A row has its part of all cells, the
         others' are masked."""
@@ -343,24 +343,24 @@ class DeepProfiler(Trials):
 
     def _round(self) -> Iterator[None]:
         self._empty()
-        yield from self.measure(self._decode, self._counts, self.decoded)
-        yield from self.measure(self._prefill, self._fitting(CHUNKS), self.prefilled)
+        yield from self.measure(self._decode, self._counts, self.time_decode)
+        yield from self.measure(self._prefill, self._fitting(CHUNKS), self.time_prefill)
         self.spent(self._fill)
-        yield from self.measure(self._turns_s, self._counts[-1:], self.decoded)
+        yield from self.measure(self._turns_s, self._counts[-1:], self.time_decode)
         self._share()
-        yield from self.measure(self._deep_decode, self._counts, self.decoded)
+        yield from self.measure(self._deep_decode, self._counts, self.time_decode)
         chunks = [n for n in self._fitting(CHUNKS) if n in self._prefill]
-        yield from self.measure(self._deep_prefill, chunks, self.prefilled)
+        yield from self.measure(self._deep_prefill, chunks, self.time_prefill)
 
     def rest(self, limit_s: float) -> None:
         """Measure, after all essentials, more chunks, in about `limit_s`. Leaves the cache empty."""
         self.left_s = limit_s
         chunks = self._fitting(_MORE_DEEP_CHUNKS)
-        for _ in self.measure(self._deep_prefill, chunks, self.prefilled):
+        for _ in self.measure(self._deep_prefill, chunks, self.time_prefill):
             pass
         self._empty()
         chunks = [n for n in chunks if n in self._deep_prefill]
-        for _ in self.measure(self._prefill, chunks, self.prefilled):
+        for _ in self.measure(self._prefill, chunks, self.time_prefill):
             pass
 
     def _fitting(self, sizes: Sequence[int]) -> list[int]:
@@ -412,8 +412,8 @@ def paged_depth(
     context.pretend(0, n_tokens)
     try:
         for times, shallow, sizes, trial in (
-            (deep_decode_s, profile.decode_s, (1,), trials.decoded),
-            (deep_prefill_s, profile.prefill_s, CHUNKS, trials.prefilled),
+            (deep_decode_s, profile.decode_s, (1,), trials.time_decode),
+            (deep_prefill_s, profile.prefill_s, CHUNKS, trials.time_prefill),
         ):
             for _ in trials.measure(times, [n for n in sizes if n in shallow], trial):
                 pass

@@ -1,12 +1,12 @@
 """Learns from the traffic which kind of cache pays. Pure: no model, no threads, no clock.
 
 Every step is forecast for both kinds: for the present kind by what was learned, for the other one by its
-profile, which has what was learned when the engine had that kind. The yardstick is what costs the same
-with both, a short prompt of one sequence with nothing before it. So the engine's experience with its
-present kind favours neither, nor does a machine that was busier while one of them was measured. The time
-that the other kind would have saved is the regret. The cache is to change when that exceeds what the change
-costs. So no traffic, however it changes, makes the engine lose much more than if it had known it. Source:
-Borodin, Linial, Saks, "An optimal on-line algorithm for metrical task system", 1992.
+profile. That has what was learned when the engine had that kind. The yardstick is what costs the same with
+both, a short prompt of one sequence with nothing before it. So the engine's experience with its present
+kind favours neither, nor does a machine that was busier while one of them was measured. The time that the
+other kind would have saved is the regret. The cache is to change when that exceeds what the change costs.
+So no traffic, however it changes, makes the engine lose much more than if it had known it. Source: Borodin,
+Linial, Saks, "An optimal on-line algorithm for metrical task system", 1992.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Kind:
         """Seconds of a step that only decodes, of sequences that share nothing."""
         if not self.mode.kv_unified:
             return self.costs.steps_s(n_rows, depth)
-        return self.costs.decode_s(n_rows, self.costs.attended(depth, n_rows * depth))
+        return self.costs.decode_s(n_rows, self.costs.effective_past(depth, n_rows * depth))
 
     def forecast_s(self, load: Load, most_s: float) -> float:
         """Seconds of a step; in a unified cache, prompts and decoding sequences share a batch. In a split
@@ -67,7 +67,7 @@ class _Kind:
             return min(decode_s, most_s) + self._prompts_s(load.prompts, n_prompt)
         n_rows = n_decoding + n_prompt
         tokens = n_decoding * load.decode_depth + sum(n * depth for n, depth in load.prompts)
-        depth = self.costs.attended(tokens / max(1, n_rows), load.n_cells)
+        depth = self.costs.effective_past(tokens / max(1, n_rows), load.n_cells)
         one = self.costs.prefill_s if n_prompt else self.costs.decode_s
         return one(n_rows, depth) if n_rows else 0.0
 
@@ -112,9 +112,9 @@ class Traffic:
     def _forecasts(self, load: Load, speed: float) -> tuple[float, float]:
         """Seconds of a step with the own kind, and with the other one.
 
-        A split cache takes no longer than a unified one whose sequences share nothing: they attend to the
-        same cells there, and to those of others besides. So a slope that was measured wrongly, for one
-        row and counted for all, does not speak against a split cache for long.
+        A split cache takes no longer than a unified one whose sequences share nothing. They attend to the
+        same cells there, and to those of others besides. So a slope that was measured wrongly, for one row
+        and counted for all, does not speak against a split cache for long.
         """
         own, other, n = self._own, self._other, round(load.n_decoding)
         most_s = math.inf, math.inf

@@ -45,7 +45,7 @@ class CacheModeSwitcher(Guest):
     and if by the forecast they wait no longer than `max_stall_ms`. Never, if the options say what kind of
     cache it is to be, or the model forgets.
 
-    A request that is longer than a slot's share of a split cache needs a unified one: streams are
+    A request that is longer than a slot's share of a split cache needs a unified one. Streams are
     interrupted for it if they leave no gap within a few seconds.
     """
 
@@ -122,7 +122,7 @@ class CacheModeSwitcher(Guest):
             return []
         live = (*self._steps.running, *self._steps.waiting)
         share = self._options.n_ctx_share
-        longer = [seq for seq in live if len(seq.tokens) > share and not seq.finished]
+        longer = [seq for seq in live if len(seq.tokens) > share and not seq.is_finished]
         if longer:
             self._long_until = time.monotonic() + _CHAT_GOES_ON_S
         return [seq for seq in longer if not self._cache.fits(seq)]
@@ -131,7 +131,7 @@ class CacheModeSwitcher(Guest):
         """Whether to change now for sequences that have no room: at once if a slot is full. Else one of
         them must fit beside the running sequences, and streams can wait for it, or have been waited for."""
         running = self._steps.running
-        if not too_long or any(sequence.finished for sequence in running):
+        if not too_long or any(sequence.is_finished for sequence in running):
             return False
         if any(sequence.slot_id != NO_SLOT for sequence in too_long):
             return True
@@ -150,12 +150,12 @@ class CacheModeSwitcher(Guest):
 
     def pays(self) -> bool:
         """Whether to change now, for what was there lately."""
-        if self._traffic is None or not self._cache.settled or self._n_steps % _EVERY:
+        if self._traffic is None or not self._cache.is_settled or self._n_steps % _EVERY:
             return False
         if time.monotonic() < self._not_before or self._stays_unified:
             return False
         running, cost_s = self._steps.running, self._cost_s()
-        if any(sequence.finished for sequence in running):
+        if any(sequence.is_finished for sequence in running):
             return False
         if any(sequence.n_generated for sequence in running) and cost_s > min(
             self._steps.budget.left_s, self._longest_pause_s
@@ -166,7 +166,7 @@ class CacheModeSwitcher(Guest):
     # -- the change -------------------------------------------------------------------------------
 
     def _cost_s(self) -> float:
-        """Seconds until all is as it was: the cache is made, what is worth it is stored, and what running
+        """Seconds until all is as it was. The cache is made, and what is worth it is stored. What running
         sequences had, and what is pinned, is there again."""
         copies, tier = self._cache.copies, self._cache.memory_tier
         seconds, n_kept = self._modes.change_s if self._modes else 0.0, 0
@@ -212,7 +212,9 @@ class CacheModeSwitcher(Guest):
         pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
         by_traffic, other = self._traffic.reason(), self._modes.other[0]
         self._steps.interrupt()
-        self._modes.change(f"{other}: {need}" if need else by_traffic, self._costs.learned())
+        self._modes.change(
+            f"{other}: {need}" if need else by_traffic, self._costs.learned_profile()
+        )
         self._modes = self._backend.modes
         self._costs.begin(self._backend.setup.profile)
         self._traffic = self._comparison()

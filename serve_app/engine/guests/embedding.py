@@ -97,7 +97,7 @@ class PendingText:
         return len(self.tokens) - self.n_past
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return self.request.future.done()
 
     @property
@@ -300,7 +300,7 @@ class EmbeddingQueue(Guest):
     @property
     def readers(self) -> list[TileReader]:
         """The text that waits for its pictures, if there is one."""
-        return [self._seeing] if self._seeing is not None and not self._seeing.finished else []
+        return [self._seeing] if self._seeing is not None and not self._seeing.is_finished else []
 
     def drop(self, readers: Iterable[TileReader], error: CorralError) -> None:
         """End the requests whose texts cannot have their pictures."""

@@ -66,15 +66,15 @@ class PlacedTile:
 
     def decode(self, backend: Backend, rows: Sequence[Row]) -> None:
         """Compute some of its rows, as `Backend.decode` does."""
-        pictures, embeddings, first = self._encoded(backend, rows)
+        pictures, embeddings, first = self._find_embeddings(backend, rows)
         pictures.decode(rows, embeddings, self.tile, first)
 
     def embed(self, backend: Backend, rows: Sequence[Row]) -> NDArray[np.float32]:
         """Compute vectors of some of its rows, as `EmbeddingSupport.embed` does."""
-        pictures, embeddings, first = self._encoded(backend, rows)
+        pictures, embeddings, first = self._find_embeddings(backend, rows)
         return pictures.embed(rows, embeddings, self.tile, first)
 
-    def _encoded(
+    def _find_embeddings(
         self, backend: Backend, rows: Sequence[Row]
     ) -> tuple[PictureSupport, NDArray[np.float32], int]:
         """The embeddings for these rows, and the number of the first row in the tile."""
@@ -84,7 +84,7 @@ class PlacedTile:
         return backend.pictures, self.embeddings[first : first + len(rows)], first
 
 
-def expanded(
+def expand_media(
     prompt: Sequence[int], media: Iterator[Medium], projector: Projector, n_batch: int
 ) -> tuple[tuple[int, ...], tuple[PlacedTile, ...]]:
     """The prompt with the next media's tokens in the places of MEDIUM, and where their tiles stand. Raises
@@ -167,8 +167,8 @@ class NodeTimes:
         return max(self._times, default=0.0)
 
 
-# Of the stall budget, what a step and a piece of encoding are planned for together; of what the step
-# leaves, what prompts leave to the encoding beside them.
+# The part of the stall budget that a step and a piece of encoding are planned for together. Of what the
+# step leaves, the part that prompts leave to the encoding beside them.
 _MARGIN, _BESIDE_PROMPTS = 0.84, 0.5
 # The longest budget that encoding plans for, whatever the bound is.
 _LONGEST_S = 1.0
@@ -211,11 +211,12 @@ class TileEmbeddings:
 
 
 class Encoding(Guest):
-    """Encodes what running sequences are about to see, in the order in which they got their slots, and then
-    a text's pictures; each tile once for all. Decoder thread only; a thread of its own resizes pictures.
+    """Encodes what running sequences are about to see, in the order in which they got their slots, and
+    then a text's pictures. Each tile is encoded once for all. Decoder thread only; a thread of its own
+    resizes pictures.
 
     libmtmd encodes a tile in one call, which may take seconds. It asks between the nodes of its graph
-    whether to go on, and there, on the same thread, an interlude serves all others: so there is one team of
+    whether to go on. There, on the same thread, an interlude serves all others. So there is one team of
     OpenMP threads, and streams wait no longer than for a chunk of somebody's prompt.
     """
 
@@ -247,7 +248,7 @@ class Encoding(Guest):
 
     def after_step(self, step_s: float, *, idle: bool) -> None:
         """Encode a piece of a tile that somebody needs next, in the time that the next step probably
-        leaves; if encoding fails, those end that need it. A step of an interlude does nothing here."""
+        leaves. If encoding fails, those end that need it. A step of an interlude does nothing here."""
         missing = next(_missing(self._readers), None)
         if self._is_encoding or missing is None:
             return
@@ -330,7 +331,7 @@ def _tiles(reader: TileReader) -> list[PlacedTile]:
 
 def _missing(readers: Iterable[TileReader]) -> Iterator[tuple[TileReader, PlacedTile]]:
     for reader in sorted(readers, key=lambda one: one.is_behind):
-        if not reader.finished:
+        if not reader.is_finished:
             for placed in _tiles(reader):
                 if placed.embeddings is None and placed.end > reader.n_past:
                     yield reader, placed

@@ -43,9 +43,11 @@ class EnergyMeter:
         """`root` is the folder that has `sys` and `proc`."""
         self._stat, self._clock, self._own_s = root / "proc/stat", clock, own_s
         zones = sorted((root / "sys/class/powercap").glob("intel-rapl:*"))
-        self._zones = [zone for zone in zones if _text(zone / "name").startswith("package-")]
+        self._zones = [
+            zone for zone in zones if _read_counter(zone / "name").startswith("package-")
+        ]
         self._ranges = [
-            float(_text(zone / "max_energy_range_uj") or 0) / 1e6 for zone in self._zones
+            float(_read_counter(zone / "max_energy_range_uj") or 0) / 1e6 for zone in self._zones
         ]
         self._last = self._reading()
         self._watts: float | None = None
@@ -86,7 +88,7 @@ class EnergyMeter:
         return None
 
 
-def _text(path: Path) -> str:
+def _read_counter(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:

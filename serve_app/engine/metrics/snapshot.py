@@ -71,7 +71,7 @@ class Published:
         self._view = self._make()
         self._made = time.monotonic()
 
-    def stepped(self, *, changed: bool) -> None:
+    def on_step(self, *, changed: bool) -> None:
         """Decoder thread: a step is over, which `changed` something or only brought tokens."""
         if changed or self._is_read or time.monotonic() >= self._made + _EVERY_S:
             self.refresh()

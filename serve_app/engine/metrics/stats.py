@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serve_app.base.types import may_start_from
-from serve_app.engine.cache.packing import TOKEN_BYTES, common_prefix, packed
+from serve_app.engine.cache.packing import TOKEN_BYTES, common_prefix, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +271,9 @@ class CachedPrefixes:
         head = prompt[: _HEAD * TOKEN_BYTES]
         return max(
             (
-                common_prefix(packed(tokens), prompt) // TOKEN_BYTES
+                common_prefix(pack(tokens), prompt) // TOKEN_BYTES
                 for held, tokens in self.prompts
-                if packed(tokens[:_HEAD]) == head and may_start_from(group, held)
+                if pack(tokens[:_HEAD]) == head and may_start_from(group, held)
             ),
             default=0,
         )

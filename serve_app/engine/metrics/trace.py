@@ -45,7 +45,7 @@ class Trace:
         self._preempted = time.monotonic()
         self._n_preemptions += 1
 
-    def computed(self, seconds: float, n_sequences: int) -> None:
+    def on_batch(self, seconds: float, n_sequences: int) -> None:
         """A batch took so long, and computed so many sequences, this one among them."""
         self._n_batches += 1
         self._n_sequences += n_sequences
@@ -129,7 +129,7 @@ class Latencies:
         self._slices[-1][1][kind, bound] += 1
 
     def recent(self) -> dict[str, dict[float, int]]:
-        """The counts of each kind by bound: how many took up to so many seconds, and more than the bound
+        """The counts of each kind by bound. So many took up to that many seconds, and more than the bound
         before it (the last bound: or longer). Bounds without any are left out."""
         oldest = self._clock() // _SLICE_S - _N_SLICES
         recent: dict[str, Counter[float]] = {kind: Counter() for kind in KINDS}

@@ -291,7 +291,7 @@ class SlotPolicy:
         for sequence in self._order(waiting, running):
             if not room.n_idle:
                 return
-            if sequence.finished:
+            if sequence.is_finished:
                 continue
             if sequence.is_behind:
                 if self._is_full_of_background or (held is not None and not held.is_behind):
@@ -350,7 +350,7 @@ class SlotPolicy:
         expected = self._expected
         if not expected:
             return 0
-        askers = (item.request for item in running if not item.finished)
+        askers = (item.request for item in running if not item.is_finished)
         n_running = Counter(asker.client for asker in askers if not asker.background)
         share = max(1, self._n_slots // len(n_running.keys() | expected | {client}))
         return min(len(expected), self._n_slots // 2) if n_running[client] >= share else 0
@@ -374,15 +374,15 @@ class SlotPolicy:
         self._is_full_of_background &= bool(running)
         self._left = {client: at for client, at in self._left.items() if now < at + EXPECTED_S}
         if waiting or any(item.request.background for item in running):
-            live = [item for item in (*running, *waiting) if not item.finished]
+            live = [item for item in (*running, *waiting) if not item.is_finished]
             shares = _Shares(self._n_slots, live, self._left.keys())
             shares.rank()
             self._expected = shares.expected
         if self._is_full or not waiting:
             return []
-        behind = [item for item in running if item.is_behind and not item.finished]
+        behind = [item for item in running if item.is_behind and not item.is_finished]
         if behind:
-            ahead = [item for item in waiting if not (item.is_behind or item.finished)]
+            ahead = [item for item in waiting if not (item.is_behind or item.is_finished)]
             n_lacking = len(ahead) - room.n_idle
             if not all(map(room.has_room, ahead)):
                 n_lacking = max(1, n_lacking)
@@ -401,7 +401,7 @@ class SlotPolicy:
         back. It does not if it has less due all the same: then the other has had more for its slots. With
         one slot more, it does so when it is ahead by a quantum. So clients take turns where slots are
         fewer. Slots so get equal, and nobody gives back what it would get again at once."""
-        own, running = first.request.account, [item for item in running if not item.finished]
+        own, running = first.request.account, [item for item in running if not item.is_finished]
         n_slots = Counter(item.request.account for item in running)
         due_s = {owner: self._accounts[owner] for owner in (own, *n_slots)}
         youngest = dict[str, tuple[Sequence, float]]()

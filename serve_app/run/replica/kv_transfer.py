@@ -85,7 +85,7 @@ class KVTransfer:
 
     async def _pull(self, peers: ReplicaHandle, tally: TransferTally) -> None:
         offers = await peers.ask_all("offer_prefixes", self._id, timeout_s=_OFFERS_S)
-        held = await asyncio.to_thread(self._prefixes.held)
+        held = await asyncio.to_thread(self._prefixes.prefixes)
         room_bytes = self._prefixes.budget_bytes - self._engine.stats().cache.stored_bytes
         for wanted, source in plan_pull(self._usable(offers, Offer), held, room_bytes):
             sent: list[Any] | None = await peers.ask_one(

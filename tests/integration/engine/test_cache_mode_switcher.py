@@ -12,7 +12,7 @@ import pytest
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends import llama_cpp
 from serve_app.engine.backends.llama_cpp import LlamaBackend
-from serve_app.engine.backends.state_layout import Layout, converted
+from serve_app.engine.backends.state_layout import Layout, convert_state
 from serve_app.engine.choice.plan import REPACKED, CachePlan, Mode, Plan
 from serve_app.engine.core import loop
 from serve_app.engine.costs import profile_cache
@@ -151,7 +151,7 @@ def test_states_go_from_any_kind_of_cache_to_any_other(path: Path, flash_attn: b
         for kind in (Mode(True, True), Mode(False, True), Mode(False, False), Mode(True, False)):
             context.become(flash_attn=kind.flash_attn, kv_unified=kind.kv_unified)
             n_streams = 1 if kind.kv_unified else 3
-            context.restore(2, converted(state, Layout(n_streams, not kind.flash_attn)))
+            context.restore(2, convert_state(state, Layout(n_streams, not kind.flash_attn)))
             token, position, _, _ = rows[-1]
             state = context.save(2)
             context.decode([(token, position, 2, True)])

@@ -21,7 +21,7 @@ from serve_app.config.schema import EngineConfig
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.engine.cache.contents import CHECKPOINTS_OF_SLOT
-from serve_app.engine.cache.packing import packed
+from serve_app.engine.cache.packing import pack
 from serve_app.engine.cache.prefixes import Prefix
 from serve_app.kernels.llama import library
 from serve_app.kernels.llama.model import Model
@@ -175,7 +175,7 @@ async def test_from_a_slot_file(models: dict[str, Path], kind: str, tmp_path: Pa
 async def test_from_another_engine(models: dict[str, Path], kind: str, cut: bool) -> None:
     async with opened(models[kind]) as source:
         await answer(source, CHAT)
-        payload = source.prefixes.export_prefix(Prefix("", packed(CHAT)))
+        payload = source.prefixes.export_prefix(Prefix("", pack(CHAT)))
         assert payload is not None
         payload = pickle.loads(pickle.dumps(payload, protocol=5))
     async with opened(models[kind], cache_ram_bytes=2**28) as engine:

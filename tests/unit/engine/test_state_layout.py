@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from serve_app.engine.backends.base import State
-from serve_app.engine.backends.state_layout import Layout, converted
+from serve_app.engine.backends.state_layout import Layout, convert_state
 
 F16, Q8_0 = 1, 8
 LAYOUTS = [Layout(n, transposed) for n in (1, 3) for transposed in (False, True)]
@@ -43,26 +43,26 @@ def state(layout: Layout, stream: int = 0, *, value_type: int = F16) -> bytes:
     ("before", "after"), [*permutations(LAYOUTS, 2), *permutations(SEVERAL, 2)]
 )
 def test_every_kind_becomes_every_other(before: Layout, after: Layout) -> None:
-    assert bytes(converted(state(before, before.n_streams - 1), after)) == state(after)
+    assert bytes(convert_state(state(before, before.n_streams - 1), after)) == state(after)
 
 
 def test_one_of_the_same_kind_is_not_copied() -> None:
     one = state(LAYOUTS[2], 2)
-    assert converted(one, LAYOUTS[2]) is one
+    assert convert_state(one, LAYOUTS[2]) is one
 
 
 def test_one_without_tokens() -> None:
     empty = struct.pack("<IiIIII", 0x1234, 3, 3, 0, 0, 0)
-    assert bytes(converted(empty, LAYOUTS[0])) == struct.pack("<IiII", 0x1234, 3, 1, 0)
+    assert bytes(convert_state(empty, LAYOUTS[0])) == struct.pack("<IiII", 0x1234, 3, 1, 0)
 
 
 def test_without_values_there_is_nothing_to_turn() -> None:
     whole = state(LAYOUTS[0])
     n_values = 2 * (12 + 2 * N_CELLS * N_VALUES)
     keys_only = whole[:-n_values]
-    turned = converted(keys_only, Layout(1, transposed=True))
+    turned = convert_state(keys_only, Layout(1, transposed=True))
     assert len(turned) == len(keys_only)
-    assert bytes(converted(turned, LAYOUTS[0])) == keys_only
+    assert bytes(convert_state(turned, LAYOUTS[0])) == keys_only
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_without_values_there_is_nothing_to_turn() -> None:
 )
 def test_what_cannot_be_turned_is_refused(damaged: State) -> None:
     with pytest.raises(ValueError, match=r"Its|cut off|Values|size"):
-        converted(damaged, Layout(1, transposed=True))
+        convert_state(damaged, Layout(1, transposed=True))

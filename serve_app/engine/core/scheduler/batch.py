@@ -65,10 +65,10 @@ def plan_batch(
     turn, and only one if it is within a span; all have the same adapters; `n_cells` are in use, if the
     cache is unified.
 
-    llama.cpp computes rows of consecutive slots together and splits the batch at every gap or
-    descent, hence the order. If `slot_ends` are given, the tokens that each slot has, gaps are filled with
-    a row behind them: for decoding sequences, that costs less than to compute what is left and right of a
-    gap one after the other.
+    llama.cpp computes rows of consecutive slots together and splits the batch at every gap or descent,
+    hence the order. If `slot_ends` are given, the tokens that each slot has, gaps are filled with a row
+    behind them. For decoding sequences, that costs less than to compute what is left and right of a gap
+    one after the other.
     """
     rows: list[Row] = []
     chunks: list[Chunk] = []
@@ -81,7 +81,7 @@ def plan_batch(
             rows += [(0, slot_ends[slot_id], slot_id, False) for slot_id in between]
         end = sequence.n_past + n_rows
         complete = end == len(sequence.tokens)
-        slot_id, unscored = sequence.slot_id, sequence.unscored
+        slot_id, unscored = sequence.slot_id, sequence.unscored_positions
         first = len(rows) - sequence.n_past
         for position in range(sequence.n_past, end):
             wants_logits = (complete and position == end - 1) or position in unscored

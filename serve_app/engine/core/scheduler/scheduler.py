@@ -26,8 +26,8 @@ MAX_SCORED_ROWS = 32
 _ENOUGH_DONE = 0.75
 # Prompt rows of one client in a step beside other clients, behind which no further prompt of its own joins.
 _ENOUGH_ROWS = 128
-# Seconds of a prompt's pass in the background, which are lost when somebody comes and it is left: so many,
-# or that part of the time since somebody was last served, up to so many. Large passes are faster.
+# Seconds of a prompt's pass in the background, which are lost if somebody comes meanwhile. They are so
+# many, or that part of the time since somebody was last served, up to so many. Large passes are faster.
 _LOST_S, _LOST_PART, _MOST_LOST_S = 0.25, 0.1, 2.0
 # How much longer the others' decoding may take for what is decoded in the background.
 _FREE = 0.02
@@ -90,9 +90,9 @@ class Scheduler:
     Source: Brinch Hansen, "An Analysis of Response Ratio Scheduling", 1971.
 
     Before the first stream begins, nobody waits between two tokens, and chunks are as large as pays. A
-    prompt that is done but for its last token holds that back until most are, for as long at most as it
-    would have taken had all shared the machine alike. A chunk ends where a prefix ends that others wait
-    for, or where a checkpoint is to be made.
+    prompt that lacks only its last token waits with it until most prompts are as far. It waits no longer
+    than it would have taken had all shared the machine alike. A chunk ends where a prefix ends that others
+    wait for, or where a checkpoint is to be made.
 
     Sequences that are behind all others (`is_behind`) advance while there is nothing else, prompts first.
     Beside others, only decoding ones do, as many as cost these next to nothing.
@@ -108,8 +108,8 @@ class Scheduler:
         n_rewind: int = 0,
     ) -> None:
         """`mixed` is for a unified cache: with a split one, llama.cpp would cut such a batch into pieces.
-        Without anything measured or without a bound, only `n_batch` limits the prompts. `n_rewind` are the
-        tokens that slots can drop behind a batch (`CacheTraits`): if these are all of a batch, one in the
+        Without anything measured or without a bound, only `n_batch` limits the prompts. `n_rewind` is how
+        many tokens slots can drop behind a batch (`CacheTraits`). If these are all of a batch, one in the
         background ends when a request comes."""
         self.costs = costs or CostModel(Profile())
         self._n_batch = n_batch
@@ -151,7 +151,7 @@ class Scheduler:
         served = self._together = self._who_is_served(now)
         self.served_all = len(served) == len(self.running)
         before = self._turns.current
-        self._served = self._turns.choose(self._without_held(now), now)
+        self._served = self._turns.choose(self._candidates(now), now)
         adapters = self._turns.current
         if adapters != before:
             self._budget.expect(SWITCH_S)
@@ -208,14 +208,14 @@ class Scheduler:
 
     def _depth(self, sequences: Iterable[Sequence]) -> float:
         depths = [sequence.n_past for sequence in sequences]
-        return self.costs.attended(sum(depths) / len(depths), self._n_cells)
+        return self.costs.effective_past(sum(depths) / len(depths), self._n_cells)
 
     # -- in the background ------------------------------------------------------------------------
 
     @property
     def _prompts_first(self) -> bool:
-        """Whether decoding waits for prompts: nobody waits for a token, and a batch that is full is as fast
-        as one that lacks whose prompt is not done."""
+        """Whether decoding waits for prompts. It does if nobody waits for a token: a full batch is as fast
+        as one without those whose prompts are not done."""
         return self._in_background and not self._mixed and bool(self._ready_prompts)
 
     def _who_is_served(self, now: float) -> list[Sequence]:
@@ -258,7 +258,7 @@ class Scheduler:
     def _prompts(self) -> list[Sequence]:
         return [seq for seq in self._together if seq.n_pending > 1 and not seq.is_blocked]
 
-    def _without_held(self, now: float) -> list[Sequence]:
+    def _candidates(self, now: float) -> list[Sequence]:
         """The sequences that may have the next turn: those with finished prompts wait while
         sequences of other adapters catch up."""
         rest_s = self._catch_up_s()
@@ -372,7 +372,7 @@ class Scheduler:
                 continue
             to_stop = min(sequence.n_pending, sequence.n_to_stop)
             depth, n_rows = self._depth([sequence]), min(left, to_stop)
-            if sequence.unscored:
+            if sequence.unscored_positions:
                 if not left_scored:
                     continue
                 n_rows = min(n_rows, left_scored)
@@ -381,7 +381,7 @@ class Scheduler:
                 n_beside = n_decoding + self._n_batch - left if self._mixed else 0
                 beside_s = 0.0 if self._mixed else spent_s
                 n_rows = self._chunk(n_rows, n_beside, depth, within_s, beside_s)
-            if bounded and sequence.unscored:  # their logits take as long again at most
+            if bounded and sequence.unscored_positions:  # their logits take as long again at most
                 n_rows = -(-n_rows // 2)
             if n_rows == 0 and turns:
                 break

@@ -24,7 +24,7 @@ N_SINK = 4
 class SlotWindow:
     """The first tokens of a text and its last ones, in `n_ctx` cells. Decoder thread only.
 
-    A draft may be wrong, so it need not see all: a long text is fed from its last `n_fed` tokens on, and
+    A draft may be wrong, so it need not see all. A long text is fed from its last `n_fed` tokens on, and
     when the cells are full, it is fed so again. So a draft model never costs more than that at once.
 
     With `reads_states`, the other model's hidden states are fed. Guesses never become the text's then, as
@@ -115,8 +115,8 @@ logger = logging.getLogger("corral.engine")
 MOST_FED = 16
 """A sequence of which more tokens are to be fed first is not ready for a draft."""
 # The rate that is expected of an unknown model. For the rate of all sequences: the weight of the newest
-# token, and how fast a bad rate is forgotten, at each step without a draft. Forty steps bring back what a
-# wrong draft takes from a half, so a bad model is hardly tried.
+# token, and how fast each step without a draft forgets a bad rate. Forty steps bring back what a wrong
+# draft takes from a half, so a bad model is hardly tried.
 _LIKELY, _NEWEST_OF_ALL, _FORGIVING_OF_ALL = 0.95, 0.04, 0.001
 # Passes that failed, after which the draft model counts as broken.
 _MAX_FAILED = 3
@@ -295,12 +295,12 @@ class Drafter:
         self._common.record(n_drafted, n_accepted)
         return True
 
-    def unused(self, sequences: SequenceOf[Sequence]) -> None:
+    def forgive(self, sequences: SequenceOf[Sequence]) -> None:
         """A step has no proposals for these: they come closer to what all have, no better."""
         for sequence in sequences:
-            self.rate(sequence).unused(self._common.acceptance)
+            self.rate(sequence).forgive(self._common.acceptance)
         if sequences:
-            self._common.unused(_LIKELY)
+            self._common.forgive(_LIKELY)
 
     def take_spent(self) -> list[tuple[Sequence, float]]:
         """The seconds of passes since the last call, with the sequence of each."""

@@ -19,7 +19,7 @@ from serve_app.engine.guests.drafts.ngram_proposer import MAX_INDEXED, NgramProp
 # Drafts that are tried, and how many drafted rows one step may have in all.
 _DRAFTS = (1, 2, 3, 5, 7, 11, 15)
 MAX_DRAFTED_ROWS = 16
-# What speculation must promise to be tried; what feeding a draft model must save, for its price; and the
+# What speculation must promise to be tried. What feeding a draft model must save, for its price. The
 # tokens that a sequence is thought to go on for, at least: it may end with any.
 _LEAST_GAIN = 0.05
 _LEAST_RETURN = 2.0
@@ -58,8 +58,8 @@ class Drafting(Guest):
     left.
 
     However often drafts were right, the next one may be wrong. So the time by which a step with drafts is
-    longer than a plain one is paid from a stake of a few steps, into which go the tokens that were right,
-    and a hundredth of a step each time. So speculation never costs much more than that hundredth.
+    longer than a plain one is paid from a stake of a few steps. The tokens that were right go into it, and
+    a hundredth of a step each time. So speculation never costs much more than that hundredth.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Drafting(Guest):
         if best.proposed and drafter is not None:
             drafts |= drafter.propose(best.proposed, best.n_drafted)
         if drafter is not None:
-            drafter.unused([seq for seq in able if seq.id not in drafts])
+            drafter.forgive([seq for seq in able if seq.id not in drafts])
         return drafts
 
     def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
@@ -123,7 +123,7 @@ class Drafting(Guest):
         self._stake += n_accepted / self._n_decoding
         if self._drafter is not None and self._drafter.record(sequence, n_drafted, n_accepted):
             return True
-        self._lookup_of(sequence).verified(n_drafted, n_accepted)
+        self._lookup_of(sequence).record(n_drafted, n_accepted)
         return False
 
     def before_decode(self, batches: SequenceOf[Batch]) -> None:
@@ -184,11 +184,11 @@ class Drafting(Guest):
             options: list[_Option] = []
             for seq in decoding:
                 known = len(looked_up.get(seq.id, ())) >= n_drafted
-                value = self._lookup_of(seq).rate.expected(n_drafted) if known else 0.0
+                value = self._lookup_of(seq).rate.expected_tokens(n_drafted) if known else 0.0
                 proposes = seq.id in ready and n_drafted <= seq.draft_room
                 own = 0.0
                 if proposes and drafter is not None:
-                    own = drafter.rate(seq).expected(n_drafted)
+                    own = drafter.rate(seq).expected_tokens(n_drafted)
                 if known or proposes:
                     options.append(_Option(max(value, own), own > value, seq))
             most = min(len(options), MAX_DRAFTED_ROWS // n_drafted)

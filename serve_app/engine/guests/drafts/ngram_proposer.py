@@ -45,7 +45,7 @@ class NgramProposer:
         self._guess = len(tokens), tokens[start]
         return tuple(islice(cycle(tokens[start : start + n_most]), n_most))
 
-    def verified(self, n_drafted: int, n_accepted: int) -> None:
+    def record(self, n_drafted: int, n_accepted: int) -> None:
         """Learn from a draft of which the first `n_accepted` tokens were right."""
         self._guess = None
         self.rate.record(n_drafted, n_accepted)

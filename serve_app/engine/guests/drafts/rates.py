@@ -20,7 +20,7 @@ class AcceptanceRate:
     """How fast a bad rate is forgotten, at each step without a draft: the text may have changed. By a
     hundredth, a hundred steps bring two thirds of it back."""
 
-    def expected(self, n_drafted: int) -> float:
+    def expected_tokens(self, n_drafted: int) -> float:
         """Tokens that a batch over so many drafted ones, and the one before them, is worth."""
         if self.acceptance >= 1:
             return n_drafted + 1.0
@@ -31,6 +31,6 @@ class AcceptanceRate:
         for right in [True] * n_accepted + [False] * (n_accepted < n_drafted):
             self.acceptance += self.newest * (right - self.acceptance)
 
-    def unused(self, likely: float) -> None:
+    def forgive(self, likely: float) -> None:
         """A step had no draft: a rate below the likely one comes closer to it."""
         self.acceptance += self.forgiving * max(0.0, likely - self.acceptance)

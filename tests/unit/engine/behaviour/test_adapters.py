@@ -28,7 +28,7 @@ def adapted(name: str, prompt: str, adapter: str, max_tokens: int = 8) -> Genera
 
 def test_no_batch_has_sequences_of_two_adapters() -> None:
     backend = WatchedBackend(n_slots=8)
-    backend.adapters.loaded = {"a", "b", "c"}
+    backend.adapters.loaded_keys = {"a", "b", "c"}
     backend.hold()
     asked = [adapted(f"{i}", f"prompt {i}\n", "abc "[i % 4].strip()) for i in range(8)]
     with running(backend, options(8)) as engine:
@@ -54,7 +54,7 @@ def test_no_batch_has_sequences_of_two_adapters() -> None:
 
 def test_a_prefix_of_other_adapters_is_computed_again() -> None:
     backend = WatchedBackend(n_slots=1)
-    backend.adapters.loaded = {"a"}
+    backend.adapters.loaded_keys = {"a"}
     cached = []
     with running(backend) as engine:
         for i, adapter in enumerate(["", "a", "a", ""]):
@@ -76,14 +76,14 @@ def test_adapters_come_and_go_while_others_run() -> None:
         refused = replace(asked, id="hidden")
         assert isinstance(engine.submit_to([(refused, print)])[0], InvalidRequestError)
         assert engine.adapters.free("late")
-        assert backend.adapters.loaded == set()
+        assert backend.adapters.loaded_keys == set()
         engine.adapters.hide("late")
         assert engine.adapters.free("late")
 
 
 def test_an_adapter_in_use_stays() -> None:
     backend = SteppedBackend(n_slots=1)
-    backend.adapters.loaded = {"a"}
+    backend.adapters.loaded_keys = {"a"}
     with running(backend) as engine, ThreadPoolExecutor(1) as pool:
         (inbox,) = start(engine, adapted("x", "a prompt\n", "a", max_tokens=64))
         engine.adapters.hide("a")
@@ -98,11 +98,11 @@ def test_an_adapter_in_use_stays() -> None:
 
 def test_one_that_is_gone_ends_its_request_and_no_other() -> None:
     backend = SteppedBackend(n_slots=2)
-    backend.adapters.loaded = {"a"}
+    backend.adapters.loaded_keys = {"a"}
     with running(backend) as engine:
         first, other = start(engine, adapted("first", "a\n", ""), adapted("gone", "b\n", "a"))
         backend.wait_for_batch()
-        backend.adapters.loaded = set()
+        backend.adapters.loaded_keys = set()
         backend.resume()
         assert other.wait().error is not None
         assert first.wait().error is None

@@ -56,7 +56,7 @@ class Cache(KVCacheManager):
             ]
             self.fake.decode(rows)
             sequence.advance(n_rows)
-            self.computed(sequence)
+            self.on_progress(sequence)
             n_most -= n_rows
 
     def say(self, prompt: list[int]) -> int:

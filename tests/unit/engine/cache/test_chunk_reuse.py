@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.engine.cache.chunk_reuse import MAX_CUTS, plan
-from serve_app.engine.cache.packing import common_prefix, packed
+from serve_app.engine.cache.packing import common_prefix, pack
 from tests.unit.engine.harness import (
     WatchedBackend,
     ask,
@@ -37,7 +37,7 @@ def reference(cached: list[int], prompt: list[int], n_least: int) -> int:
 @given(TOKENS, TOKENS, st.integers(1, 4))
 def test_it_is_what_llama_server_does(cached: list[int], prompt: list[int], n_least: int) -> None:
     n_shared = common_prefix(cached, prompt)
-    found = plan(packed(cached), packed(prompt), n_shared, n_least)
+    found = plan(pack(cached), pack(prompt), n_shared, n_least)
     assert found.n_cached == reference(cached, prompt, n_least)
     for n_keep, n_discard in found.cuts:
         assert n_discard > 0
@@ -47,14 +47,14 @@ def test_it_is_what_llama_server_does(cached: list[int], prompt: list[int], n_le
 
 def test_tokens_that_look_alike_between_others_are_none() -> None:
     cached, prompt = [1, 256, 65536, 1], [65536, 256]
-    assert plan(packed(cached), packed(prompt), 0, 1).n_cached == 1
-    assert plan(packed([1 << 8]), packed([1]), 0, 1).n_cached == 0
+    assert plan(pack(cached), pack(prompt), 0, 1).n_cached == 1
+    assert plan(pack([1 << 8]), pack([1]), 0, 1).n_cached == 0
 
 
 def test_there_are_not_too_many_cuts() -> None:
     prompt = list(range(1000))
     cached = [token for one in prompt for token in (5000, one)]
-    found = plan(packed(cached), packed(prompt), 0, 1)
+    found = plan(pack(cached), pack(prompt), 0, 1)
     assert len(found.cuts) == found.n_cached == MAX_CUTS
 
 

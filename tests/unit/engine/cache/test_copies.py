@@ -12,7 +12,7 @@ from serve_app.base.types import GenerationRequest
 from serve_app.engine.backends.base import State
 from serve_app.engine.cache.manager import KVCacheManager, Place
 from serve_app.engine.cache.memory_tier import MemoryTier
-from serve_app.engine.cache.packing import packed, token_array
+from serve_app.engine.cache.packing import pack, token_array
 from serve_app.engine.cache.slots import SlotTable
 from serve_app.engine.core.sequence import Sequence, SequenceState
 from serve_app.engine.core.step_budget import StepBudget
@@ -64,7 +64,7 @@ class Cache(KVCacheManager):
     def fill(self, slot_id: int, first: int, n_tokens: int) -> list[int]:
         """Have tokens in an idle slot."""
         tokens = [first, *range(n_tokens - 1)]
-        state = memoryview(packed(tokens))
+        state = memoryview(pack(tokens))
         FakeBackend.restore(self.backend, slot_id, state)  # type: ignore[arg-type]
         self.table.slots[slot_id].idle_tokens = token_array(tokens)
         return tokens
@@ -72,7 +72,7 @@ class Cache(KVCacheManager):
     def keep(self, first: int, n_tokens: int) -> list[int]:
         """Have tokens in the store."""
         tokens = [first, *range(n_tokens - 1)]
-        self.memory_tier.put("", tokens, packed(tokens))
+        self.memory_tier.put("", tokens, pack(tokens))
         return tokens
 
     def start(self, prompt: list[int]) -> Place | None:

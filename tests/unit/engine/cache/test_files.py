@@ -335,7 +335,7 @@ def test_a_file_of_another_cache_group_is_not_taken_for_ones_own(
 
 def test_tokens_cannot_pass_for_a_cache_group(tmp_path: Path) -> None:
     """What is hashed to a name tells where the group ends."""
-    packed = packing.packed([7]).decode()
+    packed = packing.pack([7]).decode()
     with opened(tmp_path) as files:
         files.add(StoredPrefix(packing.token_array([7, 8]), b"", ""))
         files.add(StoredPrefix(packing.token_array([8]), b"", packed))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serve_app.base.types import SHARED_GROUP, GenerationRequest
 from serve_app.engine.cache.contents import StoredPrefix
 from serve_app.engine.cache.memory_tier import MemoryTier
-from serve_app.engine.cache.packing import packed, token_array
+from serve_app.engine.cache.packing import pack, token_array
 from serve_app.engine.cache.slots import PrefixPending, Slot, SlotTable
 from serve_app.engine.core.sequence import Sequence
 
@@ -36,7 +36,7 @@ class Compared:
         self.tier = tier
 
     def shared(self, group: str, prompt: bytes, n_most: int) -> list[int]:
-        """For `SlotTable.shared`."""
+        """For `SlotTable.shared_lengths`."""
         wanted = memoryview(prompt).cast("i").tolist()[:n_most]
         return [
             n_common(slot.tokens, wanted) if slot.serves(group) else 0 for slot in self.table.slots
@@ -50,7 +50,7 @@ class Compared:
     def wants(self, group: str, tokens: list[int]) -> bool:
         """See `MemoryTier.wants`."""
         return not any(
-            packed(one.tokens[: len(tokens)]) == packed(tokens)
+            pack(one.tokens[: len(tokens)]) == pack(tokens)
             for one in self.tier
             if one.group == group
         )
@@ -168,8 +168,8 @@ class Workload:
         """Any prompt finds what comparing it with everything finds."""
         group, prompt = self.data.draw(st.sampled_from(GROUPS[:2])), self.prompt()
         table, tier, compared = self.table, self.tier, self.compared
-        told, n = packed(prompt), len(prompt)
-        shared = table.shared(group, told, n)
+        told, n = pack(prompt), len(prompt)
+        shared = table.shared_lengths(group, told, n)
         assert shared == compared.shared(group, told, n)
         n_stored, stored = tier.longest(group, prompt)
         assert n_stored == compared.longest(group, prompt)
@@ -180,15 +180,15 @@ class Workload:
         assert tier.beginning(group, prompt) is compared.beginning(group, prompt)
         if table.n_idle:
             found = table.choose(group, prompt, n_stored)
-            having = table.having(group, packed(prompt))
+            having = table.having(group, pack(prompt))
             with self.by_comparison():
                 expected = table.choose(group, prompt, n_stored)
-                assert having == table.having(group, packed(prompt))
+                assert having == table.having(group, pack(prompt))
             assert found == expected
 
     def by_comparison(self) -> mock._patch[object]:
         """The table that compares token by token."""
-        return mock.patch.object(self.table, "shared", self.compared.shared)
+        return mock.patch.object(self.table, "shared_lengths", self.compared.shared)
 
 
 HAPPENS = [

@@ -16,7 +16,7 @@ from serve_app.base.errors import EngineClosedError
 from serve_app.base.types import SHARED_GROUP
 from serve_app.engine import DecodeError, Engine
 from serve_app.engine.backends.base import State
-from serve_app.engine.cache.packing import packed, token_array
+from serve_app.engine.cache.packing import pack, token_array
 from serve_app.engine.cache.prefixes import Prefix
 from serve_app.engine.cache.transfers import (
     MAX_PREFIXES,
@@ -46,7 +46,7 @@ SYSTEM = [1] * 40
 
 def prompt(*parts: int) -> bytes:
     """`SYSTEM`, and 40 tokens for each part."""
-    return packed([*SYSTEM, *(token for part in parts for token in [part] * 40)])
+    return pack([*SYSTEM, *(token for part in parts for token in [part] * 40)])
 
 
 def ours(tokens: bytes) -> Prefix:
@@ -65,7 +65,7 @@ def begun(
 
 
 def test_packing() -> None:
-    assert list(token_array(packed([0, 7, 2**31 - 1]))) == [0, 7, 2**31 - 1]
+    assert list(token_array(pack([0, 7, 2**31 - 1]))) == [0, 7, 2**31 - 1]
 
 
 def test_what_prompts_have_in_common_counts_once() -> None:
@@ -84,7 +84,7 @@ def test_the_same_prompt_twice_is_shared() -> None:
 def test_only_what_is_held_is_found() -> None:
     prompts = [prompt(2, 3), prompt(2, 3), prompt(2, 4)]
     assert begun(prompts, held=[]) == {}
-    assert begun(prompts, held=[prompt(2), packed([9] * 80)]) == {prompt(2): (3, len(prompt(2)))}
+    assert begun(prompts, held=[prompt(2), pack([9] * 80)]) == {prompt(2): (3, len(prompt(2)))}
 
 
 def test_the_smallest_state_is_what_it_costs() -> None:
@@ -93,9 +93,9 @@ def test_the_smallest_state_is_what_it_costs() -> None:
 
 
 def test_few_tokens_are_not_worth_it() -> None:
-    assert begun([packed([1] * 31), packed([1] * 31)]) == {}
+    assert begun([pack([1] * 31), pack([1] * 31)]) == {}
     # What 31 tokens share in bytes, but not in whole tokens, is nothing either.
-    assert begun([packed([1] * 31 + [2]), packed([1] * 31 + [2 + 256])]) == {}
+    assert begun([pack([1] * 31 + [2]), pack([1] * 31 + [2 + 256])]) == {}
 
 
 def test_cache_groups_have_nothing_in_common() -> None:
@@ -119,7 +119,7 @@ def test_what_another_cache_group_holds_is_taken_and_what_is_pinned_is_not() -> 
     ("held", "found"),
     [
         (Prefix("mine", prompt(2)), True),
-        (Prefix("mine", packed([9])), False),
+        (Prefix("mine", pack([9])), False),
         (Prefix("theirs", prompt(2)), False),
         (Prefix("", prompt(2)), False),
         (Prefix(SHARED_GROUP, prompt(2)), True),
@@ -157,7 +157,7 @@ def test_what_a_longer_one_has_is_not_taken_twice() -> None:
     offered = [hot(prompt(), 9), hot(prompt(2), 4)]
     assert taken_of(offered, [], 100) == [prompt(2)]
     assert taken_of(offered, [], 15) == [prompt()]  # no room for both
-    near = [hot(packed([*SYSTEM, *range(10)]), 1), hot(packed([*SYSTEM, *range(20, 30)]), 1)]
+    near = [hot(pack([*SYSTEM, *range(10)]), 1), hot(pack([*SYSTEM, *range(20, 30)]), 1)]
     assert len(hottest(near, [], 100)) == 1
 
 
@@ -177,7 +177,7 @@ OPTIONS = options(2, n_ctx_slot=256, cache_ram_bytes=10_000)
 
 
 def prefix(text: str, group: str = "") -> Prefix:
-    return Prefix(group, packed(list(text.encode())))
+    return Prefix(group, pack(list(text.encode())))
 
 
 def fake(n_slots: int = 2) -> FakeBackend:
@@ -316,9 +316,7 @@ def test_another_models_prefix_is_refused() -> None:
 @pytest.mark.parametrize(("n_tokens", "n_wanted"), [(0, 0), (256, 256), (10, 0), (10, 11)])
 def test_a_prefix_of_the_wrong_length_is_refused(n_tokens: int, n_wanted: int) -> None:
     with running(fake(), OPTIONS) as engine:
-        odd = Payload(
-            engine.prefixes.key, Prefix("", packed([7] * n_tokens)), np.zeros(4, np.uint8)
-        )
+        odd = Payload(engine.prefixes.key, Prefix("", pack([7] * n_tokens)), np.zeros(4, np.uint8))
         with pytest.raises(RefusedPrefixError, match="tokens"):
             engine.prefixes.import_prefix(odd, n_wanted)
 
@@ -326,7 +324,7 @@ def test_a_prefix_of_the_wrong_length_is_refused(n_tokens: int, n_wanted: int) -
 @pytest.mark.parametrize("lengths", [(0,), (5, 5), (6, 4), (11,)])
 def test_checkpoints_of_other_lengths_are_refused(lengths: tuple[int, ...]) -> None:
     with running(fake(), OPTIONS) as engine:
-        state, prefix = np.zeros(4, np.uint8), Prefix("", packed([7] * 10))
+        state, prefix = np.zeros(4, np.uint8), Prefix("", pack([7] * 10))
         odd = Payload(engine.prefixes.key, prefix, state, tuple((n, state) for n in lengths))
         with pytest.raises(RefusedPrefixError, match="checkpoints"):
             engine.prefixes.import_prefix(odd, 10)

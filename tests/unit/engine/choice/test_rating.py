@@ -10,7 +10,7 @@ import pytest
 from serve_app.base.engine_options import EngineOptions
 from serve_app.engine.choice.caches import candidates, fastest_mode
 from serve_app.engine.choice.plan import PAGED, Mode
-from serve_app.engine.choice.rating import compared, fastest, filled, request_s
+from serve_app.engine.choice.rating import comparison, fastest, fill_profile, request_s
 from serve_app.engine.costs.cost_model import Profile
 
 OPEN = EngineOptions(n_slots=4, n_ctx_slot=1024, threads=1)
@@ -136,7 +136,7 @@ def test_the_other_kind_of_cache_is_remembered_if_both_are_open() -> None:
 def test_what_was_not_measured_is_as_in_the_other_mode() -> None:
     few = Profile({1: 0.02, 4: 0.04}, {16: 0.3}, {}, 0)
     more = Profile({1: 0.01, 2: 0.015, 4: 0.02}, {16: 0.3, 64: 1.0}, {2: 0.05}, 0)
-    assert filled(few, more) == Profile(
+    assert fill_profile(few, more) == Profile(
         {1: 0.02, 2: 0.03, 4: 0.04}, {16: 0.3, 64: 1.0}, {2: 0.05}, 0
     )
 
@@ -181,6 +181,6 @@ def test_of_two_that_are_as_fast_llama_cpp_which_can_do_more() -> None:
 
 def test_the_seconds_of_all_candidates_are_told() -> None:
     seconds = {"split": [1.0, 2.5], "unified": [0.5, 1.254]}
-    assert compared(seconds, "in a test") == (
+    assert comparison(seconds, "in a test") == (
         "a request in a test takes 1.00 and 2.50 s with split; 0.50 and 1.25 s with unified"
     )

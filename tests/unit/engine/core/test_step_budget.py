@@ -21,7 +21,7 @@ from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.engine import make_guests
 from serve_app.engine.guests.embedding import EmbeddingQueue
-from serve_app.engine.guests.pictures import PlacedTile, expanded
+from serve_app.engine.guests.pictures import PlacedTile, expand_media
 from serve_app.engine.health import Progress
 from serve_app.engine.policy.policy import SlotPolicy
 from serve_app.kernels.llama.vision.positions import Pause
@@ -149,7 +149,7 @@ def test_drafts_prompts_texts_and_a_picture_together_keep_within_the_bound(
         spans: tuple[PlacedTile, ...] = ()
         if request.media:
             media = iter(request.media)
-            prompt, spans = expanded(request.prompt, media, projector, sizes.n_batch)
+            prompt, spans = expand_media(request.prompt, media, projector, sizes.n_batch)
             request = replace(request, prompt=prompt)
         forecast = core.published.view.forecast
         assert are_accepted(queue.submit([EngineSequence(request, stream, None, spans)], forecast))

@@ -51,9 +51,10 @@ def test_decode_grows_with_depth() -> None:
 
 def test_cells_of_others_count_as_far_as_they_cost() -> None:
     model = CostModel(replace(MEASURED, masked=0.25))
-    assert model.attended(500, 0) == model.attended(500, 500) == 500  # split, or all its own
-    assert model.attended(500, 2500) == 1000
-    assert CostModel(MEASURED).attended(500, 2500) == 2500
+    # Split, or all its own.
+    assert model.effective_past(500, 0) == model.effective_past(500, 500) == 500
+    assert model.effective_past(500, 2500) == 1000
+    assert CostModel(MEASURED).effective_past(500, 2500) == 2500
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,11 @@ def test_a_profile_that_was_made_beside_others_begins_at_what_is_likely() -> Non
     for _ in range(40):
         for n, seconds in MEASURED.prefill_s.items():
             model.observe_prefill(n, 0, seconds)
-    assert model.learned().prefill_s == pytest.approx(MEASURED.prefill_s, rel=0.1)
+    assert model.learned_profile().prefill_s == pytest.approx(MEASURED.prefill_s, rel=0.1)
 
 
 def test_a_slope_is_kept_as_it_was_learned_if_batches_were_deep() -> None:
     model = CostModel(MEASURED)
     for _ in range(60):
         model.observe_decode(16, 16, 900, 0.11 + 0.9 * 0.04)
-    assert model.learned().deep_decode_s[16] == pytest.approx(0.15, rel=0.1)
+    assert model.learned_profile().deep_decode_s[16] == pytest.approx(0.15, rel=0.1)

@@ -51,7 +51,7 @@ def test_what_stays_so_is_believed_after_a_few_more_rounds() -> None:
     def trial(n: int) -> Measured:
         tried.append(n)
         hiccup = 0.5 if n == 6 and tried.count(6) <= 2 else 0.0
-        return trials.timed(lambda: now.__setitem__(0, now[0] + true_s[n] + hiccup))
+        return trials.time(lambda: now.__setitem__(0, now[0] + true_s[n] + hiccup))
 
     trials = Trials(Machine(1, 1, 1), Clocks(wall=lambda: now[0]))
     trials.left_s = 60.0

@@ -27,7 +27,7 @@ from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.costs.cost_model import CostModel, Profile
 from serve_app.engine.guests.embedding import EmbeddingQueue, Texts, Vectors, pack
-from serve_app.engine.guests.pictures import expanded
+from serve_app.engine.guests.pictures import expand_media
 from serve_app.engine.health import Progress
 from serve_app.engine.metrics.stats import EmbeddingStats
 from serve_app.engine.policy.policy import SlotPolicy
@@ -672,7 +672,7 @@ def test_a_text_that_has_begun_goes_on_before_others_have_their_pictures() -> No
         Texts([(3, MEDIUM, 4)], "asks", media=(OTHER,)),
     ]
     for pending in requests:
-        prompt, tiles = expanded(pending.tokens[0], iter(pending.media), projector, 16)
+        prompt, tiles = expand_media(pending.tokens[0], iter(pending.media), projector, 16)
         pending.tokens, pending.tiles = [prompt], [tiles]
         for tile in tiles:
             tile.embeddings = np.zeros((N_SEEN, 4), np.float32)

@@ -15,7 +15,7 @@ from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.costs.cost_model import CostModel, Profile
 from serve_app.engine.guests.embedding import EmbeddingQueue
-from serve_app.engine.guests.pictures import Encoding, NodeTimes, expanded
+from serve_app.engine.guests.pictures import Encoding, NodeTimes, expand_media
 from serve_app.engine.health import Progress
 from serve_app.engine.policy.policy import SlotPolicy
 from serve_app.kernels.llama.vision.positions import Pause, Tile
@@ -50,7 +50,7 @@ def test_a_piece_takes_its_time_from_the_budget_of_the_step_behind_it(
 
     projector, seen = Projector(), list[float]()
     request = GenerationRequest("p", (1, MEDIUM, 2), SamplingParams(), media=(PICTURE,))
-    prompt, tiles = expanded(request.prompt, iter(request.media), projector, N_BATCH)
+    prompt, tiles = expand_media(request.prompt, iter(request.media), projector, N_BATCH)
     sequence = Sequence(replace(request, prompt=prompt), lambda delta: None, None, tiles)
     policy = SlotPolicy(options())
     view = steps(budget, policy)

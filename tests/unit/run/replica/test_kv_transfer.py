@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.engine.cache.packing import packed
+from serve_app.engine.cache.packing import pack
 from serve_app.engine.cache.prefixes import Prefix
 from serve_app.engine.cache.transfers import HotPrefix
 from serve_app.run.replica.kv_transfer import (
@@ -15,7 +15,7 @@ from serve_app.run.replica.kv_transfer import (
     plan_push,
 )
 
-A, B, C = (Prefix("ours", packed([n] * 40)) for n in range(3))
+A, B, C = (Prefix("ours", pack([n] * 40)) for n in range(3))
 
 
 def hot(prefix: Prefix, n_begun: int = 2, n_bytes: int = 10) -> HotPrefix:

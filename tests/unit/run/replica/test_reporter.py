@@ -92,7 +92,7 @@ def test_a_report_says_how_fast_and_how_busy() -> None:
 
 def test_adapters_are_told_as_long_as_requests_have_them() -> None:
     backend = FakeBackend(endless, n_slots=1)
-    backend.adapters.loaded = {"legal"}
+    backend.adapters.loaded_keys = {"legal"}
     asked = replace(request("a", "prompt"), adapters=(AdapterUse("legal", 1.0),))
     with running(backend, options(1)) as engine:
         backend.hold()

@@ -72,7 +72,7 @@ def test_a_draft_that_nobody_verified_is_learned_from_when_its_token_comes(
 def test_a_draft_that_was_verified_is_not_learned_from_again() -> None:
     proposer, text = NgramProposer(), [1, 2, 3, 4, 5, 1, 2, 3]
     proposer.draft(text, 2)
-    proposer.verified(2, 2)
+    proposer.record(2, 2)
     known = proposer.rate.acceptance
     proposer.draft([*text, 4, 5, 6], 1)
     assert proposer.rate.acceptance == known > 0.5
