@@ -147,7 +147,7 @@ GUESSED = -1
 
 
 class DraftModel(Protocol):
-    """A model that proposes tokens, with a cache of its own: a small one of the same vocabulary
+    """A model that proposes tokens, with a cache of its own. It is a small one of the same vocabulary
     (`serve_app.engine.backends.draft_model.LlamaDraft`), or the other model's own prediction layers
     (`serve_app.engine.backends.draft_model.OwnLayersDraft`)."""
 

@@ -323,7 +323,9 @@ class LlamaBackend:
         try:
             self.cache_plan = cache = choose_cache(plan, model, options, self._open, report)
             self.setup = Setup(
-                *(plan.kernels.backend, cache.mode, cache.profile),
+                plan.kernels.backend,
+                cache.mode,
+                cache.profile,
                 kernels_reason=str(plan),
                 mode_reason=cache.reason,
             )

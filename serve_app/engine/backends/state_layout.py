@@ -22,8 +22,8 @@ _BEGIN = 2 * _WORD
 _CELL_BYTES = 3 * _WORD
 # And what stands before its sequence, where positions have several dimensions: column, row and token.
 _DIMENSIONS_BYTES = 3 * _WORD
-# What keys begin with (type, bytes of a cell), and so do values, unless they are transposed (type, bytes of
-# an element, elements of a cell).
+# What keys begin with (type, bytes of a cell). So do values, unless they are transposed (type, bytes of an
+# element, elements of a cell).
 _KEYS, _VALUES = struct.Struct("<iQ"), struct.Struct("<iII")
 
 

@@ -1,8 +1,8 @@
 """The files of prefixes: their format, the disk tier, and the files that clients have slots saved to.
 
-A file is what `_FIELDS` names, a checksum of all the rest, the cache group, the tokens, the state, what
-`_CHECKPOINT` names of each checkpoint, and their states. It is checked before any of it is used: llama.cpp
-believes what a state says.
+A file begins with what `_FIELDS` names, a checksum of all the rest, the cache group, the tokens and the
+state. Then comes what `_CHECKPOINT` names of each checkpoint, and their states. The file is checked before
+any of it is used: llama.cpp believes what a state says.
 """
 
 from __future__ import annotations

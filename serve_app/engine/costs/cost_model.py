@@ -191,8 +191,8 @@ class CostModel:
         return self._speed * self._verify.seconds(n_rows, n_past)
 
     def prefill_s(self, n_rows: int, n_past: float) -> float:
-        """Seconds to compute `n_rows` of a prompt that has `n_past` tokens in the cache; in a unified
-        one, where kernels see all rows alike, of whatever sequences."""
+        """Seconds to compute `n_rows` of a prompt that has `n_past` tokens in the cache. In a unified one,
+        these are of whatever sequences, as kernels see all rows alike."""
         return self._speed * self._prefill.seconds(n_rows, n_past)
 
     def batch_s(self, n_rows: int, n_past: float) -> float:
