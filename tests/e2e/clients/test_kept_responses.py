@@ -94,7 +94,8 @@ def test_a_stream_that_broke_is_read_on(client: openai.OpenAI, corral: Corral) -
 
 
 def test_cancelling_frees_the_slot(client: openai.OpenAI, corral: Corral) -> None:
-    asked = long_one(client, max_output_tokens=1900)
+    # Drafts are wrong at this temperature: with repeated text, the answer could be over before it is seen.
+    asked = long_one(client, max_output_tokens=1900, temperature=2)
 
     def busy() -> int:
         return int(corral.stats(0)["queue"]["running"])
