@@ -15,19 +15,19 @@ SOURCES = sorted(
     path for top in ("serve_app", "loadtests", "tools") for path in (ROOT / top).rglob("*.py")
 )
 BUDGETS = {
-    "base": 0,
-    "channel": 0,
-    "config": 0,
-    "kernels": 0,
-    "store": 0,
-    "prompt": 0,
-    "engine": 0,
-    "server": 0,
-    "apis": 0,
-    "run": 0,
-    "cluster": 0,
-    "cli": 0,
-    "plugins": 0,
+    "base": 1970,
+    "channel": 1306,
+    "config": 1376,
+    "kernels": 6703,
+    "store": 1415,
+    "prompt": 5083,
+    "engine": 11947,
+    "server": 9137,
+    "apis": 9340,
+    "run": 4095,
+    "cluster": 1366,
+    "cli": 3654,
+    "plugins": 1522,
 }
 """The rooms from left to right, and the most lines of Python that each may have. A module imports its own
 room and rooms to its left. Raise a budget in the change that needs it, and say there what it buys."""

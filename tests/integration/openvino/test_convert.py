@@ -31,9 +31,9 @@ from tests.integration.openvino.random_models import Made
 ASK = """
 import sys
 from pathlib import Path
-from serve_app.kernels.openvino.convert import converted
+from serve_app.kernels.openvino.convert import converted_file
 from serve_app.kernels.openvino.convert import ConvertedModels
-print(converted([Path(sys.argv[1])], b"a" * 16, ConvertedModels(Path(sys.argv[2]))), flush=True)
+print(converted_file([Path(sys.argv[1])], b"a" * 16, ConvertedModels(Path(sys.argv[2]))), flush=True)
 """
 
 

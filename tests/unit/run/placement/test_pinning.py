@@ -328,7 +328,6 @@ def test_cores_that_the_kernel_refuses_are_given_back(
 PINNED_PROGRAM = """
 import os, sys, threading
 from pathlib import Path
-from serve_app.run.placement.machine import read
 from serve_app.run.placement.pinning import pin
 
 masks, mine = [], os.sched_getaffinity(0)

@@ -45,7 +45,7 @@ class Metrics:
     def __init__(self) -> None:
         self.ends: list[SequenceEnd] = []
 
-    def ended(self, end: SequenceEnd) -> None:
+    def on_end(self, end: SequenceEnd) -> None:
         self.ends.append(end)
 
 
